@@ -1,0 +1,1 @@
+"""What the loop stands on: rollouts, the sampler, the model, batching, the journal."""
