@@ -1,0 +1,141 @@
+"""The interface of two methods, and `make("name:key=value,...")`.
+
+An environment pays for text. `reset(seed)` returns the opening messages, `step(response)` the
+reward and the next message. The seed decides the whole task, on any machine, so that a group of
+rollouts can share one task and a run can be repeated.
+
+Seeds come from three ranges that don't meet, so nothing that is evaluated was trained on:
+
+>>> [TRAIN_SEEDS.start, DEMO_SEEDS.start, EVAL_SEEDS.start]
+[0, 1000000000, 1500000000]
+>>> make("letter_counting:difficulty=2").reset(seed=7)[0]["role"]
+'user'
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.types import Message, UsageError
+
+TRAIN_SEEDS = range(0, 1_000_000_000)
+DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
+EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one response brought: the next message (None at the end), reward, done, and details.
+
+    `info["correct"]` (bool) says whether the task was solved, apart from any partial credit;
+    other numbers in `info` are averaged into the metrics as `info/<key>`.
+    """
+
+    message: Message | None
+    reward: float
+    done: bool
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Env(ABC):
+    """A task for one player."""
+
+    @abstractmethod
+    def reset(self, seed: int) -> list[Message]:
+        """Start the episode that `seed` names; return its opening messages."""
+
+    @abstractmethod
+    def step(self, response: str) -> Step:
+        """Take the policy's response, whatever text it is; never raise because of it."""
+
+    def demonstrate(self, hasty: bool = False) -> str | None:
+        """A correct, worked response to the present state; `hasty`: a well-formed guess.
+
+        None where the environment can't show one.
+        """
+        return None
+
+
+class MultiAgentEnv(ABC):
+    """A task for several players at once; agents absent from a dict are not asked to act."""
+
+    @abstractmethod
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        """Start the episode; return the opening messages of the agents that act first."""
+
+    @abstractmethod
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        """Take one response from each agent asked; return a Step for each agent concerned.
+
+        A Step with `message` asks that agent to act next; `done` ends its episode.
+        """
+
+
+_REGISTRY: dict[str, Callable[..., Env | MultiAgentEnv]] = {}
+
+
+def register(name: str) -> Callable:
+    """Class decorator: make an environment known to `make` under `name`."""
+
+    def add(cls: Callable[..., Env | MultiAgentEnv]):
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def list_envs() -> list[str]:
+    """The registered names, sorted."""
+    return sorted(_REGISTRY)
+
+
+def accepts(spec: str, key: str) -> bool:
+    """Whether the environment that `spec` names has an option `key`."""
+    return key in inspect.signature(_constructor(spec)).parameters
+
+
+def make(spec: str) -> Env | MultiAgentEnv:
+    """Build an environment from `name[:key=value,...]`; values are read by the option's type.
+
+    Raises UsageError, in one line, for an unknown name or key or a value of the wrong type.
+    """
+    options = {}
+    constructor = _constructor(spec)
+    parameters = inspect.signature(constructor).parameters
+    for item in filter(None, spec.partition(":")[2].split(",")):
+        key, equals, text = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UsageError(f"--env {spec}: write options as key=value, not {item!r}")
+        if key not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise UsageError(f"--env {spec}: unknown key {key!r}; it has: {known}")
+        if key in options:
+            raise UsageError(f"--env {spec}: the key {key!r} is given twice")
+        options[key] = _convert(spec, key, text, parameters[key].annotation)
+    try:
+        return constructor(**options)
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from None
+
+
+def _constructor(spec: str) -> Callable[..., Env | MultiAgentEnv]:
+    name = spec.partition(":")[0]
+    if name not in _REGISTRY:
+        raise UsageError(f"unknown environment {name!r}; there are: {', '.join(list_envs())}")
+    return _REGISTRY[name]
+
+
+def _convert(spec: str, key: str, text: str, annotation: Any) -> Any:
+    if annotation is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"--env {spec}: {key} is true or false, not {text!r}")
+        return text.lower() == "true"
+    if annotation not in (int, float):
+        return text
+    try:
+        return annotation(text)
+    except ValueError:
+        kind = "a whole number" if annotation is int else "a number"
+        raise UsageError(f"--env {spec}: {key} is {kind}, not {text!r}") from None
