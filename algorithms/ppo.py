@@ -1,0 +1,123 @@
+"""PPO: a learned value of each token as baseline, and don't step too far.
+
+    δ_t = r_t + γ V_t+1 - V_t,   A_t = δ_t + γλ A_t+1        GAE, arXiv:1506.02438
+    L   = -Σ_t min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε) A_t) + c Σ_t (V_t - (A_t + V_t,old))² / 2
+                                                             PPO, arXiv:1707.06347
+
+The value head is linear on the policy's trunk: one forward pass makes both. A rollout that was cut
+off, not ended, goes on in the value of its last token instead of ending with nothing.
+
+    python train.py --algo ppo --ppo.lam 1.0
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from algorithms.common import normalize, surrogate_metrics
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of PPO."""
+
+    gamma: float = 1.0
+    """Discount a token; 1: none."""
+    lam: float = 0.95
+    """GAE's λ: 1 trusts the rewards alone, 0 the value head alone."""
+    clip: float = 0.2
+    """Ratio outside of 1 ± this: no further push away."""
+    value_clip: float = 0.5
+    """How far a value may move from its old one in an update, in units of reward; 0: no limit."""
+    value_coef: float = 0.5
+    """Weight of the value loss; 0: the value head stays as it is."""
+    value_lr: float = 1e-3
+    """Learning rate of the value head."""
+
+
+def compute_advantages(
+    rewards: Tensor,
+    completion_mask: Tensor,
+    group_ids: Tensor,
+    values: Tensor | None,
+    truncated: Tensor,
+    options: Options,
+) -> Tensor:
+    """GAE of every sampled token, normalised over the batch.
+
+    `rewards`, `values` [B, N] float32 and `completion_mask` [B, N] over sampled tokens; `truncated`
+    [B] bool; `group_ids` is GRPO's. Returns [B, N] float32, 0 off the mask. No gradient flows.
+    """
+    assert values is not None, "PPO needs the values of the sampled tokens"
+    return normalize(gae(rewards, completion_mask, values, truncated, options), completion_mask)
+
+
+def compute_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    completion_mask: Tensor,
+    weights: Tensor,
+    options: Options,
+    denominator: float,
+    values: Tensor,
+    old_values: Tensor,
+    targets: Tensor,
+) -> tuple[Tensor, dict[str, float]]:
+    """The clipped surrogate, negated, plus the value loss, over sampled tokens, over `denominator`.
+
+    All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
+    alone. `weights` are importance weights of the sampler, `targets` from `value_targets`.
+    """
+    # exp(0) = 1 in value on the first pass, but its gradient is that of log π
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
+    # the smaller of the two: clipping may take a gain away, never a loss
+    per_token = -weights * torch.minimum(ratio * advantages, clipped * advantages)
+    error = (values - targets) ** 2
+    if options.value_clip:
+        step = (values - old_values).clamp(-options.value_clip, options.value_clip)
+        error = torch.maximum(error, (old_values + step - targets) ** 2)
+    per_token = per_token + options.value_coef * error / 2
+    loss = torch.where(completion_mask, per_token, 0.0).sum() / denominator
+    metrics = surrogate_metrics(
+        ratio, logprobs, old_logprobs, advantages, completion_mask,
+        options.clip, options.clip, denominator,
+    )  # fmt: skip
+    metrics["value/loss"] = torch.where(completion_mask, error, 0.0).sum().item() / denominator / 2
+    return loss, metrics
+
+
+def value_targets(
+    rewards: Tensor, completion_mask: Tensor, values: Tensor, truncated: Tensor, options: Options
+) -> Tensor:
+    """What the values should have been: GAE + old value, [B, N] float32, 0 off the mask."""
+    return gae(rewards, completion_mask, values, truncated, options) + values * completion_mask
+
+
+def gae(
+    rewards: Tensor, completion_mask: Tensor, values: Tensor, truncated: Tensor, options: Options
+) -> Tensor:
+    """Generalised advantage estimates, [B, N], 0 off the mask.
+
+    Positions off the mask are stepped over, so a rollout may have gaps or padding anywhere.
+
+    >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
+    >>> gae(r, v > 0, v, torch.tensor([False]), Options(lam=1.0))
+    tensor([[0.5000, 0.5000]])
+    """
+    advantages = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])  # A_t+1, carried from right to left
+    # V after the last token: 0 at a real end; where the episode was cut, the last value goes on
+    columns = torch.arange(rewards.shape[1], device=rewards.device)
+    last = torch.where(completion_mask, columns, 0).amax(1, keepdim=True)  # [B, 1]
+    next_value = torch.where(truncated, values.gather(1, last).squeeze(1), 0.0)
+    for t in reversed(range(rewards.shape[1])):
+        here = completion_mask[:, t]
+        delta = rewards[:, t] + options.gamma * next_value - values[:, t]
+        advantage = delta + options.gamma * options.lam * following
+        advantages[:, t] = torch.where(here, advantage, 0.0)
+        following = torch.where(here, advantage, following)
+        next_value = torch.where(here, values[:, t], next_value)
+    return advantages
