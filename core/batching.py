@@ -1,0 +1,134 @@
+"""Rollouts to micro-batches.
+
+All that is known of an update's sampled tokens lives in tensors [B, N]: one row for each of the B
+rollouts, its sampled tokens side by side (N: the most of any rollout), nothing else. A micro-batch
+is [b, T] tokens in their contexts, and says with `index` where each sampled token stands in [B, N]:
+
+    rows(advantages, batch)              # [B, N] -> [b, T-1], 0 off the mask
+    put(values, batch, into=all_values)  # [b, T-1] -> [B, N]
+
+Turn i+1 goes on in the sequence of turn i when its prompt begins with turn i's prompt and
+completion, and starts a new sequence when it doesn't; so each token is trained in the context that
+it was sampled in.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from core.types import Rollout
+
+
+@dataclass
+class Sequence:
+    """Token ids, and for each its place in the flattened [B, N], or -1 where it wasn't sampled."""
+
+    token_ids: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Batch:
+    """One micro-batch: b right-padded sequences; T-1 because the first token is never predicted."""
+
+    input_ids: Tensor  # [b, T] int64
+    completion_mask: Tensor  # [b, T-1] bool: the *next* token was sampled
+    index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens in the micro-batch."""
+        return int(self.completion_mask.sum())
+
+
+@dataclass
+class Update:
+    """What the rollouts of one update brought, as tensors of [B, N] or [B] on the CPU."""
+
+    sequences: list[Sequence]
+    mask: Tensor  # [B, N] bool: sampled tokens are to the left, padding to the right
+    rewards: Tensor  # [B, N] float32: each turn's reward stands on its last token
+    sampler_logprobs: Tensor  # [B, N] float32, nats
+    group_ids: Tensor  # [B] int64
+    truncated: Tensor  # [B] bool: cut, not ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens of the update: what is trained on, each once."""
+        return int(self.mask.sum())
+
+
+def to_update(rollouts: list[Rollout]) -> Update:
+    """Lay the rollouts out. Raises ValueError if there is no sampled token at all."""
+    width = max((rollout.num_tokens for rollout in rollouts), default=0)
+    if width == 0:
+        raise ValueError("no rollout has a sampled token")
+    rewards = torch.zeros(len(rollouts), width)
+    logprobs = torch.zeros(len(rollouts), width)
+    mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
+    sequences: list[Sequence] = []
+    for row, rollout in enumerate(rollouts):
+        column = 0
+        current: Sequence | None = None
+        for turn in rollout.turns:
+            if current is None or turn.prompt_ids[: len(current.token_ids)] != current.token_ids:
+                current = Sequence()
+                sequences.append(current)
+            context = turn.prompt_ids[len(current.token_ids) :]
+            end = column + len(turn.completion_ids)
+            current.token_ids += context + turn.completion_ids
+            current.places += [-1] * len(context)
+            current.places += range(row * width + column, row * width + end)
+            mask[row, column:end] = True
+            logprobs[row, column:end] = torch.tensor(turn.sampler_logprobs)
+            rewards[row, end - 1] = turn.reward
+            column = end
+    return Update(
+        sequences,
+        mask,
+        rewards,
+        logprobs,
+        group_ids=torch.tensor([rollout.group_id for rollout in rollouts]),
+        truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
+    )
+
+
+def micro_batches(
+    sequences: list[Sequence], max_tokens: int, device: torch.device | str = "cpu"
+) -> Iterator[Batch]:
+    """Cut the sequences, longest first, into batches of at most `max_tokens` padded tokens.
+
+    A sequence longer than that gets a batch of its own.
+    """
+    ordered = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
+    start = 0
+    while start < len(ordered):
+        size = max(1, max_tokens // len(ordered[start].token_ids))
+        yield _pad(ordered[start : start + size], device)
+        start += size
+
+
+def rows(values: Tensor, batch: Batch) -> Tensor:
+    """Look up [B, N] at a micro-batch's sampled tokens: [b, T-1], 0 off the mask."""
+    found = values.flatten().to(batch.index.device)[batch.index]
+    return torch.where(batch.completion_mask, found, 0)
+
+
+def put(values: Tensor, batch: Batch, into: Tensor) -> None:
+    """Write a micro-batch's [b, T-1] to where its sampled tokens stand in `into` [B, N]."""
+    mask = batch.completion_mask
+    into.view(-1)[batch.index[mask].to(into.device)] = values[mask].to(into.device, into.dtype)
+
+
+def _pad(sequences: list[Sequence], device: torch.device | str) -> Batch:
+    width = max(len(sequence.token_ids) for sequence in sequences)
+    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    places = torch.full((len(sequences), width), -1)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence.token_ids)] = torch.tensor(sequence.token_ids)
+        places[row, : len(sequence.places)] = torch.tensor(sequence.places)
+    mask = places[:, 1:] >= 0  # the causal shift: position t predicts token t+1
+    index = places[:, 1:].clamp(min=0)
+    return Batch(ids.to(device), mask.to(device), index.to(device))

@@ -1,0 +1,158 @@
+"""What a person sees while it trains: a live display in a terminal, plain lines elsewhere."""
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from core.types import Rollout
+
+BARS = "▁▂▃▄▅▆▇█"
+# what is shown of the metrics: (name, label, format)
+SHOWN = [
+    ("reward/mean", "reward", "{:.3f}"),
+    ("reward/correct", "correct", "{:.2f}"),
+    ("length/mean", "tokens", "{:.1f}"),
+    ("policy/entropy", "entropy", "{:.3f}"),
+    ("gap/logprob_mean", "gap", "{:.1e}"),
+    ("grad/norm", "grad", "{:.2f}"),
+]
+
+
+class Display:
+    """Progress of each phase, the metrics with sparklines, one completion; or plain lines."""
+
+    def __init__(self, title: str, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self.plain = not self.console.is_terminal or self.console.is_dumb_terminal
+        self.title = title
+        self.history: dict[str, list[float]] = {}
+        self.completion: RenderableType | None = None
+        self.notes: list[str] = []
+        self.progress = Progress(
+            TextColumn("{task.description}", justify="left"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn("{task.fields[detail]}"),
+            console=self.console,
+        )
+        self.live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
+
+    def __enter__(self) -> "Display":
+        if self.plain:
+            self.say(self.title)
+        else:
+            self.live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self.plain:
+            self.live.stop()
+
+    def say(self, line: str) -> None:
+        """One line that stays on the screen."""
+        self.console.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
+        """A piece of work of `total` steps, `done` of them already."""
+        task = self.progress.add_task(name, total=total, completed=done, detail="")
+        yield Phase(self, name, task, total)
+        self.progress.update(task, visible=not name.startswith("evaluate"))
+
+    def update(self, record: dict[str, Any], rollouts: list[Rollout]) -> None:
+        """One update: its metrics with sparklines and a completion, or one plain line."""
+        names = [*SHOWN, *_info_columns(record)]
+        for name, _, _ in names:
+            if name in record:
+                self.history.setdefault(name, []).append(record[name])
+        if self.plain:
+            parts = [f"{label} {fmt.format(record[n])}" for n, label, fmt in names if n in record]
+            seconds = record["time/rollout_s"] + record["time/train_s"]
+            self.say(f"update {record['update']:4d}  {'  '.join(parts)}  {seconds:.1f} s")
+        if record["update/skipped"]:
+            self.say(f"update {record['update']} skipped: its loss or gradient is not finite")
+        self.completion = _completion_panel(rollouts[0])
+
+    def _render(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self.title, style="bold"), self.progress]
+        if self.history:
+            table = Table.grid(padding=(0, 2))
+            labels = {n: (label, fmt) for n, label, fmt in [*SHOWN, *_info_columns(self.history)]}
+            for name, values in self.history.items():
+                label, fmt = labels[name]
+                line = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
+                first, last = fmt.format(values[0]), fmt.format(values[-1])
+                table.add_row(label, line, Text(f"{first} → {last}"))
+            parts.append(Panel(table, title="updates", title_align="left"))
+        if self.completion is not None:
+            parts.append(self.completion)
+        return Group(*parts)
+
+
+class Phase:
+    """One running piece of work; `advance` after each step."""
+
+    def __init__(self, display: Display, name: str, task: TaskID, total: int):
+        self.display, self.name, self.task, self.total = display, name, task, total
+        self.begun = time.monotonic()
+        self.lines = 10  # at most so many plain lines for a phase
+
+    def advance(self, detail: str = "", quiet: bool = False) -> None:
+        """One step more is done. In plain mode prints at each tenth of the way, unless `quiet`."""
+        progress = self.display.progress
+        progress.update(self.task, advance=1, detail=detail)
+        done = int(progress.tasks[self.task].completed)
+        if self.display.plain and not quiet and done % max(1, self.total // self.lines) == 0:
+            took = time.monotonic() - self.begun
+            self.display.say(f"{self.name} {done}/{self.total}  {detail}  {took:.0f} s")
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The last values as bars, scaled from the least to the greatest of all.
+
+    >>> sparkline([0.0, 0.5, 1.0], width=10)
+    '▁▅█'
+    """
+    values = [v for v in values if math.isfinite(v)] or [0.0]
+    if len(values) > width:  # means of neighbours, so that the whole run stays in view
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(values), max(values)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[int((v - low) * scale + 0.5)] for v in values)
+
+
+def _completion_panel(rollout: Rollout) -> RenderableType:
+    text = Text()
+    for message in rollout.messages:
+        style = "" if message["role"] == "assistant" else "dim"
+        text.append(_short(message["content"]) + "\n", style)
+    text.rstrip()
+    title = f"sampled · reward {rollout.episode_return:.2f}"
+    return Panel(text, title=title, title_align="left", border_style="dim")
+
+
+def _info_columns(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(n, n[len("info/") :], "{:.2f}") for n in metrics if n.startswith("info/")]
+
+
+def _short(text: str, limit: int = 600) -> str:
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

@@ -1,0 +1,72 @@
+"""`curves.png`: what a run learnt, in one picture."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no window, on any machine
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+INK, GRID = "#2b2b33", "#e4e4ea"
+BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"
+
+
+def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
+    """Draw held-out accuracy, reward, completion length and the warm start, as far as logged."""
+    updates = [r for r in records if "reward/mean" in r]
+    warm = [r for r in records if "sft/loss" in r]
+    shares = sorted({k for r in updates for k in r if k.startswith("info/")})
+    style: Any = {
+        "font.size": 11, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK,
+        "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+        "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+    }  # fmt: skip
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, ha="left")
+        _accuracy(axes[0, 0], records)
+        _lines(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
+        _lines(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
+        if shares:
+            _lines(axes[1, 1], updates, "Share of rollouts", shares, [GREEN, PURPLE, ORANGE])
+        elif warm:
+            axes[1, 1].plot([r["sft_step"] for r in warm], [r["sft/loss"] for r in warm], c=PURPLE)
+            axes[1, 1].set_title("Warm start: loss, nats a token", loc="left", fontweight="bold")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _accuracy(axis: Axes, records: list[dict[str, Any]]) -> None:
+    axis.set_title("Held-out accuracy, 95% interval", loc="left", fontweight="bold")
+    evaluated = [r for r in records if "update" in r and any(k.endswith("/accuracy") for k in r)]
+    names = [k[: -len("/accuracy")] for k in (evaluated or [{}])[0] if k.endswith("/accuracy")]
+    for name, color in zip(names, [BLUE, ORANGE, GREEN, PURPLE], strict=False):
+        at = [r["update"] for r in evaluated]
+        value = [r[f"{name}/accuracy"] for r in evaluated]
+        low, high = ([r[f"{name}/{k}"] for r in evaluated] for k in ("ci_low", "ci_high"))
+        axis.fill_between(at, low, high, color=color, alpha=0.18, linewidth=0)
+        axis.plot(at, value, color=color, marker="o", markersize=4, label=name[len("eval/") :])
+        for i, shift in ((0, 10), (-1, -14)):
+            axis.annotate(
+                f"{value[i]:.2f}", (at[i], value[i]), (0, shift), textcoords="offset points",
+                ha="center", fontweight="bold", color=color,
+            )  # fmt: skip
+    axis.set_ylim(-0.03, 1.05)
+    axis.set_xlabel("update")
+    if len(names) > 1:
+        axis.legend(frameon=False)
+
+
+def _lines(
+    axis: Axes, updates: list[dict[str, Any]], title: str, names: list[str], colors: list[str]
+) -> None:
+    axis.set_title(title, loc="left", fontweight="bold")
+    axis.set_xlabel("update")
+    for name, color in zip(names, colors, strict=False):
+        points = [(r["update"], r[name]) for r in updates if name in r]
+        axis.plot(*zip(*points, strict=True), color=color, linewidth=1.8, label=name.split("/")[1])
+    if len(names) > 1 or names[0].startswith("info/"):
+        axis.legend(frameon=False)
+        axis.set_ylim(-0.03, 1.05)

@@ -1,0 +1,34 @@
+"""Ctrl-C once: stop at the next safe point, with nothing half-written. Twice: stop at once."""
+
+import signal
+from typing import Any
+
+
+class Stopped(Exception):
+    """Raised at a safe point after Ctrl-C or SIGTERM."""
+
+
+class Interrupt:
+    """Inside `with Interrupt() as stop:` a signal only sets a flag, and `stop.check()` raises."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.previous: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise Stopped if a signal came."""
+        if self.requested:
+            raise Stopped
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.requested = True
+        signal.signal(number, self.previous[number])  # the second one acts as usual

@@ -1,0 +1,214 @@
+"""What a run leaves in `runs/<name>/`, written as it goes: readable at any moment, never rewritten.
+
+config.yaml     every setting; `python train.py --config <it> --run-name other` runs it again
+metrics.jsonl   one object a warm-start report ("sft_step") or an update ("update")
+rollouts.jsonl  one object a rollout: what was asked, written and paid
+curves.png      the picture
+README.md       command, result, where the rest is
+checkpoint/     to --resume from
+model/          the trained policy, for from_pretrained
+"""
+
+import importlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import yaml
+
+from core.metrics import before_after, describe
+from core.types import Rollout, UsageError
+
+
+class Journal:
+    """The open journal of a run; `with Journal(...) as journal:`."""
+
+    def __init__(self, run: Path, config: dict[str, Any], track: str = "none"):
+        self.run, self.config = run, config
+        self.tracker = _open_tracker(track, run, config)
+        self.metrics_file: TextIO = (run / "metrics.jsonl").open("a")
+        self.rollouts_file: TextIO = (run / "rollouts.jsonl").open("a")
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.metrics_file.close()
+        self.rollouts_file.close()
+        if self.tracker is not None:
+            self.tracker.close()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one object to metrics.jsonl, and tell the tracker if there is one."""
+        _append(self.metrics_file, record)
+        if self.tracker is not None and "update" in record:
+            self.tracker.log(record)
+
+    def log_rollouts(self, kind: str, update: int, rollouts: Iterable[Rollout]) -> None:
+        """Append rollouts; `kind` is "train" or "eval"."""
+        for r in rollouts:
+            row = {
+                "update": update,
+                "kind": kind,
+                "env": r.env,
+                "agent": r.agent,
+                "seed": r.seed,
+                "group_id": r.group_id,
+                "return": r.episode_return,
+                "rewards": [turn.reward for turn in r.turns],
+                "tokens": r.num_tokens,
+                "cut_off": any(turn.finish_reason == "length" for turn in r.turns),
+                "truncated": r.truncated,
+                "info": r.info,
+                "messages": r.messages,
+            }
+            _append(self.rollouts_file, row)
+
+
+def new_folder(runs: Path, name: str, stem: str) -> Path:
+    """The folder of a new run, not there yet: runs/<name>, or runs/<stem>-<number>."""
+    if not name:
+        return next(p for i in itertools.count(1) if not (p := runs / f"{stem}-{i}").exists())
+    if Path(name).name != name or name.startswith("."):
+        raise UsageError(f"--run-name {name!r} is not a plain folder name")
+    if (runs / name).exists():
+        raise UsageError(f"--run-name {name}: {runs / name} exists; take another, or --resume it")
+    return runs / name
+
+
+def create_run(run: Path, config: dict[str, Any]) -> None:
+    """Make the folder of a new run, with its config.yaml."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_config(run, config)
+
+
+def write_config(run: Path, config: dict[str, Any]) -> None:
+    """Write config.yaml whole or not at all."""
+    part = run / ".part-config.yaml"
+    part.write_text(yaml.safe_dump(config, sort_keys=False))
+    os.replace(part, run / "config.yaml")
+
+
+def rewind(run: Path, progress: dict[str, int]) -> None:
+    """Cut the journal back to a checkpoint: drop the records of what is about to be done again."""
+
+    def keep(record: dict[str, Any]) -> bool:
+        if "sft_step" in record:
+            return record["sft_step"] <= progress["sft_step"]
+        return record["update"] <= progress["update"]
+
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        if (run / name).exists():
+            kept = [record for record in read_records(run / name) if keep(record)]
+            part = run / f".part-{name}"
+            with part.open("w") as file:
+                for record in kept:
+                    file.write(json.dumps(record) + "\n")
+            os.replace(part, run / name)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; a last line cut short by a crash is left out."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def write_readme(run: Path, config: dict[str, Any]) -> None:
+    """Write the run's README.md and curves.png from its journal."""
+    from core.curves import draw_curves  # matplotlib is slow to import
+
+    records = read_records(run / "metrics.jsonl")
+    updates = [r for r in records if "update" in r]
+    seconds = sum(v for r in records for k, v in r.items() if _is_seconds(k))
+    results = [
+        f"| {env} | {describe(env, first)} | {describe(env, last)} |"
+        for env, first, last in before_after(records)
+    ]
+    lines = [
+        f"# {run.name}",
+        "",
+        f"`{config['algo']}` on `{' '.join(config['env'])}`, model `{config['model_id']}`, "
+        f"seed {config['seed']}: {config['sft_steps']} warm-start steps, "
+        f"{max(0, len(updates) - 1)} updates, {seconds / 60:.1f} min "
+        f"(torch {torch.__version__}, {torch.get_num_threads()} threads).",
+        "",
+        "| held-out tasks | before RL [95%] | after RL [95%] |",
+        "| --- | --- | --- |",
+        *results,
+        "",
+        "![curves](curves.png)",
+        "",
+        "Again, under another name:",
+        "",
+        f"    python train.py --config {run / 'config.yaml'} --run-name again",
+        "",
+        "`metrics.jsonl` and `rollouts.jsonl` hold every update; `model/` loads with "
+        "`from_pretrained`.",
+        "",
+    ]
+    if updates:
+        draw_curves(run / "curves.png", records, title=f"{config['algo']} · {config['model_id']}")
+    (run / "README.md").write_text("\n".join(lines))
+
+
+def summary(run: Path, config: dict[str, Any]) -> list[str]:
+    """The last lines of a run: before and after, where the files are, what to try next."""
+    lines = []
+    for env, first, last in before_after(read_records(run / "metrics.jsonl")):
+        lines.append(f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
+                     f"{describe(env, last)} after {last['update']} updates")  # fmt: skip
+    other = "ppo" if config["algo"] != "ppo" else "reinforce"
+    lines.append(f"curves: {run / 'curves.png'}   every rollout: {run / 'rollouts.jsonl'}")
+    lines.append(f"next: python train.py --algo {other} --seed {config['seed']}")
+    return lines
+
+
+def _is_seconds(key: str) -> bool:
+    return key.startswith("time/") and key.endswith("_s")
+
+
+def _append(file: TextIO, record: dict[str, Any]) -> None:
+    # JSON knows no NaN or infinity
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+             for k, v in record.items()}  # fmt: skip
+    file.write(json.dumps(plain) + "\n")
+    file.flush()
+
+
+class _Tracker:
+    """One of the outside trackers, reduced to log and close."""
+
+    def __init__(self, log: Any, close: Any):
+        self.log_scalars, self.close = log, close
+
+    def log(self, record: dict[str, Any]) -> None:
+        scalars = {k: v for k, v in record.items() if k != "update"}
+        self.log_scalars(scalars, record["update"])
+
+
+def _open_tracker(name: str, run: Path, config: dict[str, Any]) -> _Tracker | None:
+    if name == "none":
+        return None
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(run / "tensorboard"))
+
+        def add(scalars: dict[str, float], step: int) -> None:
+            for key, value in scalars.items():
+                writer.add_scalar(key, value, step)
+
+        return _Tracker(add, writer.close)
+    tracker: Any = importlib.import_module(name)
+    session = tracker.init(project="picorl", name=run.name, config=config)
+    return _Tracker(lambda scalars, step: session.log(scalars, step=step), session.finish)

@@ -1,0 +1,306 @@
+"""Load a policy: a hub id, a local folder, or `tiny`, which is built here from code.
+
+`tiny` is a Qwen3 of 0.8 million random weights with a tokenizer in which every byte is a token (so
+it can spell) besides some common words. It is saved to a folder and loaded from there, by the same
+`from_pretrained` as any other model.
+
+Precision. Weights have `dtype`; LoRA adapters and the value head are always float32. Below float32,
+full fine-tuning keeps a float32 master of each weight in the optimiser (`MasterAdamW`): bfloat16
+has 8 bits of mantissa, so an update smaller than |w|/256 would be lost.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.utils.logging import disable_progress_bar
+
+from core.chat import end_of_turn_id
+from core.types import UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TINY_WORDS = """
+How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
+to by for from with and or not out then end many much your you that this as at one two three each
+all letter letters word words number answer page link board row column turn game choose move left
+right up down state reward count reply write reverse order next start target
+""".split()
+TINY_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@dataclass
+class Policy:
+    """A causal language model with what sampling and training need to know of it."""
+
+    model: Any  # Hugging Face model, or a PeftModel around one
+    tokenizer: Any
+    device: torch.device
+    stop_ids: list[int]  # any of these ends a completion
+    end_of_turn_id: int  # the one that ends a demonstration
+    max_length: int  # tokens of prompt and completion together
+    value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
+
+    @property
+    def causal_lm(self) -> Any:
+        """The Hugging Face model; LoRA layers, if any, sit inside it."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
+
+        Causal attention never looks at the padding behind a token, so no mask is needed.
+        """
+        return self.causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+
+    def to_logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [N, V] of hidden states [N, D], as the model itself makes them."""
+        logits = self.causal_lm.get_output_embeddings()(hidden).float()
+        cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)  # Gemma 2
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def size(self) -> str:
+        """'0.84M weights, 0.84M trained, cpu', for a title."""
+        weights = sum(p.numel() for p in self.model.parameters())
+        trained = sum(p.numel() for p in self.trainable().values())
+        return f"{weights / 1e6:.2f}M weights, {trained / 1e6:.2f}M trained, {self.device}"
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Every parameter that training changes, by name; the value head included."""
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if self.value_head is not None:
+            named |= {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
+        return named
+
+
+def load_policy(
+    model_id: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    lora_rank: int = 0,
+    lora_alpha: float = 0.0,
+    value_head: bool = False,
+    seed: int = 0,
+    tiny_folder: str | os.PathLike[str] = "tiny",
+) -> Policy:
+    """Load `model_id` (hub id, folder or "tiny") for training on `device`.
+
+    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. "tiny" is written to
+    `tiny_folder` first, if it isn't there. The seed decides the weights of tiny, of the adapters
+    and of nothing else. Raises UsageError when the model, the device or the precision is not there.
+    """
+    where = pick_device(device)
+    precision = _pick_dtype(dtype, where)
+    if model_id == "tiny":
+        if not Path(tiny_folder, "config.json").exists():
+            save_tiny(tiny_folder, seed)
+        model_id = str(tiny_folder)
+    model, tokenizer = _from_pretrained(model_id, precision)
+    torch.manual_seed(seed)
+    if lora_rank > 0:
+        from peft import LoraConfig, get_peft_model
+
+        alpha: Any = lora_alpha or 2 * lora_rank  # PEFT takes a fraction as well
+        config = LoraConfig(
+            task_type="CAUSAL_LM", r=lora_rank, lora_alpha=alpha, target_modules="all-linear"
+        )
+        model = get_peft_model(model, config)  # adapters in float32: PEFT's autocast_adapter_dtype
+    model.to(where)
+    closing = end_of_turn_id(tokenizer)
+    policy = Policy(
+        model=model,
+        tokenizer=tokenizer,
+        device=where,
+        stop_ids=_stop_ids(model, tokenizer, closing),
+        end_of_turn_id=closing,
+        max_length=model.config.get_text_config().max_position_embeddings,
+    )
+    if value_head:
+        width = model.config.get_text_config().hidden_size
+        policy.value_head = nn.Linear(width, 1, device=where, dtype=torch.float32)
+        nn.init.zeros_(policy.value_head.weight)  # the first values are 0, not noise
+        nn.init.zeros_(policy.value_head.bias)
+    return policy
+
+
+def save_tiny(folder: str | os.PathLike[str], seed: int) -> None:
+    """Write the embedded policy to `folder`, as `save_pretrained` does; the seed decides it all."""
+    tokenizer = tiny_tokenizer()
+    config = Qwen3Config(
+        vocab_size=-(-len(tokenizer) // 64) * 64,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        # 0.02, right for a width of thousands, is so small at 128 that learning takes twice as long
+        initializer_range=0.06,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, so any text can be written and read back; so are some whole words.
+
+    >>> tok = tiny_tokenizer()
+    >>> tok.tokenize('How many r in "cherry"?')
+    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ', '"', 'c', 'h', 'e', 'r', 'r', 'y', '"', '?']
+    """
+    words = [w if w[0].isupper() else f"Ġ{w}" for w in TINY_WORDS]  # Ġ: the space before it
+    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
+    ids = {token: i for i, token in enumerate(vocab)}
+    # without merges, a stretch of text is either a whole word of the vocabulary or single bytes
+    core = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tags = ["<answer>", "</answer>", "<think>", "</think>"]
+    core.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
+    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
+    core.add_special_tokens([AddedToken(t, special=True) for t in ["<|pad|>", "<|end|>", *roles]])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        chat_template=TINY_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+class MasterAdamW:
+    """AdamW whose float32 masters stand behind low-precision weights; plain AdamW for float32 ones.
+
+    Gradients of low-precision weights are summed in float32 as each micro-batch's backward makes
+    them; `step` updates the masters and copies them into the weights in place, so that whoever
+    shares the tensors sees the new values at once.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any):
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
+        groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
+        self.adamw = torch.optim.AdamW(groups, **options)
+        self.param_groups = self.adamw.param_groups
+        self.masters = [p for g in self.param_groups for p in g["params"]]
+
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        if weight.dtype == torch.float32:
+            return weight
+        master = nn.Parameter(weight.detach().float())
+        self.pairs.append((weight, master))
+
+        def collect(p: Tensor) -> None:
+            grad = p.grad.float()  # type: ignore[union-attr]
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            p.grad = None
+
+        weight.register_post_accumulate_grad_hook(collect)
+        return master
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        for weight, master in self.pairs:
+            weight.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "masters": [m.data for _, m in self.pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.param_groups = self.adamw.param_groups
+        for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
+            master.copy_(saved)
+            weight.copy_(master)
+
+
+def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
+    """AdamW (0.9, 0.999; no weight decay) over all that is trainable; the value head at `value_lr`.
+
+    Raises RuntimeError if a trainable parameter would be left out.
+    """
+    trainable = policy.trainable()
+    head = [p for n, p in trainable.items() if n.startswith("value_head.")]
+    rest = [p for n, p in trainable.items() if not n.startswith("value_head.")]
+    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
+    if head:
+        groups.append({"params": head, "lr": value_lr or lr})
+    if sum(len(g["params"]) for g in groups) != len(trainable):
+        raise RuntimeError("a trainable parameter is missing from the optimiser")
+    return MasterAdamW(groups, weight_decay=0.0)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto": CUDA, else Apple's MPS, else the CPU."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device(next((d for d, is_there in there.items() if is_there), "cpu"))
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device is auto, cpu, cuda, cuda:N or mps, not {name!r}") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise UsageError(f"--device is auto, cpu, cuda, cuda:N or mps, not {name!r}")
+    if device.type in there and not there[device.type]:
+        raise UsageError(f"--device {name}: there is none on this machine; use --device auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
+    return device
+
+
+def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def _from_pretrained(model_id: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    looks_local = model_id.startswith((".", "/", "~")) or Path(model_id).exists()
+    if looks_local and not Path(model_id, "config.json").exists():
+        adapter = Path(model_id, "adapter_config.json").exists()
+        hint = "; it holds a LoRA adapter: name the base model instead" if adapter else ""
+        raise UsageError(f"--model-id {model_id}: no model in this folder (config.json){hint}")
+    disable_progress_bar()  # it would draw over our display; downloads keep theirs
+    try:
+        AutoConfig.from_pretrained(model_id)
+        tokenizer = AutoTokenizer.from_pretrained(model_id)
+        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"--model-id {model_id}: can't be loaded: {reason}") from None
+    model.config.use_cache = False  # sampling passes a cache of its own
+    return model, tokenizer
+
+
+def _stop_ids(model: Any, tokenizer: Any, closing: int) -> list[int]:
+    """The union of what the model's files call the end, and what the chat template does."""
+    listed = model.generation_config.eos_token_id
+    listed = listed if isinstance(listed, list) else [listed]
+    return sorted({i for i in [*listed, tokenizer.eos_token_id, closing] if i is not None})

@@ -1,0 +1,184 @@
+"""Sampling: the interface, and TorchSampler in plain PyTorch.
+
+TorchSampler prefills each distinct prompt once, repeats its cache for the rest of the group, and
+drops finished rows as it goes. The log-probs that it returns are those of the distribution it drew
+from: temperature, top-k and top-p included.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from core.model import Policy
+from core.types import Completion, UsageError
+
+KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are still being written
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw: `temperature` 0 is greedy, `top_p` 1 and `top_k` 0 are off; lengths in tokens.
+
+    The seed decides every draw of a call, so a call can be repeated without any hidden state.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+class Sampler(ABC):
+    """Writes completions. Memory for sampling is held only inside `with sampler:`."""
+
+    @abstractmethod
+    def sample(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> list[Completion]:
+        """One completion for each prompt, in order; equal prompts are prefilled once.
+
+        `on_progress` is called now and then; what it raises stops the sampling.
+        """
+
+    def sync(self) -> None:  # noqa: B027 (nothing to do is right where weights are shared)
+        """After optimizer.step: make sure that the next sample uses the new weights."""
+
+    def __enter__(self) -> "Sampler":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+class TorchSampler(Sampler):
+    """Samples from the training model itself, so the weights are always the newest."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> list[Completion]:
+        if not prompts:
+            return []
+        model, device = self.policy.causal_lm, self.policy.device
+        model.eval()
+        generator = torch.Generator(device).manual_seed(params.seed)
+        stop_ids = torch.tensor(self.policy.stop_ids, device=device)
+        logits, cache, mask, position = self._prefill(prompts)
+
+        steps = self._room(prompts, params.max_tokens)
+        tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
+        logprobs = torch.zeros(len(prompts), steps, device=device)
+        lengths = torch.full((len(prompts),), steps, device=device)
+        stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        rows = torch.arange(len(prompts), device=device)  # the rows of the cache, as rows of tokens
+
+        for step in range(steps):
+            on_progress()
+            drawn, logprob = draw(logits, params, generator)  # [R], [R]
+            tokens[rows, step], logprobs[rows, step] = drawn, logprob
+            ended = torch.isin(drawn, stop_ids) & ~stopped[rows]
+            stopped[rows[ended]] = True
+            lengths[rows[ended]] = step + 1
+            writing = ~stopped[rows]
+            num_writing = int(writing.sum())
+            if num_writing == 0 or step == steps - 1:
+                break
+            if num_writing <= KEEP_ROWS * len(rows):
+                keep = writing.nonzero().squeeze(1)
+                cache.batch_select_indices(keep)
+                rows, drawn, mask, position = rows[keep], drawn[keep], mask[keep], position[keep]
+            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
+            position = position + 1
+            logits = model(
+                input_ids=drawn[:, None],
+                attention_mask=mask,
+                position_ids=position[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            ).logits[:, -1]
+        return self._completions(tokens, logprobs, lengths, stopped)
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Last logits [B, V], cache, mask [B, T], last position [B]; a prompt is computed once."""
+        device = self.policy.device
+        distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        width = max(map(len, distinct))
+        # left padding: all rows end where their completions begin
+        padded = [[self.policy.end_of_turn_id] * (width - len(p)) + list(p) for p in distinct]
+        mask = torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device
+        )
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache()
+        logits = self.policy.causal_lm(
+            input_ids=torch.tensor(padded, device=device),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        row_of = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
+        cache.batch_select_indices(row_of)
+        return logits[row_of], cache, mask[row_of], positions[row_of, -1]
+
+    def _room(self, prompts: list[list[int]], max_tokens: int) -> int:
+        longest = max(map(len, prompts))
+        room = self.policy.max_length - longest
+        if room < 1:
+            limit = self.policy.max_length
+            raise UsageError(f"a prompt of {longest} tokens does not fit the model's {limit}")
+        return min(max_tokens, room)
+
+    def _completions(
+        self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor
+    ) -> list[Completion]:
+        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        probs = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
+        ended = stopped.tolist()
+        spoken = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
+        texts = self.policy.tokenizer.batch_decode(spoken, skip_special_tokens=False)
+        return [
+            Completion(i, p, text, "stop" if end else "length")
+            for i, p, text, end in zip(ids, probs, texts, ended, strict=True)
+        ]
+
+
+def draw(
+    logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Token ids [B] int64 drawn from logits [B, V], and their log-probs [B] float32 (nats).
+
+    >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1, temperature=0))
+    (tensor([1]), tensor([-0.3133]))
+    """
+    logits = logits.float()
+    if params.temperature == 0:
+        chosen = logits.argmax(-1)
+        return chosen, logits.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+    logits = logits / params.temperature
+    if params.top_k > 0:
+        kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of what ranks higher
+        dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
+        logits = logits.masked_fill(dropped, -torch.inf)
+    all_logprobs = logits.log_softmax(-1)
+    chosen = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
+    return chosen.squeeze(1), all_logprobs.gather(1, chosen).squeeze(1)
