@@ -1,0 +1,404 @@
+"""Train a language model by reinforcement learning: the whole loop, top to bottom.
+
+    python train.py                      # the tiny policy learns to count letters, on a laptop
+    python train.py --algo ppo           # the same with PPO
+    python train.py --algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 \\
+        --sft-steps 50 --train-difficulty 6
+
+An update: P tasks, G rollouts of each; what was sampled is paid, compared and learnt from.
+"""
+
+import importlib.util
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from algorithms import common, grpo, ppo, reinforce, sft
+from algorithms.grpo import Options as GrpoOptions
+from algorithms.ppo import Options as PpoOptions
+from algorithms.reinforce import Options as ReinforceOptions
+from core import batching, checkpoint, cli, journal, metrics, tasks
+from core.batched_env import BatchedEnv
+from core.console import Display
+from core.interrupt import Interrupt, Stopped
+from core.model import MasterAdamW, Policy, load_policy, make_optimizer
+from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.types import Rollout, UsageError
+
+ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
+RUNS = Path("runs")
+EVAL_ROLLOUTS_KEPT = 8  # of each evaluation, to see before and after
+SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
+
+
+@dataclass(frozen=True)
+class Config:
+    """picoRL: reinforcement learning for language models."""
+
+    algo: Literal["reinforce", "grpo", "ppo"] = "grpo"
+    """What turns rewards into gradients; its options are below, under its name."""
+    model_id: str = "tiny"
+    """Hub id or folder of a model; tiny: a Qwen3 of 0.8M random weights, made from the seed."""
+    env: tuple[str, ...] = ("letter_counting",)
+    """Environments to train on, name[:key=value,...]; several are mixed evenly."""
+    eval_env: tuple[str, ...] = ()
+    """Environments to evaluate on; none given: those of --env."""
+    train_difficulty: int = 0
+    """Sets the option `difficulty` of the environments that have it; 0: as --env says."""
+    num_updates: int = 60
+    """Updates of RL; 0: only the warm start and the evaluation."""
+    num_prompts: int = 16
+    """P, tasks in an update."""
+    group_size: int = 8
+    """G, rollouts of each task."""
+    num_epochs: int = 1
+    """Optimiser steps on each update's rollouts."""
+    lr: float | None = None
+    """Learning rate of RL; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 else."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0: never."""
+    temperature: float = 1.0
+    """Sampling temperature in training; evaluation is greedy."""
+    max_tokens: int | None = None
+    """Longest completion, in tokens; None: 64 for tiny, 1024 else."""
+    max_turns: int = 8
+    """Turns after which an episode is cut."""
+    max_tokens_per_micro_batch: int = 8192
+    """Padded tokens in one forward and backward pass; changes memory and speed, not the result."""
+    tis_cap: float = 2.0
+    """Cap of the importance weights between sampler and trainer; 0: no weights."""
+    lora_rank: int = 0
+    """Rank of LoRA adapters on all linear layers; 0: train all weights."""
+    lora_alpha: float = 0.0
+    """Adapters count alpha/rank; 0: alpha is twice the rank."""
+    sft_steps: int | None = None
+    """Warm-start steps on the environment's demonstrations; None: 800 for tiny, 0 else."""
+    sft_batch_size: int = 32
+    """Demonstrations in a warm-start step."""
+    sft_hasty: float = 0.6
+    """Share of demonstrations that only guess; 0: all are worked out."""
+    sft_lr: float | None = None
+    """Highest learning rate of the warm start; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 else."""
+    sampler: Literal["auto", "torch"] = "auto"
+    """What writes the completions; torch: plain PyTorch, on any machine."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N or mps; auto: the fastest there is."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the weights; auto: bfloat16 on CUDA, float32 elsewhere."""
+    seed: int = 0
+    """Decides everything: the same command with the same seed gives the same run."""
+    eval_every: int = 10
+    """Updates between evaluations; 0: only before and after."""
+    eval_num_tasks: int = 256
+    """Held-out tasks of an evaluation, the same ones each time; 0: never evaluate."""
+    save_every: int = 20
+    """Updates between checkpoints; 0: only at the end."""
+    run_name: str = ""
+    """Folder under runs/; empty: <algo>-<env>-<number>."""
+    config: str = ""
+    """A config.yaml to start from; other flags win over it."""
+    resume: str = ""
+    """A run folder to go on with; only --num-updates, --save-every and --track may change."""
+    track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    """Send the metrics to a tracker as well."""
+    reinforce: ReinforceOptions = field(default_factory=ReinforceOptions)
+    grpo: GrpoOptions = field(default_factory=GrpoOptions)
+    ppo: PpoOptions = field(default_factory=PpoOptions)
+
+
+@dataclass
+class Run:
+    """What the loop stands on."""
+
+    folder: Path
+    policy: Policy
+    optimizer: MasterAdamW
+    batched_env: BatchedEnv  # plays
+    sampler: Sampler  # writes
+    log: journal.Journal
+    display: Display
+    stop: Interrupt
+    progress: dict[str, int]  # what a checkpoint remembers
+
+    def save(self) -> None:
+        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+
+
+def main(cfg: Config) -> int:
+    """The whole run: warm start, then updates of RL with evaluations. Returns the exit code."""
+    # --- refuse what can be refused before anything is written ----------------------------------
+    cfg = check(resolve(cfg))
+    train_envs = [tasks.with_difficulty(spec, cfg.train_difficulty) for spec in cfg.env]
+    eval_envs = [tasks.with_difficulty(spec, 0) for spec in cfg.eval_env] or train_envs
+    if cfg.sft_steps:
+        tasks.check_demonstrations(train_envs)
+    stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
+    folder = Path(cfg.resume) if cfg.resume else journal.new_folder(RUNS, cfg.run_name, stem)
+    found = checkpoint.find_checkpoint(folder) if cfg.resume else checkpoint.NEW_RUN
+    policy = load_policy(
+        cfg.model_id, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo", seed=cfg.seed,
+        tiny_folder=folder / "base",
+    )  # fmt: skip
+    in_warm_start = found.progress["sft_step"] < cfg.sft_steps
+    optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
+    if found.folder:
+        checkpoint.load_checkpoint(found.folder, policy, optimizer)
+        journal.rewind(folder, found.progress)
+    settings = cli.to_dict(cfg, ALGORITHMS)
+    journal.create_run(folder, settings)
+
+    with (
+        Interrupt() as stop,
+        journal.Journal(folder, settings, cfg.track) as log,
+        Display(f"picoRL · {cfg.algo} · {' '.join(train_envs)} · {policy.size()}") as display,
+    ):
+        batched_env, sampler = BatchedEnv(policy, cfg.max_turns), TorchSampler(policy)
+        run = Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
+                  dict(found.progress))  # fmt: skip
+        for remark in found.remarks:
+            display.say(remark)
+        try:
+            if in_warm_start:
+                warm_start(cfg, run, train_envs)
+            finished = reinforce_loop(cfg, run, train_envs, eval_envs)
+        except Stopped:
+            run.save()
+            journal.write_readme(folder, settings)
+            display.say(f"stopped and saved; go on with: python train.py --resume {folder}")
+            return 130
+    if not finished:
+        return 1
+    checkpoint.export_model(folder, policy)
+    journal.write_readme(folder, settings)
+    print("\n".join(journal.summary(folder, settings)))
+    return 0
+
+
+def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
+    """Supervised steps on demonstrations: a share of them hasty guesses, the rest worked out."""
+    with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
+        for step in range(run.progress["sft_step"], cfg.sft_steps):
+            run.stop.check()
+            for group in run.optimizer.param_groups:
+                group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
+            drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
+            shown = batching.to_update(run.batched_env.demonstrate(drawn))
+            loss_sum = 0.0
+            for batch in micro_batches(cfg, run.policy, shown):
+                logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
+                loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
+                loss.backward()
+                loss_sum += loss.item()
+            apply_gradients(cfg, run.optimizer, finite=math.isfinite(loss_sum))
+            run.progress["sft_step"] = step + 1
+            phase.advance(f"loss {loss_sum:.3f}")
+            if is_due(step + 1, 20, cfg.sft_steps):
+                run.log.log({"sft_step": step + 1, "sft/loss": loss_sum})
+    # RL begins with fresh moments
+    run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)
+    run.sampler.sync()
+
+
+def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list[str]) -> bool:
+    """Updates of RL, evaluated on the way; update 0 only evaluates. False: given up."""
+    held_out = tasks.eval_tasks(eval_envs, cfg.eval_num_tasks)
+    done = run.progress["update"]
+    with run.sampler, run.display.phase("updates", cfg.num_updates, max(0, done)) as phase:
+        for update in range(done + 1, cfg.num_updates + 1):
+            run.stop.check()
+            record: dict[str, Any] = {"update": update}
+            if update > 0:
+                # play: P tasks, G rollouts of each, all in one batch
+                started = time.perf_counter()
+                drawn = tasks.train_tasks(
+                    train_envs, cfg.seed, update, cfg.num_prompts, cfg.group_size
+                )
+                params = SamplingParams(
+                    cfg.max_tokens, cfg.temperature, seed=cfg.seed * 1_000_003 + update
+                )
+                rollouts = run.batched_env.collect(drawn, run.sampler, params, run.stop.check)
+                sampled = time.perf_counter()
+                # learn: from here on the update is finished, whatever signal comes
+                record |= metrics.rollout_metrics(rollouts)
+                record |= learn(cfg, run.policy, run.optimizer, rollouts)
+                run.sampler.sync()
+                record["time/rollout_s"] = sampled - started
+                record["time/train_s"] = time.perf_counter() - sampled
+                run.log.log_rollouts("train", update, rollouts)
+                run.display.update(record, rollouts)
+                phase.advance(quiet=True)
+            if held_out and is_due(update, cfg.eval_every, cfg.num_updates):
+                record |= evaluate(cfg, run, held_out, update)
+            run.log.log(record)
+            run.progress["update"] = update
+
+            if record.get("update/skipped"):
+                run.progress["skipped_in_a_row"] += 1
+                if run.progress["skipped_in_a_row"] == SKIPS_IN_A_ROW:
+                    run.display.say(
+                        f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the "
+                        f"last good checkpoint kept. Try a lower --lr than {cfg.lr:g}"
+                    )
+                    return False
+            else:
+                run.progress["skipped_in_a_row"] = 0
+                if is_due(update, cfg.save_every, cfg.num_updates):
+                    run.save()
+    return True
+
+
+def learn(
+    cfg: Config, policy: Policy, optimizer: MasterAdamW, rollouts: list[Rollout]
+) -> dict[str, float]:
+    """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
+    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
+    update = batching.to_update(rollouts)
+    old_logprobs = torch.zeros_like(update.rewards)  # [B, N], as all that is known of a token
+    values = targets = None
+    if cfg.algo == "ppo":
+        values = torch.zeros_like(update.rewards)
+        with torch.no_grad():
+            for batch in micro_batches(cfg, policy, update):
+                batching.put(forward(policy, batch, cfg.temperature)[2], batch, into=values)
+        targets = ppo.value_targets(update.rewards, update.mask, values, update.truncated, options)
+    advantages = algorithm.compute_advantages(
+        update.rewards, update.mask, update.group_ids, values, update.truncated, options
+    )
+    for epoch in range(cfg.num_epochs):
+        totals: dict[str, float] = defaultdict(float)
+        for batch in micro_batches(cfg, policy, update):
+            logprobs, entropy, now_values = forward(policy, batch, cfg.temperature)
+            if epoch == 0:  # no step was taken yet: these are the weights that sampled
+                batching.put(logprobs.detach(), batch, into=old_logprobs)
+            old = batching.rows(old_logprobs, batch)
+            weights = common.importance_weights(
+                old, batching.rows(update.sampler_logprobs, batch), cfg.tis_cap
+            )
+            extra: tuple[torch.Tensor, ...] = ()
+            if cfg.algo == "ppo":
+                extra = (now_values, batching.rows(values, batch), batching.rows(targets, batch))
+            loss, parts = algorithm.compute_loss(
+                logprobs, old, batching.rows(advantages, batch), batch.completion_mask, weights,
+                options, update.num_tokens, *extra,
+            )  # fmt: skip
+            loss.backward()  # gradients add up; the graph of one micro-batch is alive at a time
+            parts |= {"loss": loss.item(), "tokens/trained": batch.num_tokens}
+            parts["policy/entropy"] = entropy.sum().item() / update.num_tokens
+            for name, value in parts.items():
+                totals[name] += value
+        grad_norm, stepped = apply_gradients(cfg, optimizer, finite=math.isfinite(totals["loss"]))
+        totals |= {"grad/norm": grad_norm, "update/skipped": float(not stepped)}
+        if not stepped:
+            break
+    if values is not None:
+        totals["value/explained_variance"] = metrics.explained_variance(
+            targets[update.mask], values[update.mask]
+        )
+    totals |= metrics.gap_metrics(old_logprobs, update.sampler_logprobs, update.mask, cfg.tis_cap)
+    return {**totals, "tokens/sampled": update.num_tokens}
+
+
+def forward(
+    policy: Policy, batch: batching.Batch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Log-probs and entropies of the sampled tokens, and values if there is a head: [b, T-1]."""
+    hidden = policy.hidden_states(batch.input_ids)
+    logprobs, entropy = common.token_logprobs(
+        hidden, batch.input_ids, batch.completion_mask, policy.to_logits, temperature
+    )
+    if policy.value_head is None:
+        return logprobs, entropy, None
+    return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
+
+
+def micro_batches(cfg: Config, policy: Policy, update: batching.Update) -> Iterator[batching.Batch]:
+    return batching.micro_batches(update.sequences, cfg.max_tokens_per_micro_batch, policy.device)
+
+
+def apply_gradients(cfg: Config, optimizer: MasterAdamW, finite: bool) -> tuple[float, bool]:
+    """Clip and step, unless the loss or the gradient isn't finite. Returns (norm, stepped)."""
+    limit = cfg.max_grad_norm or math.inf
+    norm = float(torch.nn.utils.clip_grad_norm_(optimizer.masters, limit))
+    stepped = finite and math.isfinite(norm)
+    if stepped:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm, stepped
+
+
+def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> dict[str, float]:
+    """Play the held-out tasks greedily; log the first ones; return accuracy with its interval."""
+    started = time.perf_counter()
+    with run.display.phase(f"evaluation at {update}", 1) as phase:
+        params = SamplingParams(cfg.max_tokens, temperature=0.0)
+        rollouts = run.batched_env.collect(held_out, run.sampler, params)
+        phase.advance(quiet=True)
+    run.log.log_rollouts("eval", update, rollouts[:EVAL_ROLLOUTS_KEPT])
+    found = metrics.eval_metrics(rollouts)
+    for env in dict.fromkeys(task.env for task in held_out):
+        line = metrics.describe(env, found)
+        run.display.say(f"held-out accuracy at update {update}: {line}  {env}")
+    return found | {"time/eval_s": time.perf_counter() - started}
+
+
+def resolve(cfg: Config) -> Config:
+    """Fill in what was left to the kind of model."""
+    tiny, lora = cfg.model_id == "tiny", cfg.lora_rank > 0
+    defaults: dict[str, Any] = {
+        "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
+        "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
+        "sft_steps": 800 if tiny else 0,
+        "max_tokens": 64 if tiny else 1024,
+    }
+    return replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+
+
+def check(cfg: Config) -> Config:
+    """Raise UsageError for the first setting that can't be meant; return `cfg` otherwise."""
+    positive = """num_prompts group_size num_epochs lr temperature max_tokens max_turns
+        max_tokens_per_micro_batch sft_batch_size sft_lr""".split()
+    not_negative = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
+        train_difficulty eval_every eval_num_tasks save_every""".split()
+    cli.check_ranges(cfg, positive, not_negative)
+    if not 0 <= cfg.sft_hasty <= 1:
+        raise UsageError(f"--sft-hasty is a share from 0 to 1, not {cfg.sft_hasty}")
+    compares = cfg.algo == "grpo" or (
+        cfg.algo == "reinforce" and cfg.reinforce.baseline == "leave_one_out"
+    )
+    if compares and cfg.group_size < 2:
+        raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
+    if not cfg.env:
+        raise UsageError("--env needs at least one environment")
+    for name in ALGORITHMS:
+        options = getattr(cfg, name)
+        if name != cfg.algo and options != type(options)():
+            raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
+    if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
+        raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
+    return cfg
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something done `every` so many steps is due; always at 0 and at the last step."""
+    return step in (0, last) or (every > 0 and step % every == 0)
+
+
+def run_command(args: list[str]) -> int:
+    """What `python train.py ARGS` does; bad input is one line and exit code 2."""
+    try:
+        return main(cli.parse(Config, args))
+    except UsageError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:]))
