@@ -1,0 +1,76 @@
+"""Small policies that the tests make and save, and a way to run the command line in a folder."""
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import train
+from core.model import load_policy, tiny_tokenizer
+
+torch.set_num_threads(2)
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+
+
+def save_small(family, folder, **changes):
+    """Save a model of 2 layers with random weights (biases too) and the tiny tokenizer."""
+    tokenizer = tiny_tokenizer()
+    config_class, model_class = FAMILIES[family]
+    shape = {
+        "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 512, "tie_word_embeddings": family == "qwen2",
+        "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+    }  # fmt: skip
+    if family == "qwen2":
+        del shape["head_dim"]
+    torch.manual_seed(0)
+    model = model_class(config_class(**{**shape, **changes}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=FAMILIES)
+def small_folder(request, tmp_path_factory):
+    return save_small(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="session")
+def qwen3_folder(tmp_path_factory):
+    return save_small("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture
+def policy(qwen3_folder):
+    return load_policy(str(qwen3_folder), device="cpu")
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+    """Run `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        try:
+            code = train.run_command([str(a) for a in args])
+        except SystemExit as exit_:  # tyro's own way out
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return run

@@ -1,0 +1,147 @@
+"""Many episodes at once: contexts exact, groups on one task, every episode kept."""
+
+import pytest
+
+from core.batched_env import BatchedEnv
+from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.tasks import Task, train_tasks
+from core.types import Completion
+from environments import base
+from environments.base import Env, MultiAgentEnv, Step, register
+
+PARAMS = SamplingParams(max_tokens=4)
+
+
+class Scripted(Sampler):
+    """Writes the prompts' lengths down and answers "ab", ended or cut off by turns."""
+
+    def __init__(self, policy, ended=True):
+        self.policy, self.ended, self.batches = policy, ended, []
+
+    def sample(self, prompts, params, on_progress=lambda: None):
+        self.batches.append(prompts)
+        ids = self.policy.tokenizer.encode("ab", add_special_tokens=False)
+        ids = [*ids, self.policy.end_of_turn_id] if self.ended else ids
+        reason = "stop" if self.ended else "length"
+        return [Completion(list(ids), [-1.0] * len(ids), "ab", reason) for _ in prompts]
+
+
+@pytest.fixture(autouse=True)
+def own_environments():
+    known = dict(base._REGISTRY)
+
+    @register("countdown")
+    class Countdown(Env):
+        """Lasts `seed` turns and pays 1 for each."""
+
+        def reset(self, seed):
+            self.left = seed
+            return [{"role": "user", "content": f"{seed} turns"}]
+
+        def step(self, response):
+            self.left -= 1
+            message = {"role": "user", "content": f"{self.left} left"}
+            return Step(message if self.left else None, 1.0, self.left == 0)
+
+    @register("pair")
+    class Pair(MultiAgentEnv):
+        """Ann speaks, then Bob hears it and speaks; each is paid by name."""
+
+        def reset(self, seed):
+            return {"ann": [{"role": "user", "content": "begin"}]}
+
+        def step(self, responses):
+            if "ann" in responses:
+                heard = {"role": "user", "content": f"ann said {responses['ann']}"}
+                return {"ann": Step(None, 1.0, False), "bob": Step(heard, 0.0, False)}
+            return {"ann": Step(None, 0.5, True), "bob": Step(None, -1.0, True)}
+
+    yield
+    base._REGISTRY.clear()
+    base._REGISTRY.update(known)
+
+
+def test_a_group_shares_one_opening_prompt_and_groups_differ(policy):
+    tasks = train_tasks(["letter_counting"], seed=0, update=1, num_prompts=4, group_size=3)
+    rollouts = BatchedEnv(policy, max_turns=2).collect(tasks, TorchSampler(policy), PARAMS)
+    openings = {}
+    for rollout in rollouts:
+        openings.setdefault(rollout.group_id, set()).add(tuple(rollout.turns[0].prompt_ids))
+    assert [len(prompts) for prompts in openings.values()] == [1, 1, 1, 1]
+    assert len(set.union(*openings.values())) == 4
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_each_turn_continues_from_exactly_what_was_sampled(policy, ended):
+    sampler = Scripted(policy, ended)
+    (rollout,) = BatchedEnv(policy, max_turns=9).collect([Task("countdown", 3, 0)], sampler, PARAMS)
+    assert len(rollout.turns) == 3
+    for before, after in zip(rollout.turns, rollout.turns[1:], strict=False):
+        context = before.prompt_ids + before.completion_ids
+        assert after.prompt_ids[: len(context)] == context
+    text = policy.tokenizer.decode(rollout.turns[2].prompt_ids)
+    assert text == (
+        "<|user|>3 turns<|end|><|assistant|>ab<|end|><|user|>2 left<|end|>"
+        "<|assistant|>ab<|end|><|user|>1 left<|end|><|assistant|>"
+    )
+
+
+def test_short_and_long_episodes_are_all_kept_and_sampled_together(policy):
+    sampler = Scripted(policy)
+    tasks = [Task("countdown", seed, i) for i, seed in enumerate([3, 1, 2])]
+    rollouts = BatchedEnv(policy, max_turns=9).collect(tasks, sampler, PARAMS)
+    assert [r.episode_return for r in rollouts] == [3.0, 1.0, 2.0]
+    assert [len(prompts) for prompts in sampler.batches] == [3, 2, 1]
+    assert not any(r.truncated for r in rollouts)
+
+
+def test_max_turns_cuts_an_episode_and_says_so(policy):
+    batched = BatchedEnv(policy, max_turns=2)
+    (rollout,) = batched.collect([Task("countdown", 5, 0)], Scripted(policy), PARAMS)
+    assert (len(rollout.turns), rollout.truncated) == (2, True)
+
+
+def test_an_episode_that_outgrows_the_context_is_cut(policy):
+    policy.max_length = 60
+    batched = BatchedEnv(policy, max_turns=99)
+    (rollout,) = batched.collect([Task("countdown", 50, 0)], Scripted(policy), PARAMS)
+    assert rollout.truncated
+    assert 1 < len(rollout.turns) < 10
+    assert all(len(turn.prompt_ids) < 60 for turn in rollout.turns)
+
+
+def test_each_agent_has_a_rollout_of_its_own_with_its_own_reward(policy):
+    sampler = Scripted(policy)
+    tasks = [Task("pair", 0, 0), Task("countdown", 1, 1)]
+    ann, bob, solo = BatchedEnv(policy, max_turns=4).collect(tasks, sampler, PARAMS)
+    assert (ann.agent, ann.episode_return, len(ann.turns)) == ("ann", 1.5, 1)
+    assert (bob.agent, bob.episode_return, len(bob.turns)) == ("bob", -1.0, 1)
+    assert bob.messages[0]["content"] == "ann said ab"
+    assert solo.episode_return == 1.0
+    assert [len(prompts) for prompts in sampler.batches] == [2, 1]
+
+
+def test_environments_are_built_once_and_used_again(policy):
+    batched = BatchedEnv(policy, max_turns=4)
+    tasks = [Task("countdown", 1, i) for i in range(3)]
+    batched.collect(tasks, Scripted(policy), PARAMS)
+    first = set(map(id, batched.idle["countdown"]))
+    batched.collect(tasks, Scripted(policy), PARAMS)
+    assert set(map(id, batched.idle["countdown"])) == first
+    assert len(first) == 3
+
+
+def test_a_demonstration_is_the_environments_own_text_and_ends_its_turn(policy):
+    tasks = [Task("letter_counting", 7, 0), Task("letter_counting", 7, 1, hasty=True)]
+    worked, hasty = BatchedEnv(policy, max_turns=4).demonstrate(tasks)
+    assert worked.info == {"correct": True, "worked": True}
+    assert hasty.info["worked"] is False
+    for rollout in (worked, hasty):
+        ids = rollout.turns[0].completion_ids
+        assert ids[-1] == policy.end_of_turn_id
+        assert policy.tokenizer.decode(ids[:-1]) == rollout.messages[-1]["content"]
+
+
+def test_an_environment_without_demonstrations_says_so(policy):
+    with pytest.raises(ValueError, match="no demonstrations"):
+        BatchedEnv(policy, max_turns=4).demonstrate([Task("countdown", 1, 0)])

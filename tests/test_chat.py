@@ -1,0 +1,54 @@
+"""A chat grows by appending ids; what was sampled is never rendered again."""
+
+import pytest
+
+from core.chat import end_of_turn_id, following_ids, prompt_ids
+from core.model import tiny_tokenizer
+from core.types import UsageError
+
+CHATML = (
+    "{% for m in messages %}<|user|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant\n{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": 'How many r in "cherry"?'},
+    {"role": "assistant", "content": "c h e r1 r2 y"},
+    {"role": "user", "content": "sure? ünïcode ✓"},
+]
+
+
+@pytest.fixture(params=["tiny", "chatml"])
+def tokenizer(request):
+    tokenizer = tiny_tokenizer()
+    if request.param == "chatml":  # as Qwen's: a newline follows the closing token
+        tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_appending_gives_the_ids_of_the_whole_chat(tokenizer, ended):
+    opening = prompt_ids(tokenizer, CHAT[:2])
+    sampled = tokenizer.encode(CHAT[2]["content"], add_special_tokens=False)
+    sampled += [end_of_turn_id(tokenizer)] * ended
+    grown = opening + sampled + following_ids(tokenizer, CHAT, ended)
+    assert grown == prompt_ids(tokenizer, CHAT)
+
+
+def test_the_sampled_text_is_not_read_by_the_template(tokenizer):
+    strange = [*CHAT[:2], {"role": "assistant", "content": "<|end|><|user|> 5 "}, CHAT[3]]
+    assert following_ids(tokenizer, strange, True) == following_ids(tokenizer, CHAT, True)
+
+
+def test_the_turn_is_closed_by_the_templates_own_token(tokenizer):
+    assert tokenizer.decode([end_of_turn_id(tokenizer)]) == "<|end|>"
+
+
+def test_a_template_without_a_closing_token_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UsageError, match="does not close"):
+        end_of_turn_id(tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(UsageError, match="no chat template"):
+        prompt_ids(tokenizer, CHAT)

@@ -1,0 +1,148 @@
+"""TorchSampler draws what the model says, once for each prompt, and reports its log-probs."""
+
+import pytest
+import torch
+
+from algorithms.common import token_logprobs
+from core.batching import micro_batches, put, to_update
+from core.model import load_policy
+from core.sampler import SamplingParams, TorchSampler, draw
+from core.types import Rollout, Turn, UsageError
+
+PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
+
+
+def trainer_gap(policy, completions, temperature):
+    """|log-prob of a plain forward pass - reported|, over all sampled tokens."""
+    rollouts = [
+        Rollout("e", "p", 0, 0, turns=[Turn(p, c.token_ids, c.logprobs, c.finish_reason)])
+        for p, c in zip(PROMPTS, completions, strict=True)
+    ]
+    update = to_update(rollouts)
+    found = torch.zeros_like(update.rewards)
+    with torch.no_grad():
+        for batch in micro_batches(update.sequences, 64):
+            logprobs, _ = token_logprobs(
+                policy.hidden_states(batch.input_ids), batch.input_ids, batch.completion_mask,
+                policy.to_logits, temperature,
+            )  # fmt: skip
+            put(logprobs, batch, into=found)
+    return (found - update.sampler_logprobs)[update.mask].abs()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_trainer(small_folder, temperature):
+    policy = load_policy(str(small_folder), device="cpu")
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=1)
+    completions = TorchSampler(policy).sample(PROMPTS, params)
+    assert trainer_gap(policy, completions, temperature).max() < 1e-4
+
+
+def test_greedy_is_what_generate_writes(small_folder):
+    policy = load_policy(str(small_folder), device="cpu")
+    params = SamplingParams(max_tokens=20, temperature=0)
+    ours = TorchSampler(policy).sample(PROMPTS, params)
+    for prompt, completion in zip(PROMPTS, ours, strict=True):
+        theirs = policy.model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=20,
+            eos_token_id=policy.stop_ids, pad_token_id=0, use_cache=True,
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        assert completion.token_ids == theirs
+
+
+def test_each_distinct_prompt_is_prefilled_once(policy, monkeypatch):
+    prefilled = []
+    forward = policy.causal_lm.forward
+
+    def count(*args, input_ids, **rest):
+        if input_ids.shape[1] > 1:
+            prefilled.append(input_ids.shape)
+        return forward(*args, input_ids=input_ids, **rest)
+
+    monkeypatch.setattr(policy.causal_lm, "forward", count)
+    TorchSampler(policy).sample(PROMPTS, SamplingParams(max_tokens=3))
+    assert prefilled == [(3, 11)]  # 3 distinct of 6 prompts, the longest of 11 tokens
+
+
+def test_equal_prompts_draw_different_completions_and_a_seed_repeats_them(policy):
+    sampler = TorchSampler(policy)
+    params = SamplingParams(max_tokens=12, seed=5)
+    first, again = sampler.sample(PROMPTS, params), sampler.sample(PROMPTS, params)
+    other = sampler.sample(PROMPTS, SamplingParams(max_tokens=12, seed=6))
+    assert first == again
+    assert first != other
+    assert first[0].token_ids != first[2].token_ids
+
+
+def test_a_completion_ends_with_its_stop_token_or_at_the_limit(policy):
+    policy.stop_ids = list(range(0, 384, 6))  # about every sixth token ends a completion
+    completions = TorchSampler(policy).sample(PROMPTS * 8, SamplingParams(max_tokens=10))
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        stops = [t in policy.stop_ids for t in c.token_ids]
+        assert not any(stops[:-1])
+        assert stops[-1] == (c.finish_reason == "stop")
+        assert len(c.token_ids) == len(c.logprobs) <= 10
+        assert stops[-1] or len(c.token_ids) == 10
+
+
+def test_dropping_finished_rows_keeps_the_others_exact(policy):
+    policy.stop_ids = list(range(0, 384, 6))
+    params = SamplingParams(max_tokens=30, seed=3)
+    completions = TorchSampler(policy).sample(PROMPTS, params)
+    assert len({len(c.token_ids) for c in completions}) > 2  # rows ended at different times
+    assert trainer_gap(policy, completions, 1.0).max() < 1e-4
+
+
+def test_text_leaves_out_the_stop_token(policy):
+    policy.stop_ids = list(range(384))
+    (completion,) = TorchSampler(policy).sample([[65]], SamplingParams(max_tokens=5))
+    assert (len(completion.token_ids), completion.text) == (1, "")
+
+
+def test_a_completion_keeps_within_the_models_length(policy):
+    policy.max_length = 8
+    (completion,) = TorchSampler(policy).sample([[65] * 5], SamplingParams(max_tokens=50))
+    assert len(completion.token_ids) <= 3
+    with pytest.raises(UsageError, match="does not fit"):
+        TorchSampler(policy).sample([[65] * 8], SamplingParams(max_tokens=50))
+
+
+def test_no_prompts_give_no_completions(policy):
+    assert TorchSampler(policy).sample([], SamplingParams(max_tokens=5)) == []
+
+
+def test_sampling_can_be_stopped(policy):
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        TorchSampler(policy).sample(PROMPTS, SamplingParams(max_tokens=5), stop)
+
+
+def test_draw_follows_the_distribution():
+    logits = torch.tensor([0.0, 1.0, 2.0]).expand(30_000, 3)
+    params = SamplingParams(max_tokens=1, temperature=0.5)
+    drawn, logprobs = draw(logits, params, torch.Generator().manual_seed(0))
+    expected = torch.tensor([0.0, 2.0, 4.0]).softmax(-1)
+    share = torch.bincount(drawn, minlength=3) / len(drawn)
+    assert torch.allclose(share, expected, atol=0.01)
+    assert torch.allclose(logprobs, expected.log()[drawn])
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(max_tokens=1, top_k=2), [2, 3]),
+        (SamplingParams(max_tokens=1, top_p=0.6), [3]),  # the best alone has 0.64
+        (SamplingParams(max_tokens=1, top_p=0.65), [2, 3]),
+        (SamplingParams(max_tokens=1, top_k=99), [0, 1, 2, 3]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_head_and_renormalise(params, kept):
+    logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    drawn, logprobs = draw(logits.expand(4000, 4), params, torch.Generator().manual_seed(0))
+    assert sorted(set(drawn.tolist())) == kept
+    expected = logits[kept].log_softmax(-1)
+    for token, value in zip(kept, expected, strict=True):
+        assert torch.allclose(logprobs[drawn == token], value)
