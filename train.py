@@ -171,13 +171,13 @@ def main(cfg: Config) -> int:
             finished = reinforce_loop(cfg, run, train_envs, eval_envs)
         except Stopped:
             run.save()
-            journal.write_readme(folder, settings)
+            journal.write_pages(folder, settings)
             display.say(f"stopped and saved; go on with: python train.py --resume {folder}")
             return 130
     if not finished:
         return 1
     checkpoint.export_model(folder, policy)
-    journal.write_readme(folder, settings)
+    journal.write_pages(folder, settings)
     print("\n".join(journal.summary(folder, settings)))
     return 0
 
@@ -202,7 +202,7 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             phase.advance(f"loss {loss_sum:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
                 run.log.log({"sft_step": step + 1, "sft/loss": loss_sum})
-    # RL begins with fresh moments
+    run.optimizer.release()  # RL begins with fresh moments
     run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)
     run.sampler.sync()
 

@@ -11,6 +11,17 @@ from matplotlib.axes import Axes
 
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"
+LOOKS = [
+    {"color": BLUE, "linestyle": "-"},  # line styles too: colour alone is lost on some
+    {"color": ORANGE, "linestyle": "--"},
+    {"color": GREEN, "linestyle": ":"},
+    {"color": PURPLE, "linestyle": "-."},
+]
+STYLE: Any = {
+    "font.size": 11, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+}  # fmt: skip
 
 
 def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
@@ -18,12 +29,7 @@ def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
     updates = [r for r in records if "reward/mean" in r]
     warm = [r for r in records if "sft/loss" in r]
     shares = sorted({k for r in updates for k in r if k.startswith("info/")})
-    style: Any = {
-        "font.size": 11, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK,
-        "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
-        "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
-    }  # fmt: skip
-    with plt.rc_context(style):
+    with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
         figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, ha="left")
         _accuracy(axes[0, 0], records)
@@ -70,3 +76,45 @@ def _lines(
     if len(names) > 1 or names[0].startswith("info/"):
         axis.legend(frameon=False)
         axis.set_ylim(-0.03, 1.05)
+
+
+def draw_seeds(path: Path, runs: dict[str, list[list[dict[str, Any]]]], title: str) -> None:
+    """Compare algorithms: for each, the mean over its seeds and the band from least to most.
+
+    `runs`: the records of each seed's metrics.jsonl, by algorithm.
+    """
+    panels = [
+        ("/accuracy", "Held-out accuracy (greedy)"),
+        ("reward/correct", "Correct in training (sampled)"),
+        ("length/mean", "Completion length, tokens"),
+        ("info/worked", "Share worked out"),
+    ]
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, ha="left")
+        for axis, (suffix, name) in zip(axes.flat, panels, strict=True):
+            axis.set_title(name, loc="left", fontweight="bold")
+            axis.set_xlabel("update")
+            for (label, seeds), look in zip(runs.items(), LOOKS, strict=False):
+                at, values = _by_update(seeds, suffix)
+                middle = [sum(v) / len(v) for v in values]
+                axis.plot(at, middle, label=label, linewidth=1.8, **look)
+                low, high = [min(v) for v in values], [max(v) for v in values]
+                axis.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
+            if suffix != "length/mean":
+                axis.set_ylim(-0.03, 1.05)
+        axes[0, 0].legend(frameon=False, loc="lower right")
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+
+
+def _by_update(
+    seeds: list[list[dict[str, Any]]], suffix: str
+) -> tuple[list[int], list[list[float]]]:
+    found: dict[int, list[float]] = {}
+    for records in seeds:
+        for record in records:
+            for key, value in record.items():
+                if key.endswith(suffix) and value is not None and "update" in record:
+                    found.setdefault(record["update"], []).append(value)
+    return sorted(found), [found[at] for at in sorted(found)]

@@ -123,9 +123,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def write_readme(run: Path, config: dict[str, Any]) -> None:
-    """Write the run's README.md and curves.png from its journal."""
+def write_pages(run: Path, config: dict[str, Any]) -> None:
+    """Write what people look at, from the journal: curves.png, README.md and report.html."""
     from core.curves import draw_curves  # matplotlib is slow to import
+    from core.report import write_report
 
     records = read_records(run / "metrics.jsonl")
     updates = [r for r in records if "update" in r]
@@ -159,6 +160,7 @@ def write_readme(run: Path, config: dict[str, Any]) -> None:
     if updates:
         draw_curves(run / "curves.png", records, title=f"{config['algo']} · {config['model_id']}")
     (run / "README.md").write_text("\n".join(lines))
+    write_report(run, config)
 
 
 def summary(run: Path, config: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.types import Rollout
@@ -13,7 +14,7 @@ from core.types import Rollout
 
 def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Rewards, groups and lengths of an update's rollouts; each name is in the README's table."""
-    returns = [r.episode_return for r in rollouts]
+    returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
     groups: dict[int, list[Rollout]] = defaultdict(list)
@@ -22,10 +23,10 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     spread = [len({r.episode_return for r in group}) > 1 for group in groups.values()]
     right = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
-        "reward/mean": statistics.fmean(returns),
-        "reward/std": statistics.pstdev(returns),
-        "reward/min": min(returns),
-        "reward/max": max(returns),
+        "reward/mean": returns.mean().item(),
+        "reward/std": returns.std(correction=0).item(),
+        "reward/min": returns.min().item(),
+        "reward/max": returns.max().item(),
         "reward/correct": statistics.fmean(itertools.chain(*right)),
         "groups/with_spread": statistics.fmean(spread),
         "groups/all_right": statistics.fmean(map(all, right)),

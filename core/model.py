@@ -30,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 from core.chat import end_of_turn_id
 from core.types import UsageError
 
+disable_progress_bar()  # it would draw over our display; downloads keep theirs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TINY_WORDS = """
 How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
@@ -201,6 +202,7 @@ class MasterAdamW:
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any):
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
+        self.hooks: list[Any] = []
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
         self.adamw = torch.optim.AdamW(groups, **options)
         self.param_groups = self.adamw.param_groups
@@ -217,8 +219,13 @@ class MasterAdamW:
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             p.grad = None
 
-        weight.register_post_accumulate_grad_hook(collect)
+        self.hooks.append(weight.register_post_accumulate_grad_hook(collect))
         return master
+
+    def release(self) -> None:
+        """Leave the weights to another optimiser."""
+        for hook in self.hooks:
+            hook.remove()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -287,7 +294,6 @@ def _from_pretrained(model_id: str, dtype: torch.dtype) -> tuple[Any, Any]:
         adapter = Path(model_id, "adapter_config.json").exists()
         hint = "; it holds a LoRA adapter: name the base model instead" if adapter else ""
         raise UsageError(f"--model-id {model_id}: no model in this folder (config.json){hint}")
-    disable_progress_bar()  # it would draw over our display; downloads keep theirs
     try:
         AutoConfig.from_pretrained(model_id)
         tokenizer = AutoTokenizer.from_pretrained(model_id)

@@ -77,8 +77,8 @@ class LetterCounting(Env):
 
     def step(self, response: str) -> Step:
         reward = score(response, self.counts)
-        work = response.partition("<answer>")[0].replace(" ", "")
-        worked = len(work) >= len(self.word)  # long enough to have spelled the word out
+        spelled_out = "[^a-z]+".join(self.word)  # all its letters in order, each on its own
+        worked = re.search(spelled_out, response) is not None
         return Step(None, reward, True, {"correct": reward == 1.0, "worked": worked})
 
     def demonstrate(self, hasty: bool = False) -> str:

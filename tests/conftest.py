@@ -1,5 +1,9 @@
 """Small policies that the tests make and save, and a way to run the command line in a folder."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything of Hugging Face is imported
+
 import pytest
 import torch
 from transformers import (

@@ -1,0 +1,72 @@
+"""Flags win over config.yaml, which wins over the defaults; nothing unknown passes."""
+
+import pytest
+
+from core import cli
+from core.types import UsageError
+from train import ALGORITHMS, Config, check, resolve
+
+
+def test_settings_survive_yaml(tmp_path):
+    import yaml
+
+    flags = "--algo ppo --ppo.clip 0.3 --env a:k=1 b --lr 3e-5 --track wandb --lora-alpha 8"
+    config = resolve(cli.parse(Config, flags.split()))
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(cli.to_dict(config, ALGORITHMS)))
+    assert cli.from_yaml(Config, file) == config
+
+
+def test_flags_win_over_the_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("lr: 0.5\nnum_updates: 7\ngrpo:\n  clip_high: 0.4\n")
+    config = cli.parse(Config, ["--config", str(file), "--num-updates", "9"])
+    assert (config.lr, config.num_updates, config.grpo.clip_high) == (0.5, 9, 0.4)
+    assert cli.parse(Config, [f"--config={file}"]).num_updates == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rate: 1", "unknown setting learning_rate"),
+        ("grpo:\n  clip: 1", "unknown setting grpo.clip"),
+        ("lr:\n  high: 1", "lr has no settings of its own"),
+        ("just words", "not a config"),
+        ("a: [", "not YAML"),
+        ("", "not a config"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path, text, message):
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        cli.parse(Config, ["--config", str(file)])
+
+
+def test_a_value_of_the_wrong_type_in_a_file_is_refused_as_a_flag_is(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("num_updates: many")
+    with pytest.raises(SystemExit) as exit_:
+        cli.parse(Config, ["--config", str(file)])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "lr", "sft_steps", "max_tokens"),
+    [
+        ("", 1e-4, 800, 64),
+        ("--model-id x/y", 1e-6, 0, 1024),
+        ("--model-id x/y --lora-rank 8", 2e-5, 0, 1024),
+        ("--lr 0.1 --sft-steps 3 --max-tokens 5", 0.1, 3, 5),
+    ],
+)
+def test_what_is_not_given_follows_from_the_model(flags, lr, sft_steps, max_tokens):
+    config = check(resolve(cli.parse(Config, flags.split())))
+    assert (config.lr, config.sft_steps, config.max_tokens) == (lr, sft_steps, max_tokens)
+
+
+def test_the_command_of_the_design_is_valid():
+    flags = """--algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --sft-steps 50
+        --train-difficulty 6"""
+    config = check(resolve(cli.parse(Config, flags.split())))
+    assert (config.lora_rank, config.sft_steps, config.train_difficulty) == (32, 50, 6)

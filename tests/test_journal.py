@@ -1,0 +1,167 @@
+"""The journal is one JSON object a line, can be cut back, and tells before from after."""
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from core import journal
+from core.journal import Journal, create_run, new_folder, read_records, rewind, summary
+from core.metrics import (
+    before_after,
+    describe,
+    eval_metrics,
+    explained_variance,
+    gap_metrics,
+    rollout_metrics,
+    wilson,
+)  # fmt: skip
+from core.types import Rollout, Turn, UsageError
+
+CONFIG = {
+    "algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0, "sft_steps": 0,
+}  # fmt: skip
+
+
+def rollout(reward, group=0, tokens=2, reason="stop", **info):
+    turn = Turn([1], [5] * tokens, [-0.5] * tokens, reason, reward)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    return Rollout("e", "player", 0, group, messages, [turn], info=info)
+
+
+def test_rollout_metrics_by_hand():
+    rollouts = [
+        rollout(1.0, 0, correct=True, worked=True),
+        rollout(1.0, 0, tokens=4, reason="length", correct=True, worked=False),
+        rollout(0.0, 1, correct=False, worked=False),
+        rollout(0.5, 1, correct=False, note="text"),
+    ]
+    found = rollout_metrics(rollouts)
+    assert (found["reward/mean"], found["reward/min"], found["reward/max"]) == (0.625, 0.0, 1.0)
+    assert found["reward/std"] == pytest.approx(math.sqrt(0.171875))
+    assert found["reward/correct"] == 0.5
+    assert (found["groups/with_spread"], found["groups/all_right"]) == (0.5, 0.5)
+    assert found["groups/all_wrong"] == 0.5
+    assert (found["length/mean"], found["length/max"], found["length/cut_off"]) == (2.5, 4, 0.25)
+    assert found["info/worked"] == pytest.approx(1 / 3)
+    assert "info/note" not in found and "info/correct" not in found
+
+
+def test_correct_is_what_the_environment_says_not_the_reward():
+    found = eval_metrics([rollout(0.9, correct=False), rollout(0.1, correct=True)])
+    assert found["eval/e/accuracy"] == 0.5
+    assert found["eval/e/return_mean"] == 0.5
+    assert found["eval/e/ci_low"] < 0.5 < found["eval/e/ci_high"]
+
+
+def test_wilson_by_hand_and_at_the_ends():
+    low, high = wilson(8, 10)
+    assert (low, high) == (pytest.approx(0.4901625, abs=1e-5), pytest.approx(0.9433178, abs=1e-5))
+    assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
+
+
+def test_gap_and_explained_variance_by_hand():
+    import torch
+
+    logprobs = torch.tensor([[-1.0, -2.0, 9.0]])
+    sampler = torch.tensor([[-1.0, -3.0, 0.0]])
+    found = gap_metrics(logprobs, sampler, torch.tensor([[True, True, False]]), 2.0)
+    assert (found["gap/logprob_mean"], found["gap/logprob_max"]) == (0.5, 1.0)
+    assert found["weights/mean"] == pytest.approx((1 + math.e) / 2)
+    assert found["weights/capped"] == 0.5
+    assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])) == 0.0
+    assert explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])) == 0.0
+
+
+def test_records_hold_no_nan_and_a_line_cut_short_is_left_out(tmp_path):
+    create_run(tmp_path, CONFIG)
+    with Journal(tmp_path, CONFIG) as log:
+        log.log({"update": 0, "reward/mean": float("nan"), "loss": float("inf")})
+        log.log({"update": 1, "reward/mean": 0.5})
+        log.log_rollouts("train", 1, [rollout(1.0, correct=True)])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 2, "rew')
+    assert read_records(tmp_path / "metrics.jsonl") == [
+        {"update": 0, "reward/mean": None, "loss": None},
+        {"update": 1, "reward/mean": 0.5},
+    ]
+    (row,) = read_records(tmp_path / "rollouts.jsonl")
+    assert (row["return"], row["rewards"], row["tokens"]) == (1.0, [1.0], 2)
+
+
+def test_rewind_drops_what_will_be_done_again(tmp_path):
+    lines = [{"sft_step": 20}, {"sft_step": 40}, {"update": 0}, {"update": 1}, {"update": 2}]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(x) + "\n" for x in lines))
+    rewind(tmp_path, {"sft_step": 20, "update": -1})
+    assert read_records(tmp_path / "metrics.jsonl") == lines[:1]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    rewind(tmp_path, {"sft_step": 40, "update": 1})
+    assert read_records(tmp_path / "metrics.jsonl") == lines[:4]
+
+
+def test_before_and_after_are_the_first_and_last_evaluations(tmp_path):
+    def record(update, accuracy):
+        return {"update": update, "eval/a:k=1/accuracy": accuracy,
+                "eval/a:k=1/ci_low": 0.1, "eval/a:k=1/ci_high": 0.9}  # fmt: skip
+
+    records = [{"sft_step": 1}, record(0, 0.2), {"update": 1}, record(2, 0.5), record(4, 0.75)]
+    ((env, first, last),) = before_after(records)
+    assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
+    assert describe(env, last) == "0.75 [0.10, 0.90]"
+    assert before_after([{"update": 1}]) == []
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert "0.20 [0.10, 0.90] before RL -> 0.75" in summary(tmp_path, CONFIG)[0]
+
+
+def test_a_run_without_a_name_takes_the_next_number(tmp_path):
+    assert new_folder(tmp_path, "", "grpo-x").name == "grpo-x-1"
+    (tmp_path / "grpo-x-1").mkdir()
+    assert new_folder(tmp_path, "", "grpo-x").name == "grpo-x-2"
+    with pytest.raises(UsageError, match="exists"):
+        new_folder(tmp_path, "grpo-x-1", "")
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_every_update_the_first_included(tmp_path, monkeypatch, name):
+    sent = []
+    session = SimpleNamespace(
+        log=lambda scalars, step: sent.append((step, scalars)), finish=lambda: sent.append("end")
+    )
+    opened = {}
+    module = SimpleNamespace(init=lambda **settings: opened.update(settings) or session)
+    monkeypatch.setitem(sys.modules, name, module)
+    create_run(tmp_path, CONFIG)
+    with Journal(tmp_path, CONFIG, track=name) as log:
+        log.log({"sft_step": 1, "sft/loss": 3.0})
+        log.log({"update": 0, "eval/e/accuracy": 0.5})
+        log.log({"update": 1, "reward/mean": 0.25})
+    assert sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
+    assert opened == {"project": "picorl", "name": tmp_path.name, "config": CONFIG}
+
+
+def test_tensorboard_gets_its_event_file(tmp_path):
+    pytest.importorskip("tensorboard")
+    create_run(tmp_path, CONFIG)
+    with Journal(tmp_path, CONFIG, track="tensorboard") as log:
+        log.log({"update": 1, "reward/mean": 0.25})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward/mean" in events.read_bytes()
+
+
+def test_the_picture_is_drawn_for_any_journal(tmp_path):
+    evaluated = {"eval/a/accuracy": 0.5, "eval/a/ci_low": 0.4, "eval/a/ci_high": 0.6}
+    update = {"reward/mean": 0.1, "length/mean": 9.0}
+    for records in (
+        [{"update": 0, **evaluated}],
+        [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
+        [{"sft_step": 1, "sft/loss": 2.0}, {"update": 0, **evaluated}, {"update": 1, **update}],
+        [{"update": i, **evaluated, **update, "info/worked": 0.5} for i in range(3)],
+    ):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+        (tmp_path / "rollouts.jsonl").touch()
+        journal.write_pages(tmp_path, CONFIG)
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        assert f"# {tmp_path.name}" in (tmp_path / "README.md").read_text()

@@ -1,0 +1,54 @@
+"""Tasks depend on the seed and the number of the update, and on nothing else."""
+
+from core.tasks import demo_tasks, eval_tasks, train_tasks, with_difficulty
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
+
+ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
+
+
+def test_a_group_is_one_task():
+    tasks = train_tasks(ENVS, seed=0, update=5, num_prompts=6, group_size=4)
+    assert [len({t for t in tasks if t.group_id == g}) for g in range(6)] == [1] * 6
+    assert len({t.seed for t in tasks}) == 6
+
+
+def test_environments_take_turns_also_across_updates():
+    envs = [t.env for u in (1, 2, 3) for t in train_tasks(ENVS, 0, u, 4, 1)]
+    assert [envs.count(env) for env in ENVS] == [4, 4, 4]
+
+
+def test_an_update_is_decided_by_seed_and_number():
+    assert train_tasks(ENVS, 0, 1, 4, 2) == train_tasks(ENVS, 0, 1, 4, 2)
+    assert train_tasks(ENVS, 0, 1, 4, 2) != train_tasks(ENVS, 0, 2, 4, 2)
+    assert train_tasks(ENVS, 0, 1, 4, 2) != train_tasks(ENVS, 1, 1, 4, 2)
+
+
+def test_training_demonstrations_and_evaluation_draw_from_ranges_that_do_not_meet():
+    drawn = [
+        ({t.seed for u in range(50) for t in train_tasks(ENVS, 3, u, 16, 1)}, TRAIN_SEEDS),
+        ({t.seed for s in range(50) for t in demo_tasks(ENVS, 3, s, 16, 0.5)}, DEMO_SEEDS),
+        ({t.seed for t in eval_tasks(ENVS, 256)}, EVAL_SEEDS),
+    ]
+    for seeds, allowed in drawn:
+        assert all(seed in allowed for seed in seeds)
+    assert not drawn[0][0] & drawn[1][0] and not drawn[1][0] & drawn[2][0]
+
+
+def test_the_share_of_hasty_demonstrations_is_the_one_asked_for():
+    for share in (0.0, 0.6, 1.0):
+        tasks = [t for step in range(100) for t in demo_tasks(ENVS, 0, step, 32, share)]
+        assert abs(sum(t.hasty for t in tasks) / len(tasks) - share) < 0.03
+
+
+def test_every_evaluation_plays_the_same_tasks_of_each_environment():
+    tasks = eval_tasks(ENVS, 10)
+    assert tasks == eval_tasks(ENVS, 10)
+    assert len({t.group_id for t in tasks}) == 30
+    assert {t.seed for t in tasks if t.env == ENVS[0]} == {
+        t.seed for t in tasks if t.env == ENVS[1]
+    }
+
+
+def test_train_difficulty_overrides_the_one_in_the_spec():
+    assert with_difficulty("letter_counting:difficulty=2", 6) == "letter_counting:difficulty=6"
+    assert with_difficulty("letter_counting:difficulty=2", 0) == "letter_counting:difficulty=2"

@@ -1,0 +1,363 @@
+"""The whole command, small: it learns nothing here, but everything it promises must hold."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+import train
+from core import checkpoint
+from core.batched_env import BatchedEnv
+from core.model import load_policy, make_optimizer
+from core.sampler import SamplingParams, TorchSampler
+from core.tasks import train_tasks
+from environments import base
+from environments.base import Env, Step, register
+
+SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
+    --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu""".split()
+ROOT = Path(train.__file__).parent
+
+
+def metrics_of(run, with_times=False):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in r.items() if with_times or not k.startswith("time/")} for r in records
+    ]
+
+
+@pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
+def test_a_run_leaves_its_whole_journal(command, algo):
+    code, out, err = command("--algo", algo, "--run-name", "a", *SMALL)
+    assert (code, err) == (0, "")
+    run = Path("runs/a")
+    left = {p.name for p in run.iterdir()} - {"base"}
+    assert left == {
+        "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "README.md",
+        "report.html", "checkpoint", "model",
+    }  # fmt: skip
+    records = metrics_of(run)
+    assert [r["update"] for r in records if "update" in r] == [0, 1, 2, 3, 4]
+    assert ["eval/letter_counting/accuracy" in r for r in records if "update" in r] == [
+        True, False, True, False, True,
+    ]  # fmt: skip
+    for record in records[-4:]:
+        assert record["tokens/trained"] == record["tokens/sampled"] > 0
+        assert record["gap/logprob_max"] < 1e-4
+    assert ("value/loss" in records[-1]) == (algo == "ppo")
+    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(r["kind"] == "train" for r in rollouts) == 4 * 12
+    assert "held-out accuracy" in out and "next: python train.py" in out
+    assert sum(line.startswith("update ") for line in out.splitlines()) == 4
+    AutoModelForCausalLM.from_pretrained(run / "model")
+
+
+def test_the_same_command_twice_gives_the_same_metrics(command):
+    for name in "ab":
+        assert command("--run-name", name, *SMALL)[0] == 0
+    assert metrics_of(Path("runs/a")) == metrics_of(Path("runs/b"))
+
+
+def test_another_seed_gives_other_metrics(command):
+    for name, seed in (("a", 0), ("b", 1)):
+        assert command("--run-name", name, "--seed", seed, *SMALL)[0] == 0
+    assert metrics_of(Path("runs/a")) != metrics_of(Path("runs/b"))
+
+
+def test_config_yaml_runs_the_same_again(command):
+    assert command("--run-name", "a", "--grpo.clip-high", "0.3", *SMALL)[0] == 0
+    settings = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert settings["grpo"]["clip_high"] == 0.3 and "ppo" not in settings
+    assert command("--config", "runs/a/config.yaml", "--run-name", "b")[0] == 0
+    assert metrics_of(Path("runs/a")) == metrics_of(Path("runs/b"))
+
+
+VARIANTS = {
+    "grpo": ["--algo", "grpo"],
+    "ppo": ["--algo", "ppo", "--num-epochs", "2"],
+    "lora": ["--algo", "reinforce", "--lora-rank", "2"],
+    "bfloat16": ["--dtype", "bfloat16"],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stop_at", ["sft_step 3", "sft_step 6", "update 1", "update 3"])
+def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, variant, stop_at):
+    flags = [*VARIANTS[variant], *SMALL]
+    assert command("--run-name", "whole", *flags)[0] == 0
+    key, value = stop_at.split()
+
+    def interrupt(self, saved=train.Interrupt.check):
+        progress = sys._getframe(1).f_locals.get("run")
+        if progress is not None and progress.progress[key] == int(value):
+            self.requested = True
+        saved(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Interrupt, "check", interrupt)
+        code, out, _ = command("--run-name", "cut", *flags)
+    assert code == 130
+    assert "python train.py --resume runs/cut" in out
+    assert not list(Path("runs/cut").glob("**/.part*"))
+    assert command("--resume", "runs/cut")[0] == 0
+    assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
+
+
+def test_a_run_killed_between_checkpoints_resumes_to_the_same(command, monkeypatch):
+    assert command("--run-name", "whole", *SMALL)[0] == 0
+
+    def die(*args):
+        raise ZeroDivisionError  # anything that nobody catches
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.metrics, "gap_metrics", die)
+        with pytest.raises(ZeroDivisionError):
+            command("--run-name", "cut", *SMALL)
+    assert command("--resume", "runs/cut")[0] == 0
+    assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
+
+
+def test_a_finished_run_can_be_made_longer(command):
+    assert command("--run-name", "whole", *SMALL)[0] == 0
+    assert command("--run-name", "part", *SMALL, "--num-updates", "2")[0] == 0
+    assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
+    assert metrics_of(Path("runs/part")) == metrics_of(Path("runs/whole"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_named(command):
+    assert command("--run-name", "a", *SMALL)[0] == 0
+    whole = metrics_of(Path("runs/a"))
+    newest = sorted(Path("runs/a/checkpoint").iterdir())[-1]
+    weights = newest / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, out, _ = command("--resume", "runs/a")
+    assert code == 0
+    assert f"{newest} is damaged" in out
+    assert metrics_of(Path("runs/a")) == whole
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "train.py", "--run-name", "a", *SMALL, "--sft-steps", "10000"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.readline()  # the title: it is on its way
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "python train.py --resume runs/a" in out
+    assert "Traceback" not in err
+    assert checkpoint.find_checkpoint(tmp_path / "runs/a").folder is not None
+
+
+@pytest.fixture
+def poisoned():
+    """An environment that pays NaN on some training seeds."""
+    known = dict(base._REGISTRY)
+
+    @register("poisoned")
+    class Poisoned(Env):
+        def __init__(self, share: float = 1.0):
+            self.share = share
+
+        def reset(self, seed):
+            self.bad = seed % 100 < 100 * self.share and seed in base.TRAIN_SEEDS
+            self.seed = seed
+            return [{"role": "user", "content": f"{seed}"}]
+
+        def step(self, response):
+            reward = float("nan") if self.bad else float(len(response) % 2)
+            return Step(None, reward, True, {"correct": reward == 1})
+
+    yield
+    base._REGISTRY.clear()
+    base._REGISTRY.update(known)
+
+
+def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisoned):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0.2", "--num-updates", "8"]
+    code, out, _ = command("--run-name", "a", *flags)
+    records = metrics_of(Path("runs/a"))[1:]
+    skipped = [r["update/skipped"] for r in records]
+    assert code == 0
+    assert 0 < sum(skipped) < 8
+    assert out.count("skipped: its loss or gradient is not finite") == sum(skipped)
+    assert all((r["reward/mean"] is None) == bool(r["update/skipped"]) for r in records)
+    model = AutoModelForCausalLM.from_pretrained("runs/a/model")
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_ten_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--num-updates", "30"]
+    code, out, _ = command("--run-name", "a", *flags)
+    assert code == 1
+    assert "10 updates in a row" in out
+    assert len(metrics_of(Path("runs/a"))) == 11
+    assert checkpoint.find_checkpoint(Path("runs/a")).progress["update"] == 0
+
+
+def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
+    policy = load_policy(str(folder), device="cpu", value_head=algo == "ppo", seed=1)
+    if policy.value_head is not None:
+        with torch.no_grad():
+            policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    optimizer = make_optimizer(policy, 1e-3)
+    found = []
+    optimizer.step = lambda: found.extend(p.grad.clone() for p in optimizer.masters)
+    cfg = train.Config(
+        algo=algo, max_tokens_per_micro_batch=max_tokens_per_micro_batch, max_grad_norm=0
+    )
+    metrics = train.learn(cfg, policy, optimizer, rollouts)
+    return found, metrics
+
+
+@pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
+def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
+    policy = load_policy(str(small_folder), device="cpu")
+    tasks = train_tasks(["letter_counting"], 0, 1, num_prompts=3, group_size=4)
+    params = SamplingParams(max_tokens=20, seed=1)
+    rollouts = BatchedEnv(policy, 2).collect(tasks, TorchSampler(policy), params)
+    for i, rollout in enumerate(rollouts):  # random weights earn nothing: give them a spread
+        rollout.turns[0].reward = float(i % 3)
+    one_by_one, metrics_1 = gradients(algo, 1, small_folder, rollouts)
+    at_once, metrics_2 = gradients(algo, 10**9, small_folder, rollouts)
+    largest = max(g.abs().max() for g in at_once)
+    assert largest > 1e-3
+    for a, b in zip(one_by_one, at_once, strict=True):
+        assert (a - b).abs().max() < 1e-5 * max(1, largest)
+    for name, value in metrics_1.items():
+        assert value == pytest.approx(metrics_2[name], rel=1e-4, abs=1e-5), name
+    assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
+
+
+def test_ppo_trains_its_value_head(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
+    tasks = train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=2)
+    rollouts = BatchedEnv(policy, 2).collect(
+        tasks, TorchSampler(policy), SamplingParams(max_tokens=9)
+    )
+    rollouts[0].turns[0].reward = 1.0
+    optimizer = make_optimizer(policy, 1e-4, value_lr=1e-2)
+    train.learn(train.Config(algo="ppo"), policy, optimizer, rollouts)
+    assert policy.value_head.weight.abs().sum() > 0
+
+
+BAD_INPUT = [
+    ("--env chess", "unknown environment 'chess'; there are: letter_counting"),
+    ("--env letter_counting:level=3", "unknown key 'level'; it has: difficulty"),
+    ("--env letter_counting:difficulty=hard", "difficulty is a whole number, not 'hard'"),
+    ("--env letter_counting:difficulty=11", "difficulty is 1 to 10, not 11"),
+    ("--env letter_counting:difficulty", "write options as key=value"),
+    ("--eval-env chess", "unknown environment 'chess'"),
+    ("--train-difficulty 12", "difficulty is 1 to 10, not 12"),
+    ("--model-id ./nowhere", "no model in this folder"),
+    ("--model-id nobody/nothing", "can't be loaded"),
+    ("--group-size 1", "--group-size 1 has nothing to compare"),
+    ("--algo reinforce --reinforce.baseline leave_one_out --group-size 1", "nothing to compare"),
+    ("--resume runs/none", "not a run folder"),
+    ("--config none.yaml", "no such file"),
+    ("--config a.yaml --resume runs/a", "not both"),
+    ("--run-name there", "exists; take another"),
+    ("--run-name a/b", "not a plain folder name"),
+    ("--run-name ..", "not a plain folder name"),
+    ("--num-prompts 0", "--num-prompts must be more than 0, not 0"),
+    ("--num-updates -1", "--num-updates must be 0 or more, not -1"),
+    ("--max-tokens 0", "--max-tokens must be more than 0"),
+    ("--max-turns -3", "--max-turns must be more than 0"),
+    ("--lr 0", "--lr must be more than 0"),
+    ("--lr nan", "--lr must be more than 0, not nan"),
+    ("--lr inf", "--lr must be more than 0, not inf"),
+    ("--temperature 0", "--temperature must be more than 0"),
+    ("--lora-rank -1", "--lora-rank must be 0 or more"),
+    ("--sft-hasty 1.5", "--sft-hasty is a share from 0 to 1"),
+    ("--seed -1", "--seed must be 0 or more"),
+    ("--algo ppo --grpo.clip-high 0.3", "--grpo.* options have no effect with --algo ppo"),
+    ("--device gpu", "--device is auto, cpu, cuda"),
+    ("--track trackio", "not installed"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_INPUT)
+def test_bad_input_is_one_line_and_code_2(command, monkeypatch, flags, message):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "--track" in flags:
+        monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    Path("runs/there").mkdir(parents=True)
+    before = sorted(Path().rglob("*"))
+    code, out, err = command(*flags.split())
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_no_cuda_where_asked_is_one_line(command):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    code, _, err = command("--device", "cuda")
+    assert code == 2 and "there is none on this machine" in err
+
+
+def test_a_flag_that_does_not_exist_is_refused(command):
+    code, _, err = command("--learning-rate", "1")
+    assert code == 2 and "learning-rate" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--model-id", "other"], "model_id is tiny in this run, not other"),
+        (["--lora-rank", "4"], "lora_rank is 0 in this run, not 4"),
+        (["--grpo.clip-low", "0.5"], "grpo.clip_low is 0.2 in this run, not 0.5"),
+    ],
+)
+def test_resume_refuses_other_settings_and_changes_nothing(command, changed, message):
+    assert command("--run-name", "a", *SMALL)[0] == 0
+    before = {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()}
+    code, _, err = command("--resume", "runs/a", *changed)
+    assert code == 2 and message in err
+    assert {p: p.read_bytes() for p in Path("runs/a").rglob("*") if p.is_file()} == before
+
+
+def test_resume_refuses_weights_of_another_model(command, qwen3_folder):
+    assert command("--run-name", "a", *SMALL)[0] == 0
+    config = Path("runs/a/config.yaml")
+    config.write_text(config.read_text().replace("model_id: tiny", f"model_id: {qwen3_folder}"))
+    code, _, err = command("--resume", "runs/a")
+    assert code == 2 and "differs from the one configured" in err
+
+
+def test_a_local_model_trains_with_lora_as_the_readme_says(command, qwen3_folder):
+    flags = f"""--algo grpo --model-id {qwen3_folder} --lora-rank 32 --sft-steps 2
+        --train-difficulty 6 --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2
+        --max-tokens 8 --max-tokens-per-micro-batch 2000 --run-name a""".split()
+    qwen = Path(str(qwen3_folder))
+    settings = json.loads((qwen / "config.json").read_text())
+    (qwen / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 4096}))
+    code, _, err = command(*flags)
+    assert code == 0, err
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert (saved["lr"], saved["sft_lr"], saved["max_tokens"]) == (2e-5, 1e-4, 8)
+    assert "eval/letter_counting:difficulty=6/accuracy" in metrics_of(Path("runs/a"))[-1]
+    assert Path("runs/a/model/adapter_model.safetensors").exists()
+
+
+def test_every_setting_has_a_line_of_help(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    for name in train.Config.__dataclass_fields__:
+        if name not in train.ALGORITHMS:
+            assert re.search(rf"--{name.replace('_', '-')} ", out), name
