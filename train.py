@@ -185,6 +185,7 @@ def main(cfg: Config) -> int:
 def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
     """Supervised steps on demonstrations: a share of them hasty guesses, the rest worked out."""
     with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
+        started = time.perf_counter()
         for step in range(run.progress["sft_step"], cfg.sft_steps):
             run.stop.check()
             for group in run.optimizer.param_groups:
@@ -201,7 +202,11 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss_sum:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
-                run.log.log({"sft_step": step + 1, "sft/loss": loss_sum})
+                now = time.perf_counter()
+                run.log.log(
+                    {"sft_step": step + 1, "sft/loss": loss_sum, "time/sft_s": now - started}
+                )
+                started = now
     run.optimizer.release()  # RL begins with fresh moments
     run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)
     run.sampler.sync()
@@ -216,24 +221,7 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
             run.stop.check()
             record: dict[str, Any] = {"update": update}
             if update > 0:
-                # play: P tasks, G rollouts of each, all in one batch
-                started = time.perf_counter()
-                drawn = tasks.train_tasks(
-                    train_envs, cfg.seed, update, cfg.num_prompts, cfg.group_size
-                )
-                params = SamplingParams(
-                    cfg.max_tokens, cfg.temperature, seed=cfg.seed * 1_000_003 + update
-                )
-                rollouts = run.batched_env.collect(drawn, run.sampler, params, run.stop.check)
-                sampled = time.perf_counter()
-                # learn: from here on the update is finished, whatever signal comes
-                record |= metrics.rollout_metrics(rollouts)
-                record |= learn(cfg, run.policy, run.optimizer, rollouts)
-                run.sampler.sync()
-                record["time/rollout_s"] = sampled - started
-                record["time/train_s"] = time.perf_counter() - sampled
-                run.log.log_rollouts("train", update, rollouts)
-                run.display.update(record, rollouts)
+                record |= play_and_learn(cfg, run, train_envs, update)
                 phase.advance(quiet=True)
             if held_out and is_due(update, cfg.eval_every, cfg.num_updates):
                 record |= evaluate(cfg, run, held_out, update)
@@ -253,6 +241,24 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
                 if is_due(update, cfg.save_every, cfg.num_updates):
                     run.save()
     return True
+
+
+def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[str, Any]:
+    """One update: P tasks, G rollouts of each in one batch; then one lesson from all of them."""
+    started = time.perf_counter()
+    drawn = tasks.train_tasks(envs, cfg.seed, update, cfg.num_prompts, cfg.group_size)
+    params = SamplingParams(cfg.max_tokens, cfg.temperature, seed=cfg.seed * 1_000_003 + update)
+    rollouts = run.batched_env.collect(drawn, run.sampler, params, run.stop.check)
+    sampled = time.perf_counter()
+    # from here on the update is finished, whatever signal comes
+    record: dict[str, Any] = metrics.rollout_metrics(rollouts)
+    record |= learn(cfg, run.policy, run.optimizer, rollouts)
+    run.sampler.sync()
+    record["time/rollout_s"] = sampled - started
+    record["time/train_s"] = time.perf_counter() - sampled
+    run.log.log_rollouts("train", update, rollouts)
+    run.display.update(update, record, rollouts)
+    return record
 
 
 def learn(

@@ -77,7 +77,7 @@ class Display:
         yield Phase(self, name, task, total)
         self.progress.update(task, visible=not name.startswith("evaluate"))
 
-    def update(self, record: dict[str, Any], rollouts: list[Rollout]) -> None:
+    def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
         """One update: its metrics with sparklines and a completion, or one plain line."""
         names = [*SHOWN, *_info_columns(record)]
         for name, _, _ in names:
@@ -86,9 +86,9 @@ class Display:
         if self.plain:
             parts = [f"{label} {fmt.format(record[n])}" for n, label, fmt in names if n in record]
             seconds = record["time/rollout_s"] + record["time/train_s"]
-            self.say(f"update {record['update']:4d}  {'  '.join(parts)}  {seconds:.1f} s")
+            self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
         if record["update/skipped"]:
-            self.say(f"update {record['update']} skipped: its loss or gradient is not finite")
+            self.say(f"update {update} skipped: its loss or gradient is not finite")
         self.completion = _completion_panel(rollouts[0])
 
     def _render(self) -> RenderableType:

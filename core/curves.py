@@ -1,5 +1,6 @@
 """`curves.png`: what a run learnt, in one picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,10 @@ def _accuracy(axis: Axes, records: list[dict[str, Any]]) -> None:
         low, high = ([r[f"{name}/{k}"] for r in evaluated] for k in ("ci_low", "ci_high"))
         axis.fill_between(at, low, high, color=color, alpha=0.18, linewidth=0)
         axis.plot(at, value, color=color, marker="o", markersize=4, label=name[len("eval/") :])
-        for i, shift in ((0, 10), (-1, -14)):
+        for i, shift in ((0, (10, -3)), (-1, (-8, -20))):
             axis.annotate(
-                f"{value[i]:.2f}", (at[i], value[i]), (0, shift), textcoords="offset points",
-                ha="center", fontweight="bold", color=color,
+                f"{value[i]:.2f}", (at[i], value[i]), shift, textcoords="offset points",
+                fontsize=14, fontweight="bold", color=color,
             )  # fmt: skip
     axis.set_ylim(-0.03, 1.05)
     axis.set_xlabel("update")
@@ -71,8 +72,13 @@ def _lines(
     axis.set_title(title, loc="left", fontweight="bold")
     axis.set_xlabel("update")
     for name, color in zip(names, colors, strict=False):
-        points = [(r["update"], r[name]) for r in updates if name in r]
-        axis.plot(*zip(*points, strict=True), color=color, linewidth=1.8, label=name.split("/")[1])
+        points = [(r["update"], r[name]) for r in updates if r.get(name) is not None]
+        if not points:
+            continue
+        at, values = zip(*points, strict=True)
+        axis.plot(at, values, color=color, linewidth=1, alpha=0.35)
+        smooth = [_mean(values[max(0, i - 2) : i + 3]) for i in range(len(values))]
+        axis.plot(at, smooth, color=color, linewidth=2.2, label=name.split("/")[1])
     if len(names) > 1 or names[0].startswith("info/"):
         axis.legend(frameon=False)
         axis.set_ylim(-0.03, 1.05)
@@ -97,7 +103,7 @@ def draw_seeds(path: Path, runs: dict[str, list[list[dict[str, Any]]]], title: s
             axis.set_xlabel("update")
             for (label, seeds), look in zip(runs.items(), LOOKS, strict=False):
                 at, values = _by_update(seeds, suffix)
-                middle = [sum(v) / len(v) for v in values]
+                middle = [_mean(v) for v in values]
                 axis.plot(at, middle, label=label, linewidth=1.8, **look)
                 low, high = [min(v) for v in values], [max(v) for v in values]
                 axis.fill_between(at, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -106,6 +112,10 @@ def draw_seeds(path: Path, runs: dict[str, list[list[dict[str, Any]]]], title: s
         axes[0, 0].legend(frameon=False, loc="lower right")
         figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _by_update(

@@ -158,7 +158,8 @@ def write_pages(run: Path, config: dict[str, Any]) -> None:
         "",
     ]
     if updates:
-        draw_curves(run / "curves.png", records, title=f"{config['algo']} · {config['model_id']}")
+        title = f"{config['algo']} on {' '.join(config['env'])} · {config['model_id']}"
+        draw_curves(run / "curves.png", records, f"{title} · seed {config['seed']}")
     (run / "README.md").write_text("\n".join(lines))
     write_report(run, config)
 

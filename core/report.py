@@ -112,8 +112,8 @@ def _tasks(rows: list[Row], env: str, first: Row, last: Row, room: int) -> str:
     changes = [[_verdict(row) for row in pair] for pair in pairs]
     blocks = (_group(pair, room) for pair in pairs)
     return (
-        f"<h3>{_text(env)}</h3><p>{len(pairs)} tasks: {changes.count([WRONG, RIGHT])} from wrong "
-        f"to right, {changes.count([RIGHT, WRONG])} from right to wrong.</p>"
+        f"<h3>{_text(env)}</h3><p>{len(pairs)} kept here: {changes.count([WRONG, RIGHT])} from "
+        f"wrong to right, {changes.count([RIGHT, WRONG])} from right to wrong.</p>"
         f"{_fit(blocks, len(pairs), room, 'tasks')}"
     )
 

@@ -9,7 +9,7 @@ from core.console import Display, sparkline
 from core.types import Rollout
 
 RECORD = {
-    "update": 3, "reward/mean": 0.5, "length/mean": 12.0, "info/worked": 0.25,
+    "reward/mean": 0.5, "length/mean": 12.0, "info/worked": 0.25,
     "time/rollout_s": 0.4, "time/train_s": 0.6, "update/skipped": 0.0,
 }  # fmt: skip
 ROLLOUT = Rollout(
@@ -25,7 +25,7 @@ def shown(record=RECORD, **kind):
             for _ in range(20):
                 phase.advance("loss 1.5")
         with display.phase("updates", 3, done=2) as phase:
-            display.update(record, [ROLLOUT])
+            display.update(3, record, [ROLLOUT])
             phase.advance(quiet=True)
         display.say("[held-out] accuracy")
     return screen.getvalue()

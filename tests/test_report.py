@@ -104,7 +104,7 @@ def test_report_pairs_the_same_task_before_and_after(report):
     assert second.index("two before") < second.index("two after")
     assert "✗ wrong → ✓ right · task 1" in first
     assert "✓ right → ✗ wrong · task 2" in second
-    assert "2 tasks: 1 from wrong to right, 1 from right to wrong" in page
+    assert "2 kept here: 1 from wrong to right, 1 from right to wrong" in page
     assert "neither" not in page and "only after" not in page
 
 
