@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 from algorithms import common, grpo, ppo, reinforce, sft
 from algorithms.grpo import Options as GrpoOptions
@@ -28,7 +29,8 @@ from core import batching, checkpoint, cli, journal, metrics, tasks
 from core.batched_env import BatchedEnv
 from core.console import Display
 from core.interrupt import Interrupt, Stopped
-from core.model import MasterAdamW, Policy, load_policy, make_optimizer
+from core.model import Policy, load_policy
+from core.optimizer import MasterAdamW, make_optimizer
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.types import Rollout, UsageError
 
@@ -185,28 +187,23 @@ def main(cfg: Config) -> int:
 def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
     """Supervised steps on demonstrations: a share of them hasty guesses, the rest worked out."""
     with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
-        started = time.perf_counter()
         for step in range(run.progress["sft_step"], cfg.sft_steps):
             run.stop.check()
             for group in run.optimizer.param_groups:
                 group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
             shown = batching.to_update(run.batched_env.demonstrate(drawn))
-            loss_sum = 0.0
+            total = 0.0
             for batch in micro_batches(cfg, run.policy, shown):
                 logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
                 loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
                 loss.backward()
-                loss_sum += loss.item()
-            apply_gradients(cfg, run.optimizer, finite=math.isfinite(loss_sum))
+                total += loss.item()
+            apply_gradients(cfg, run.optimizer, finite=math.isfinite(total))
             run.progress["sft_step"] = step + 1
-            phase.advance(f"loss {loss_sum:.3f}")
+            phase.advance(f"loss {total:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
-                now = time.perf_counter()
-                run.log.log(
-                    {"sft_step": step + 1, "sft/loss": loss_sum, "time/sft_s": now - started}
-                )
-                started = now
+                run.log.log({"sft_step": step + 1, "sft/loss": total, "time/sft_s": phase.lap()})
     run.optimizer.release()  # RL begins with fresh moments
     run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)
     run.sampler.sync()
@@ -227,19 +224,16 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
                 record |= evaluate(cfg, run, held_out, update)
             run.log.log(record)
             run.progress["update"] = update
-
-            if record.get("update/skipped"):
-                run.progress["skipped_in_a_row"] += 1
-                if run.progress["skipped_in_a_row"] == SKIPS_IN_A_ROW:
-                    run.display.say(
-                        f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the "
-                        f"last good checkpoint kept. Try a lower --lr than {cfg.lr:g}"
-                    )
-                    return False
-            else:
-                run.progress["skipped_in_a_row"] = 0
-                if is_due(update, cfg.save_every, cfg.num_updates):
-                    run.save()
+            in_a_row = run.progress["skipped_in_a_row"] + 1 if record.get("update/skipped") else 0
+            run.progress["skipped_in_a_row"] = in_a_row
+            if in_a_row == SKIPS_IN_A_ROW:
+                run.display.say(
+                    f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the last "
+                    f"good checkpoint kept. Try a lower --lr than {cfg.lr:g}"
+                )
+                return False
+            if not in_a_row and is_due(update, cfg.save_every, cfg.num_updates):
+                run.save()
     return True
 
 
@@ -248,7 +242,9 @@ def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[
     started = time.perf_counter()
     drawn = tasks.train_tasks(envs, cfg.seed, update, cfg.num_prompts, cfg.group_size)
     params = SamplingParams(cfg.max_tokens, cfg.temperature, seed=cfg.seed * 1_000_003 + update)
-    rollouts = run.batched_env.collect(drawn, run.sampler, params, run.stop.check)
+    with run.display.phase("rollouts", cfg.max_tokens, transient=True) as phase:
+        watch = phase.tick_and(run.stop.check)
+        rollouts = run.batched_env.collect(drawn, run.sampler, params, watch)
     sampled = time.perf_counter()
     # from here on the update is finished, whatever signal comes
     record: dict[str, Any] = metrics.rollout_metrics(rollouts)
@@ -305,9 +301,7 @@ def learn(
         if not stepped:
             break
     if values is not None:
-        totals["value/explained_variance"] = metrics.explained_variance(
-            targets[update.mask], values[update.mask]
-        )
+        totals |= metrics.value_metrics(targets[update.mask], values[update.mask])
     totals |= metrics.gap_metrics(old_logprobs, update.sampler_logprobs, update.mask, cfg.tis_cap)
     return {**totals, "tokens/sampled": update.num_tokens}
 
@@ -331,8 +325,7 @@ def micro_batches(cfg: Config, policy: Policy, update: batching.Update) -> Itera
 
 def apply_gradients(cfg: Config, optimizer: MasterAdamW, finite: bool) -> tuple[float, bool]:
     """Clip and step, unless the loss or the gradient isn't finite. Returns (norm, stepped)."""
-    limit = cfg.max_grad_norm or math.inf
-    norm = float(torch.nn.utils.clip_grad_norm_(optimizer.masters, limit))
+    norm = float(clip_grad_norm_(optimizer.masters, cfg.max_grad_norm or math.inf))
     stepped = finite and math.isfinite(norm)
     if stepped:
         optimizer.step()
@@ -343,10 +336,9 @@ def apply_gradients(cfg: Config, optimizer: MasterAdamW, finite: bool) -> tuple[
 def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> dict[str, float]:
     """Play the held-out tasks greedily; log the first ones; return accuracy with its interval."""
     started = time.perf_counter()
-    with run.display.phase(f"evaluation at {update}", 1) as phase:
-        params = SamplingParams(cfg.max_tokens, temperature=0.0)
-        rollouts = run.batched_env.collect(held_out, run.sampler, params)
-        phase.advance(quiet=True)
+    params = SamplingParams(cfg.max_tokens, temperature=0.0)
+    with run.display.phase("evaluation", cfg.max_tokens, transient=True) as phase:
+        rollouts = run.batched_env.collect(held_out, run.sampler, params, phase.tick)
     run.log.log_rollouts("eval", update, rollouts[:EVAL_ROLLOUTS_KEPT])
     found = metrics.eval_metrics(rollouts)
     for env in dict.fromkeys(task.env for task in held_out):
@@ -376,9 +368,7 @@ def check(cfg: Config) -> Config:
     cli.check_ranges(cfg, positive, not_negative)
     if not 0 <= cfg.sft_hasty <= 1:
         raise UsageError(f"--sft-hasty is a share from 0 to 1, not {cfg.sft_hasty}")
-    compares = cfg.algo == "grpo" or (
-        cfg.algo == "reinforce" and cfg.reinforce.baseline == "leave_one_out"
-    )
+    compares = cfg.algo == "grpo" or cfg.reinforce.baseline == "leave_one_out"
     if compares and cfg.group_size < 2:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if not cfg.env:

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.model import MasterAdamW, Policy
+from core.model import Policy
+from core.optimizer import MasterAdamW
 from core.types import UsageError
 
 KEEP = 2  # checkpoints

@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,11 +71,16 @@ class Display:
         self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
-        """A piece of work of `total` steps, `done` of them already."""
+    def phase(
+        self, name: str, total: int, done: int = 0, transient: bool = False
+    ) -> Iterator["Phase"]:
+        """A piece of work of `total` steps, `done` of them already; `transient` ones vanish."""
         task = self.progress.add_task(name, total=total, completed=done, detail="")
-        yield Phase(self, name, task, total)
-        self.progress.update(task, visible=not name.startswith("evaluate"))
+        try:
+            yield Phase(self, name, task, total)
+        finally:
+            if transient:
+                self.progress.remove_task(task)
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
         """One update: its metrics with sparklines and a completion, or one plain line."""
@@ -112,15 +117,35 @@ class Phase:
 
     def __init__(self, display: Display, name: str, task: TaskID, total: int):
         self.display, self.name, self.task, self.total = display, name, task, total
-        self.begun = time.monotonic()
+        self.begun = self.lapped = time.monotonic()
         self.lines = 10  # at most so many plain lines for a phase
+
+    def tick(self) -> None:
+        """One step more, shown in the live display only."""
+        self.advance(quiet=True)
+
+    def tick_and(self, check: Callable[[], None]) -> Callable[[], None]:
+        """`tick`, then `check`, which may raise to stop the work."""
+
+        def both() -> None:
+            self.tick()
+            check()
+
+        return both
+
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the beginning."""
+        since, self.lapped = self.lapped, time.monotonic()
+        return self.lapped - since
 
     def advance(self, detail: str = "", quiet: bool = False) -> None:
         """One step more is done. In plain mode prints at each tenth of the way, unless `quiet`."""
         progress = self.display.progress
         progress.update(self.task, advance=1, detail=detail)
-        done = int(progress.tasks[self.task].completed)
-        if self.display.plain and not quiet and done % max(1, self.total // self.lines) == 0:
+        if quiet or not self.display.plain:
+            return
+        done = next(int(t.completed) for t in progress.tasks if t.id == self.task)
+        if done % max(1, self.total // self.lines) == 0:
             took = time.monotonic() - self.begun
             self.display.say(f"{self.name} {done}/{self.total}  {detail}  {took:.0f} s")
 

@@ -89,14 +89,15 @@ def gap_metrics(
     }
 
 
-def explained_variance(targets: Tensor, values: Tensor) -> float:
+def value_metrics(targets: Tensor, values: Tensor) -> dict[str, float]:
     """1 - Var(targets - values) / Var(targets): 1 is a perfect value head, 0 one that says nothing.
 
-    >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    1.0
+    >>> value_metrics(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    {'value/explained_variance': 1.0}
     """
     spread = targets.var().item()
-    return 1 - (targets - values).var().item() / spread if spread > 0 else 0.0
+    unexplained = (targets - values).var().item()
+    return {"value/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
 
 
 def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """`make("name:key=value,...")`: what it builds, and the one line that it says otherwise."""
 
+from itertools import pairwise
+
 import pytest
 
 from core.types import UsageError
@@ -121,5 +123,5 @@ def test_an_environment_shows_nothing_unless_it_says_so(echo):
 def test_seed_ranges_are_disjoint_and_not_empty():
     ranges = [TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS]
     assert all(len(seeds) >= 1_000_000 and seeds.step == 1 for seeds in ranges)
-    for before, after in zip(ranges, ranges[1:], strict=False):
+    for before, after in pairwise(ranges):
         assert before.stop <= after.start

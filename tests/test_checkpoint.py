@@ -7,7 +7,8 @@ import torch
 
 from core import checkpoint
 from core.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from core.model import load_policy, make_optimizer
+from core.model import load_policy
+from core.optimizer import make_optimizer
 from core.types import UsageError
 
 

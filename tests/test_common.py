@@ -18,7 +18,7 @@ from algorithms.common import (
 NAN, INF = float("nan"), float("inf")
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
-MASK = torch.tensor([[True, True, False, True, True], [False, True, True, False, True]])[:, :4]
+MASK = torch.tensor([[True, True, False, True], [False, True, True, True]])
 EDGES = torch.tensor([[True, False, False, True], [False, False, False, True]])
 
 

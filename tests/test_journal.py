@@ -13,9 +13,9 @@ from core.metrics import (
     before_after,
     describe,
     eval_metrics,
-    explained_variance,
     gap_metrics,
     rollout_metrics,
+    value_metrics,
     wilson,
 )  # fmt: skip
 from core.types import Rollout, Turn, UsageError
@@ -62,7 +62,7 @@ def test_wilson_by_hand_and_at_the_ends():
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
 
 
-def test_gap_and_explained_variance_by_hand():
+def test_gap_and_value_metrics_by_hand():
     import torch
 
     logprobs = torch.tensor([[-1.0, -2.0, 9.0]])
@@ -71,8 +71,8 @@ def test_gap_and_explained_variance_by_hand():
     assert (found["gap/logprob_mean"], found["gap/logprob_max"]) == (0.5, 1.0)
     assert found["weights/mean"] == pytest.approx((1 + math.e) / 2)
     assert found["weights/capped"] == 0.5
-    assert explained_variance(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])) == 0.0
-    assert explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])) == 0.0
+    assert list(value_metrics(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])).values()) == [0.0]
+    assert list(value_metrics(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])).values()) == [0.0]
 
 
 def test_records_hold_no_nan_and_a_line_cut_short_is_left_out(tmp_path):

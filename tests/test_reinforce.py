@@ -70,7 +70,7 @@ def test_a_descent_step_raises_the_probability_of_the_better_action():
     logits = torch.zeros(2, requires_grad=True)
     advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([True, True])
     logprobs, ones = logits.log_softmax(0), torch.ones(2)
-    compute_loss(logprobs, logprobs.detach(), advantages, mask, ones, Options(), 2)[0].backward()
+    compute_loss(logprobs, logprobs.detach(), advantages, mask, ones, Options(), 1)[0].backward()
     after = (logits - logits.grad).softmax(0)
     assert after[0].item() == pytest.approx(1 / (1 + math.exp(-2)))  # logits go to ±1
 

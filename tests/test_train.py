@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 import train
 from core import checkpoint
 from core.batched_env import BatchedEnv
-from core.model import load_policy, make_optimizer
+from core.model import load_policy
+from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import train_tasks
 from environments import base

@@ -1,0 +1,84 @@
+"""AdamW that loses no update, whatever the precision of the weights.
+
+Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
+smaller than |w|/256 would be rounded away, and at a learning rate of 1e-6 nearly all are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from core.model import Policy
+
+
+class MasterAdamW:
+    """AdamW whose float32 masters stand behind low-precision weights; plain AdamW for float32 ones.
+
+    Gradients of low-precision weights are summed in float32 as each micro-batch's backward makes
+    them; `step` updates the masters and copies them into the weights in place, so that whoever
+    shares the tensors sees the new values at once.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **options: Any):
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
+        self.hooks: list[Any] = []
+        groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
+        self.adamw = torch.optim.AdamW(groups, **options)
+        self.param_groups = self.adamw.param_groups
+        self.masters = [p for g in self.param_groups for p in g["params"]]
+
+    def _master(self, weight: nn.Parameter) -> nn.Parameter:
+        if weight.dtype == torch.float32:
+            return weight
+        master = nn.Parameter(weight.detach().float())
+        self.pairs.append((weight, master))
+
+        def collect(p: Tensor) -> None:
+            grad = p.grad.float()  # type: ignore[union-attr]
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            p.grad = None
+
+        self.hooks.append(weight.register_post_accumulate_grad_hook(collect))
+        return master
+
+    def release(self) -> None:
+        """Leave the weights to another optimiser."""
+        for hook in self.hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        for weight, master in self.pairs:
+            weight.copy_(master)
+
+    def zero_grad(self) -> None:
+        self.adamw.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"adamw": self.adamw.state_dict(), "masters": [m.data for _, m in self.pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.param_groups = self.adamw.param_groups
+        for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
+            master.copy_(saved)
+            weight.copy_(master)
+
+
+def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
+    """AdamW (0.9, 0.999; no weight decay) over all that is trainable; the value head at `value_lr`.
+
+    Raises RuntimeError if a trainable parameter would be left out.
+    """
+    trainable = policy.trainable()
+    head = [p for n, p in trainable.items() if n.startswith("value_head.")]
+    rest = [p for n, p in trainable.items() if not n.startswith("value_head.")]
+    groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
+    if head:
+        groups.append({"params": head, "lr": value_lr or lr})
+    if sum(len(g["params"]) for g in groups) != len(trainable):
+        raise RuntimeError("a trainable parameter is missing from the optimiser")
+    return MasterAdamW(groups, weight_decay=0.0)

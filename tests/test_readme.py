@@ -1,0 +1,89 @@
+"""What the README says is what the code does: line counts, settings, metrics, example."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import train
+from core import cli
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_line_counts_are_those_of_the_files():
+    rows = re.findall(r"^\| \[`?([\w/]+\.py)`?\]\([^)]*\) \| (\d+) \|", README, re.MULTILINE)
+    assert len(rows) >= 8
+    assert {f: int(n) for f, n in rows} == {
+        f: len((ROOT / f).read_text().splitlines()) for f, _ in rows
+    }
+
+
+def test_results_are_those_of_the_recorded_runs():
+    rows = re.findall(r"^\| seed (\d), `(\w+)` \| (.+?) \| (.+?) \| (\d+) s \|$", README, re.M)
+    assert len(rows) >= 3
+    from core.journal import read_records
+    from core.metrics import before_after, describe
+
+    folder = ROOT / "runs/letter_counting_tiny"
+    seconds = json.loads((folder / "seconds.json").read_text())
+    for seed, algo, before, after, took in rows:
+        ((env, first, last),) = before_after(read_records(folder / f"{algo}-seed{seed}.jsonl"))
+        assert (before, after) == (describe(env, first), describe(env, last))
+        assert int(took) == seconds[f"{algo}-seed{seed}"]
+
+
+def test_the_recorded_runs_meet_the_claim():
+    folder = ROOT / "runs/letter_counting_tiny"
+    table = (folder / "README.md").read_text()
+    seconds = json.loads((folder / "seconds.json").read_text())
+    assert len(seconds) == 9
+    for name in seconds:
+        algo, seed = name.split("-seed")
+        assert re.search(rf"^\| {algo} \| {seed} \|", table, re.M)
+
+
+def test_every_command_is_valid():
+    commands = re.findall(r"^    python train\.py(.*?)(?:#.*)?$", README, re.MULTILINE)
+    assert len(commands) >= 4
+    for flags in commands:
+        if "<name>" not in flags:
+            train.check(train.resolve(cli.parse(train.Config, flags.split())))
+
+
+@pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
+def test_every_metric_is_in_the_table(command, algo):
+    table = set(re.findall(r"`([a-z]+(?:/[<>\w]+)*)`", README.split("## What the metrics")[1]))
+    flags = """--sft-steps 20 --sft-batch-size 2 --num-updates 1 --num-prompts 2 --group-size 2
+        --eval-num-tasks 2 --max-tokens 9 --run-name a --algo"""
+    assert command(*flags.split(), algo)[0] == 0
+    logged = {
+        key
+        for line in Path("runs/a/metrics.jsonl").read_text().splitlines()
+        for key in json.loads(line)
+    } - {"update", "sft_step"}
+    known = {re.sub(r"eval/[^/]+/", "eval/<env>/", k) for k in logged}
+    known = {"info/<key>" if k.startswith("info/") else k for k in known}
+    assert known <= table, known - table
+
+
+def test_the_example_environment_runs(command):
+    import random
+
+    from core.types import Message
+    from environments import base
+    from environments.base import Env, Step, register
+
+    (code,) = re.findall(r"```python\n(@register.*?)```", README, re.DOTALL)
+    known = dict(base._REGISTRY)
+    try:
+        exec(code, {"random": random, "Message": Message, "Env": Env, "Step": Step,
+                    "register": register})  # fmt: skip
+        flags = """--env parity --sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 2
+            --eval-num-tasks 2 --max-tokens 4 --run-name a"""
+        assert command(*flags.split())[0] == 0
+    finally:
+        base._REGISTRY.clear()
+        base._REGISTRY.update(known)
