@@ -54,7 +54,7 @@ class Config:
     """Environments to evaluate on; none given: those of --env."""
     train_difficulty: int = 0
     """Sets the option `difficulty` of the environments that have it; 0: as --env says."""
-    num_updates: int = 60
+    num_updates: int = 50
     """Updates of RL; 0: only the warm start and the evaluation."""
     num_prompts: int = 16
     """P, tasks in an update."""
@@ -72,8 +72,8 @@ class Config:
     """Longest completion, in tokens; None: 64 for tiny, 1024 else."""
     max_turns: int = 8
     """Turns after which an episode is cut."""
-    max_tokens_per_micro_batch: int = 8192
-    """Padded tokens in one forward and backward pass; changes memory and speed, not the result."""
+    max_tokens_per_micro_batch: int | None = None
+    """Padded tokens in one pass; changes memory and speed only. None: 2048 for tiny, 8192 else."""
     tis_cap: float = 2.0
     """Cap of the importance weights between sampler and trainer; 0: no weights."""
     lora_rank: int = 0
@@ -355,6 +355,7 @@ def resolve(cfg: Config) -> Config:
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
         "sft_steps": 800 if tiny else 0,
         "max_tokens": 64 if tiny else 1024,
+        "max_tokens_per_micro_batch": 2048 if tiny else 8192,
     }
     return replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
 
@@ -372,7 +373,7 @@ def check(cfg: Config) -> Config:
     if compares and cfg.group_size < 2:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if not cfg.env:
-        raise UsageError("--env needs at least one environment")
+        raise UsageError("--env names no environment")
     for name in ALGORITHMS:
         options = getattr(cfg, name)
         if name != cfg.algo and options != type(options)():

@@ -76,6 +76,7 @@ def compute_loss(
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` alone. `weights`
     are importance weights of the sampler.
     """
+    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     # exp(0) = 1 in value on the first pass, but its gradient is that of log π
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)

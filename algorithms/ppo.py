@@ -70,6 +70,8 @@ def compute_loss(
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
     alone. `weights` are importance weights of the sampler, `targets` from `value_targets`.
     """
+    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
+    values = torch.where(completion_mask, values, 0.0)
     # exp(0) = 1 in value on the first pass, but its gradient is that of log π
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
@@ -93,7 +95,8 @@ def value_targets(
     rewards: Tensor, completion_mask: Tensor, values: Tensor, truncated: Tensor, options: Options
 ) -> Tensor:
     """What the values should have been: GAE + old value, [B, N] float32, 0 off the mask."""
-    return gae(rewards, completion_mask, values, truncated, options) + values * completion_mask
+    advantages = gae(rewards, completion_mask, values, truncated, options)
+    return torch.where(completion_mask, advantages + values, 0.0)
 
 
 def gae(

@@ -66,6 +66,7 @@ def compute_loss(
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` alone. `weights`
     are importance weights of the sampler; `old_logprobs` are the clipped algorithms'.
     """
+    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     # d log π = dπ / π: the gradient of this product is the policy gradient
     per_token = -weights * advantages * logprobs
     loss = torch.where(completion_mask, per_token, 0.0).sum() / denominator

@@ -103,7 +103,7 @@ def make(spec: str) -> Env | MultiAgentEnv:
     """
     options = {}
     constructor = _constructor(spec)
-    parameters = inspect.signature(constructor).parameters
+    parameters = inspect.signature(constructor, eval_str=True).parameters
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals:
@@ -114,6 +114,9 @@ def make(spec: str) -> Env | MultiAgentEnv:
         if key in options:
             raise UsageError(f"--env {spec}: the key {key!r} is given twice")
         options[key] = _convert(spec, key, text, parameters[key].annotation)
+    needed = [k for k, p in parameters.items() if p.default is p.empty and k not in options]
+    if needed:
+        raise UsageError(f"--env {spec}: it needs {', '.join(f'{key}=..' for key in needed)}")
     try:
         return constructor(**options)
     except UsageError as error:

@@ -106,11 +106,14 @@ def score(response: str, counts: dict[str, int]) -> float:
     >>> score("<answer>3</answer> or <answer>4</answer>", {"r": 3})
     0.0
     """
-    answers = ANSWER.findall(response)
-    if len(answers) != 1 or response.count("<answer>") != 1 or response.count("</answer>") != 1:
+    # counted first: with many openings the search would take the square of the length
+    if response.count("<answer>") != 1 or response.count("</answer>") != 1:
+        return 0.0
+    found = ANSWER.search(response)
+    if found is None:  # it closes before it opens
         return 0.0
     try:
-        answer = json.loads(answers[0])
+        answer = json.loads(found[1])
     except (ValueError, RecursionError):
         return 0.0
     if len(counts) == 1 and type(answer) is int:
@@ -119,7 +122,7 @@ def score(response: str, counts: dict[str, int]) -> float:
         return 0.0
     # `type is int` because True == 1 and 3.0 == 3 in Python
     right = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
-    if len(counts) > 1 and set(answer) - set(counts):
+    if set(answer) - set(counts):
         right = min(right, len(counts) - 1)  # letters that nobody asked for: not exact
     if right == len(counts):
         return 1.0

@@ -125,3 +125,26 @@ def test_seed_ranges_are_disjoint_and_not_empty():
     assert all(len(seeds) >= 1_000_000 and seeds.step == 1 for seeds in ranges)
     for before, after in pairwise(ranges):
         assert before.stop <= after.start
+
+
+def test_an_option_without_a_default_must_be_given():
+    known = dict(base._REGISTRY)
+    try:
+
+        @base.register("needy")
+        class Needy(base.Env):
+            def __init__(self, path: str):
+                self.path = path
+
+            def reset(self, seed):
+                return []
+
+            def step(self, response):
+                return base.Step(None, 0.0, True)
+
+        with pytest.raises(UsageError, match="it needs path=.."):
+            base.make("needy")
+        assert base.make("needy:path=x").path == "x"
+    finally:
+        base._REGISTRY.clear()
+        base._REGISTRY.update(known)

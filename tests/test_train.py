@@ -251,7 +251,7 @@ def test_ppo_trains_its_value_head(qwen3_folder):
     )
     rollouts[0].turns[0].reward = 1.0
     optimizer = make_optimizer(policy, 1e-4, value_lr=1e-2)
-    train.learn(train.Config(algo="ppo"), policy, optimizer, rollouts)
+    train.learn(train.resolve(train.Config(algo="ppo")), policy, optimizer, rollouts)
     assert policy.value_head.weight.abs().sum() > 0
 
 
