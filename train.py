@@ -36,7 +36,6 @@ from core.types import Rollout, UsageError
 
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
 RUNS = Path("runs")
-EVAL_ROLLOUTS_KEPT = 8  # of each evaluation, to see before and after
 SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
 
@@ -339,7 +338,7 @@ def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> 
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens, transient=True) as phase:
         rollouts = run.batched_env.collect(held_out, run.sampler, params, phase.tick)
-    run.log.log_rollouts("eval", update, rollouts[:EVAL_ROLLOUTS_KEPT])
+    run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
     found = metrics.eval_metrics(rollouts)
     for env in dict.fromkeys(task.env for task in held_out):
         line = metrics.describe(env, found)

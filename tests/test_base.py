@@ -142,7 +142,7 @@ def test_an_option_without_a_default_must_be_given():
             def step(self, response):
                 return base.Step(None, 0.0, True)
 
-        with pytest.raises(UsageError, match="it needs path=.."):
+        with pytest.raises(UsageError, match="it needs path="):
             base.make("needy")
         assert base.make("needy:path=x").path == "x"
     finally:
