@@ -152,7 +152,7 @@ def main(cfg: Config) -> int:
     optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
     if found.folder:
         checkpoint.load_checkpoint(found.folder, policy, optimizer)
-        journal.rewind(folder, found.progress)
+    journal.rewind(folder, found.progress)
     settings = cli.to_dict(cfg, ALGORITHMS)
     journal.create_run(folder, settings)
 
@@ -161,26 +161,23 @@ def main(cfg: Config) -> int:
         journal.Journal(folder, settings, cfg.track) as log,
         Display(f"picoRL · {cfg.algo} · {' '.join(train_envs)} · {policy.size()}") as display,
     ):
-        batched_env, sampler = BatchedEnv(policy, cfg.max_turns), TorchSampler(policy)
-        run = Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
-                  dict(found.progress))  # fmt: skip
+        run = Run(folder, policy, optimizer, BatchedEnv(policy, cfg.max_turns),
+                  TorchSampler(policy), log, display, stop, dict(found.progress))  # fmt: skip
         for remark in found.remarks:
             display.say(remark)
         try:
             if in_warm_start:
                 warm_start(cfg, run, train_envs)
-            finished = reinforce_loop(cfg, run, train_envs, eval_envs)
+            code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
         except Stopped:
             run.save()
-            journal.write_pages(folder, settings)
             display.say(f"stopped and saved; go on with: python train.py --resume {folder}")
-            return 130
-    if not finished:
-        return 1
-    checkpoint.export_model(folder, policy)
+            code = 130
     journal.write_pages(folder, settings)
-    print("\n".join(journal.summary(folder, settings)))
-    return 0
+    if code == 0:
+        checkpoint.export_model(folder, policy)
+        print("\n".join(journal.summary(folder, settings)))
+    return code
 
 
 def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
@@ -241,7 +238,7 @@ def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[
     started = time.perf_counter()
     drawn = tasks.train_tasks(envs, cfg.seed, update, cfg.num_prompts, cfg.group_size)
     params = SamplingParams(cfg.max_tokens, cfg.temperature, seed=cfg.seed * 1_000_003 + update)
-    with run.display.phase("rollouts", cfg.max_tokens, transient=True) as phase:
+    with run.display.phase("rollouts", cfg.max_tokens) as phase:
         watch = phase.tick_and(run.stop.check)
         rollouts = run.batched_env.collect(drawn, run.sampler, params, watch)
     sampled = time.perf_counter()
@@ -336,7 +333,7 @@ def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> 
     """Play the held-out tasks greedily; log the first ones; return accuracy with its interval."""
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
-    with run.display.phase("evaluation", cfg.max_tokens, transient=True) as phase:
+    with run.display.phase("evaluation", cfg.max_tokens) as phase:
         rollouts = run.batched_env.collect(held_out, run.sampler, params, phase.tick)
     run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
     found = metrics.eval_metrics(rollouts)
@@ -394,6 +391,8 @@ def run_command(args: list[str]) -> int:
     except UsageError as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before there was anything to save, or for the second time
+        return 130
 
 
 if __name__ == "__main__":

@@ -66,14 +66,17 @@ def save_checkpoint(
 
 
 def find_checkpoint(run: Path) -> Found:
-    """The newest whole checkpoint of a run.
+    """The newest whole checkpoint of a run; its beginning, if it was ended before its first one.
 
-    Raises UsageError if the folder is no run or holds no whole checkpoint.
+    Raises UsageError if the folder is no run, or if all its checkpoints are damaged.
     """
     if not (run / "config.yaml").exists():
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
+    candidates = sorted(_candidates(run / "checkpoint"), reverse=True)
+    if not candidates:
+        return Found(None, NEW_RUN.progress, [f"{run} has no checkpoint yet: from the beginning"])
     remarks: list[str] = []
-    for folder in sorted(_candidates(run / "checkpoint"), reverse=True):
+    for folder in candidates:
         try:
             state = json.loads((folder / "state.json").read_text())
             damaged = [n for n in FILES if _sha256(folder / n) != state["sha256"][n]]

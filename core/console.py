@@ -42,9 +42,9 @@ class Display:
         self.console = console or Console(highlight=False)
         self.plain = not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
+        self.bars: dict[str, TaskID] = {}
         self.history: dict[str, list[float]] = {}
         self.completion: RenderableType | None = None
-        self.notes: list[str] = []
         self.progress = Progress(
             TextColumn("{task.description}", justify="left"),
             BarColumn(),
@@ -71,16 +71,13 @@ class Display:
         self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def phase(
-        self, name: str, total: int, done: int = 0, transient: bool = False
-    ) -> Iterator["Phase"]:
-        """A piece of work of `total` steps, `done` of them already; `transient` ones vanish."""
-        task = self.progress.add_task(name, total=total, completed=done, detail="")
-        try:
-            yield Phase(self, name, task, total)
-        finally:
-            if transient:
-                self.progress.remove_task(task)
+    def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
+        """A piece of work of `total` steps, `done` of them already; its bar serves again later."""
+        if name in self.bars:
+            self.progress.reset(self.bars[name], total=total, completed=done)
+        else:
+            self.bars[name] = self.progress.add_task(name, total=total, completed=done, detail="")
+        yield Phase(self, name, self.bars[name], total)
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
         """One update: its metrics with sparklines and a completion, or one plain line."""

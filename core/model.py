@@ -107,8 +107,10 @@ def load_policy(
     where = pick_device(device)
     precision = _pick_dtype(dtype, where)
     if model_id == "tiny":
-        if not Path(tiny_folder, "config.json").exists():
-            save_tiny(tiny_folder, seed)
+        if not Path(tiny_folder).exists():
+            part = Path(tiny_folder).with_name(".part-tiny")
+            save_tiny(part, seed)
+            os.rename(part, tiny_folder)  # whole or not at all
         model_id = str(tiny_folder)
     model, tokenizer = _from_pretrained(model_id, precision)
     torch.manual_seed(seed)

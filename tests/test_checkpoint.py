@@ -83,11 +83,18 @@ def test_a_write_that_fails_leaves_the_older_one(run, monkeypatch):
 
 
 def test_without_a_whole_checkpoint_there_is_one_clear_error(run):
-    folder, _, _, _save = run
+    folder, _, _, save = run
+    (save(1) / "state.json").unlink()
     with pytest.raises(UsageError, match="no whole checkpoint"):
         find_checkpoint(folder)
     with pytest.raises(UsageError, match="not a run folder"):
         find_checkpoint(folder / "elsewhere")
+
+
+def test_a_run_ended_before_its_first_checkpoint_begins_again(run):
+    found = find_checkpoint(run[0])
+    assert (found.folder, found.progress) == (None, checkpoint.NEW_RUN.progress)
+    assert "from the beginning" in found.remarks[0]
 
 
 def test_weights_of_another_shape_are_refused(run, tmp_path_factory):

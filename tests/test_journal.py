@@ -165,3 +165,14 @@ def test_the_picture_is_drawn_for_any_journal(tmp_path):
         journal.write_pages(tmp_path, CONFIG)
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
         assert f"# {tmp_path.name}" in (tmp_path / "README.md").read_text()
+
+
+def test_seeds_are_drawn_as_a_band(tmp_path):
+    from core.curves import draw_seeds
+
+    records = [
+        {"update": i, "eval/a/accuracy": 0.1 * i, "reward/correct": 0.5, "length/mean": 3.0 + i,
+         "info/worked": 0.5} for i in range(4)
+    ]  # fmt: skip
+    draw_seeds(tmp_path / "seeds.png", {"grpo": [records, records[:3]], "ppo": [records]}, "title")
+    assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")

@@ -112,14 +112,15 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, 
     assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
 
 
-def test_a_run_killed_between_checkpoints_resumes_to_the_same(command, monkeypatch):
+@pytest.mark.parametrize("place", ["gap_metrics", "eval_metrics"])  # after and before the first
+def test_a_run_killed_between_checkpoints_resumes_to_the_same(command, monkeypatch, place):
     assert command("--run-name", "whole", *SMALL)[0] == 0
 
     def die(*args):
         raise ZeroDivisionError  # anything that nobody catches
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.metrics, "gap_metrics", die)
+        patch.setattr(train.metrics, place, die)
         with pytest.raises(ZeroDivisionError):
             command("--run-name", "cut", *SMALL)
     assert command("--resume", "runs/cut")[0] == 0

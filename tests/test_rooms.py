@@ -1,0 +1,55 @@
+"""The house: imports point one way, and no room outgrows what a reader can hold."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = {"algorithms", "core", "environments", "train", "runs", "tests"}
+ALLOWED = {
+    "algorithms": {"algorithms.common"},  # nothing of ours but what they share
+    "environments": {"environments", "environments.base", "core.types"},
+    "core": {"core", "environments.base"},
+}
+BUDGET = {"algorithms": 220, "environments": 200, "core": 300}
+
+
+def imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_imports_point_one_way(room):
+    for file in (ROOT / room).glob("*.py"):
+        for module in imported(file):
+            if module.split(".")[0] in OURS:
+                assert module in ALLOWED[room] or (room == "core" and module.startswith("core.")), (
+                    f"{file.name} imports {module}"
+                )
+
+
+def test_rooms_keep_to_their_budgets():
+    assert len((ROOT / "train.py").read_text().splitlines()) <= 400
+    for room, most in BUDGET.items():
+        for file in (ROOT / room).glob("*.py"):
+            assert len(file.read_text().splitlines()) <= most, file.name
+
+
+def test_the_three_algorithms_line_up():
+    names = {}
+    for algo in ("reinforce", "grpo", "ppo"):
+        tree = ast.parse((ROOT / f"algorithms/{algo}.py").read_text())
+        names[algo] = [n.name for n in tree.body if isinstance(n, (ast.ClassDef, ast.FunctionDef))]
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        names[f"{algo} arguments"] = [
+            [a.arg for a in functions[f].args.args][:7]
+            for f in ("compute_advantages", "compute_loss")
+        ]
+    first = ["Options", "compute_advantages", "compute_loss"]
+    assert all(names[algo][:3] == first for algo in ("reinforce", "grpo", "ppo"))
+    assert names["reinforce arguments"] == names["grpo arguments"] == names["ppo arguments"]
