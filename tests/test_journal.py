@@ -143,7 +143,6 @@ def test_a_tracker_gets_every_update_the_first_included(tmp_path, monkeypatch, n
 
 
 def test_tensorboard_gets_its_event_file(tmp_path):
-    pytest.importorskip("tensorboard")
     create_run(tmp_path, CONFIG)
     with Journal(tmp_path, CONFIG, track="tensorboard") as log:
         log.log({"update": 1, "reward/mean": 0.25})
