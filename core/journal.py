@@ -213,5 +213,5 @@ def _open_tracker(name: str, run: Path, config: dict[str, Any]) -> _Tracker | No
 
         return _Tracker(add, writer.close)
     tracker: Any = importlib.import_module(name)
-    session = tracker.init(project="picorl", name=run.name, config=config)
-    return _Tracker(lambda scalars, step: session.log(scalars, step=step), session.finish)
+    sink = tracker.init(project="picorl", name=run.name, config=config)
+    return _Tracker(lambda scalars, step: sink.log(scalars, step=step), sink.finish)
