@@ -63,11 +63,11 @@ def to_dict(config: Any, algorithms: dict[str, Any]) -> dict[str, Any]:
 
 def check_ranges(config: Any, positive: list[str], not_negative: list[str]) -> None:
     """Raise UsageError for the first number that is out of its range, or not finite."""
-    for names, least, what in ((positive, 0, "more than 0"), (not_negative, -1, "0 or more")):
-        for name in names:
-            value = getattr(config, name)
-            if not (value > least and (value >= 0) and math.isfinite(value)):
-                raise UsageError(f"--{name.replace('_', '-')} must be {what}, not {value}")
+    for name in positive + not_negative:
+        value = getattr(config, name)
+        if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
+            what = "more than 0" if name in positive else "0 or more"
+            raise UsageError(f"--{name.replace('_', '-')} must be {what}, not {value}")
 
 
 def _as_flags(cls: Any, values: dict[str, Any], file: str, prefix: str = "") -> Any:

@@ -24,6 +24,7 @@ from rich.text import Text
 from core.types import Rollout
 
 BARS = "▁▂▃▄▅▆▇█"
+PLAIN_LINES = 10  # of one phase, where there is no live display
 # what is shown of the metrics: (name, label, format)
 SHOWN = [
     ("reward/mean", "reward", "{:.3f}"),
@@ -115,7 +116,6 @@ class Phase:
     def __init__(self, display: Display, name: str, task: TaskID, total: int):
         self.display, self.name, self.task, self.total = display, name, task, total
         self.begun = self.lapped = time.monotonic()
-        self.lines = 10  # at most so many plain lines for a phase
 
     def tick(self) -> None:
         """One step more, shown in the live display only."""
@@ -142,7 +142,7 @@ class Phase:
         if quiet or not self.display.plain:
             return
         done = next(int(t.completed) for t in progress.tasks if t.id == self.task)
-        if done % max(1, self.total // self.lines) == 0:
+        if done % max(1, self.total // PLAIN_LINES) == 0:
             took = time.monotonic() - self.begun
             self.display.say(f"{self.name} {done}/{self.total}  {detail}  {took:.0f} s")
 
