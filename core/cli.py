@@ -61,13 +61,18 @@ def to_dict(config: Any, algorithms: dict[str, Any]) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def check_ranges(config: Any, positive: list[str], not_negative: list[str]) -> None:
+def check_ranges(
+    config: Any, positive: list[str], not_negative: list[str], shares: list[str]
+) -> None:
     """Raise UsageError for the first number that is out of its range, or not finite."""
     for name in positive + not_negative:
         value = getattr(config, name)
         if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
             what = "more than 0" if name in positive else "0 or more"
             raise UsageError(f"--{name.replace('_', '-')} must be {what}, not {value}")
+    for name in shares:
+        if not 0 <= (value := getattr(config, name)) <= 1:
+            raise UsageError(f"--{name.replace('_', '-')} is a share from 0 to 1, not {value}")
 
 
 def _as_flags(cls: Any, values: dict[str, Any], file: str, prefix: str = "") -> Any:

@@ -30,7 +30,7 @@ from core.chat import end_of_turn_id
 from core.types import UsageError
 
 disable_progress_bar()  # it would draw over our display; downloads keep theirs
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TINY_WORDS = """
 How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
 to by for from with and or not out then end many much your you that this as at one two three each
@@ -59,6 +59,16 @@ class Policy:
     def causal_lm(self) -> Any:
         """The Hugging Face model; LoRA layers, if any, sit inside it."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Precision of the weights; adapters and the value head may have another."""
+        return self.causal_lm.get_input_embeddings().weight.dtype
+
+    @property
+    def lora_rank(self) -> int:
+        """Rank of the adapters; 0 without."""
+        return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
 
     def hidden_states(self, input_ids: Tensor) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
@@ -95,12 +105,14 @@ def load_policy(
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
     value_head: bool = False,
+    max_length: int | None = None,
     seed: int = 0,
     tiny_folder: str | os.PathLike[str] = "tiny",
 ) -> Policy:
     """Load `model_id` (hub id, folder or "tiny") for training on `device`.
 
-    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. "tiny" is written to
+    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` limits the
+    tokens of prompt and completion together, below the model's own limit. "tiny" is written to
     `tiny_folder` first, if it isn't there. The seed decides the weights of tiny, of the adapters
     and of nothing else. Raises UsageError when the model, the device or the precision is not there.
     """
@@ -124,13 +136,14 @@ def load_policy(
         model = get_peft_model(model, config)  # adapters in float32: PEFT's autocast_adapter_dtype
     model.to(where)
     closing = end_of_turn_id(tokenizer)
+    limit = model.config.get_text_config().max_position_embeddings
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
         device=where,
         stop_ids=_stop_ids(model, tokenizer, closing),
         end_of_turn_id=closing,
-        max_length=model.config.get_text_config().max_position_embeddings,
+        max_length=min(limit, max_length or limit),
     )
     if value_head:
         width = model.config.get_text_config().hidden_size

@@ -53,6 +53,10 @@ class MasterAdamW:
         for weight, master in self.pairs:
             weight.copy_(master)
 
+    def memory_to_come(self) -> int:
+        """Bytes of moments that the first step will allocate: two float32 for each weight."""
+        return sum(8 * p.numel() for p in self.masters if p not in self.adamw.state)
+
     def zero_grad(self) -> None:
         self.adamw.zero_grad()
 

@@ -36,6 +36,8 @@ class SamplingParams:
 class Sampler(ABC):
     """Writes completions. Memory for sampling is held only inside `with sampler:`."""
 
+    remark = ""  # what the user should know of the choice of this sampler
+
     @abstractmethod
     def sample(
         self,
@@ -56,6 +58,9 @@ class Sampler(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         return None
+
+    def close(self) -> None:  # noqa: B027
+        """Give back all that the sampler took; it can't be used again."""
 
 
 class TorchSampler(Sampler):
@@ -79,7 +84,7 @@ class TorchSampler(Sampler):
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
         logits, cache, mask, position = self._prefill(prompts)
 
-        steps = self._room(prompts, params.max_tokens)
+        steps = room(self.policy, prompts, params.max_tokens)
         tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(len(prompts), steps, device=device)
         lengths = torch.full((len(prompts),), steps, device=device)
@@ -110,7 +115,9 @@ class TorchSampler(Sampler):
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]
-        return self._completions(tokens, logprobs, lengths, stopped)
+        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        probs = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
+        return to_completions(self.policy, ids, probs, stopped.tolist())
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Last logits [B, V], cache, mask [B, T], last position [B]; a prompt is computed once."""
@@ -136,26 +143,30 @@ class TorchSampler(Sampler):
         cache.batch_select_indices(row_of)
         return logits[row_of], cache, mask[row_of], positions[row_of, -1]
 
-    def _room(self, prompts: list[list[int]], max_tokens: int) -> int:
-        longest = max(map(len, prompts))
-        room = self.policy.max_length - longest
-        if room < 1:
-            limit = self.policy.max_length
-            raise UsageError(f"a prompt of {longest} tokens does not fit the model's {limit}")
-        return min(max_tokens, room)
 
-    def _completions(
-        self, tokens: Tensor, logprobs: Tensor, lengths: Tensor, stopped: Tensor
-    ) -> list[Completion]:
-        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        probs = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
-        ended = stopped.tolist()
-        spoken = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
-        texts = self.policy.tokenizer.batch_decode(spoken, skip_special_tokens=False)
-        return [
-            Completion(i, p, text, "stop" if end else "length")
-            for i, p, text, end in zip(ids, probs, texts, ended, strict=True)
-        ]
+def room(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
+    """`max_tokens`, or what is left of the model's length behind the longest prompt.
+
+    Raises UsageError when nothing is left.
+    """
+    longest = max(map(len, prompts))
+    left = policy.max_length - longest
+    if left < 1:
+        limit = policy.max_length
+        raise UsageError(f"a prompt of {longest} tokens does not fit the model's {limit}")
+    return min(max_tokens, left)
+
+
+def to_completions(
+    policy: Policy, ids: list[list[int]], logprobs: list[list[float]], ended: list[bool]
+) -> list[Completion]:
+    """Completions of sampled ids and log-probs; `ended` ones close with the token that says so."""
+    spoken = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
+    texts = policy.tokenizer.batch_decode(spoken, skip_special_tokens=False)
+    return [
+        Completion(i, p, text, "stop" if end else "length")
+        for i, p, text, end in zip(ids, logprobs, texts, ended, strict=True)
+    ]
 
 
 def draw(

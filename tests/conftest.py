@@ -7,6 +7,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before anything of Hugging Face is importe
 import pytest
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -23,6 +25,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 
 
@@ -39,6 +42,9 @@ def save_small(family, folder, **changes):
     }  # fmt: skip
     if family == "qwen2":
         del shape["head_dim"]
+    if family == "gemma3":  # a layer that sees the last few tokens, and one that sees all
+        layers = ["sliding_attention", "full_attention"]
+        shape |= {"sliding_window": 8, "layer_types": layers, "tie_word_embeddings": True}
     torch.manual_seed(0)
     model = model_class(config_class(**{**shape, **changes}))
     with torch.no_grad():

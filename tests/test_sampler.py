@@ -12,11 +12,11 @@ from core.types import Rollout, Turn, UsageError
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
 
 
-def trainer_gap(policy, completions, temperature):
+def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
     """|log-prob of a plain forward pass - reported|, over all sampled tokens."""
     rollouts = [
         Rollout("e", "p", 0, 0, turns=[Turn(p, c.token_ids, c.logprobs, c.finish_reason)])
-        for p, c in zip(PROMPTS, completions, strict=True)
+        for p, c in zip(prompts, completions, strict=True)
     ]
     update = to_update(rollouts)
     found = torch.zeros_like(update.rewards)
