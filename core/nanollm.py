@@ -90,7 +90,6 @@ class NanoLLM(Sampler):
             reason = f"{error}".strip().partition("\n")[0]
             raise UsageError(f"vLLM could not start: {reason}") from error
         self.__exit__()
-        self.sync()
 
     def sample(
         self,
@@ -153,6 +152,7 @@ class NanoLLM(Sampler):
             storage.resize_(num_bytes)
             torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
         self.awake = True
+        self.sync()  # what was cached of prompts is gone
         return self
 
     def __exit__(self, *exc_info: object) -> None:
