@@ -84,7 +84,6 @@ class NanoLLM(Sampler):
         try:
             with host.unchanged(**ENVIRONMENT):
                 self._start(memory)
-            sharing.check_bound(self.engine_model, self.shared)
         except Exception as error:
             self.close()
             reason = f"{error}".strip().partition("\n")[0]
@@ -221,6 +220,7 @@ class NanoLLM(Sampler):
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
             self.cpu_cache = [(storage, storage.nbytes()) for storage in storages.values()]
+        sharing.check_bound(self.engine_model, self.shared)
 
 
 def check_shareable(policy: Policy) -> None:

@@ -11,6 +11,8 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -21,7 +23,7 @@ import train
 from core.model import load_policy, tiny_tokenizer
 
 torch.set_num_threads(2)
-FAMILIES = {
+FAMILIES = {  # that both samplers take
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -32,7 +34,8 @@ FAMILIES = {
 def save_small(family, folder, **changes):
     """Save a model of 2 layers with random weights (biases too) and the tiny tokenizer."""
     tokenizer = tiny_tokenizer()
-    config_class, model_class = FAMILIES[family]
+    others = {"phi3": (Phi3Config, Phi3ForCausalLM)}
+    config_class, model_class = (FAMILIES | others)[family]
     shape = {
         "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

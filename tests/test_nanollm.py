@@ -7,6 +7,10 @@ import gc
 import multiprocessing
 import os
 import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ import torch
 from conftest import save_small
 from test_host import state
 from test_sampler import trainer_gap
+from test_train import ROOT, metrics_of
 
 from core import nanollm, sharing
 from core.model import load_policy
@@ -315,3 +320,97 @@ def test_auto_is_plain_pytorch_on_a_cpu_and_vllm_by_name(qwen3):
     sampler = nanollm.make_sampler("vllm", policy)
     assert isinstance(sampler, NanoLLM)
     sampler.close()
+
+
+SMALL = """--sampler vllm --sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3
+    --group-size 4 --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
+    """.split()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--algo", "reinforce"], ["--algo", "grpo"], ["--algo", "ppo"], ["--lora-rank", "4"]],
+    ids=["reinforce", "grpo", "ppo", "lora"],
+)
+def test_a_run_resumed_halfway_is_the_whole_run_and_its_gap_is_rounding(command, flags):
+    whole = command(*flags, "--run-name", "whole", "--lr", "1e-3", *SMALL)
+    assert (whole[0], whole[2]) == (0, "")
+    records = metrics_of(Path("runs/whole"))
+    updates = [r for r in records if r.get("update", 0) > 0]
+    assert len(updates) == 4
+    for record in updates:
+        assert record["tokens/trained"] == record["tokens/sampled"] > 0
+        assert record["gap/logprob_mean"] < 1e-5
+        assert record["gap/logprob_max"] < 1e-4
+    half = command(*flags, "--run-name", "half", "--lr", "1e-3", *SMALL, "--num-updates", "2")
+    assert half[0] == 0
+    assert command("--resume", "runs/half", "--num-updates", "4")[0] == 0
+    assert metrics_of(Path("runs/half")) == records
+
+
+def test_ctrl_c_while_vllm_samples_saves_and_the_run_goes_on(command, monkeypatch):
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    command("--run-name", "whole", *SMALL)
+    steps = 0
+    step = LLMEngine.step
+
+    def interrupt_once(engine):
+        nonlocal steps
+        steps += 1
+        if steps == 60:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(engine)
+
+    monkeypatch.setattr(LLMEngine, "step", interrupt_once)
+    code, out, _ = command("--run-name", "stopped", *SMALL)
+    assert code == 130
+    assert "stopped and saved" in out
+    assert command("--resume", "runs/stopped")[0] == 0
+    assert metrics_of(Path("runs/stopped")) == metrics_of(Path("runs/whole"))
+
+
+def test_top_p_warns_that_log_probs_are_renormalised(command):
+    code, out, _ = command("--run-name", "a", *SMALL, "--num-updates", "1", "--top-p", "0.9")
+    assert code == 0
+    assert "renormalised" in out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights can't be shared"),
+        ({"lora": 257}, "--lora-rank 257: vLLM's limit is 256"),
+        ({"device": "cuda"}, "this vLLM is for cpu, not cuda"),
+        ({"device": "cuda:2"}, "set CUDA_VISIBLE_DEVICES=2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_what_to_do(qwen3, change, message):
+    policy = load_policy(str(qwen3), device="cpu", lora_rank=change.get("lora", 0))
+    if "quantization_config" in change:
+        policy.causal_lm.config.quantization_config = change["quantization_config"]
+    policy.device = torch.device(change.get("device", "cpu"))
+    with pytest.raises(UsageError, match=message):
+        NanoLLM(policy)
+
+
+def test_a_family_that_was_not_tried_is_refused_by_name(tmp_path):
+    policy = load_policy(str(save_small("phi3", tmp_path)), device="cpu")
+    with pytest.raises(UsageError, match=r"Qwen2, Qwen3, Llama, Gemma3, not with Phi3ForCausalLM"):
+        NanoLLM(policy)
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_with_vllm_what_it_learns_without(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, ROOT / "train.py", "--sampler", "vllm", "--num-updates", "20"],
+        cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stderr
+    print(finished.stdout)
+    records = metrics_of(tmp_path / "runs/grpo-letter_counting-1")
+    name = "eval/letter_counting/accuracy"
+    accuracy = [r[name] for r in records if name in r]
+    assert accuracy[0] <= 0.60
+    assert accuracy[-1] >= 0.90
+    assert max(r.get("gap/logprob_max", 0) for r in records) < 1e-4
