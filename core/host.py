@@ -12,9 +12,10 @@ import logging
 import os
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 
 import numpy as np
 import torch
@@ -32,7 +33,8 @@ def unchanged(**environment: str) -> Iterator[None]:
     level, log_handlers = root.level, list(root.handlers)
     os.environ.update(environment)
     try:
-        with random_state_kept(), warnings.catch_warnings():
+        # a notebook's stdout, or a test's, is no file; a guest may want its number
+        with random_state_kept(), warnings.catch_warnings(), redirect_stdout(sys.__stdout__):
             warnings.simplefilter("ignore")
             yield
     finally:

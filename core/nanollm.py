@@ -12,6 +12,7 @@ Memory. The weights stay where they are, once. The cache of keys and values is t
 """
 
 import gc
+import hashlib
 import importlib.util
 import os
 import sys
@@ -80,7 +81,7 @@ class NanoLLM(Sampler):
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes of each
         self.awake = True
         self.shared = sharing.share_weights(policy.causal_lm)
-        self.folder = tempfile.TemporaryDirectory(prefix="nanollm-")
+        self.folder = tempfile.TemporaryDirectory(prefix="nanollm-")  # for the adapter
         try:
             with host.unchanged(**ENVIRONMENT):
                 self._start(memory)
@@ -129,6 +130,7 @@ class NanoLLM(Sampler):
             finally:
                 self.engine.abort_request([name for name in names if name not in written])
         outputs = [written[name] for name in names]
+        assert all(len(o.token_ids) == len(o.logprobs.logprobs) for o in outputs), "one for each"
         return to_completions(
             self.policy,
             [list(output.token_ids) for output in outputs],
@@ -176,15 +178,15 @@ class NanoLLM(Sampler):
 
     def _start(self, memory: dict[str, Any]) -> None:
         import vllm
+        from vllm import envs
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.worker.gpu_worker import Worker
 
         policy, on_cpu = self.policy, self.policy.device.type == "cpu"
-        policy.causal_lm.config.save_pretrained(self.folder.name)
         arguments = vllm.EngineArgs(
-            model=self.folder.name,
+            model=_config_folder(policy, envs.VLLM_CACHE_ROOT),
             hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
             load_format=sharing.register_loader(self.shared),
             dtype=str(policy.dtype).removeprefix("torch."),
@@ -249,6 +251,15 @@ def check_shareable(policy: Policy) -> None:
         raise UsageError(
             f"this vLLM is for {build}, not {policy.device.type}: change --device, {otherwise}"
         )
+
+
+def _config_folder(policy: Policy, cache: str) -> str:
+    """A folder with the model's config alone, the same one each time: vLLM's compile cache asks."""
+    config = policy.causal_lm.config
+    name = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+    folder = os.path.join(cache, "nanollm", name)
+    config.save_pretrained(folder)
+    return folder
 
 
 def _lora_arguments(policy: Policy) -> dict[str, Any]:

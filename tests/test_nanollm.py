@@ -105,7 +105,10 @@ def test_the_log_probs_are_the_trainers_at_the_start_and_after_20_steps(
     train(policy, steps=20, lr=1e-2 if lora_rank else 1e-3)
     sampler.sync()
     found.append(gap(policy, sampler))
-    print(folder.name, dtype, lora_rank, [(g.mean().item(), g.max().item()) for g in found])
+    for moment, gaps in zip(["at the start", "after 20 steps"], found, strict=True):
+        how = "LoRA" if lora_rank else "full"
+        print(f"| {type(policy.causal_lm).__name__} | {dtype} | {how} | {moment} "
+              f"| {gaps.mean():.1e} | {gaps.max():.1e} | {len(gaps)} |")  # fmt: skip
     for gaps in found:
         assert gaps.mean() < (1e-5 if dtype == "float32" else 2e-2)
         assert gaps.max() < (1e-4 if dtype == "float32" else torch.inf)
@@ -371,8 +374,8 @@ def test_ctrl_c_while_vllm_samples_saves_and_the_run_goes_on(command, monkeypatc
 
 
 def test_top_p_warns_that_log_probs_are_renormalised(command):
-    code, out, _ = command("--run-name", "a", *SMALL, "--num-updates", "1", "--top-p", "0.9")
-    assert code == 0
+    code, out, err = command("--run-name", "a", *SMALL, "--num-updates", "1", "--top-p", "0.9")
+    assert (code, err) == (0, "")
     assert "renormalised" in out
 
 

@@ -1,11 +1,14 @@
 """TorchSampler draws what the model says, once for each prompt, and reports its log-probs."""
 
+import importlib.util
+
 import pytest
 import torch
 
 from algorithms.common import token_logprobs
 from core.batching import micro_batches, put, to_update
 from core.model import load_policy
+from core.nanollm import make_sampler
 from core.sampler import SamplingParams, TorchSampler, draw
 from core.types import Rollout, Turn, UsageError
 
@@ -146,3 +149,25 @@ def test_top_k_and_top_p_keep_the_head_and_renormalise(params, kept):
     expected = logits[kept].log_softmax(-1)
     for token, value in zip(kept, expected, strict=True):
         assert torch.allclose(logprobs[drawn == token], value)
+
+
+def test_auto_is_plain_pytorch_without_a_gpu(policy):
+    assert isinstance(make_sampler("auto", policy), TorchSampler)
+    assert isinstance(make_sampler("torch", policy), TorchSampler)
+
+
+def test_auto_says_why_it_samples_in_plain_pytorch_on_a_gpu(policy, monkeypatch):
+    policy.device = torch.device("cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    sampler = make_sampler("auto", policy)
+    assert isinstance(sampler, TorchSampler)
+    assert sampler.remark.startswith("sampling in plain PyTorch: vLLM is not installed")
+    with pytest.raises(UsageError, match=r'pip install -e "\.\[vllm\]"'):
+        make_sampler("vllm", policy)
+
+
+def test_a_length_limit_below_the_models_own_holds(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu", max_length=16)
+    [cut] = TorchSampler(policy).sample([[65] * 12], SamplingParams(max_tokens=40, temperature=0))
+    assert len(cut.token_ids) <= 4
+    assert load_policy(str(qwen3_folder), device="cpu", max_length=10**6).max_length == 512

@@ -288,6 +288,12 @@ BAD_INPUT = [
     ("--algo ppo --grpo.clip-high 0.3", "--grpo.* options have no effect with --algo ppo"),
     ("--device gpu", "--device is auto, cpu, cuda"),
     ("--track trackio", "not installed"),
+    ("--sampler vllm", 'not installed; pip install -e ".[vllm]"'),
+    ("--top-p 1.2", "--top-p is a share from 0 to 1, not 1.2"),
+    ("--top-p 0", "--top-p must be more than 0"),
+    ("--top-k -1", "--top-k must be 0 or more"),
+    ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization is a share from 0 to 1"),
+    ("--max-model-len 0", "--max-model-len must be more than 0"),
 ]
 
 

@@ -3,9 +3,10 @@
     python runs/nanollm_speed/measure.py                  # on a GPU: Qwen3 of 0.6B, 1.7B and 4B
     python runs/nanollm_speed/measure.py --sizes tiny     # what a CPU runs by default
 
-Every contestant is a process of its own with its engine warm; they take turns, so that whatever else
-the machine does falls on all of them. Weights are random, of the real shapes; no hub is needed. All
-engines run in the process that calls them. Results go to <machine>.json beside this file.
+Every contestant is a process of its own with its engine warm; they take turns, so that whatever
+else the machine does falls on all of them. Weights are random, of the real shapes; no hub is
+needed. All engines run in the process that calls them. Results go to <machine>.json beside this
+file.
 """
 
 import json
@@ -19,16 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import tyro
+
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent))
-
-import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -45,7 +44,7 @@ REAL = {"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960}
 CONTESTANTS = {
     "nanollm": "NanoLLM",
     "vllm": "plain vLLM",
-    "backend": "vLLM, transformers backend, eager",
+    "backend": "vLLM's transformers backend, eager",
     "generate": "transformers generate",
 }
 
@@ -85,8 +84,11 @@ def main(args: Args) -> None:
         with tempfile.TemporaryDirectory() as folder:
             result["sizes"][size] = measure(args, size, folder)
         target.write_text(json.dumps(result, indent=1) + "\n")  # what was measured is not lost
-        show(size, result["sizes"][size])
-    print(f"written to {target}")
+        write_tables()
+        print(
+            "\n".join(["", f"{size} on {result['machine']}", *size_tables(result["sizes"][size])])
+        )
+    print(f"\nwritten to {target} and the README beside it")
 
 
 def measure(args: Args, size: str, folder: str) -> dict[str, Any]:
@@ -152,18 +154,54 @@ def stop(child: subprocess.Popen) -> None:
     child.wait()
 
 
-def show(size: str, found: dict[str, Any]) -> None:
+def write_tables() -> None:
+    """Put the tables of every machine's results between the marks in the README of this folder."""
+    lines: list[str] = []
+    for file in sorted(HERE.glob("*.json")):
+        result = json.loads(file.read_text())
+        used = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+        work = result["workload"]
+        lines += [
+            f"### {result['machine']}", "", f"{result['date']}, `{result['command']}`; {used}.",
+            f"{work['num_prompts']} prompts of {work['prompt_tokens']} tokens, "
+            f"{work['group_size']} completions of {work['max_tokens']} tokens each; medians of "
+            f"{work['rounds']} turns, taken in turn.", "",
+        ]  # fmt: skip
+        for size, found in result["sizes"].items():
+            lines += [f"**{size}**", "", *size_tables(found), ""]
+    page = HERE / "README.md"
+    before, _, rest = page.read_text().partition("<!-- tables -->\n")
+    _, _, after = rest.partition("<!-- end of tables -->\n")
+    body = "\n".join(lines).strip()
+    page.write_text(f"{before}<!-- tables -->\n{body}\n<!-- end of tables -->\n{after}")
+
+
+def size_tables(found: dict[str, Any]) -> list[str]:
+    """Markdown lines: speed, then sync and gap, then memory."""
     ours = statistics.median(found["speed"]["nanollm"]["tokens_per_s"])
-    table = Table("contestant", "tokens/s, median [least, most]", "NanoLLM is", title=size)
+    lines = ["| sampler | tokens/s: median [least, most] | NanoLLM is |", "| --- | --- | --- |"]
     for name, label in CONTESTANTS.items():
         rates = found["speed"][name].get("tokens_per_s")
-        if not rates:
-            table.add_row(label, found["speed"][name]["error"], "")
-            continue
-        middle = statistics.median(rates)
-        spread = f"{middle:,.0f} [{min(rates):,.0f}, {max(rates):,.0f}]"
-        table.add_row(label, spread, f"{ours / middle:.2f}x")
-    Console().print(table)
+        if rates:
+            middle = statistics.median(rates)
+            spread = f"{middle:,.0f} [{min(rates):,.0f}, {max(rates):,.0f}]"
+            lines.append(f"| {label} | {spread} | {ours / middle:.2f} times as fast |")
+        else:
+            lines.append(f"| {label} | {found['speed'][name]['error']} | |")
+    lines += ["", "| sync, gap | |", "| --- | --- |"]
+    for part, label in [("full", "sync, full fine-tuning"), ("lora", "sync, LoRA of rank 32")]:
+        cost = found[part]
+        value = cost.get("error") or f"{cost['sync_s'] * 1e3:.2f} ms, {cost['sync_bytes']:,} bytes"
+        lines.append(f"| {label} | {value} |")
+    for part in ("bfloat16", "float16"):
+        if part in found:
+            gaps = found[part]
+            value = gaps.get("error") or (
+                f"mean {gaps['mean']:.1e}, most {gaps['max']:.1e} nats; {gaps['tokens']:,} tokens"
+            )
+            lines.append(f"| gap to the trainer, {part} | {value} |")
+    lines += ["", "| memory in use | GiB |", "| --- | --- |"]
+    return lines + [f"| {k} | {v:.2f} |" for k, v in found["full"].get("memory_gib", {}).items()]
 
 
 def versions() -> dict[str, str]:
