@@ -27,7 +27,7 @@ from algorithms.grpo import Options as GrpoOptions
 from algorithms.ppo import Options as PpoOptions
 from algorithms.reinforce import Options as ReinforceOptions
 from core import batching, checkpoint, cli, journal, metrics, tasks
-from core.batched_env import BatchedEnv
+from core.batched_env import BatchedEnv, without_failed
 from core.console import Display
 from core.interrupt import Interrupt, Stopped
 from core.model import Policy, load_policy
@@ -61,6 +61,7 @@ class Config:
     top_k: int = 0  # sample from so many of the likeliest tokens; 0: from all
     max_tokens: int | None = None  # longest completion, in tokens; None: 64 for tiny, 1024 else
     max_turns: int = 8  # turns after which an episode is cut
+    thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
     max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
     max_tokens_per_micro_batch: int | None = None  # padded ones; None: 2048 for tiny, 8192 else
     tis_cap: float = 2.0  # cap of the importance weights between sampler and trainer; 0: no weights
@@ -141,8 +142,9 @@ def main(cfg: Config) -> int:
         journal.Journal(folder, settings, cfg.track) as log,
         Display(f"picoRL · {cfg.algo} · {' '.join(train_envs)} · {policy.size()}") as display,
     ):
-        run = Run(folder, policy, optimizer, BatchedEnv(policy, cfg.max_turns),
-                  sampler, log, display, stop, dict(found.progress))  # fmt: skip
+        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking=cfg.thinking == "drop")
+        run = Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
+                  dict(found.progress))  # fmt: skip
         for remark in [*found.remarks, *filter(None, [sampler.remark])]:
             display.say(remark)
         if cfg.top_p < 1 or cfg.top_k > 0:
@@ -224,15 +226,19 @@ def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[
     params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
     with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
         watch = phase.tick_and(run.stop.check)
-        rollouts = run.batched_env.collect(drawn, run.sampler, params, watch)
+        played = run.batched_env.collect(drawn, run.sampler, params, watch)
+    rollouts, remarks = without_failed(played)
+    for remark in remarks:
+        run.display.say(remark)
     sampled = time.perf_counter()
     # from here on the update is finished, whatever signal comes
     record: dict[str, Any] = metrics.rollout_metrics(rollouts)
+    record["episodes/failed"] = 1 - len(rollouts) / len(played)
     record |= learn(cfg, run.policy, run.optimizer, rollouts)
     run.sampler.sync()
     record["time/rollout_s"] = sampled - started
     record["time/train_s"] = time.perf_counter() - sampled
-    run.log.log_rollouts("train", update, rollouts)
+    run.log.log_rollouts("train", update, played)
     run.display.update(update, record, rollouts)
     return record
 

@@ -2,28 +2,32 @@
 
 Each round asks every episode that is still open for its next prompt, samples all of them in one
 batch, and steps each environment with its text. Every episode that was begun is kept, however early
-it ended, so short games aren't favoured.
+it ended, so short games aren't favoured. An environment that raises or answers with what is no Step
+costs its own episode only: `Rollout.error` says why.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from core.chat import following_ids, prompt_ids
+from core.chat import following_ids, prompt_ids, without_thinking
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
-from core.types import Completion, Message, Rollout, Turn
+from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, MultiAgentEnv, Step, make
 
+MOST_FAILED = 0.5  # of an update's episodes; more than that, and the environment is to be mended
 PLAYER = "player"  # the one agent of a single-player environment
 
 
 class BatchedEnv:
     """Plays tasks with a policy. Environments are built once for each spec and used again."""
 
-    def __init__(self, policy: Policy, max_turns: int):
+    def __init__(self, policy: Policy, max_turns: int, drop_thinking: bool = False):
         self.policy = policy
         self.max_turns = max_turns
+        self.drop_thinking = drop_thinking  # <think>..</think> leaves the context of later turns
         self.idle: dict[str, list[MultiAgentEnv]] = {}
 
     def collect(
@@ -63,37 +67,75 @@ class BatchedEnv:
         return self._play(tasks, respond)
 
     def _play(self, tasks: list[Task], respond: Callable) -> list[Rollout]:
-        envs = [self._take(task.env) for task in tasks]
-        all_seats: list[list[_Seat]] = []
-        for task, env in zip(tasks, envs, strict=True):
-            openings = env.reset(task.seed)
-            all_seats.append([_Seat(self.policy, task, env, a, m) for a, m in openings.items()])
+        episodes = [_Episode(self, task) for task in tasks]
         for round_ in range(self.max_turns):
-            asked = [[s for s in seats if s.prompt] for seats in all_seats]
-            flat = [seat for seats in asked for seat in seats]
-            if not flat:
+            asked = [seat for episode in episodes for seat in episode.asked()]
+            if not asked:
                 break
-            written = iter(respond(flat, round_))
-            for seats, here, task, env in zip(all_seats, asked, tasks, envs, strict=True):
-                if not here:
-                    continue
-                responses = {seat.agent: seat.write(next(written)) for seat in here}
-                by_agent = {seat.agent: seat for seat in seats}
-                for agent, step in env.step(responses).items():
-                    if agent not in by_agent:  # joins late: its first message opens its chat
-                        by_agent[agent] = _Seat(self.policy, task, env, agent, [])
-                        seats.append(by_agent[agent])
-                    by_agent[agent].read(step)
-        for task, env in zip(tasks, envs, strict=True):
-            self.idle[task.env].append(env)
-        return [seat.finish() for seats in all_seats for seat in seats]
+            written = respond(asked, round_)
+            for seat, completion in zip(asked, written, strict=True):
+                seat.write(completion)
+            for episode in episodes:
+                episode.step()
+        for episode in episodes:
+            episode.leave()
+        seats = [seat for episode in episodes for seat in episode.seats.values()]
+        return _numbered([seat.finish() for seat in seats if seat.rollout.turns or seat.error])
 
-    def _take(self, spec: str) -> MultiAgentEnv:
+    def take(self, spec: str) -> MultiAgentEnv:
         pool = self.idle.setdefault(spec, [])
         if pool:
             return pool.pop()
         env = make(spec)
         return _Solo(env) if isinstance(env, Env) else env
+
+
+class _Episode:
+    """One task being played: an environment and the seats of its agents."""
+
+    def __init__(self, table: BatchedEnv, task: Task):
+        self.table, self.task = table, task
+        self.seats: dict[str, _Seat] = {}
+        self.env: MultiAgentEnv | None = None
+        try:
+            self.env = table.take(task.env)
+            openings = self.env.reset(task.seed)
+            for agent, messages in openings.items():
+                self.seats[agent] = _Seat(table, task, self.env, agent, messages)
+        except UsageError:
+            raise  # the person's to mend, not the episode's
+        except Exception as error:
+            self.fail(error)
+
+    def asked(self) -> list["_Seat"]:
+        return [seat for seat in self.seats.values() if seat.prompt]
+
+    def step(self) -> None:
+        """Give the environment what was written since; read its answer."""
+        responses = {a: s.written for a, s in self.seats.items() if s.written is not None}
+        if not responses or self.env is None:
+            return
+        for agent in responses:
+            self.seats[agent].written = None
+        try:
+            for agent, step in checked(self.env.step(responses)).items():
+                if agent not in self.seats:  # joins late: its first message opens its chat
+                    self.seats[agent] = _Seat(self.table, self.task, self.env, agent, [])
+                self.seats[agent].read(step)
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the episode for every agent, and never use this environment again."""
+        self.env = None
+        if not self.seats:
+            self.seats[PLAYER] = _Seat(self.table, self.task, None, PLAYER, [])
+        for seat in self.seats.values():
+            seat.prompt, seat.error = [], f"{type(error).__name__}: {error}"[:500]
+
+    def leave(self) -> None:
+        if self.env is not None:
+            self.table.idle[self.task.env].append(self.env)
 
 
 class _Solo(MultiAgentEnv):
@@ -113,29 +155,36 @@ class _Seat:
     """One agent of one episode: its chat so far, as messages and as ids."""
 
     def __init__(
-        self, policy: Policy, task: Task, env: MultiAgentEnv, agent: str, messages: list[Message]
+        self,
+        table: BatchedEnv,
+        task: Task,
+        env: MultiAgentEnv | None,
+        agent: str,
+        messages: list[Message],
     ):
-        self.policy, self.task, self.env, self.agent = policy, task, env, agent
+        self.policy, self.drop_thinking = table.policy, table.drop_thinking
+        self.task, self.env, self.agent = task, env, agent
         self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
-        self.prompt = prompt_ids(policy.tokenizer, messages) if messages else []  # []: don't ask
+        self.prompt = (
+            prompt_ids(self.policy.tokenizer, messages) if messages else []
+        )  # []: don't ask
+        self.written: str | None = None  # what the environment has not seen yet
+        self.error = ""
         self.done = False
         self.ended_turn = False
 
-    def write(self, completion: Completion) -> str:
-        """Record what was sampled in the context of `self.prompt`; return its text."""
+    def write(self, completion: Completion) -> None:
+        """Record what was sampled in the context of `self.prompt`."""
+        ids = completion.token_ids
         self.rollout.turns.append(
-            Turn(
-                self.prompt,
-                completion.token_ids,
-                completion.logprobs,
-                completion.finish_reason,
-            )
+            Turn(self.prompt, ids, completion.logprobs, completion.finish_reason)
         )
         self.rollout.messages.append({"role": "assistant", "content": completion.text})
-        self.ended_turn = completion.token_ids[-1] == self.policy.end_of_turn_id
-        self.context = self.prompt + completion.token_ids
+        self.ended_turn = ids[-1] == self.policy.end_of_turn_id
+        kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
+        self.context = self.prompt + kept
         self.prompt = []
-        return completion.text
+        self.written = completion.text
 
     def read(self, step: Step) -> None:
         """Take the reward for the last turn, and the next message if there is one."""
@@ -157,4 +206,41 @@ class _Seat:
 
     def finish(self) -> Rollout:
         self.rollout.truncated = not self.done
+        self.rollout.error = self.error
         return self.rollout
+
+
+def without_failed(rollouts: list[Rollout]) -> tuple[list[Rollout], list[str]]:
+    """The rollouts to learn from, and what to tell the person of those whose environment failed.
+
+    Raises UsageError when more than a half failed.
+    """
+    failed = [r for r in rollouts if r.error]
+    if not failed:
+        return rollouts, []
+    told = f"{len(failed)} of {len(rollouts)} episodes failed; the first, of {failed[0].env} with "
+    told += f"seed {failed[0].seed}: {failed[0].error}".replace("\n", " ")
+    if len(failed) > MOST_FAILED * len(rollouts):
+        raise UsageError(told)
+    return [r for r in rollouts if not r.error], [told]
+
+
+def checked(steps: dict[str, Step]) -> dict[str, Step]:
+    """The steps themselves; raises TypeError or ValueError for what an environment may not say."""
+    for agent, step in steps.items():
+        if not isinstance(step, Step):
+            raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
+        if not math.isfinite(step.reward):
+            raise ValueError(f"the reward of {agent} is {step.reward}")
+        if step.message is not None and not isinstance(step.message.get("content"), str):
+            raise TypeError(f"the message to {agent} has no text")
+    return steps
+
+
+def _numbered(rollouts: list[Rollout]) -> list[Rollout]:
+    """With a group for each agent of a task: like is compared with like, seat with seat."""
+    numbers: dict[tuple[int, str], int] = {}
+    for rollout in rollouts:
+        key = (rollout.group_id, rollout.agent)
+        rollout.group_id = numbers.setdefault(key, len(numbers))
+    return rollouts

@@ -8,6 +8,7 @@ from typing import Any
 
 from core.types import Message, UsageError
 
+END_OF_THOUGHT = "</think>"
 SENTINEL = "\u2042picorl\u2042"  # stands where a completion would; no template strips or splits it
 
 
@@ -29,6 +30,24 @@ def following_ids(tokenizer: Any, messages: list[Message], ended: bool) -> list[
     ]
     ids = _encode(tokenizer, _render(tokenizer, shown).rpartition(SENTINEL)[2])
     return ids[1:] if ended else ids
+
+
+def without_thinking(tokenizer: Any, ids: list[int]) -> list[int]:
+    """The ids of a completion behind its last </think>; all of them, if it closed no thought.
+
+    Ids are only left out, never made anew, so what stays is what was sampled.
+    """
+    thoughts = tokenizer.decode(ids).count(END_OF_THOUGHT)
+    if thoughts == 0:
+        return ids
+    shortest, longest = 0, len(ids)  # the beginning that holds them all is in between
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        if tokenizer.decode(ids[:middle]).count(END_OF_THOUGHT) == thoughts:
+            longest = middle
+        else:
+            shortest = middle + 1
+    return ids[longest:]
 
 
 def end_of_turn_id(tokenizer: Any) -> int:

@@ -64,6 +64,7 @@ class Journal:
                 "tokens": r.num_tokens,
                 "cut_off": any(turn.finish_reason == "length" for turn in r.turns),
                 "truncated": r.truncated,
+                "error": r.error,
                 "info": r.info,
                 "messages": r.messages,
             }

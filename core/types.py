@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One agent's episode: its turns in order. Rollouts of one `group_id` share env and seed."""
+    """One agent's episode: its turns in order. A `group_id` shares environment, seed and agent."""
 
     env: str
     agent: str
@@ -56,6 +56,7 @@ class Rollout:
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     truncated: bool = False  # the episode was cut by --max-turns or the context, not ended
+    error: str = ""  # why its environment failed; such an episode is counted and not learnt from
     info: dict[str, Any] = field(default_factory=dict)  # of the last step; "correct": bool if known
 
     @property

@@ -93,7 +93,7 @@ def list_envs() -> list[str]:
 
 def accepts(spec: str, key: str) -> bool:
     """Whether the environment that `spec` names has an option `key`."""
-    return key in inspect.signature(_constructor(spec)).parameters
+    return key in inspect.signature(constructor(spec)).parameters
 
 
 def make(spec: str) -> Env | MultiAgentEnv:
@@ -102,8 +102,8 @@ def make(spec: str) -> Env | MultiAgentEnv:
     Raises UsageError, in one line, for an unknown name or key or a value of the wrong type.
     """
     options = {}
-    constructor = _constructor(spec)
-    parameters = inspect.signature(constructor, eval_str=True).parameters
+    build = constructor(spec)
+    parameters = inspect.signature(build, eval_str=True).parameters
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals:
@@ -118,12 +118,13 @@ def make(spec: str) -> Env | MultiAgentEnv:
     if needed:
         raise UsageError(f"--env {spec}: it needs {', '.join(f'{key}=..' for key in needed)}")
     try:
-        return constructor(**options)
+        return build(**options)
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
 
 
-def _constructor(spec: str) -> Callable[..., Env | MultiAgentEnv]:
+def constructor(spec: str) -> Callable[..., Env | MultiAgentEnv]:
+    """What `spec` names: a class, or a function that picks one."""
     name = spec.partition(":")[0]
     if name not in _REGISTRY:
         raise UsageError(f"unknown environment {name!r}; there are: {', '.join(list_envs())}")

@@ -2,10 +2,11 @@
 
 import pytest
 
-from core.batched_env import BatchedEnv
+from core.batched_env import BatchedEnv, without_failed
+from core.batching import to_update
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.tasks import Task, train_tasks
-from core.types import Completion
+from core.types import Completion, UsageError
 from environments import base
 from environments.base import Env, MultiAgentEnv, Step, register
 
@@ -145,3 +146,86 @@ def test_a_demonstration_is_the_environments_own_text_and_ends_its_turn(policy):
 def test_an_environment_without_demonstrations_says_so(policy):
     with pytest.raises(ValueError, match="no demonstrations"):
         BatchedEnv(policy, max_turns=4).demonstrate([Task("countdown", 1, 0)])
+
+
+def test_each_seat_of_a_game_is_compared_with_its_like(policy):
+    tasks = [Task("pair", 5, 0), Task("pair", 5, 0), Task("countdown", 1, 1), Task("pair", 6, 2)]
+    rollouts = BatchedEnv(policy, 4).collect(tasks, Scripted(policy), PARAMS)
+    groups = {}
+    for rollout in rollouts:
+        groups.setdefault(rollout.group_id, set()).add((rollout.env, rollout.seed, rollout.agent))
+    assert sorted(groups) == [0, 1, 2, 3, 4]
+    assert all(len(who) == 1 for who in groups.values())
+    assert [r.group_id for r in rollouts] == [0, 1, 0, 1, 2, 3, 4]
+
+
+MISDEEDS = {
+    "raises": lambda: 1 / 0,
+    "no step": lambda: (None, 1.0, True),
+    "infinite": lambda: Step(None, float("inf"), True),
+    "no text": lambda: Step({"role": "user", "content": 5}, 0.0, False),
+}
+
+
+@pytest.mark.parametrize("misdeed", MISDEEDS)
+def test_an_environment_that_fails_costs_its_own_episode(policy, misdeed):
+    @register("faulty")
+    class Faulty(Env):
+        def reset(self, seed):
+            return [{"role": "user", "content": "?"}]
+
+        def step(self, response):
+            return MISDEEDS[misdeed]()
+
+    tasks = [Task("countdown", 3, 0), Task("faulty", 1, 1), Task("countdown", 3, 0)]
+    table = BatchedEnv(policy, 4)
+    rollouts = table.collect(tasks, Scripted(policy), PARAMS)
+    assert [bool(r.error) for r in rollouts] == [False, True, False]
+    assert [r.episode_return for r in rollouts] == [3.0, 0.0, 3.0]
+    assert not table.idle["faulty"]  # it is not used again
+    kept, told = without_failed(rollouts)
+    assert kept == [rollouts[0], rollouts[2]]
+    assert told == [
+        f"1 of 3 episodes failed; the first, of faulty with seed 1: {rollouts[1].error}"
+    ]
+
+
+def test_an_environment_that_cannot_begin_is_counted_too(policy):
+    @register("unborn")
+    class Unborn(Env):
+        def reset(self, seed):
+            raise OSError("no disk")
+
+        def step(self, response):
+            raise AssertionError
+
+    rollouts = BatchedEnv(policy, 4).collect([Task("unborn", 1, 0)], Scripted(policy), PARAMS)
+    assert [r.error for r in rollouts] == ["OSError: no disk"]
+    with pytest.raises(UsageError, match="1 of 1 episodes failed"):
+        without_failed(rollouts)
+
+
+def test_without_thoughts_a_later_turn_sees_what_was_said_and_trains_on_what_was_written(policy):
+    thought = policy.tokenizer.encode("<think>hm</think>yes", add_special_tokens=False)
+    thought.append(policy.end_of_turn_id)
+
+    class Thinker(Scripted):
+        def sample(self, prompts, params, on_progress=lambda: None):
+            self.batches.append(prompts)
+            return [Completion(thought, [-1.0] * len(thought), "", "stop") for _ in prompts]
+
+    kept, dropped = Thinker(policy), Thinker(policy)
+    BatchedEnv(policy, 4).collect([Task("countdown", 3, 0)], kept, PARAMS)
+    [rollout] = BatchedEnv(policy, 4, drop_thinking=True).collect(
+        [Task("countdown", 3, 0)], dropped, PARAMS
+    )
+    said = [*policy.tokenizer.encode("yes", add_special_tokens=False), policy.end_of_turn_id]
+    opening = kept.batches[0][0]
+    assert kept.batches[1][0][: len(opening + thought)] == opening + thought
+    assert dropped.batches[1][0][: len(opening + said)] == opening + said
+    assert [turn.completion_ids for turn in rollout.turns] == [thought] * 3
+    update = to_update([rollout])
+    assert len(update.sequences) == 3  # each turn in the context that it was written in
+    assert update.num_tokens == 3 * len(thought)
+    for sequence, prompts in zip(update.sequences, dropped.batches, strict=True):
+        assert sequence.token_ids == prompts[0] + thought

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.chat import end_of_turn_id, following_ids, prompt_ids
+from core.chat import end_of_turn_id, following_ids, prompt_ids, without_thinking
 from core.model import tiny_tokenizer
 from core.types import UsageError
 
@@ -52,3 +52,23 @@ def test_a_template_without_a_closing_token_is_refused():
     tokenizer.chat_template = None
     with pytest.raises(UsageError, match="no chat template"):
         prompt_ids(tokenizer, CHAT)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("<think>a b</think> yes", " yes"),
+        ("no thought", "no thought"),
+        ("a</think>b</think>c", "c"),
+        ("<think>never closed", "<think>never closed"),
+        ("thought alone</think>", ""),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["one token", "spelled out"])
+def test_what_stands_behind_the_last_thought_is_kept_as_it_was_sampled(text, left, whole):
+    tokenizer = tiny_tokenizer()
+    pieces = [text] if whole else list(text)
+    ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
+    kept = without_thinking(tokenizer, ids)
+    assert tokenizer.decode(kept) == left
+    assert kept == ids[len(ids) - len(kept) :]
