@@ -2,8 +2,7 @@
 
     python train.py                      # the tiny policy learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
-    python train.py --algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 \\
-        --sft-steps 50 --train-difficulty 6
+    python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
 An update: P tasks, G rollouts of each; what was sampled is paid, compared and learnt from.
 """
@@ -32,6 +31,7 @@ from core.console import Display
 from core.interrupt import Interrupt, Stopped
 from core.model import Policy, load_policy
 from core.nanollm import make_sampler
+from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.sampler import Sampler, SamplingParams
 from core.types import Rollout, UsageError
@@ -71,9 +71,8 @@ class Config:
     sft_batch_size: int = 32  # demonstrations in a warm-start step
     sft_hasty: float = 0.6  # share of demonstrations that only guess; 0: all are worked out
     sft_lr: float | None = None  # peak in the warm start; None: 2e-3 for tiny, 1e-4 LoRA, 1e-5 else
-    sampler: Literal["auto", "torch", "vllm"] = (
-        "auto"  # auto: vllm on a GPU that has it, else torch
-    )
+    sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"  # auto: vllm on a GPU, or torch
+    base_url: str = ""  # of the server that plays with --sampler openai, which evaluates only
     gpu_memory_utilization: float = (
         0.9  # share of the GPU in use while vLLM samples, training's too
     )
@@ -121,17 +120,20 @@ def main(cfg: Config) -> int:
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
     folder = Path(cfg.resume) if cfg.resume else journal.new_folder(RUNS, cfg.run_name, stem)
     found = checkpoint.find_checkpoint(folder) if cfg.resume else checkpoint.NEW_RUN
+    served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
     policy = load_policy(
-        cfg.model_id, device=cfg.device, dtype=cfg.dtype, lora_rank=cfg.lora_rank,
-        lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo", seed=cfg.seed,
+        "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
+        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo",
         max_length=cfg.max_model_len, tiny_folder=folder / "base",
     )  # fmt: skip
     in_warm_start = found.progress["sft_step"] < cfg.sft_steps
     optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
     if found.folder:
         checkpoint.load_checkpoint(found.folder, policy, optimizer)
-    memory_to_come = optimizer.memory_to_come()
-    sampler = make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, memory_to_come)
+    sampler: Sampler = (
+        OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
+        make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, optimizer.memory_to_come())
+    )  # fmt: skip
     journal.rewind(folder, found.progress)
     settings = cli.to_dict(cfg, ALGORITHMS)
     journal.create_run(folder, settings)
@@ -160,7 +162,8 @@ def main(cfg: Config) -> int:
             code = 130
     journal.write_pages(folder, settings)
     if code == 0:
-        checkpoint.export_model(folder, policy)
+        if not served:
+            checkpoint.export_model(folder, policy)
         print("\n".join(journal.summary(folder, settings)))
     return code
 
@@ -324,7 +327,8 @@ def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> 
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        rollouts = run.batched_env.collect(held_out, run.sampler, params, phase.tick)
+        watch = phase.tick_and(lambda: phase.show(run.sampler.latest))
+        rollouts = run.batched_env.collect(held_out, run.sampler, params, watch)
     run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
     found = metrics.eval_metrics(rollouts)
     for env in dict.fromkeys(task.env for task in held_out):
@@ -339,7 +343,7 @@ def resolve(cfg: Config) -> Config:
     defaults: dict[str, Any] = {
         "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
-        "sft_steps": 800 if tiny else 0,
+        "sft_steps": 800 if tiny and cfg.sampler != "openai" else 0,
         "max_tokens": 64 if tiny else 1024,
         "max_tokens_per_micro_batch": 2048 if tiny else 8192,
     }
@@ -368,6 +372,8 @@ def check(cfg: Config) -> Config:
             raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
     if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
+    if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
+        raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
     return cfg

@@ -42,7 +42,8 @@ class BatchedEnv:
         def respond(seats: list["_Seat"], round_: int) -> list[Completion]:
             # another seed each round, or equal prompts would draw equal completions
             now = replace(params, seed=params.seed + round_)
-            return sampler.sample([seat.prompt for seat in seats], now, on_progress)
+            chats = [seat.rollout.messages for seat in seats]
+            return sampler.reply(chats, [seat.prompt for seat in seats], now, on_progress)
 
         return self._play(tasks, respond)
 

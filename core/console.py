@@ -130,6 +130,10 @@ class Phase:
 
         return both
 
+    def show(self, detail: str) -> None:
+        """Put a few words beside the bar of the live display."""
+        self.display.progress.update(self.task, detail=" ".join(detail.split()))
+
     def lap(self) -> float:
         """Seconds since the last lap, or since the beginning."""
         since, self.lapped = self.lapped, time.monotonic()

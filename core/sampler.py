@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from core.model import Policy
-from core.types import Completion, UsageError
+from core.types import Completion, Message, UsageError
 
 KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are still being written
 
@@ -37,6 +37,7 @@ class Sampler(ABC):
     """Writes completions. Memory for sampling is held only inside `with sampler:`."""
 
     remark = ""  # what the user should know of the choice of this sampler
+    latest = ""  # the end of what is being written, where it comes as a stream
 
     @abstractmethod
     def sample(
@@ -49,6 +50,16 @@ class Sampler(ABC):
 
         `on_progress` is called now and then; what it raises stops the sampling.
         """
+
+    def reply(
+        self,
+        chats: list[list[Message]],
+        prompts: list[list[int]],
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> list[Completion]:
+        """As `sample`, for one that is given the chats as well: a server takes no ids."""
+        return self.sample(prompts, params, on_progress)
 
     def sync(self) -> None:  # noqa: B027 (nothing to do is right where weights are shared)
         """After optimizer.step: make sure that the next sample uses the new weights."""
