@@ -73,9 +73,7 @@ class Config:
     sft_lr: float | None = None  # peak in the warm start; None: 2e-3 for tiny, 1e-4 LoRA, 1e-5 else
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"  # auto: vllm on a GPU, or torch
     base_url: str = ""  # of the server that plays with --sampler openai, which evaluates only
-    gpu_memory_utilization: float = (
-        0.9  # share of the GPU in use while vLLM samples, training's too
-    )
+    gpu_memory_utilization: float = 0.9  # share of the GPU in use while vLLM samples, at most
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: the fastest there is
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
     seed: int = 0  # decides everything: the same command with the same seed gives the same run

@@ -1,15 +1,34 @@
 """Tasks: one file each. Importing this package registers all of them under their names."""
 
-from environments import letter_counting, remote
+from environments import (
+    connect4,
+    iterated_game,
+    letter_counting,
+    math_qa,
+    remote,
+    reverse,
+    reward_hacking,
+    snake,
+    tic_tac_toe,
+    wikipedia_maze,
+)
 from environments.base import Env, MultiAgentEnv, Step, list_envs, make, register
 
 __all__ = [
     "Env",
     "MultiAgentEnv",
     "Step",
+    "connect4",
+    "iterated_game",
     "letter_counting",
     "list_envs",
     "make",
+    "math_qa",
     "register",
     "remote",
+    "reverse",
+    "reward_hacking",
+    "snake",
+    "tic_tac_toe",
+    "wikipedia_maze",
 ]

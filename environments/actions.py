@@ -23,8 +23,8 @@ from core.types import Message
 from environments.base import Step
 
 Action = TypeVar("Action")
-LONGEST = 20_000  # characters from the end that are read: an action is said last
-MOST = 200  # candidates of a kind that are tried
+LONGEST = 10_000  # characters from the end that are read: an action is said last
+MOST = 50  # candidates of a kind that are tried
 
 
 def read_action(

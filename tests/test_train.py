@@ -166,7 +166,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 
 @pytest.fixture
 def poisoned():
-    """An environment that pays NaN on some training seeds."""
+    """An environment that pays, on some training seeds, more than float32 can add up."""
     known = dict(base._REGISTRY)
 
     @register("poisoned")
@@ -180,7 +180,7 @@ def poisoned():
             return [{"role": "user", "content": f"{seed}"}]
 
         def step(self, response):
-            reward = float("nan") if self.bad else float(len(response) % 2)
+            reward = 3e38 if self.bad else float(len(response) % 2)
             return Step(None, reward, True, {"correct": reward == 1})
 
     yield

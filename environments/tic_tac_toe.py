@@ -1,0 +1,198 @@
+"""Tic-tac-toe, as X against a random or a perfect O, or against oneself.
+
+Observation: the rules and the board in the first message, later O's move and the board:
+
+    Tic-tac-toe: you are X. Cells are 1 to 9, row by row. Work it out, then end with
+    <move>cell</move>. Board: . . . / . O . / . . .                     (on one line)
+    O takes 3. Board: X . O / . O . / . . .
+
+The seed decides who begins, and what O does. Reward of each response:
+
+     1.0    three in a line: the end
+     0.0    the game goes on, or the board is full (the end)
+    -1.0    O has three in a line: the end
+    -0.1    no cell could be read, or it is taken: try again, twice in an episode; then -1, the end
+
+"Correct" is a game that was won; against the perfect O, which never loses, one that was not lost.
+With opponent=self two agents, "X" (who begins) and "O", are asked in turn, each paid as above and
+each with retries of its own; if one forfeits by its moves the other gets 0.
+
+>>> env = tic_tac_toe("perfect")
+>>> env.reset(seed=2)[0]["content"].partition("Board: ")[2]
+'. . . / . . . / . . .'
+>>> env.demonstrate()
+'X wins: none. O wins: none. <move>1</move>'
+>>> env.step("<move>5</move>").message["content"]
+'O takes 1. Board: O . . / . X . / . . .'
+"""
+
+import random
+from functools import cache
+
+from core.types import Message, UsageError
+from environments.actions import Retries, read_action, user, whole_number
+from environments.base import Env, MultiAgentEnv, Step, register
+
+LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
+EMPTY = "." * 9
+OTHER = {"X": "O", "O": "X"}
+PLAIN = r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$"
+
+
+@register("tic_tac_toe")
+def tic_tac_toe(opponent: str = "random") -> Env | MultiAgentEnv:
+    """`opponent`: random, perfect or self."""
+    if opponent not in ("random", "perfect", "self"):
+        raise UsageError(f"opponent is random, perfect or self, not {opponent!r}")
+    return SelfPlay() if opponent == "self" else AgainstOpponent(perfect=opponent == "perfect")
+
+
+class AgainstOpponent(Env):
+    """The policy is X."""
+
+    def __init__(self, perfect: bool):
+        self.perfect = perfect
+
+    def reset(self, seed: int) -> list[Message]:
+        self.rng = random.Random(seed)
+        self.retries = Retries()
+        self.board = EMPTY
+        if self.rng.random() < 0.5:
+            self._reply()
+        self.guess = self.rng.choice(free(self.board))
+        return [user(_opening("X", self.board))]
+
+    def step(self, response: str) -> Step:
+        cell = _read(response, self.board)
+        if cell is None:
+            return self.retries.refuse(_hint(self.board))
+        self.board = place(self.board, cell, "X")
+        if is_over(self.board):
+            return self._end()
+        taken = self._reply()
+        if is_over(self.board):
+            return self._end()
+        self.guess = self.rng.choice(free(self.board))
+        return Step(user(_later("O", taken, self.board)), 0.0, False, {"correct": False})
+
+    def demonstrate(self, hasty: bool = False) -> str:
+        """Name the cells that win for either side, then the best one; `hasty`: any free cell."""
+        if hasty:
+            return f"<move>{self.guess}</move>"
+        mine, theirs = (" ".join(map(str, wins(self.board, side))) or "none" for side in "XO")
+        # of equally good ones the first that most replies lose to
+        best = max(best_moves(self.board, "X"), key=lambda cell: _mean_after(self.board, cell))
+        return f"X wins: {mine}. O wins: {theirs}. <move>{best}</move>"
+
+    def _reply(self) -> int:
+        choices = best_moves(self.board, "O") if self.perfect else free(self.board)
+        cell = self.rng.choice(choices)
+        self.board = place(self.board, cell, "O")
+        return cell
+
+    def _end(self) -> Step:
+        reward = outcome(self.board, "X")
+        return Step(None, reward, True, {"correct": reward > (-1 if self.perfect else 0)})
+
+
+class SelfPlay(MultiAgentEnv):
+    """One policy, or two, in both seats. Nothing is drawn, so every seed is the same game."""
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        self.board = EMPTY
+        self.turn = "X"
+        self.retries = {"X": Retries(), "O": Retries()}
+        return {"X": [user(_opening("X", self.board))]}
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        mover, other = self.turn, OTHER[self.turn]
+        cell = _read(responses[mover], self.board)
+        if cell is None:
+            refused = self.retries[mover].refuse(_hint(self.board))
+            spared = Step(None, 0.0, True, {"correct": False})
+            return {mover: refused, other: spared} if refused.done else {mover: refused}
+        first = len(free(self.board)) == 9
+        self.board = place(self.board, cell, mover)
+        if is_over(self.board):
+            rewards = {side: outcome(self.board, side) for side in (mover, other)}
+            return {s: Step(None, r, True, {"correct": r > 0}) for s, r in rewards.items()}
+        self.turn = other
+        ask = _opening("O", self.board) if first else _later(mover, cell, self.board)
+        info = {"correct": False}
+        return {mover: Step(None, 0.0, False, info), other: Step(user(ask), 0.0, False, info)}
+
+
+def free(board: str) -> list[int]:
+    """The empty cells, 1 to 9."""
+    return [i + 1 for i, mark in enumerate(board) if mark == "."]
+
+
+def place(board: str, cell: int, side: str) -> str:
+    return board[: cell - 1] + side + board[cell:]
+
+
+def has_line(board: str, side: str) -> bool:
+    return any(all(board[i] == side for i in line) for line in LINES)
+
+
+def is_over(board: str) -> bool:
+    return has_line(board, "X") or has_line(board, "O") or "." not in board
+
+
+def outcome(board: str, side: str) -> float:
+    """1 if `side` has a line, -1 if the other has, else 0."""
+    return float(has_line(board, side) - has_line(board, OTHER[side]))
+
+
+def wins(board: str, side: str) -> list[int]:
+    """The cells that complete a line of `side` at once."""
+    return [cell for cell in free(board) if has_line(place(board, cell, side), side)]
+
+
+@cache
+def value(board: str, side: str) -> float:
+    """What perfect play brings `side`, who moves: above 0 a win (the sooner the more), 0 a draw."""
+    if is_over(board):
+        return outcome(board, side)
+    return max(-0.9 * value(place(board, c, side), OTHER[side]) for c in free(board))
+
+
+def best_moves(board: str, side: str) -> list[int]:
+    """All moves that perfect play might make.
+
+    >>> best_moves("X...O...X", "O")  # at a corner O would lose
+    [2, 4, 6, 8]
+    """
+    after = {c: -value(place(board, c, side), OTHER[side]) for c in free(board)}
+    return [cell for cell in after if after[cell] == max(after.values())]
+
+
+def _mean_after(board: str, cell: int) -> float:
+    """What X may hope for if O replies to X's `cell` without thought."""
+    board = place(board, cell, "X")
+    if is_over(board):
+        return outcome(board, "X")
+    replies = [value(place(board, reply, "O"), "X") for reply in free(board)]
+    return sum(replies) / len(replies)
+
+
+def _read(response: str, board: str) -> int | None:
+    cell = read_action(response, "move", whole_number(1, 9), PLAIN)
+    return cell if cell in free(board) else None
+
+
+def _show(board: str) -> str:
+    return " / ".join(" ".join(board[i : i + 3]) for i in (0, 3, 6))
+
+
+def _opening(side: str, board: str) -> str:
+    rules = f"Tic-tac-toe: you are {side}. Cells are 1 to 9, row by row."
+    return f"{rules} Work it out, then end with <move>cell</move>. Board: {_show(board)}"
+
+
+def _later(mover: str, cell: int, board: str) -> str:
+    return f"{mover} takes {cell}. Board: {_show(board)}"
+
+
+def _hint(board: str) -> str:
+    return f"End with <move>cell</move>; free: {' '.join(map(str, free(board)))}"

@@ -1,0 +1,196 @@
+"""Walk from link to link, from a start page to a target page.
+
+Offline on the bundled web of `pages.json`: a hundred short pages, each within reach of each. With
+live=true on Wikipedia, or another wiki, over the MediaWiki API (environments/wikipedia.py).
+
+Observation: the opening is one line of rules and then, as after each visit, the present page.
+
+>>> env = WikipediaMaze(n_hops=2)
+>>> opening = env.reset(seed=401)
+>>> env.demonstrate()
+'Egypt > Nile > Sahara {"action": "visit_url", "url": "Nile"}'
+>>> print(env.step(env.demonstrate()).message["content"])
+Target: Sahara, 4 left
+Page: Nile
+Course: The Nile runs about 6,650 kilometres north, at last through the [[Sahara]].
+Floods: Its yearly flood fed the fields of [[Wheat]] in [[Egypt]].
+Writing: Its reeds gave papyrus, a forerunner of [[Paper]].
+Links: Sahara, Wheat, Egypt, Paper
+>>> env.step("<visit_url>sahara</visit_url>").reward
+1.0
+
+A text of more than `max_chunk` characters comes in parts: {"action": "next_part"} reads on, and is
+no visit; the page's line then ends in `, part 1/3; for the next: {"action": "next_part"}`. Any link
+of the page may be visited, those of other parts too; the case of its title is free, and on a live
+wiki its address will do. `text=false` shows the links alone.
+
+Reward of a response:
+
+    1.0                 the target is reached; only this is "correct"
+    0.5 / (n_hops - 1)  with `dense`: a visit nearer to the target than any before, but not it
+    0                   any other visit, the last one too; a part read; a page that can't be fetched
+    -0.1, then -1       an invalid action: two are forgiven at -0.1, the third ends at -1
+
+A pair (start, target) whose checksum divides by eight is met under evaluation seeds only.
+"""
+
+import json
+import random
+import zlib
+from importlib.util import find_spec
+from typing import Any
+from urllib.parse import unquote
+
+from core.types import Message, UsageError
+from environments import pages, wikipedia
+from environments.actions import Retries, one_of, read_action, user
+from environments.base import EVAL_SEEDS, Env, Step, register
+
+FORM = '{"action": "visit_url", "url": "TITLE"}'
+NEXT_PART = '{"action": "next_part"}'
+PLAIN = r"visit_url[\"'`:=(\s]{1,9}([^\n\"'`)]{1,300})"  # visit_url: TITLE
+MOST_HOPS = 6  # pairs farther apart are too few
+LIVE_TITLES = [
+    *("Albert Einstein", "Brazil", "Chess", "Chocolate", "Coffee", "DNA", "Elephant", "Gold"),
+    *("Japan", "Jazz", "Jupiter", "London", "Mathematics", "Moon", "Opera", "Volcano"),
+]
+
+
+@register("wikipedia_maze")
+class WikipediaMaze(Env):
+    """`n_hops`: clicks at best. `max_visits`: 0 for n_hops + 3. With `live`: the last three."""
+
+    def __init__(
+        self,
+        n_hops: int = 2,
+        max_chunk: int = 600,
+        dense: bool = False,
+        max_visits: int = 0,
+        text: bool = True,
+        live: bool = False,
+        base_url: str = "https://en.wikipedia.org/w/api.php",
+        start: str = "",
+        target: str = "",
+    ):
+        if not 1 <= n_hops <= MOST_HOPS:
+            raise UsageError(f"n_hops is 1 to {MOST_HOPS}, not {n_hops}")
+        if max_chunk < 100:
+            raise UsageError(f"max_chunk is at least 100 characters, not {max_chunk}")
+        if max_visits < 0 or 0 < max_visits < n_hops:
+            raise UsageError(f"max_visits is 0 or at least n_hops, not {max_visits}")
+        if live and dense:
+            raise UsageError("dense needs the bundled pages: a live wiki has no known distances")
+        if (start or target) and (not live or start == target):
+            raise UsageError("start and target are two titles, for live=true")
+        if live and find_spec("httpx") is None:
+            raise UsageError('live=true needs httpx: pip install -e ".[envs]"')
+        self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
+        self.max_chunk, self.dense, self.text = max_chunk, dense, text
+        self.live, self.base_url = live, base_url
+        self.address = wikipedia.article_address(base_url) if live else ""
+        pairs = _live_pairs(start, target) if live else pages.pairs_apart(n_hops)
+        kept = [(a, b) for a, b in pairs if zlib.crc32(f"{a}>{b}".encode()) % 8 == 0]
+        rest = sorted({*pairs} - {*kept})
+        # a `start` or `target` of one's own may leave one of them empty: then all pairs are drawn
+        self.pairs = {True: kept or pairs, False: rest or pairs}
+
+    def reset(self, seed: int) -> list[Message]:
+        self.rng = random.Random(f"wikipedia_maze {seed}")
+        start, target = self.rng.choice(self.pairs[seed in EVAL_SEEDS])
+        self.retries = Retries()
+        self.visits, self.nearest, self.title, self.error = 0, self.n_hops, "", ""
+        self._open(target)
+        self.target = self.title  # a live wiki may have its own title for it
+        self._open(start)
+        self.clicks = {} if self.live else pages.clicks_to(target)
+        opening = f"Click links to the target. Think, then end with {FORM}.\n{self._show()}"
+        return [user(self.error or opening)]  # after an error, the first step ends the episode
+
+    def step(self, response: str) -> Step:
+        if self.error or not self.links:
+            return self._end(0.0)
+        action = self._read(response)
+        if action == "next_part":
+            if self.part + 1 == len(self.parts):
+                return self._refuse("This is the last part.")
+            self.part += 1
+            return Step(user(self._show()), 0.0, False, {"correct": False})
+        link = {pages.fold(link): link for link in self.links}.get(action or "")
+        if link is None:
+            return self._refuse("No link of this page." if action else "No action found.")
+        self.visits += 1
+        self._open(link)
+        if self.title == self.target:
+            return self._end(1.0)
+        reward = 0.0
+        if self.dense and self.clicks[self.title] < self.nearest:  # by one: no link skips a page
+            self.nearest = self.clicks[self.title]
+            reward = 0.5 / (self.n_hops - 1)
+        if self.visits == self.max_visits or not self.links:
+            return self._end(reward)
+        return Step(user(self._show()), reward, False, {"correct": False})
+
+    def demonstrate(self, hasty: bool = False) -> str | None:
+        """The path, then its first link; `hasty`: any link. None on a live wiki: no path known."""
+        if hasty:
+            return _visit(self.guess)
+        if self.live:
+            return None
+        path = pages.shortest_path(self.title, self.target)
+        seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
+        return f"{' > '.join(path)} {_visit(path[1]) if path[1] in seen else NEXT_PART}"
+
+    def _open(self, title: str) -> None:
+        sections: pages.Sections = ()
+        try:
+            if self.live:
+                self.title, sections = wikipedia.fetch_page(self.base_url, title)
+            else:
+                self.title, sections = title, pages.bundled()[title]
+        except wikipedia.FetchError as error:
+            self.error = str(error)
+        self.links = pages.find_links(sections)
+        shown = sections if self.text else tuple(("", f"[[{link}]]") for link in self.links)
+        self.parts, self.part = pages.split_parts(shown, self.max_chunk), 0
+        self.guess = self.rng.choice(self.links or [""])
+
+    def _show(self) -> str:
+        part, number, last = self.parts[self.part], self.part + 1, len(self.parts)
+        which = f", part {number}/{last}" if last > 1 else ""
+        more = f"; for the next: {NEXT_PART}" if number < last else ""
+        left = self.max_visits - self.visits
+        lines = [f"Target: {self.target}, {left} left", f"Page: {self.title}{which}{more}"]
+        if self.text:
+            lines += [f"{heading}: {text}".removeprefix(": ") for heading, text in part]
+        return "\n".join([*lines, f"Links: {', '.join(pages.find_links(part))}"])
+
+    def _read(self, response: str) -> str | None:
+        """The title named, folded; or "next_part", which no folded title can be."""
+        if read_action(response, "action", one_of("visit_url", "next_part")) == "next_part":
+            return "next_part"
+        title = read_action(response, "url", self._title)
+        return title or read_action(response, "visit_url", self._title, plain=PLAIN)
+
+    def _title(self, value: Any) -> str | None:
+        if not isinstance(value, str):
+            return None
+        title = value.strip()
+        if self.live and title.startswith(self.address):
+            title = unquote(title.removeprefix(self.address).partition("#")[0])
+        return pages.fold(title) or None
+
+    def _refuse(self, problem: str) -> Step:
+        return self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
+
+    def _end(self, reward: float) -> Step:
+        info = {"correct": self.title == self.target and not self.error, "visits": self.visits}
+        return Step(None, reward, True, info | ({"error": self.error} if self.error else {}))
+
+
+def _live_pairs(start: str, target: str) -> list[tuple[str, str]]:
+    starts, targets = ([title] if title else LIVE_TITLES for title in (start, target))
+    return [(a, b) for a in starts for b in targets if a != b]
+
+
+def _visit(link: str) -> str:
+    return json.dumps({"action": "visit_url", "url": link}, ensure_ascii=False)

@@ -1,0 +1,625 @@
+"""The maze of links: the bundled web, what pays, the parts, the live wiki, and hostile texts."""
+
+import json
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
+from zlib import crc32
+
+import pytest
+
+import environments.wikipedia_maze  # noqa: F401  (registers it)
+from core.types import UsageError
+from environments import pages, wikipedia
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, make
+from environments.wikipedia_maze import WikipediaMaze
+
+LINKS = {title: pages.find_links(sections) for title, sections in pages.bundled().items()}
+
+
+def visit(title):
+    return json.dumps({"action": "visit_url", "url": title})
+
+
+def started(start, target, **options):
+    """A maze from one page to another, found among the seeds."""
+    env = WikipediaMaze(**options)
+    for seed in range(100_000):
+        env.reset(seed)
+        if (env.title, env.target) == (start, target):
+            return env
+    raise AssertionError("no seed")
+
+
+def walk(env, *titles):
+    return [env.step(visit(title)) for title in titles]
+
+
+# --- the bundled web
+
+
+def test_bundled_pages_have_short_sections_and_3_to_6_links_to_one_another():
+    assert len(LINKS) >= 64
+    for title, sections in pages.bundled().items():
+        assert 2 <= len(sections) <= 3 and len(title) <= 25
+        assert 3 <= len(LINKS[title]) <= 6 and title not in LINKS[title]
+        assert set(LINKS[title]) <= set(LINKS)
+        for heading, text in sections:
+            assert heading and 1 <= len(re.findall(r"[.!](?: |$)", text)) <= 3
+            assert len(text) < 150
+            assert text.count("[") == text.count("]") == 2 * len(re.findall(r"\[\[.+?\]\]", text))
+
+
+def test_bundled_titles_differ_when_folded():
+    assert len({pages.fold(title) for title in LINKS}) == len(LINKS)
+
+
+def test_bundled_web_is_strongly_connected_with_distances_of_1_to_6_and_more():
+    seen = set()
+    for target in LINKS:
+        clicks = pages.clicks_to(target)
+        assert set(clicks) == set(LINKS)
+        seen |= set(clicks.values())
+        for page, n in clicks.items():  # a distance is one more than that of the nearest link
+            assert n == (0 if page == target else 1 + min(clicks[x] for x in LINKS[page]))
+    assert set(range(7)) <= seen
+
+
+# --- observations
+
+
+def test_opening_shows_rules_target_page_text_and_links():
+    env = WikipediaMaze()
+    assert env.reset(401) == [
+        {
+            "role": "user",
+            "content": 'Click links to the target. Think, then end with {"action": "visit_url", '
+            '"url": "TITLE"}.\n'
+            "Target: Sahara, 5 left\n"
+            "Page: Egypt\n"
+            "Land: Most people live beside the [[Nile]]; the rest of the land is [[Desert]].\n"
+            "Rulers: Each great [[Pyramid]] is the tomb of a king. [[Cleopatra]] was the last "
+            "queen.\n"
+            "Beliefs: The goddess Bastet had the head of a [[Cat]].\n"
+            "Links: Nile, Desert, Pyramid, Cleopatra, Cat",
+        }
+    ]
+
+
+def test_without_text_only_titles_are_shown_and_messages_are_short():
+    env = WikipediaMaze(text=False)
+    assert env.reset(401)[0]["content"].splitlines()[1:] == [
+        "Target: Sahara, 5 left",
+        "Page: Egypt",
+        "Links: Nile, Desert, Pyramid, Cleopatra, Cat",
+    ]
+    assert env.step(visit("Nile")).message["content"] == (
+        "Target: Sahara, 4 left\nPage: Nile\nLinks: Sahara, Wheat, Egypt, Paper"
+    )
+    assert max(len(env.reset(seed)[0]["content"]) for seed in range(300)) < 250
+
+
+def test_same_seed_is_the_same_episode_and_reset_clears_everything():
+    def episode(env, seed):
+        texts = [env.reset(seed)[0]["content"], env.demonstrate()]
+        for _ in range(3):
+            texts.append(env.demonstrate(hasty=True))
+            step = env.step(texts[-1])
+            if step.done:
+                return texts
+            texts.append(step.message["content"])
+        return texts
+
+    used, first = WikipediaMaze(n_hops=3), WikipediaMaze(n_hops=3)
+    plain = [episode(first, seed) for seed in (1, 2, EVAL_SEEDS[0])]
+    for refused in range(3):
+        used.reset(refused)
+        used.step("?")
+        used.step("?")
+    assert [episode(used, seed) for seed in (1, 2, EVAL_SEEDS[0])] == plain
+    assert plain[0] != plain[1]
+
+
+@pytest.mark.parametrize("n_hops", range(1, 7))
+def test_pairs_of_an_eighth_are_drawn_by_evaluation_seeds_only(n_hops):
+    env = WikipediaMaze(n_hops=n_hops)
+    for seeds, kept in ((range(200), False), (DEMO_SEEDS[:200], False), (EVAL_SEEDS[:200], True)):
+        for seed in seeds:
+            env.reset(seed)
+            assert (crc32(f"{env.title}>{env.target}".encode()) % 8 == 0) == kept
+            assert pages.clicks_to(env.target)[env.title] == n_hops
+
+
+# --- rewards
+
+
+def test_reaching_the_target_pays_1_and_a_visit_on_the_way_0():
+    first, last = walk(started("Egypt", "Sahara"), "Nile", "Sahara")
+    assert (first.reward, first.done, first.info) == (0.0, False, {"correct": False})
+    assert (last.reward, last.done, last.message) == (1.0, True, None)
+    assert last.info == {"correct": True, "visits": 2}
+
+
+def test_last_visit_allowed_ends_without_the_target():
+    env = started("Egypt", "Sahara", max_visits=2)
+    first, last = walk(env, "Cat", "Egypt")
+    assert first.message["content"].startswith("Target: Sahara, 1 left\nPage: Cat\n")
+    assert (last.reward, last.done, last.message) == (0.0, True, None)
+    assert last.info == {"correct": False, "visits": 2}
+
+
+def test_max_visits_is_3_more_than_n_hops_unless_given():
+    assert WikipediaMaze(n_hops=2).max_visits == 5
+    assert WikipediaMaze(n_hops=2, max_visits=2).max_visits == 2
+
+
+def test_dense_pays_each_step_nearer_once_and_never_over_half():
+    env = started("Cat", "Sahara", n_hops=3, dense=True, max_visits=9)
+    # 3 clicks away; Egypt is 2, Wheat farther, Nile 1
+    steps = walk(env, "Wheat", "Egypt", "Cat", "Egypt", "Nile", "Egypt", "Nile", "Sahara")
+    assert [step.reward for step in steps] == [0, 0.25, 0, 0, 0.25, 0, 0, 1.0]
+    assert steps[-1].info["correct"]
+
+
+@pytest.mark.parametrize("n_hops", [1, 2, 4])
+def test_dense_rewards_of_a_perfect_walk_add_up_to_half(n_hops):
+    env = WikipediaMaze(n_hops=n_hops, dense=True)
+    for seed in range(50):
+        env.reset(seed)
+        rewards = [env.step(env.demonstrate()).reward for _ in range(n_hops)]
+        assert rewards[:-1] == pytest.approx([0.5 / max(n_hops - 1, 1)] * (n_hops - 1))
+        assert rewards[-1] == 1.0
+
+
+@pytest.mark.parametrize("response", ["", "Nile", visit("Rome"), visit("Sahara"), '{"url": 3}'])
+def test_invalid_actions_are_forgiven_twice_then_end_the_episode(response):
+    env = started("Egypt", "Sahara")
+    steps = [env.step(response) for _ in range(3)]
+    assert [(s.reward, s.done) for s in steps] == [(-0.1, False), (-0.1, False), (-1.0, True)]
+    assert '{"action": "visit_url", "url": "TITLE"}' in steps[0].message["content"]
+    assert steps[2].message is None and steps[2].info["correct"] is False
+    assert steps[2].info["visits"] == 0 and env.title == "Egypt"
+
+
+def test_an_invalid_action_leaves_the_page_as_it_was():
+    env = started("Egypt", "Sahara")
+    assert env.step("?").reward == -0.1
+    assert [s.reward for s in walk(env, "Nile", "Sahara")] == [0.0, 1.0]
+
+
+# --- actions
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        visit("Nile"),
+        visit("nile"),
+        visit(" NILE. "),
+        'Egypt has the Nile. {"url": "Nile"} it is',
+        visit("Cat") + " no, " + visit("Nile"),
+        "<visit_url>Nile</visit_url>",
+        "<visit_url>Cat</visit_url> or rather <visit_url>nile</visit_url>",
+        "<visit_url>Cat</visit_url> but " + visit("Nile"),
+        '{"visit_url": "Nile"}',
+        "visit_url: Nile",
+        'visit_url("Nile")',
+        '{"action": "next_part"} is not needed ' + visit("Nile"),
+    ],
+)
+def test_a_visit_may_be_said_in_these_ways(response):
+    env = started("Egypt", "Sahara")
+    assert env.step(response).info == {"correct": False} and env.title == "Nile"
+
+
+@pytest.mark.parametrize(
+    "name", ["Silk Road", "silk_road", "SILK ROAD", " silk  road", "'Silk_Road'"]
+)
+def test_case_spaces_and_underscores_of_a_title_are_free(name):
+    env = started("Silk", "Pepper")
+    env.step(visit(name))
+    assert env.title == "Silk Road"
+
+
+def test_an_action_that_is_not_allowed_is_not_replaced_by_an_earlier_one():
+    env = started("Egypt", "Sahara")
+    assert env.step(visit("Nile") + visit("Rome")).reward == -0.1
+
+
+# --- parts
+
+
+def test_a_long_page_comes_in_parts_and_links_of_all_parts_may_be_visited():
+    env = started("Egypt", "Sahara", max_chunk=100)
+    assert env.parts == [
+        (("Land", dict(pages.bundled()["Egypt"])["Land"]),),
+        (("Rulers", dict(pages.bundled()["Egypt"])["Rulers"]),),
+        (("Beliefs", dict(pages.bundled()["Egypt"])["Beliefs"]),),
+    ]
+    shown = env._show().splitlines()
+    assert shown[1] == 'Page: Egypt, part 1/3; for the next: {"action": "next_part"}'
+    assert shown[2].startswith("Land: ") and shown[3:] == ["Links: Nile, Desert"]
+    step = env.step('Read on. {"action": "next_part"}')
+    assert (step.reward, step.done, step.info) == (0.0, False, {"correct": False})
+    lines = step.message["content"].splitlines()
+    assert lines[0] == "Target: Sahara, 5 left" and lines[3] == "Links: Pyramid, Cleopatra"
+    last = env.step("<action>next_part</action>").message["content"].splitlines()
+    assert last[1] == "Page: Egypt, part 3/3" and last[3] == "Links: Cat"
+    assert env.step('{"action": "next_part"}').reward == -0.1  # there is no fourth
+    assert env.step(visit("Nile")).info == {"correct": False} and env.title == "Nile"
+
+
+def test_a_page_of_one_part_has_no_next():
+    env = started("Egypt", "Sahara")
+    assert env.step('{"action": "next_part"}').reward == -0.1
+
+
+def test_parts_keep_to_their_size_and_lose_no_link():
+    for sections in pages.bundled().values():
+        for size in (100, 150, 600):
+            parts = pages.split_parts(sections, size)
+            for part in parts:
+                assert sum(len(heading) + 2 + len(text) for heading, text in part) <= size
+            assert [x for part in parts for x in part if pages.find_links((x,))]
+            together = tuple(section for part in parts for section in part)
+            assert pages.find_links(together) == pages.find_links(sections)
+    assert pages.split_parts((), 100) == [()]
+
+
+# --- demonstrations
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"n_hops": n} for n in range(1, 7)]
+    + [{"text": False}, {"dense": True}, {"n_hops": 3, "max_visits": 3}],
+)
+def test_demonstrations_reach_the_target_in_n_hops_visits(options):
+    env = WikipediaMaze(**options)
+    for seed in [*range(150), *DEMO_SEEDS[:50], *EVAL_SEEDS[:50]]:
+        env.reset(seed)
+        for n in range(env.n_hops):
+            text = env.demonstrate()
+            assert text == env.demonstrate() and len(text) < 180
+            step = env.step(text)
+            assert step.done == (n == env.n_hops - 1)
+        assert step.reward == 1.0 and step.info == {"correct": True, "visits": env.n_hops}
+
+
+def test_a_demonstration_reads_on_until_it_has_seen_the_link():
+    env = WikipediaMaze(max_chunk=100)
+    read = 0
+    for seed in range(100):
+        env.reset(seed)
+        step = env.step(text := env.demonstrate())
+        while not step.done:
+            read += text.endswith('{"action": "next_part"}')
+            shown = step.message["content"]
+            step = env.step(text := env.demonstrate())
+            if '"url"' in text and "part" not in shown:
+                assert json.loads(text[text.index("{") :])["url"] in shown
+        assert step.info == {"correct": True, "visits": 2}
+    assert read > 20
+
+
+def test_a_demonstration_works_the_path_out_and_a_hasty_one_only_picks_a_link():
+    env = started("Egypt", "Sahara")
+    assert env.demonstrate() == "Egypt > Nile > Sahara " + visit("Nile")
+    hasty = env.demonstrate(hasty=True)
+    assert hasty == env.demonstrate(hasty=True)
+    assert json.loads(hasty)["url"] in LINKS["Egypt"]
+    env.step(visit("Cat"))
+    assert env.demonstrate() == "Cat > Egypt > Nile > Sahara " + visit("Egypt")
+
+
+def test_hasty_demonstrations_are_valid_and_mostly_miss():
+    env, reached = WikipediaMaze(), 0
+    for seed in range(300):
+        env.reset(seed)
+        done = False
+        while not done:
+            step = env.step(env.demonstrate(hasty=True))
+            assert step.reward >= 0
+            done = step.done
+        reached += step.info["correct"]
+    assert 10 < reached < 150
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    "spec, complaint",
+    [
+        ("n_hops=0", "n_hops is 1 to 6, not 0"),
+        ("n_hops=7", "n_hops is 1 to 6, not 7"),
+        ("max_chunk=99", "max_chunk is at least 100 characters, not 99"),
+        ("max_visits=-1", "max_visits is 0 or at least n_hops, not -1"),
+        ("n_hops=3,max_visits=2", "max_visits is 0 or at least n_hops, not 2"),
+        ("start=Gold", "start and target are two titles, for live=true"),
+    ],
+)
+def test_a_bad_option_is_one_clear_line(spec, complaint):
+    with pytest.raises(UsageError, match=f"^--env wikipedia_maze:{spec}: {complaint}"):
+        make(f"wikipedia_maze:{spec}")
+
+
+# --- the live wiki
+
+ARTICLES = {
+    "Salt": '<p>Salt is in <a href="/wiki/Sea_water#Uses" title="Sea water">the <b>sea</b></a> and '
+    '<a href="/wiki/Rock_(geology)">rock</a>.<sup class="reference"><a href="#n1">[1]</a></sup></p>'
+    '<div class="mw-heading mw-heading2"><h2 id="Use">Use</h2></div><p>In <a href="/wiki/Food">food'
+    '</a>; see <a href="/wiki/File:S.jpg">a picture</a>, <a href="/w/index.php?title=X">x</a> and '
+    '<a href="https://evil.example/wiki/Evil">elsewhere</a>.</p><table><tr><td><p><a href="/wiki/'
+    'Box">Box</a></p></td></tr></table><h2>References</h2><ol><li>none</li></ol>',
+    "Sea": '<p>It tastes of <a href="/wiki/Salt">salt</a> &amp; '
+    'is <a href="/wiki/Deep">deep</a>.</p>',
+    "Food": '<p>It needs <a href="/wiki/Salt">salt</a>, <a href="/wiki/Broken">x</a>, <a href='
+    '"/wiki/Away">y</a>, <a href="/wiki/Big">z</a>, <a href="/wiki/Bare">b</a>, <a href="/wiki/'
+    'Fail">f</a>, <a href="/wiki/Gone">g</a>, <a href="/wiki/List">l</a> <a href="/wiki/'
+    '2001:_A_Space_Odyssey">o</a> <a href="/wiki/Odd_%22%C3%A9%22">q</a>.</p>',
+    "Bare": "<p>Nothing here leads on.</p>",
+    "Deep": "<p>Deep: \ud800 <a href='/wiki/Sea'>back</a></p>",
+    "Long": "".join(
+        f'<h2>Part {n}</h2><p>{"word " * 90}<a href="/wiki/Food">f</a></p>' for n in range(3)
+    )
+    + '<p>End: <a href="/wiki/Sea">sea</a></p>',
+}
+REDIRECTS = {"Sea water": "Sea", "Ocean": "Sea"}
+AFTER_ERRORS = ["Broken", "Away", "Big", "Fail", "Gone", "List"]
+
+
+class Wiki(BaseHTTPRequestHandler):
+    asked: ClassVar[list] = []  # (path, title, user agent) of each request
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        self.asked.append((url.path, query.get("page"), self.headers["User-Agent"]))
+        assert (query["action"], query["prop"], query["format"]) == ("parse", "text", "json")
+        title = REDIRECTS.get(query["page"], query["page"])
+        if title == "Away":
+            self.send_response(302)
+            self.send_header("Location", self.server.elsewhere)
+            self.end_headers()
+            return
+        self.send_response(500 if title == "Fail" else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        if title in ARTICLES:
+            answer = {"parse": {"title": title, "pageid": 1, "text": ARTICLES[title]}}
+        else:
+            answer = {"error": {"code": "missingtitle", "info": "It doesn't exist."}}
+        body = {"Broken": "<html>", "List": "[]", "Big": " " * 50_000}.get(title)
+        self.wfile.write((body or json.dumps(answer)).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def wiki(monkeypatch):
+    pytest.importorskip("httpx")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(Wiki, "asked", [])
+    wikipedia.fetch_page.cache_clear()
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Wiki) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    here, there = (f"http://127.0.0.1:{server.server_port}/w/api.php" for server in servers)
+    servers[0].elsewhere = there + "?action=parse&prop=text&format=json&page=Elsewhere"
+    yield here
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    wikipedia.fetch_page.cache_clear()
+
+
+def live(wiki, start="Salt", target="Deep", **options):
+    return WikipediaMaze(live=True, base_url=wiki, start=start, target=target, **options)
+
+
+def test_live_pages_show_paragraphs_headings_and_links_to_articles(wiki):
+    env = live(wiki)
+    assert env.reset(0)[0]["content"].splitlines()[1:] == [
+        "Target: Deep, 5 left",
+        "Page: Salt",
+        "Salt is in [[Sea water]] and [[Rock (geology)]].",
+        "Use: In [[Food]]; see a picture, x and elsewhere.",
+        "Links: Sea water, Rock (geology), Food",
+    ]
+
+
+def test_live_links_are_read_by_their_titles(wiki):
+    links = live(wiki, start="Food").reset(0)[0]["content"].splitlines()[-1]
+    assert links.endswith('List, 2001: A Space Odyssey, Odd "é"')
+
+
+def test_live_walk_reaches_the_target_through_a_redirect_of_the_wiki(wiki):
+    env = live(wiki)
+    env.reset(0)
+    steps = walk(env, "sea_water", "Deep")
+    assert steps[0].message["content"].splitlines()[1:] == [
+        "Page: Sea",
+        "It tastes of [[Salt]] & is [[Deep]].",
+        "Links: Salt, Deep",
+    ]
+    assert (steps[1].reward, steps[1].done) == (1.0, True)
+    assert steps[1].info == {"correct": True, "visits": 2}
+
+
+def test_live_target_may_be_named_by_a_redirect(wiki):
+    env = live(wiki, target="Ocean")
+    env.reset(0)
+    assert walk(env, "Sea water")[0].info["correct"] is True
+
+
+def test_live_address_of_a_link_is_a_title_and_that_of_another_host_is_not(wiki):
+    env = live(wiki)
+    env.reset(0)
+    host = wiki.removesuffix("/w/api.php")
+    assert env.step(visit("https://evil.example/wiki/Sea_water")).reward == -0.1
+    assert env.step(visit(f"{host}/wiki/Rock_%28geology%29#Top")).info["error"]  # asked, not there
+    env.reset(0)
+    assert env.step(f"<visit_url>{host}/wiki/Sea_water</visit_url>").reward == 0.0
+    assert env.title == "Sea"
+
+
+@pytest.mark.parametrize("title", AFTER_ERRORS)
+def test_live_failed_fetch_ends_the_episode_at_0(wiki, title, monkeypatch):
+    monkeypatch.setattr(wikipedia, "MAX_BYTES", 10_000)
+    env = live(wiki, start="Food")
+    env.reset(0)
+    step = env.step(visit(title))
+    assert (step.reward, step.done, step.message) == (0.0, True, None)
+    assert step.info["correct"] is False and step.info["visits"] == 1
+    assert step.info["error"].startswith(f"{title}: ")
+
+
+def test_live_redirect_to_another_host_is_never_followed(wiki):
+    env = live(wiki, start="Food")
+    env.reset(0)
+    assert env.step(visit("Away")).info["error"] == "Away: HTTP status 302"
+    assert [page for _, page, _ in Wiki.asked] == ["Deep", "Food", "Away"]
+
+
+def test_live_asks_for_one_address_only_and_says_who_asks(wiki):
+    env = live(wiki)
+    for seed in range(3):
+        env.reset(seed)
+        walk(env, "Food", "Salt", "Sea water", "Salt", "Food")
+    assert {path for path, _, _ in Wiki.asked} == {"/w/api.php"}
+    assert all(agent.startswith("picoRL/") for _, _, agent in Wiki.asked)
+    # each article is asked for once
+    assert [page for _, page, _ in Wiki.asked] == ["Deep", "Salt", "Food", "Sea water"]
+
+
+@pytest.mark.parametrize("start, target", [("Gone", "Deep"), ("Salt", "Gone"), ("Gone", "Broken")])
+def test_live_failed_fetch_at_the_start_ends_the_episode_at_the_first_step(wiki, start, target):
+    env = live(wiki, start=start, target=target)
+    assert "Gone: " in env.reset(0)[0]["content"] or "Broken" in env.reset(0)[0]["content"]
+    assert env.demonstrate() is None
+    step = env.step(env.demonstrate(hasty=True))
+    assert (step.reward, step.done, step.info["correct"]) == (0.0, True, False)
+    assert step.info["error"]
+
+
+def test_live_page_without_links_ends_the_episode(wiki):
+    env = live(wiki, start="Food")
+    env.reset(0)
+    step = env.step(visit("Bare"))
+    assert (step.reward, step.done) == (0.0, True)
+    assert step.info == {"correct": False, "visits": 1}
+
+
+def test_live_wiki_that_is_down_or_slow_ends_the_episode(wiki, monkeypatch):
+    monkeypatch.setattr(wikipedia, "TIMEOUT", -1.0)  # whatever comes is too late
+    env = live(wiki)
+    assert "Salt: " in env.reset(0)[0]["content"]
+    assert env.step("").done
+    monkeypatch.setattr(wikipedia, "TIMEOUT", 5.0)
+    env = live("http://127.0.0.1:9/w/api.php")  # nobody listens there
+    env.reset(0)
+    step = env.step("")
+    assert (step.reward, step.done) == (0.0, True) and "ConnectError" in step.info["error"]
+
+
+def test_live_long_page_comes_in_parts(wiki):
+    env = live(wiki, start="Long", target="Sea")
+    assert env.reset(0)[0]["content"].count("Part ") == 1
+    assert "part 1/3; for the next" in env._show() and "Links: Food" in env._show()
+    assert env.step('{"action": "next_part"}').message["content"].count("Part 1: ") == 1
+    assert walk(env, "Sea")[0].info["correct"]  # of the third part, not yet shown
+
+
+def test_live_text_has_no_lone_surrogates(wiki):
+    env = live(wiki, start="Deep", target="Salt")
+    assert env.reset(0)[0]["content"].encode()
+
+
+def test_live_demonstrates_nothing_but_haste(wiki):
+    env = live(wiki)
+    env.reset(0)
+    assert env.demonstrate() is None
+    assert json.loads(env.demonstrate(hasty=True))["url"] in env.links
+
+
+def test_live_pairs_are_of_well_known_titles_and_an_eighth_is_kept():
+    pytest.importorskip("httpx")
+    env = WikipediaMaze(live=True)
+    assert len(env.pairs[True]) + len(env.pairs[False]) == 16 * 15
+    assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[True])
+    assert not any(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[False])
+
+
+@pytest.mark.parametrize(
+    "base_url",
+    [
+        *("http://en.wikipedia.org/w/api.php", "file:///etc/passwd", "https://", "", "ftp://x/y"),
+        *("https://user@host/api.php", "http://127.0.0.1.evil.example/", "http://localhost@evil/"),
+    ],
+)
+def test_live_base_url_is_https_or_local(base_url):
+    pytest.importorskip("httpx")
+    with pytest.raises(UsageError, match="base_url"):
+        WikipediaMaze(live=True, base_url=base_url)
+
+
+def test_live_options_that_make_no_sense_are_refused():
+    pytest.importorskip("httpx")
+    with pytest.raises(UsageError, match="dense needs the bundled pages"):
+        make("wikipedia_maze:live=true,dense=true")
+    with pytest.raises(UsageError, match="two titles"):
+        make("wikipedia_maze:live=true,start=Gold,target=Gold")
+
+
+def test_live_without_httpx_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("environments.wikipedia_maze.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'needs httpx: pip install -e "\.\[envs\]"'):
+        WikipediaMaze(live=True)
+
+
+@pytest.mark.parametrize(
+    "html", ["", "<p>", "<p><a href>", "</p></a>", "<table>" * 999, "<p" * 999]
+)
+def test_broken_html_is_read_for_what_it_is_worth(html):
+    assert pages.find_links(wikipedia.read_sections(html)) == []
+
+
+# --- hostile texts
+
+HOSTILE = {
+    "empty": "",
+    "100 kB": "visit " * 17_000,
+    "half JSON": '{"action": "visit_url", "url": "Ni',
+    "openings": "{" * 100_000,
+    "keys": '{"url":' * 15_000,
+    "lists": '{"url":' + "[" * 100_000,
+    "many actions": '{"url": []}' * 9_000,
+    "tags": "<visit_url>" * 9_000,
+    "tag pairs": "<visit_url></visit_url>" * 4_500,
+    "plain": "visit_url(" * 10_000,
+    "quotes": "visit_url" + "'\"" * 50_000,
+    "title": visit("x" * 100_000),
+    "spaces": visit(" " * 19_000),
+    "surrogate": visit("x").replace("x", "\ud800"),
+    "escaped surrogate": visit("\ud800"),
+    "zero bytes": "\0" * 100_000,
+    "numbers": '{"action": "visit_url", "url": ' + "9" * 5_000 + "}",
+    "percent": visit("%" * 10_000),
+    "null": "null",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_response_is_invalid_and_quickly_read(name):
+    env = started("Egypt", "Sahara")
+    begun = time.perf_counter()
+    step = env.step(HOSTILE[name])
+    assert time.perf_counter() - begun < 0.3
+    assert (step.reward, step.done, step.info["correct"]) == (-0.1, False, False)
+    assert step.message["content"].encode()
