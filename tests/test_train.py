@@ -257,7 +257,7 @@ def test_ppo_trains_its_value_head(qwen3_folder):
 
 
 BAD_INPUT = [
-    ("--env chess", "unknown environment 'chess'; there are: letter_counting"),
+    ("--env chess", "unknown environment 'chess'; there are: connect4"),
     ("--env letter_counting:level=3", "unknown key 'level'; it has: difficulty"),
     ("--env letter_counting:difficulty=hard", "difficulty is a whole number, not 'hard'"),
     ("--env letter_counting:difficulty=11", "difficulty is 1 to 10, not 11"),
