@@ -1,0 +1,259 @@
+"""The live wiki: walked over HTTP against a server of the test's own; no other is ever asked."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import parse_qs, urlsplit
+from zlib import crc32
+
+import pytest
+from test_wikipedia_maze import visit, walk
+
+from core.types import UsageError
+from environments import pages, wikipedia
+from environments.base import make
+from environments.wikipedia_maze import WikipediaMaze
+
+ARTICLES = {
+    "Salt": '<p>Salt is in <a href="/wiki/Sea_water#Uses" title="Sea water">the <b>sea</b></a> and '
+    '<a href="/wiki/Rock_(geology)">rock</a>.<sup class="reference"><a href="#n1">[1]</a></sup></p>'
+    '<div class="mw-heading mw-heading2"><h2 id="Use">Use</h2></div><p>In <a href="/wiki/Food">food'
+    '</a>; see <a href="/wiki/File:S.jpg">a picture</a>, <a href="/w/index.php?title=X">x</a> and '
+    '<a href="https://evil.example/wiki/Evil">elsewhere</a>.</p><table><tr><td><p><a href="/wiki/'
+    'Box">Box</a></p></td></tr></table><h2>References</h2><ol><li>none</li></ol>',
+    "Sea": '<p>It tastes of <a href="/wiki/Salt">salt</a> &amp; '
+    'is <a href="/wiki/Deep">deep</a>.</p>',
+    "Food": '<p>It needs <a href="/wiki/Salt">salt</a>, <a href="/wiki/Broken">x</a>, <a href='
+    '"/wiki/Away">y</a>, <a href="/wiki/Big">z</a>, <a href="/wiki/Bare">b</a>, <a href="/wiki/'
+    'Fail">f</a>, <a href="/wiki/Gone">g</a>, <a href="/wiki/List">l</a> <a href="/wiki/'
+    '2001:_A_Space_Odyssey">o</a> <a href="/wiki/Odd_%22%C3%A9%22">q</a>.</p>',
+    "Bare": "<p>Nothing here leads on.</p>",
+    "Deep": "<p>Deep: \ud800 <a href='/wiki/Sea'>back</a></p>",
+    "Long": "".join(
+        f'<h2>Part {n}</h2><p>{"word " * 90}<a href="/wiki/Food">f</a></p>' for n in range(3)
+    )
+    + '<p>End: <a href="/wiki/Sea">sea</a></p>',
+}
+REDIRECTS = {"Sea water": "Sea", "Ocean": "Sea"}
+AFTER_ERRORS = ["Broken", "Away", "Big", "Fail", "Gone", "List"]
+
+
+class Wiki(BaseHTTPRequestHandler):
+    asked: ClassVar[list] = []  # (path, title, user agent) of each request
+
+    def do_GET(self):
+        url = urlsplit(self.path)
+        query = {key: values[0] for key, values in parse_qs(url.query).items()}
+        self.asked.append((url.path, query.get("page"), self.headers["User-Agent"]))
+        assert (query["action"], query["prop"], query["format"]) == ("parse", "text", "json")
+        title = REDIRECTS.get(query["page"], query["page"])
+        if title == "Away":
+            self.send_response(302)
+            self.send_header("Location", self.server.elsewhere)
+            self.end_headers()
+            return
+        self.send_response(500 if title == "Fail" else 200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        if title in ARTICLES:
+            answer = {"parse": {"title": title, "pageid": 1, "text": ARTICLES[title]}}
+        else:
+            answer = {"error": {"code": "missingtitle", "info": "It doesn't exist."}}
+        body = {"Broken": "<html>", "List": "[]", "Big": " " * 50_000}.get(title)
+        self.wfile.write((body or json.dumps(answer)).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def wiki(monkeypatch):
+    pytest.importorskip("httpx")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(Wiki, "asked", [])
+    wikipedia.fetch_page.cache_clear()
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Wiki) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    here, there = (f"http://127.0.0.1:{server.server_port}/w/api.php" for server in servers)
+    servers[0].elsewhere = there + "?action=parse&prop=text&format=json&page=Elsewhere"
+    yield here
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+    wikipedia.fetch_page.cache_clear()
+
+
+def live(wiki, start="Salt", target="Deep", **options):
+    return WikipediaMaze(live=True, base_url=wiki, start=start, target=target, **options)
+
+
+def test_live_pages_show_paragraphs_headings_and_links_to_articles(wiki):
+    env = live(wiki)
+    assert env.reset(0)[0]["content"].splitlines()[1:] == [
+        "Target: Deep, 5 left",
+        "Page: Salt",
+        "Salt is in [[Sea water]] and [[Rock (geology)]].",
+        "Use: In [[Food]]; see a picture, x and elsewhere.",
+        "Links: Sea water, Rock (geology), Food",
+    ]
+
+
+def test_live_links_are_read_by_their_titles(wiki):
+    links = live(wiki, start="Food").reset(0)[0]["content"].splitlines()[-1]
+    assert links.endswith('List, 2001: A Space Odyssey, Odd "é"')
+
+
+def test_live_walk_reaches_the_target_through_a_redirect_of_the_wiki(wiki):
+    env = live(wiki)
+    env.reset(0)
+    steps = walk(env, "sea_water", "Deep")
+    assert steps[0].message["content"].splitlines()[1:] == [
+        "Page: Sea",
+        "It tastes of [[Salt]] & is [[Deep]].",
+        "Links: Salt, Deep",
+    ]
+    assert (steps[1].reward, steps[1].done) == (1.0, True)
+    assert steps[1].info == {"correct": True, "visits": 2}
+
+
+def test_live_target_may_be_named_by_a_redirect(wiki):
+    env = live(wiki, target="Ocean")
+    env.reset(0)
+    assert walk(env, "Sea water")[0].info["correct"] is True
+
+
+def test_live_address_of_a_link_is_a_title_and_that_of_another_host_is_not(wiki):
+    env = live(wiki)
+    env.reset(0)
+    host = wiki.removesuffix("/w/api.php")
+    assert env.step(visit("https://evil.example/wiki/Sea_water")).reward == -0.1
+    assert env.step(visit(f"{host}/wiki/Rock_%28geology%29#Top")).info["error"]  # asked, not there
+    env.reset(0)
+    assert env.step(f"<visit_url>{host}/wiki/Sea_water</visit_url>").reward == 0.0
+    assert env.title == "Sea"
+
+
+@pytest.mark.parametrize("title", AFTER_ERRORS)
+def test_live_failed_fetch_ends_the_episode_at_0(wiki, title, monkeypatch):
+    monkeypatch.setattr(wikipedia, "MAX_BYTES", 10_000)
+    env = live(wiki, start="Food")
+    env.reset(0)
+    step = env.step(visit(title))
+    assert (step.reward, step.done, step.message) == (0.0, True, None)
+    assert step.info["correct"] is False and step.info["visits"] == 1
+    assert step.info["error"].startswith(f"{title}: ")
+
+
+def test_live_redirect_to_another_host_is_never_followed(wiki):
+    env = live(wiki, start="Food")
+    env.reset(0)
+    assert env.step(visit("Away")).info["error"] == "Away: HTTP status 302"
+    assert [page for _, page, _ in Wiki.asked] == ["Deep", "Food", "Away"]
+
+
+def test_live_asks_for_one_address_only_and_says_who_asks(wiki):
+    env = live(wiki)
+    for seed in range(3):
+        env.reset(seed)
+        walk(env, "Food", "Salt", "Sea water", "Salt", "Food")
+    assert {path for path, _, _ in Wiki.asked} == {"/w/api.php"}
+    assert all(agent.startswith("picoRL/") for _, _, agent in Wiki.asked)
+    # each article is asked for once
+    assert [page for _, page, _ in Wiki.asked] == ["Deep", "Salt", "Food", "Sea water"]
+
+
+@pytest.mark.parametrize("start, target", [("Gone", "Deep"), ("Salt", "Gone"), ("Gone", "Broken")])
+def test_live_failed_fetch_at_the_start_ends_the_episode_at_the_first_step(wiki, start, target):
+    env = live(wiki, start=start, target=target)
+    assert "Gone: " in env.reset(0)[0]["content"] or "Broken" in env.reset(0)[0]["content"]
+    assert env.demonstrate() is None
+    step = env.step(env.demonstrate(hasty=True))
+    assert (step.reward, step.done, step.info["correct"]) == (0.0, True, False)
+    assert step.info["error"]
+
+
+def test_live_page_without_links_ends_the_episode(wiki):
+    env = live(wiki, start="Food")
+    env.reset(0)
+    step = env.step(visit("Bare"))
+    assert (step.reward, step.done) == (0.0, True)
+    assert step.info == {"correct": False, "visits": 1}
+
+
+def test_live_wiki_that_is_down_or_slow_ends_the_episode(wiki, monkeypatch):
+    monkeypatch.setattr(wikipedia, "TIMEOUT", -1.0)  # whatever comes is too late
+    env = live(wiki)
+    assert "Salt: " in env.reset(0)[0]["content"]
+    assert env.step("").done
+    monkeypatch.setattr(wikipedia, "TIMEOUT", 5.0)
+    env = live("http://127.0.0.1:9/w/api.php")  # nobody listens there
+    env.reset(0)
+    step = env.step("")
+    assert (step.reward, step.done) == (0.0, True) and "ConnectError" in step.info["error"]
+
+
+def test_live_long_page_comes_in_parts(wiki):
+    env = live(wiki, start="Long", target="Sea")
+    assert env.reset(0)[0]["content"].count("Part ") == 1
+    assert "part 1/3; for the next" in env._show() and "Links: Food" in env._show()
+    assert env.step('{"action": "next_part"}').message["content"].count("Part 1: ") == 1
+    assert walk(env, "Sea")[0].info["correct"]  # of the third part, not yet shown
+
+
+def test_live_text_has_no_lone_surrogates(wiki):
+    env = live(wiki, start="Deep", target="Salt")
+    assert env.reset(0)[0]["content"].encode()
+
+
+def test_live_demonstrates_nothing_but_haste(wiki):
+    env = live(wiki)
+    env.reset(0)
+    assert env.demonstrate() is None
+    assert json.loads(env.demonstrate(hasty=True))["url"] in env.links
+
+
+def test_live_pairs_are_of_well_known_titles_and_an_eighth_is_kept():
+    pytest.importorskip("httpx")
+    env = WikipediaMaze(live=True)
+    assert len(env.pairs[True]) + len(env.pairs[False]) == 16 * 15
+    assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[True])
+    assert not any(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[False])
+
+
+@pytest.mark.parametrize(
+    "base_url",
+    [
+        *("http://en.wikipedia.org/w/api.php", "file:///etc/passwd", "https://", "", "ftp://x/y"),
+        *("https://user@host/api.php", "http://127.0.0.1.evil.example/", "http://localhost@evil/"),
+    ],
+)
+def test_live_base_url_is_https_or_local(base_url):
+    pytest.importorskip("httpx")
+    with pytest.raises(UsageError, match="base_url"):
+        WikipediaMaze(live=True, base_url=base_url)
+
+
+def test_live_options_that_make_no_sense_are_refused():
+    pytest.importorskip("httpx")
+    with pytest.raises(UsageError, match="dense needs the bundled pages"):
+        make("wikipedia_maze:live=true,dense=true")
+    with pytest.raises(UsageError, match="two titles"):
+        make("wikipedia_maze:live=true,start=Gold,target=Gold")
+
+
+def test_live_without_httpx_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("environments.wikipedia_maze.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r'needs httpx: pip install -e "\.\[envs\]"'):
+        WikipediaMaze(live=True)
+
+
+@pytest.mark.parametrize(
+    "html", ["", "<p>", "<p><a href>", "</p></a>", "<table>" * 999, "<p" * 999]
+)
+def test_broken_html_is_read_for_what_it_is_worth(html):
+    assert pages.find_links(wikipedia.read_sections(html)) == []
+
+
+# --- hostile texts
