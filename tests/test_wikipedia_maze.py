@@ -1,4 +1,4 @@
-"""The maze of links: the bundled web, what pays, the parts, the live wiki, and hostile texts."""
+"""The maze of links: the bundled web, what pays, the parts, and hostile texts."""
 
 import json
 import re
@@ -341,9 +341,6 @@ def test_hasty_demonstrations_are_valid_and_mostly_miss():
 def test_a_bad_option_is_one_clear_line(spec, complaint):
     with pytest.raises(UsageError, match=f"^--env wikipedia_maze:{spec}: {complaint}"):
         make(f"wikipedia_maze:{spec}")
-
-
-# --- the live wiki
 
 
 HOSTILE = {
