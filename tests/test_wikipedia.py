@@ -69,7 +69,6 @@ class Wiki(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def wiki(monkeypatch):
-    pytest.importorskip("httpx")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(Wiki, "asked", [])
     wikipedia.fetch_page.cache_clear()
@@ -215,7 +214,6 @@ def test_live_demonstrates_nothing_but_haste(wiki):
 
 
 def test_live_pairs_are_of_well_known_titles_and_an_eighth_is_kept():
-    pytest.importorskip("httpx")
     env = WikipediaMaze(live=True)
     assert len(env.pairs[True]) + len(env.pairs[False]) == 16 * 15
     assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[True])
@@ -230,13 +228,11 @@ def test_live_pairs_are_of_well_known_titles_and_an_eighth_is_kept():
     ],
 )
 def test_live_base_url_is_https_or_local(base_url):
-    pytest.importorskip("httpx")
     with pytest.raises(UsageError, match="base_url"):
         WikipediaMaze(live=True, base_url=base_url)
 
 
 def test_live_options_that_make_no_sense_are_refused():
-    pytest.importorskip("httpx")
     with pytest.raises(UsageError, match="dense needs the bundled pages"):
         make("wikipedia_maze:live=true,dense=true")
     with pytest.raises(UsageError, match="two titles"):
