@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env, accepts, make
+from environments import base
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env, make
+
+DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # the key that makes a task harder
 
 
 @dataclass(frozen=True)
@@ -23,14 +26,17 @@ class Task:
 
 
 def train_tasks(
-    envs: Sequence[str], seed: int, update: int, num_prompts: int, group_size: int
+    envs: Sequence[str], seed: int, update: int, num_prompts: int, group_size: int, attempt: int = 0
 ) -> list[Task]:
     """The P·G tasks of an update, groups side by side; environments take turns.
+
+    `attempt` draws other tasks for the same update.
 
     >>> [t.group_id for t in train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=3)]
     [0, 0, 0, 1, 1, 1]
     """
-    rng = random.Random(f"train {seed} {update}")  # a text seed gives the same on any machine
+    again = f" {attempt}" if attempt else ""
+    rng = random.Random(f"train {seed} {update}{again}")  # a text seed: the same on any machine
     tasks = []
     for group in range(num_prompts):
         env = envs[(update * num_prompts + group) % len(envs)]
@@ -59,19 +65,49 @@ def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
 
 
 def with_difficulty(spec: str, difficulty: int) -> str:
-    """The spec with `difficulty` set, if that isn't 0 and the environment has such an option.
+    """The spec at that difficulty, if it isn't 0 and the environment has such a key.
 
-    >>> with_difficulty("letter_counting", 6)
-    'letter_counting:difficulty=6'
+    >>> with_difficulty("letter_counting", 6), with_difficulty("math_qa:level=2", 3)
+    ('letter_counting:difficulty=6', 'math_qa:level=3')
     """
     make(spec)  # an unknown name or key is refused before anything else
-    if difficulty == 0 or not accepts(spec, "difficulty"):
+    key = _difficulty_key(spec)
+    if difficulty == 0 or key is None:
         return spec
     name, _, options = spec.partition(":")
-    kept = [o for o in options.split(",") if o and o.partition("=")[0].strip() != "difficulty"]
-    spec = f"{name}:{','.join([*kept, f'difficulty={difficulty}'])}"
+    kept = [o for o in options.split(",") if o and o.partition("=")[0].strip() != key]
+    spec = f"{name}:{','.join([*kept, f'{key}={difficulty}'])}"
     make(spec)
     return spec
+
+
+def harder(spec: str, by: int) -> str:
+    """The spec that many steps harder, or as hard as it gets.
+
+    >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
+    ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
+    """
+    key = _difficulty_key(spec)
+    if key is None or by == 0:
+        return spec
+    start = int(base.options_of(spec)[key])
+    for difficulty in range(start + 1, start + by + 1):
+        try:
+            spec = with_difficulty(spec, difficulty)
+        except UsageError:  # there is none so hard
+            break
+    return spec
+
+
+def next_step(envs: Sequence[str], step: int, success: float, aim: float) -> int:
+    """The curriculum: one step harder once a share `aim` is right, one back at half of it.
+
+    >>> [next_step(["math_qa"], step, s, aim=0.8) for step, s in ((0, 0.9), (3, 0.5), (3, 0.3))]
+    [1, 3, 2]
+    """
+    if success >= aim and any(harder(e, step + 1) != harder(e, step) for e in envs):
+        return step + 1
+    return max(0, step - 1) if success <= aim / 2 else step
 
 
 def check_demonstrations(envs: Sequence[str]) -> None:
@@ -82,3 +118,7 @@ def check_demonstrations(envs: Sequence[str]) -> None:
             env.reset(DEMO_SEEDS[0])
         if not isinstance(env, Env) or env.demonstrate() is None:
             raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
+
+
+def _difficulty_key(spec: str) -> str | None:
+    return next((key for key in DIFFICULTIES if base.accepts(spec, key)), None)

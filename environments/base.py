@@ -96,14 +96,16 @@ def accepts(spec: str, key: str) -> bool:
     return key in inspect.signature(constructor(spec)).parameters
 
 
-def make(spec: str) -> Env | MultiAgentEnv:
-    """Build an environment from `name[:key=value,...]`; values are read by the option's type.
+def options_of(spec: str) -> dict[str, Any]:
+    """Every option of the environment and its value: as `spec` gives it, or its default.
 
     Raises UsageError, in one line, for an unknown name or key or a value of the wrong type.
+
+    >>> options_of("reverse:length=7")
+    {'kind': 'words', 'turns': 3, 'length': 7}
     """
-    options = {}
-    build = constructor(spec)
-    parameters = inspect.signature(build, eval_str=True).parameters
+    parameters = inspect.signature(constructor(spec), eval_str=True).parameters
+    options: dict[str, Any] = {}
     for item in filter(None, spec.partition(":")[2].split(",")):
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals:
@@ -117,8 +119,17 @@ def make(spec: str) -> Env | MultiAgentEnv:
     needed = [k for k, p in parameters.items() if p.default is p.empty and k not in options]
     if needed:
         raise UsageError(f"--env {spec}: it needs {', '.join(f'{key}=..' for key in needed)}")
+    return {k: options.get(k, p.default) for k, p in parameters.items()}
+
+
+def make(spec: str) -> Env | MultiAgentEnv:
+    """Build an environment from `name[:key=value,...]`; values are read by the option's type.
+
+    Raises UsageError as `options_of` does, or as the environment itself refuses a value.
+    """
+    options = options_of(spec)
     try:
-        return build(**options)
+        return constructor(spec)(**options)
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
 

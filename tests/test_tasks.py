@@ -1,6 +1,13 @@
 """Tasks depend on the seed and the number of the update, and on nothing else."""
 
-from core.tasks import demo_tasks, eval_tasks, train_tasks, with_difficulty
+from core.tasks import (
+    demo_tasks,
+    eval_tasks,
+    harder,
+    next_step,
+    train_tasks,
+    with_difficulty,
+)
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
 
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
@@ -52,3 +59,25 @@ def test_every_evaluation_plays_the_same_tasks_of_each_environment():
 def test_train_difficulty_overrides_the_one_in_the_spec():
     assert with_difficulty("letter_counting:difficulty=2", 6) == "letter_counting:difficulty=6"
     assert with_difficulty("letter_counting:difficulty=2", 0) == "letter_counting:difficulty=2"
+
+
+def test_another_attempt_of_an_update_draws_other_tasks():
+    first = train_tasks(ENVS, 0, 1, 4, 2)
+    assert {t.seed for t in first}.isdisjoint(t.seed for t in train_tasks(ENVS, 0, 1, 4, 2, 1))
+
+
+def test_difficulty_is_whatever_key_the_environment_has_for_it():
+    specs = ["math_qa", "reverse:length=4,turns=1", "wikipedia_maze", "tic_tac_toe"]
+    assert [with_difficulty(spec, 3) for spec in specs] == [
+        "math_qa:level=3", "reverse:turns=1,length=3", "wikipedia_maze:n_hops=3", "tic_tac_toe",
+    ]  # fmt: skip
+
+
+def test_the_curriculum_follows_the_share_that_is_right():
+    envs = ["math_qa:level=2", "letter_counting"]
+    assert [next_step(envs, 1, success, aim=0.8) for success in (0.8, 0.79, 0.41, 0.4)] == [
+        2, 1, 1, 0,
+    ]  # fmt: skip
+    assert next_step(envs, 0, 0.0, aim=0.8) == 0  # never easier than it was asked for
+    assert next_step(["math_qa:level=6"], 0, 1.0, aim=0.8) == 0  # there is nothing harder
+    assert [harder(env, 5) for env in envs] == ["math_qa:level=6", "letter_counting:difficulty=6"]
