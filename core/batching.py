@@ -12,6 +12,8 @@ completion, and starts a new sequence when it doesn't; so each token is trained 
 it was sampled in.
 """
 
+import itertools
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -25,6 +27,7 @@ from core.types import Rollout
 class Sequence:
     """Token ids, and for each its place in the flattened [B, N], or -1 where it wasn't sampled."""
 
+    rollout: int  # its row in [B, N]
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
@@ -50,6 +53,9 @@ class Update:
     sequences: list[Sequence]
     mask: Tensor  # [B, N] bool: sampled tokens are to the left, padding to the right
     rewards: Tensor  # [B, N] float32: each turn's reward stands on its last token
+    lengths: Tensor  # [B, N] int64: so does the length of its completion; 0 elsewhere
+    turn_ids: Tensor  # [B, N] int64: which turn of its rollout, from 0
+    cut_off: Tensor  # [B, N] bool: of a completion that ran into the token limit
     sampler_logprobs: Tensor  # [B, N] float32, nats
     group_ids: Tensor  # [B] int64
     truncated: Tensor  # [B] bool: cut, not ended
@@ -65,16 +71,17 @@ def to_update(rollouts: list[Rollout]) -> Update:
     width = max((rollout.num_tokens for rollout in rollouts), default=0)
     if width == 0:
         raise ValueError("no rollout has a sampled token")
-    rewards = torch.zeros(len(rollouts), width)
-    logprobs = torch.zeros(len(rollouts), width)
-    mask = torch.zeros(len(rollouts), width, dtype=torch.bool)
+    shape = (len(rollouts), width)
+    rewards, logprobs = torch.zeros(shape), torch.zeros(shape)
+    lengths, turn_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    mask, cut_off = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
     sequences: list[Sequence] = []
     for row, rollout in enumerate(rollouts):
         column = 0
         current: Sequence | None = None
-        for turn in rollout.turns:
+        for number, turn in enumerate(rollout.turns):
             if current is None or turn.prompt_ids[: len(current.token_ids)] != current.token_ids:
-                current = Sequence()
+                current = Sequence(row)
                 sequences.append(current)
             context = turn.prompt_ids[len(current.token_ids) :]
             end = column + len(turn.completion_ids)
@@ -84,15 +91,38 @@ def to_update(rollouts: list[Rollout]) -> Update:
             mask[row, column:end] = True
             logprobs[row, column:end] = torch.tensor(turn.sampler_logprobs)
             rewards[row, end - 1] = turn.reward
+            lengths[row, end - 1] = end - column
+            turn_ids[row, column:end] = number
+            cut_off[row, column:end] = turn.finish_reason == "length"
             column = end
     return Update(
         sequences,
         mask,
         rewards,
+        lengths,
+        turn_ids,
+        cut_off,
         logprobs,
         group_ids=torch.tensor([rollout.group_id for rollout in rollouts]),
         truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
     )
+
+
+def minibatches(num_rollouts: int, epochs: int, count: int, seed: int) -> list[list[int]]:
+    """The rows to learn from at each step: in each epoch all of them, in `count` random parts.
+
+    >>> minibatches(4, epochs=2, count=1, seed=0)
+    [[0, 1, 2, 3], [0, 1, 2, 3]]
+    """
+    rng, parts = random.Random(f"minibatches {seed}"), min(count, num_rollouts)
+    edges = [round(i * num_rollouts / parts) for i in range(parts + 1)]
+    steps = []
+    for _ in range(epochs):
+        rows = list(range(num_rollouts))
+        if parts > 1:
+            rng.shuffle(rows)
+        steps += [sorted(rows[a:b]) for a, b in itertools.pairwise(edges)]
+    return steps
 
 
 def micro_batches(

@@ -4,10 +4,12 @@ Below float32, each weight has a float32 master here: bfloat16 has 8 bits of man
 smaller than |w|/256 would be rounded away, and at a learning rate of 1e-6 nearly all are.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from core.model import Policy
 
@@ -52,6 +54,24 @@ class MasterAdamW:
         self.adamw.step()
         for weight, master in self.pairs:
             weight.copy_(master)
+
+    def clip_and_step(
+        self, max_norm: float, finite: bool = True, head_only: bool = False
+    ) -> tuple[float, bool]:
+        """Scale the gradients down to `max_norm` (0: don't) and step, then drop them.
+
+        No step is taken unless the loss was `finite` and the gradients are. `head_only`: of the
+        value head alone. Returns (norm before clipping, whether a step was taken).
+        """
+        if head_only:
+            for p in self.param_groups[0]["params"]:
+                p.grad = None
+        norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
+        stepped = finite and math.isfinite(norm)
+        if stepped:
+            self.step()
+        self.zero_grad()
+        return norm, stepped
 
     def memory_to_come(self) -> int:
         """Bytes of moments that the first step will allocate: two float32 for each weight."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.batching import micro_batches, put, rows, to_update
+from core.batching import micro_batches, minibatches, put, rows, to_update
 from core.types import Rollout, Turn
 
 
@@ -92,3 +92,25 @@ def test_micro_batches_stay_under_the_budget_and_lose_nothing():
 def test_an_update_without_tokens_is_refused():
     with pytest.raises(ValueError, match="no rollout"):
         to_update([Rollout("env", "player", 0, 0)])
+
+
+def test_turns_lengths_and_cut_off_completions_stand_where_their_tokens_do():
+    turns = [
+        Turn([1], [5, 6], [-1.0, -1.0], "stop", 0.5),
+        Turn([1, 5, 6, 9], [7, 8, 4], [-1.0] * 3, "length", 2.0),
+    ]
+    update = to_update([Rollout("e", "player", 0, 0, turns=turns)])
+    assert update.turn_ids.tolist() == [[0, 0, 1, 1, 1]]
+    assert update.lengths.tolist() == [[0, 2, 0, 0, 3]]
+    assert update.cut_off.tolist() == [[False, False, True, True, True]]
+    assert update.rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 2.0]]
+
+
+def test_each_epoch_takes_every_rollout_once_in_another_order():
+    steps = minibatches(10, epochs=2, count=3, seed=4)
+    assert [len(rows) for rows in steps] == [3, 4, 3] * 2
+    for epoch in (steps[:3], steps[3:]):
+        assert sorted(row for rows in epoch for row in rows) == list(range(10))
+    assert steps[:3] != steps[3:]
+    assert steps == minibatches(10, 2, 3, seed=4) != minibatches(10, 2, 3, seed=5)
+    assert minibatches(2, 1, 5, seed=0) in ([[0], [1]], [[1], [0]])  # no step without a rollout
