@@ -17,7 +17,6 @@ from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, MultiAgentEnv, Step, make
 
-MOST_FAILED = 0.5  # of an update's episodes; more than that, and the environment is to be mended
 PLAYER = "player"  # the one agent of a single-player environment
 
 
@@ -209,21 +208,6 @@ class _Seat:
         self.rollout.truncated = not self.done
         self.rollout.error = self.error
         return self.rollout
-
-
-def without_failed(rollouts: list[Rollout]) -> tuple[list[Rollout], list[str]]:
-    """The rollouts to learn from, and what to tell the person of those whose environment failed.
-
-    Raises UsageError when more than a half failed.
-    """
-    failed = [r for r in rollouts if r.error]
-    if not failed:
-        return rollouts, []
-    told = f"{len(failed)} of {len(rollouts)} episodes failed; the first, of {failed[0].env} with "
-    told += f"seed {failed[0].seed}: {failed[0].error}".replace("\n", " ")
-    if len(failed) > MOST_FAILED * len(rollouts):
-        raise UsageError(told)
-    return [r for r in rollouts if not r.error], [told]
 
 
 def checked(steps: dict[str, Step]) -> dict[str, Step]:

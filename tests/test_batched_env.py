@@ -2,9 +2,10 @@
 
 import pytest
 
-from core.batched_env import BatchedEnv, without_failed
+from core.batched_env import BatchedEnv
 from core.batching import to_update
 from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.selection import without_failed
 from core.tasks import Task, train_tasks
 from core.types import Completion, UsageError
 from environments import base

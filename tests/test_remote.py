@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from core.batched_env import BatchedEnv, without_failed
+from core.batched_env import BatchedEnv
 from core.sampler import SamplingParams, TorchSampler
+from core.selection import without_failed
 from core.tasks import Task
 from core.types import UsageError
 from environments import remote
