@@ -1,18 +1,23 @@
-"""What all algorithms share: token log-probs, masked means, KL, importance weights.
+"""What all algorithms share: log-probs, returns, KL, importance weights, what a token counts.
 
-Axes: B rollouts, N sampled tokens of each; b sequences of a micro-batch, T tokens; V vocabulary.
+Axes: B rollouts, N sampled tokens of each, K turns; b sequences of a micro-batch, T tokens; V
+vocabulary. A sequence is what was trained in one context: a rollout, unless its turns dropped text.
 
-Every loss is a *sum* over tokens divided by a `denominator` that is counted once for the whole
-update. So gradients of micro-batches add up to the gradient of the update, however it was cut.
+Every loss is a *sum* over tokens, each times its `scale`, which is counted once for the whole step.
+So gradients of micro-batches add up to the gradient of the step, however it was cut.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK = 4096  # sampled tokens whose logits exist at one time
+Aggregation = Literal["token", "sequence", "constant"]
+Level = Literal["token", "sequence"]
+KL = Literal["k1", "k2", "k3"]
 
 
 def token_logprobs(
@@ -49,13 +54,63 @@ def token_logprobs(
     )
 
 
-def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is True, as a scalar; 0 where it never is.
+def turn_returns(
+    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """What was paid from each turn on, G_k = r_k + γ G_k+1, and which turns were played.
+
+    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn, from 0,
+    that a sampled token is of. Returns [B, K] float32 and [B, K] bool.
+
+    >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
+    >>> turn_returns(rewards, turn_ids >= 0, turn_ids, gamma=0.5)[0]
+    tensor([[3., 4.]])
+    """
+    empty = rewards.new_zeros(len(rewards), int(turn_ids.max()) + 1)
+    returns = empty.scatter_add(1, turn_ids, torch.where(completion_mask, rewards, 0.0))
+    played = empty.scatter_add(1, turn_ids, completion_mask.to(empty.dtype)) > 0
+    for k in reversed(range(returns.shape[1] - 1)):
+        returns[:, k] += gamma * returns[:, k + 1]
+    return returns, played
+
+
+def same_group(group_ids: Tensor) -> Tensor:
+    """[B, B] float32, 1 where two rollouts are of one group: `same @ x` sums x over the group."""
+    return (group_ids[:, None] == group_ids[None]).float()
+
+
+def token_scale(completion_mask: Tensor, aggregation: Aggregation, max_tokens: int) -> Tensor:
+    """What each token's loss is multiplied by, so that the sum is the mean that is meant; [B, N].
+
+        token       1 / all tokens: each counts the same       DAPO, arXiv:2503.14476
+        sequence    1 / (B · tokens of its rollout)            GRPO, arXiv:2402.03300
+        constant    1 / (B · max_tokens)                       Dr. GRPO, arXiv:2503.20783
+
+    The second gives a token of a long completion less weight, right or wrong: it goes easy on long
+    wrong answers. The third takes the length out, and the learning rate has to fit `max_tokens`.
+
+    >>> token_scale(torch.tensor([[True, True], [True, False]]), "sequence", 8)
+    tensor([[0.2500, 0.2500],
+            [0.5000, 0.0000]])
+    """
+    mask = completion_mask.float()
+    if aggregation == "token":
+        return mask / mask.sum().clamp(min=1)
+    if aggregation == "sequence":
+        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    return mask / (len(mask) * max_tokens)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` is True, of all or along `dim` (kept); 0 where it never is.
 
     >>> masked_mean(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))
     tensor(2.)
     """
-    return torch.where(mask, values, 0).sum() / mask.sum().clamp(min=1)
+    kept = torch.where(mask, values, 0)
+    if dim is None:
+        return kept.sum() / mask.sum().clamp(min=1)
+    return kept.sum(dim, keepdim=True) / mask.sum(dim, keepdim=True).clamp(min=1)
 
 
 def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
@@ -65,40 +120,78 @@ def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     return torch.where(mask, (values - mean) / (std + eps), 0)
 
 
-def kl_k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """Per-token estimate of KL(π ‖ other) from samples of π, in nats: r - 1 - log r, r = other/π.
+def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
+    """Per-token estimates of KL(π ‖ other) from samples of π, in nats; with d = log π - log other:
 
-    Never negative, and unbiased as a value (http://joschu.net/blog/kl-approx.html).
+        k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
-    >>> kl_k3(torch.tensor([0.0]), torch.tensor([0.0]))
-    tensor([0.])
+    As values k1 and k3 are unbiased, k3 is never negative; k2 is near them while d is small. What
+    they teach is another matter. The gradient of KL(π ‖ other), by the score function, is
+    E[d ∇ log π], so, on policy:
+
+        in the loss:    E[∇ k1] = 0; E[∇ k2] is right; E[∇ k3] is that of KL(other ‖ π)
+        in the reward:  k1 is right; k2 and k3 are not
+
+    >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
+    tensor([0.5000])
     """
-    log_ratio = other - logprobs
-    return log_ratio.exp() - 1 - log_ratio
+    difference = logprobs - other
+    if kind == "k1":
+        return difference
+    return difference**2 / 2 if kind == "k2" else (-difference).exp() - 1 + difference
 
 
-def importance_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float) -> Tensor:
-    """Token-level truncated importance weights, min(π_trainer / π_sampler, cap); all 1 if cap is 0.
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
+    """Soft overlong punishment: 0 up to `max_tokens - buffer`, then down to -1; DAPO eq. 13.
+
+    >>> overlong_penalty(torch.tensor([10, 90, 95, 100]), max_tokens=100, buffer=10)
+    tensor([-0.0000, -0.0000, -0.5000, -1.0000])
+    """
+    return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
+
+
+def sampler_ratio(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: Level
+) -> Tensor:
+    """π_trainer / π_sampler of each token, or its geometric mean over the sequence; no gradient.
 
     The sampler computes with other kernels than the trainer, so tokens come from a slightly other
-    distribution than the one whose gradient is taken. No gradient flows. The cap bounds the
-    variance (https://fengyao.notion.site/off-policy-rl).
+    distribution than the one whose gradient is taken (https://fengyao.notion.site/off-policy-rl).
+    A product over the sequence would grow with its length; the geometric mean does not.
+    """
+    log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
+    if level == "sequence":
+        log_ratio = masked_mean(log_ratio, completion_mask, dim=1).expand_as(log_ratio)
+    return log_ratio.exp()
+
+
+def importance_weights(ratio: Tensor, cap: float, masked: bool = False) -> Tensor:
+    """The weights of `sampler_ratio`s: cut to `cap`, which bounds the variance; all 1 if cap is 0.
+
+    `masked`: tokens whose ratio is not in [1/cap, cap] count nothing instead.
+
+    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0)
+    tensor([0.1000, 0.9000, 2.0000])
+    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0, masked=True)
+    tensor([0.0000, 0.9000, 0.0000])
     """
     if cap == 0:
-        return torch.ones_like(old_logprobs)
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap).detach()
+        return torch.ones_like(ratio)
+    if masked:
+        return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
+    return ratio.clamp(max=cap)
 
 
 def surrogate_metrics(
     ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-    clip_low: float, clip_high: float, denominator: float,
+    clip_low: float, clip_high: float,
 ) -> dict[str, float]:  # fmt: skip
-    """Shares of tokens at which the clip stops the gradient, and the KL from the old policy."""
+    """Tokens beyond the clip on the side that it acts on, and the KL from the old policy; sums."""
     low = mask & (ratio < 1 - clip_low) & (advantages < 0)
     high = mask & (ratio > 1 + clip_high) & (advantages > 0)
-    kl = torch.where(mask, kl_k3(old_logprobs, logprobs), 0)  # samples came from the old policy
+    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)  # drawn from the old policy
     return {
-        "clip/low_fraction": low.sum().item() / denominator,
-        "clip/high_fraction": high.sum().item() / denominator,
-        "kl/old_policy": kl.sum().item() / denominator,
+        "clip/low_fraction": low.sum().item(),
+        "clip/high_fraction": high.sum().item(),
+        "kl/old_policy": kl.sum().item(),
     }

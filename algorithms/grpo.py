@@ -3,63 +3,105 @@
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
     L   = -Σ_t min(ρ_t A, clip(ρ_t, 1-ε_low, 1+ε_high) A),    ρ_t = π(x_t) / π_old(x_t)
 
-Differences from the paper: the loss is averaged over all tokens of the batch and the clip has two
-sides, as in DAPO (arXiv:2503.14476); there is no KL term.
+What was proposed since are other values of a few fields; a variant is a name for a set of them.
+The default is dapo: each token counts the same, whatever the length of its completion.
 
-    python train.py --algo grpo --grpo.clip-high 0.28
+    grpo       as above; the mean over each completion, then over completions
+    dr_grpo    no division by the std, none by the length         arXiv:2503.20783
+    dapo       the mean over all tokens; more room upwards        arXiv:2503.14476
+    gspo       ρ: the geometric mean over the sequence            arXiv:2507.18071
+    cispo      -Σ_t sg(clip(ρ_t)) A log π: no token's gradient is taken away, its weight is capped
+                                                                  MiniMax-M1, arXiv:2506.13585
+
+Differences from the papers: no KL term unless --kl-coef asks for one; DAPO's dynamic sampling,
+overlong penalty and overlong filtering are the flags of all algorithms --filter-groups,
+--overlong-buffer and --mask-truncated.
+
+    python train.py --algo grpo --grpo.variant dapo --grpo.clip-high 0.3
 """
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from algorithms.common import surrogate_metrics
+from algorithms import common
 
 EPS = 1e-4  # keeps a group without spread at advantage 0
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2, "ratio": "token",
+             "surrogate": "min", "aggregation": "sequence"},
+    "dr_grpo": {"scale_rewards": "none", "clip_low": 0.2, "clip_high": 0.2, "ratio": "token",
+                "surrogate": "min", "aggregation": "constant"},
+    "dapo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.28, "ratio": "token",
+             "surrogate": "min", "aggregation": "token"},
+    "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4, "ratio": "sequence",
+             "surrogate": "min", "aggregation": "sequence"},
+    "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0, "ratio": "token",
+              "surrogate": "cispo", "aggregation": "token"},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of GRPO."""
+    """Options of GRPO; None: as the variant has it."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Which standard deviation advantages are divided by; none: Dr. GRPO, arXiv:2503.20783."""
-    clip_low: float = 0.2
+    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    """A name for the values of the fields below that aren't given; grpo: as first published."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Which standard deviation of returns advantages are divided by."""
+    clip_low: float | None = None
     """Ratio below 1 - this: no further push down."""
-    clip_high: float = 0.2
+    clip_high: float | None = None
     """Ratio above 1 + this: no further push up."""
+    ratio: common.Level | None = None
+    """Of each token, or the geometric mean over its sequence."""
+    surrogate: Literal["min", "cispo"] | None = None
+    """The smaller of clipped and unclipped; or log-probs under clipped weights."""
+    aggregation: common.Aggregation | None = None
+    """Mean over all tokens, over each completion and then all, or over B·max_tokens."""
+    dual_clip: float = 0.0
+    """Ratio, above 1, beyond which a negative advantage pushes no harder; 0: off."""
 
 
 def compute_advantages(
     rewards: Tensor,
     completion_mask: Tensor,
+    turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
     truncated: Tensor,
+    gamma: float,
     options: Options,
 ) -> Tensor:
-    """Return minus its group's mean, scaled; the same for every sampled token of a rollout.
+    """Return minus its group's mean, scaled; the same for every sampled token of a turn.
 
-    `rewards` [B, N] float32 and `completion_mask` [B, N] over sampled tokens, `group_ids` [B];
+    `rewards` [B, N] float32, `completion_mask` and `turn_ids` [B, N] over sampled tokens, all of
+    one turn if the episode is credited as a whole; `group_ids` [B]; `gamma` discounts a turn;
     `values` and `truncated` are PPO's. Returns [B, N] float32, 0 off the mask.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> compute_advantages(r, mask, torch.zeros(2), None, torch.zeros(2), Options("none"))
+    >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
+    >>> options = with_variant(Options("dr_grpo"))
+    >>> compute_advantages(r, mask, turn_ids, group_ids, None, group_ids, 1.0, options)
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
-    returns = rewards.sum(1)  # [B]
-    same = (group_ids[:, None] == group_ids[None]).float()  # [B, B]
-    size = same.sum(1)
-    advantages = returns - (same @ returns) / size
+    returns, played = common.turn_returns(rewards, completion_mask, turn_ids, gamma)  # [B, K]
+    same = common.same_group(group_ids)  # [B, B]
+    size = same @ played.float()  # of the group, at this turn
+    total = same @ torch.where(played, returns, 0.0)
+    advantages = torch.where(played, returns - total / size.clamp(min=1), 0.0)
     if options.scale_rewards == "group":
         variance = (same @ advantages**2) / (size - 1).clamp(min=1)  # of a sample: n - 1
         advantages = advantages / (variance.sqrt() + EPS)
     elif options.scale_rewards == "batch":
-        advantages = advantages / (returns.std() + EPS)
-    return torch.where(completion_mask, advantages[:, None], 0.0)
+        mean = common.masked_mean(returns, played, dim=0)
+        squares = torch.where(played, (returns - mean) ** 2, 0.0).sum(0)
+        variance = squares / (played.sum(0) - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt() + EPS)
+    return torch.where(completion_mask, advantages.gather(1, turn_ids), 0.0)
 
 
 def compute_loss(
@@ -68,23 +110,45 @@ def compute_loss(
     advantages: Tensor,
     completion_mask: Tensor,
     weights: Tensor,
+    scale: Tensor,
     options: Options,
-    denominator: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate, negated, summed over sampled tokens, over `denominator`.
+    """The clipped surrogate, negated, · scale, summed over sampled tokens.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` alone. `weights`
-    are importance weights of the sampler.
+    are importance weights of the sampler, `scale` from `token_scale`; `options` from
+    `with_variant`. Metrics are sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
+    log_ratio = logprobs - old_logprobs
+    if options.ratio == "sequence":  # every token carries the whole sequence's ratio
+        mean = common.masked_mean(log_ratio, completion_mask, dim=1)  # [b, 1]
+        log_ratio = torch.where(completion_mask, mean, 0.0)
     # exp(0) = 1 in value on the first pass, but its gradient is that of log π
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = log_ratio.exp()
+    assert options.clip_low is not None and options.clip_high is not None, "see with_variant"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    # the smaller of the two: clipping may take a gain away, never a loss
-    per_token = -weights * torch.minimum(ratio * advantages, clipped * advantages)
-    loss = torch.where(completion_mask, per_token, 0.0).sum() / denominator
-    metrics = surrogate_metrics(
+    if options.surrogate == "cispo":
+        gain = clipped.detach() * advantages * logprobs
+    else:  # the smaller of the two: clipping may take a gain away, never a loss
+        gain = torch.minimum(ratio * advantages, clipped * advantages)
+        if options.dual_clip:  # where ρ runs off upwards, a loss may not run off with it
+            gain = torch.where(advantages < 0, gain.maximum(options.dual_clip * advantages), gain)
+    per_token = -weights * gain
+    loss = torch.where(completion_mask, per_token * scale, 0.0).sum()
+    metrics = common.surrogate_metrics(
         ratio, logprobs, old_logprobs, advantages, completion_mask,
-        options.clip_low, options.clip_high, denominator,
+        options.clip_low, options.clip_high,
     )  # fmt: skip
     return loss, metrics
+
+
+def with_variant(options: Options) -> Options:
+    """The options with every field that isn't given as the variant has it.
+
+    >>> options = with_variant(Options("dapo", clip_low=0.1))
+    >>> options.clip_low, options.clip_high
+    (0.1, 0.28)
+    """
+    preset = VARIANTS[options.variant]
+    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})

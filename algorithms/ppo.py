@@ -4,10 +4,11 @@
     L   = -Σ_t min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε) A_t) + c Σ_t (V_t - (A_t + V_t,old))² / 2
                                                              PPO, arXiv:1707.06347
 
-The value head is linear on the policy's trunk: one forward pass makes both. A rollout that was cut
-off, not ended, goes on in the value of its last token instead of ending with nothing.
+The value head is linear on the policy's trunk: one forward pass makes both. λ counts tokens, γ
+counts turns: it is 1 from token to token within one. A rollout that was cut off, not ended, goes on
+in the value of its last token instead of ending with nothing.
 
-    python train.py --algo ppo --ppo.lam 1.0
+    python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
 
 from dataclasses import dataclass
@@ -15,42 +16,49 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algorithms.common import normalize, surrogate_metrics
+from algorithms import common
 
 
 @dataclass(frozen=True)
 class Options:
     """Options of PPO."""
 
-    gamma: float = 1.0
-    """Discount a token; 1: none."""
     lam: float = 0.95
-    """GAE's λ: 1 trusts the rewards alone, 0 the value head alone."""
+    """GAE's λ, a token: 1 trusts the rewards alone, 0 the value head alone."""
     clip: float = 0.2
     """Ratio outside of 1 ± this: no further push away."""
+    target_kl: float = 0.0
+    """KL from the policy that sampled, in nats a token, at which an update takes no more steps; 0:
+    never."""
     value_clip: float = 0.5
     """How far a value may move from its old one in an update, in units of reward; 0: no limit."""
     value_coef: float = 0.5
     """Weight of the value loss; 0: the value head stays as it is."""
     value_lr: float = 1e-3
     """Learning rate of the value head."""
+    value_warmup: int = 0
+    """First updates, in which the value head alone learns; 0: none."""
 
 
 def compute_advantages(
     rewards: Tensor,
     completion_mask: Tensor,
+    turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
     truncated: Tensor,
+    gamma: float,
     options: Options,
 ) -> Tensor:
     """GAE of every sampled token, normalised over the batch.
 
-    `rewards`, `values` [B, N] float32 and `completion_mask` [B, N] over sampled tokens; `truncated`
-    [B] bool; `group_ids` is GRPO's. Returns [B, N] float32, 0 off the mask. No gradient flows.
+    `rewards`, `values` [B, N] float32, `completion_mask` and `turn_ids` [B, N] over sampled tokens;
+    `gamma` discounts a turn; `truncated` [B] bool; `group_ids` is GRPO's. Returns [B, N] float32, 0
+    off the mask. No gradient flows.
     """
     assert values is not None, "PPO needs the values of the sampled tokens"
-    return normalize(gae(rewards, completion_mask, values, truncated, options), completion_mask)
+    advantages = gae(rewards, completion_mask, turn_ids, values, truncated, gamma, options.lam)
+    return common.normalize(advantages, completion_mask)
 
 
 def compute_loss(
@@ -59,16 +67,17 @@ def compute_loss(
     advantages: Tensor,
     completion_mask: Tensor,
     weights: Tensor,
+    scale: Tensor,
     options: Options,
-    denominator: float,
     values: Tensor,
     old_values: Tensor,
     targets: Tensor,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The clipped surrogate, negated, plus the value loss, over sampled tokens, over `denominator`.
+    """The clipped surrogate, negated, plus the value loss, · scale, summed over sampled tokens.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
-    alone. `weights` are importance weights of the sampler, `targets` from `value_targets`.
+    alone. `weights` are importance weights of the sampler, `scale` from `token_scale`, `targets`
+    from `value_targets`. Metrics are sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     values = torch.where(completion_mask, values, 0.0)
@@ -82,45 +91,50 @@ def compute_loss(
         step = (values - old_values).clamp(-options.value_clip, options.value_clip)
         error = torch.maximum(error, (old_values + step - targets) ** 2)
     per_token = per_token + options.value_coef * error / 2
-    loss = torch.where(completion_mask, per_token, 0.0).sum() / denominator
-    metrics = surrogate_metrics(
+    loss = torch.where(completion_mask, per_token * scale, 0.0).sum()
+    metrics = common.surrogate_metrics(
         ratio, logprobs, old_logprobs, advantages, completion_mask,
-        options.clip, options.clip, denominator,
+        options.clip, options.clip,
     )  # fmt: skip
-    metrics["value/loss"] = torch.where(completion_mask, error, 0.0).sum().item() / denominator / 2
+    metrics["value/loss"] = torch.where(completion_mask, error, 0.0).sum().item() / 2
     return loss, metrics
 
 
 def value_targets(
-    rewards: Tensor, completion_mask: Tensor, values: Tensor, truncated: Tensor, options: Options
-) -> Tensor:
+    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor, truncated: Tensor,
+    gamma: float, options: Options,
+) -> Tensor:  # fmt: skip
     """What the values should have been: GAE + old value, [B, N] float32, 0 off the mask."""
-    advantages = gae(rewards, completion_mask, values, truncated, options)
+    advantages = gae(rewards, completion_mask, turn_ids, values, truncated, gamma, options.lam)
     return torch.where(completion_mask, advantages + values, 0.0)
 
 
 def gae(
-    rewards: Tensor, completion_mask: Tensor, values: Tensor, truncated: Tensor, options: Options
-) -> Tensor:
+    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor, truncated: Tensor,
+    gamma: float, lam: float,
+) -> Tensor:  # fmt: skip
     """Generalised advantage estimates, [B, N], 0 off the mask.
 
     Positions off the mask are stepped over, so a rollout may have gaps or padding anywhere.
 
     >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    >>> gae(r, v > 0, v, torch.tensor([False]), Options(lam=1.0))
+    >>> gae(r, v > 0, torch.zeros(1, 2), v, torch.tensor([False]), gamma=1.0, lam=1.0)
     tensor([[0.5000, 0.5000]])
     """
     advantages = torch.zeros_like(rewards)
     following = torch.zeros_like(rewards[:, 0])  # A_t+1, carried from right to left
+    next_turn = torch.full_like(turn_ids[:, 0], -1)  # what comes after the last token is another
     # V after the last token: 0 at a real end; where the episode was cut, the last value goes on
     columns = torch.arange(rewards.shape[1], device=rewards.device)
     last = torch.where(completion_mask, columns, 0).amax(1, keepdim=True)  # [B, 1]
     next_value = torch.where(truncated, values.gather(1, last).squeeze(1), 0.0)
     for t in reversed(range(rewards.shape[1])):
         here = completion_mask[:, t]
-        delta = rewards[:, t] + options.gamma * next_value - values[:, t]
-        advantage = delta + options.gamma * options.lam * following
+        discount = torch.where(turn_ids[:, t] == next_turn, torch.ones_like(next_value), gamma)
+        delta = rewards[:, t] + discount * next_value - values[:, t]
+        advantage = delta + discount * lam * following
         advantages[:, t] = torch.where(here, advantage, 0.0)
         following = torch.where(here, advantage, following)
         next_value = torch.where(here, values[:, t], next_value)
+        next_turn = torch.where(here, turn_ids[:, t], next_turn)
     return advantages

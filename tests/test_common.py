@@ -1,4 +1,4 @@
-"""Token log-probs, masked statistics, KL and importance weights, against sums done by hand."""
+"""Token log-probs, returns, masked statistics and weights, against sums done by hand."""
 
 import math
 
@@ -8,11 +8,15 @@ import torch
 from algorithms import common
 from algorithms.common import (
     importance_weights,
-    kl_k3,
     masked_mean,
     normalize,
+    overlong_penalty,
+    same_group,
+    sampler_ratio,
     surrogate_metrics,
     token_logprobs,
+    token_scale,
+    turn_returns,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -101,6 +105,59 @@ def test_token_logprobs_of_nothing_sampled_are_zero():
     assert torch.equal(logprobs, torch.zeros(2, 4)) and torch.equal(entropy, torch.zeros(2, 4))
 
 
+# turn 0 of 2 tokens, then two of 1; and a rollout that ended after its first turn
+TURNS = torch.tensor([[0, 0, 1, 2], [0, 0, 0, 0]])
+PLAYED = torch.tensor([[True, True, True, True], [True, True, False, False]])
+PAID = torch.tensor([[0.0, 1.0, 4.0, 8.0], [0.5, 2.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    "gamma, want",
+    [
+        (1.0, [13, 12, 8]),
+        (0.5, [5, 8, 8]),  # 1 + (4 + 8/2) / 2, 4 + 8/2, 8: within a turn nothing is discounted
+        (0.0, [1, 4, 8]),
+    ],
+)
+def test_turn_returns_discount_by_turns_not_by_tokens(gamma, want):
+    returns, played = turn_returns(PAID, PLAYED, TURNS, gamma)
+    assert returns.tolist() == [want, [2.5, 0, 0]]
+    assert played.tolist() == [[True, True, True], [True, False, False]]
+
+
+@pytest.mark.parametrize("junk", [7.0, NAN, INF, -INF])
+def test_turn_returns_ignore_what_is_masked(junk):
+    padded = PAID.masked_fill(~PLAYED, junk)
+    returns, played = turn_returns(padded, PLAYED, TURNS.masked_fill(~PLAYED, 2), gamma=0.5)
+    assert returns.tolist() == [[5, 8, 8], [2.5, 0, 0]]
+    assert played[1].tolist() == [True, False, False]
+
+
+def test_same_group_marks_the_pairs_of_one_group_wherever_they_stand():
+    got = same_group(torch.tensor([7, 3, 7]))
+    assert got.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+
+
+@pytest.mark.parametrize(
+    "aggregation, one, three",  # the scale of each token of a rollout of 1 token, and of 3
+    [("token", 1 / 4, 1 / 4), ("sequence", 1 / 3, 1 / 9), ("constant", 1 / 24, 1 / 24)],
+)
+def test_token_scale_by_hand(aggregation, one, three):
+    # 3 rollouts of at most 8 tokens; the last has none, but is one of those that are counted
+    mask = torch.tensor([[False, True, False, False], [True, True, False, True], [False] * 4])
+    scale = token_scale(mask, aggregation, max_tokens=8)
+    want = torch.tensor([[0, one, 0, 0], [three, three, 0, three], [0, 0, 0, 0]])
+    torch.testing.assert_close(scale, want, atol=1e-7, rtol=0)
+    padded = token_scale(torch.nn.functional.pad(mask, (2, 3)), aggregation, max_tokens=8)
+    assert torch.equal(padded, torch.nn.functional.pad(scale, (2, 3)))
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_token_scale_of_nothing_is_zero(aggregation):
+    scale = token_scale(torch.zeros(2, 3, dtype=torch.bool), aggregation, max_tokens=8)
+    assert torch.equal(scale, torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize("junk", [NAN, INF, -INF])
 def test_masked_mean_ignores_what_is_masked(junk):
     values = torch.tensor([1.0, junk, 4.0], requires_grad=True)
@@ -108,6 +165,13 @@ def test_masked_mean_ignores_what_is_masked(junk):
     mean.backward()
     assert mean.item() == 2.5
     assert values.grad.tolist() == [0.5, 0, 0.5]
+
+
+def test_masked_mean_along_a_dimension_keeps_it():
+    values = torch.tensor([[1.0, NAN, 3.0], [5.0, 7.0, INF]])
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    assert masked_mean(values, mask, dim=1).tolist() == [[2], [6]]
+    assert masked_mean(values, mask, dim=0).tolist() == [[3, 7, 3]]
 
 
 def test_masked_mean_of_nothing_is_zero():
@@ -133,34 +197,58 @@ def test_normalize_without_spread_is_zero():
     assert normalize(torch.tensor([7.0, 7.0]), torch.tensor([True, True])).tolist() == [0, 0]
 
 
-def test_kl_k3_by_hand():
-    # r = other / π = 2 and 1/2: r - 1 - log r
-    pi, other = torch.tensor([0.25, 0.5]).log(), torch.tensor([0.5, 0.25]).log()
-    assert kl_k3(pi, other).tolist() == pytest.approx([1 - math.log(2), -0.5 + math.log(2)])
+def test_overlong_penalty_grows_from_0_to_1_over_the_buffer():
+    lengths = torch.tensor([0, 5, 75, 76, 80, 95, 100, 120])
+    got = overlong_penalty(lengths, max_tokens=100, buffer=25)
+    want = [0, 0, 0, -1 / 25, -5 / 25, -20 / 25, -1, -1]  # DAPO eq. 13: (75 - length) / 25
+    assert got.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_kl_k3_is_never_negative():
-    logprobs = torch.linspace(-9, 0, 50)
-    assert (kl_k3(logprobs[:, None], logprobs[None]) >= -1e-6).all()
+def test_overlong_penalty_leaves_length_0_alone_when_the_buffer_is_everything():
+    assert overlong_penalty(torch.tensor([0, 4]), max_tokens=8, buffer=8).tolist() == [0, -0.5]
 
 
-def test_kl_k3_is_unbiased():
-    pi, other = torch.tensor([0.7, 0.2, 0.1]).log(), torch.tensor([0.3, 0.3, 0.4]).log()
-    exact = (pi.exp() * (pi - other)).sum().item()
-    assert (pi.exp() * kl_k3(pi, other)).sum().item() == pytest.approx(exact)
+TRAINER, SAMPLER = torch.tensor([[0.3, 0.2, 0.9]] * 2), torch.tensor([[0.2, 0.4, 0.1]] * 2)
+SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
 
 
-def test_importance_weights_are_trainer_over_sampler_up_to_the_cap():
-    trainer = torch.tensor([0.3, 0.2, 0.9], requires_grad=True)
-    sampler = torch.tensor([0.2, 0.4, 0.1])
-    weights = importance_weights(trainer.log(), sampler.log(), cap=2.0)
-    assert weights.tolist() == pytest.approx([1.5, 0.5, 2.0])
-    assert not weights.requires_grad
+@pytest.mark.parametrize(
+    "level, want",
+    [  # 0.3/0.2, 0.2/0.4, 0.9/0.1; the geometric mean of all three, and of the two that count
+        ("token", [1.5, 0.5, 9.0, 1.5, 0.5]),
+        ("sequence", [6.75 ** (1 / 3)] * 3 + [math.sqrt(0.75)] * 2),
+    ],
+)
+@pytest.mark.parametrize("junk", [1.0, 0.0, NAN])  # its logarithms: 0, -inf, nan
+def test_sampler_ratio_is_trainer_over_sampler(level, want, junk):
+    trainer = TRAINER.masked_fill(~SAMPLED, junk).log().requires_grad_()
+    ratio = sampler_ratio(trainer, SAMPLER.log(), SAMPLED, level)
+    assert ratio[SAMPLED].tolist() == pytest.approx(want, abs=1e-5)
+    assert ratio.isfinite().all()
+    assert not ratio.requires_grad
 
 
-def test_importance_weights_with_cap_0_are_ones():
-    weights = importance_weights(torch.tensor([-1.0, -9.0]), torch.tensor([-5.0, -1.0]), cap=0)
-    assert weights.tolist() == [1, 1]
+def test_sampler_ratio_of_a_sequence_does_not_grow_with_its_length():
+    short, long = torch.full((1, 2), 0.1), torch.full((1, 2000), 0.1)
+    ratios = [
+        sampler_ratio(x, torch.zeros_like(x), x > 0, "sequence")[0, 0].item() for x in (short, long)
+    ]
+    assert ratios == pytest.approx([math.exp(0.1)] * 2, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cap, masked, want",
+    [
+        (2.0, False, [0.0, 0.4, 0.5, 1.0, 2.0, 2.0, 2.0]),  # never raised, only cut
+        (2.0, True, [0.0, 0.0, 0.5, 1.0, 2.0, 0.0, 0.0]),  # the bounds themselves are within
+        (1.0, False, [0.0, 0.4, 0.5, 1.0, 1.0, 1.0, 1.0]),
+        (0.0, False, [1.0] * 7),
+        (0.0, True, [1.0] * 7),
+    ],
+)
+def test_importance_weights_by_hand(cap, masked, want):
+    ratio = torch.tensor([0.0, 0.4, 0.5, 1.0, 2.0, 2.5, INF])
+    assert importance_weights(ratio, cap, masked).tolist() == pytest.approx(want, abs=1e-7)
 
 
 def test_surrogate_metrics_count_the_tokens_that_the_clip_stops():
@@ -169,15 +257,16 @@ def test_surrogate_metrics_count_the_tokens_that_the_clip_stops():
     mask = torch.tensor([True] * 6 + [False])
     old = torch.full((7,), -1.0)
     got = surrogate_metrics(
-        ratio, old + ratio.log(), old, advantages, mask, clip_low=0.2, clip_high=0.3, denominator=8
+        ratio, old + ratio.log(), old, advantages, mask, clip_low=0.2, clip_high=0.3
     )
-    assert got["clip/low_fraction"] == 1 / 8  # 0.5 with -1; 0.85 is within
-    assert got["clip/high_fraction"] == 1 / 8  # 1.5 with +1; 1.25 is within, the last masked
+    assert got["clip/low_fraction"] == 1  # 0.5 with -1; 0.85 is within
+    assert got["clip/high_fraction"] == 1  # 1.5 with +1; 1.25 is within, the last masked
     k3 = sum(r - 1 - math.log(r) for r in [0.5, 0.5, 0.85, 1.25, 1.25, 1.5])
-    assert got["kl/old_policy"] == pytest.approx(k3 / 8, abs=1e-6)
+    assert got["kl/old_policy"] == pytest.approx(k3, abs=1e-6)  # KL of the old from the new
 
 
-def test_surrogate_metrics_ignore_what_is_masked():
-    junk, mask = torch.tensor([NAN, 1.0]), torch.tensor([False, True])
-    got = surrogate_metrics(junk, junk.log(), junk.log(), junk, mask, 0.2, 0.2, denominator=1)
+@pytest.mark.parametrize("junk", [NAN, INF, -INF])
+def test_surrogate_metrics_ignore_what_is_masked(junk):
+    ratio, mask = torch.tensor([junk, 1.0]), torch.tensor([False, True])
+    got = surrogate_metrics(ratio, ratio.log(), ratio.log(), ratio, mask, 0.2, 0.2)
     assert got == {"clip/low_fraction": 0, "clip/high_fraction": 0, "kl/old_policy": 0}

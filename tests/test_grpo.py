@@ -1,90 +1,137 @@
-"""GRPO: advantages within the group, and the clip in all its cases, by hand."""
+"""GRPO: advantages within the group, the clip of every variant in all its cases, by hand."""
 
 import math
 
 import pytest
 import torch
 
-from algorithms.grpo import EPS, Options, compute_advantages, compute_loss
+from algorithms.common import token_scale
+from algorithms.grpo import EPS, VARIANTS, Options, compute_advantages, compute_loss, with_variant
 
-NAN = float("nan")
 
-
-def advantages_of(returns, group_ids, scale="none"):
-    """One token a rollout, so that advantages are a plain list."""
-    rewards = torch.tensor(returns)[:, None]
-    mask = torch.ones_like(rewards, dtype=torch.bool)
-    cut = torch.zeros(len(returns), dtype=torch.bool)
+def advantages_of(rewards, group_ids, scale="none", turn_ids=None, mask=None, gamma=1.0):
+    """`compute_advantages` of lists [B][N], all of one turn and all sampled if nothing is said."""
+    rewards = torch.tensor(rewards)
+    mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    turn_ids = mask.long() * 0 if turn_ids is None else torch.tensor(turn_ids)
+    cut, group_ids = torch.zeros(len(rewards), dtype=torch.bool), torch.tensor(group_ids)
     options = Options(scale_rewards=scale)
-    got = compute_advantages(rewards, mask, torch.tensor(group_ids), None, cut, options)
-    return got.squeeze(1).tolist()
+    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)
 
 
-def loss_of(ratio, advantages, mask=None, weights=None, denominator=1.0, options=None):
+def of_returns(returns, group_ids, scale="none"):
+    """One token a rollout, so that advantages are a plain list."""
+    return advantages_of([[x] for x in returns], group_ids, scale).squeeze(1).tolist()
+
+
+def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
     """Loss, gradient of the log-probs and metrics where π / π_old is `ratio`, from π_old = 0.2."""
-    old = torch.full_like(ratio, math.log(0.2))
+    ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
+    old, ones = torch.full_like(ratio, math.log(0.2)), torch.ones_like(ratio)
     logprobs = (old + ratio.log()).requires_grad_()
-    mask = torch.ones_like(ratio, dtype=torch.bool) if mask is None else mask
-    weights = torch.ones_like(ratio) if weights is None else weights
-    loss, metrics = compute_loss(
-        logprobs, old, advantages, mask, weights, options or Options(), denominator
-    )
+    mask = ones.bool() if mask is None else torch.tensor(mask)
+    weights, scale = (ones if x is None else torch.tensor(x) for x in (weights, scale))
+    options = with_variant(Options(**settings))
+    loss, metrics = compute_loss(logprobs, old, advantages, mask, weights, scale, options)
     loss.backward()
     return loss.item(), logprobs.grad, metrics
 
 
-def test_advantages_are_returns_minus_the_mean_of_the_group():
-    assert advantages_of([1.0, 0.0, 8.0, 2.0], [0, 0, 1, 1]) == [0.5, -0.5, 3, -3]
+# the papers' numbers: what each variant divides advantages by, clips, and takes the mean over
+PAPERS = {
+    "grpo": ("group", 0.2, 0.2, "token", "min", "sequence"),
+    "dr_grpo": ("none", 0.2, 0.2, "token", "min", "constant"),
+    "dapo": ("group", 0.2, 0.28, "token", "min", "token"),
+    "gspo": ("group", 3e-4, 4e-4, "sequence", "min", "sequence"),
+    "cispo": ("group", 1.0, 4.0, "token", "cispo", "token"),
+}
 
 
-def test_groups_need_not_stand_side_by_side():
-    returns, groups = [1.0, 8.0, 0.0, 2.0, 0.5], [4, 9, 4, 9, 4]
-    for scale in ("group", "batch", "none"):
-        got = advantages_of(returns, groups, scale)
-        side_by_side = [0, 2, 4, 1, 3]
-        want = advantages_of(
-            [returns[i] for i in side_by_side], [groups[i] for i in side_by_side], scale
-        )
-        assert [got[i] for i in side_by_side] == pytest.approx(want, abs=1e-6)
-    assert advantages_of(returns, groups) == [0.5, 3, -0.5, -3, 0]
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_is_a_name_for_values_that_can_be_overruled(variant):
+    assert with_variant(Options(variant)) == Options(variant, *PAPERS[variant])
+    given = Options(variant, "batch", 0.0, 0.7, "sequence", "cispo", "constant", 3.0)
+    assert with_variant(given) == given  # 0 is given, too
+
+
+def test_advantages_are_returns_minus_the_mean_of_the_group_wherever_it_stands():
+    got = of_returns([1.0, 8.0, 0.0, 2.0, 0.5], [4, 9, 4, 9, 4])
+    assert got == [0.5, 3, -0.5, -3, 0]
 
 
 def test_scale_group_divides_by_each_group_s_own_deviation():
     # deviations of a sample: of (1, 0) √½, of (8, 2) √18
-    got = advantages_of([1.0, 8.0, 0.0, 2.0], [0, 1, 0, 1], "group")
+    got = of_returns([1.0, 8.0, 0.0, 2.0], [0, 1, 0, 1], "group")
     small, large = 0.5 / (math.sqrt(0.5) + EPS), 3 / (math.sqrt(18) + EPS)
     assert got == pytest.approx([small, large, -small, -large], abs=1e-6)
 
 
 def test_scale_batch_divides_all_by_the_deviation_of_the_returns():
     # returns 1, 0, 5, 2: mean 2, variance (1 + 4 + 9 + 0) / 3
-    got = advantages_of([1.0, 0.0, 5.0, 2.0], [0, 0, 1, 1], "batch")
+    got = of_returns([1.0, 0.0, 5.0, 2.0], [0, 0, 1, 1], "batch")
     deviation = math.sqrt(14 / 3) + EPS
     assert got == pytest.approx([a / deviation for a in (0.5, -0.5, 1.5, -1.5)], abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_a_group_without_spread_or_of_one_has_no_advantage(scale):
-    got = advantages_of([1.0, 1.0, 0.25, 9.0, 7.0], [0, 0, 1, 2, 2], scale)
+    got = of_returns([1.0, 1.0, 0.25, 9.0, 7.0], [0, 0, 1, 2, 2], scale)
     assert got[:3] == [0, 0, 0]
     assert got[3] == -got[4] > 0
+    assert of_returns([3.0], [0], scale) == [0]
 
 
-def test_advantages_are_the_same_for_all_tokens_of_a_rollout_and_zero_off_the_mask():
-    rewards = torch.tensor([[0.25, 0.0, 0.75], [0.0, 0.5, 0.0]])  # returns 1 and 0.5
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    cut, options = torch.zeros(2, dtype=torch.bool), Options("none")
-    got = compute_advantages(rewards, mask, torch.tensor([3, 3]), None, cut, options)
+def test_an_episode_s_rewards_count_for_all_its_tokens_and_nothing_off_the_mask():
+    got = advantages_of(
+        [[0.25, 0.0, 0.75], [0.0, 0.5, 0.0]],  # returns 1 and 0.5
+        group_ids=[3, 3],
+        mask=[[True, True, True], [True, True, False]],
+    )
     assert got.tolist() == [[0.25, 0.25, 0.25], [-0.25, -0.25, 0.0]]
 
 
-def test_at_ratio_1_the_loss_is_minus_the_mean_advantage_and_its_gradient_is_not_zero():
-    loss, gradient, _ = loss_of(torch.ones(2), torch.tensor([2.0, -1.0]), denominator=2)
-    assert loss == pytest.approx(-0.5, abs=1e-6)
-    assert gradient.tolist() == pytest.approx([-1, 0.5], abs=1e-6)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale):
+    """Two turns, three, one, and two of another group; what is paid a turn later counts half:
+
+    1 + 4/2 = 3, 4;    0 + (1 + 2/2)/2 = 1, 1 + 2/2 = 2, 2;    5;    4 + 6/2 = 7, 6
+    """
+    got = advantages_of(
+        [[0.0, 1.0, 4.0], [0.0, 1.0, 2.0], [5.0, 0.0, 0.0], [4.0, 0.0, 6.0]],
+        mask=[[True] * 3, [True] * 3, [True, False, False], [True] * 3],
+        turn_ids=[[0, 0, 1], [0, 1, 2], [0, 0, 0], [0, 1, 1]],
+        group_ids=[0, 0, 0, 1],
+        gamma=0.5,
+        scale=scale,
+    )
+    # (3+1+5)/3 = 3, (4+2)/2 = 3: who never came to turn 1 isn't asked; alone from there on
+    centred = torch.tensor([[0.0, 0, 1], [-2, -1, 0], [2, 0, 0], [0, 0, 0]])
+    first, second = {
+        "none": (1, 1),
+        "group": (2 + EPS, math.sqrt(2) + EPS),  # √((0+4+4)/2), √((1+1)/1)
+        "batch": (math.sqrt(20 / 3) + EPS, 2 + EPS),  # of 3, 1, 5, 7 and of 4, 2, 6
+    }[scale]
+    by = torch.tensor([[first, first, second], [first, second, 1], [first, 1, 1], [1, 1, 1]])
+    torch.testing.assert_close(got, centred / by, atol=1e-6, rtol=0)
 
 
-# clip_low 0.2, clip_high 0.3
+@pytest.mark.parametrize(
+    "aggregation, want",  # rollouts of 1 and 3 tokens with advantages 1 and -1, at ratio 1
+    [
+        ("token", (-1 + 3) / 4),
+        ("sequence", (-1 + (1 + 1 + 1) / 3) / 2),
+        ("constant", (-1 + 3) / (2 * 8)),
+    ],
+)
+def test_aggregation_says_what_the_loss_is_the_mean_of(aggregation, want):
+    mask = torch.tensor([[True, False, False], [True] * 3])
+    options = with_variant(Options(aggregation=aggregation))
+    scale = token_scale(mask, options.aggregation, max_tokens=8)
+    advantages, ones = torch.tensor([[1.0] * 3, [-1.0] * 3]), torch.ones(2, 3)
+    loss, _ = compute_loss(ones, ones, advantages, mask, ones, scale, options)
+    assert loss.item() == pytest.approx(want, abs=1e-6)
+
+
 CASES = {
     # ratio, advantage: loss, gradient of the log-prob (-A · ratio, or 0 where clipped)
     "high, good: clipped": (1.5, 2.0, -2.6, 0.0),
@@ -93,50 +140,93 @@ CASES = {
     "low, bad: clipped": (0.5, -2.0, 1.6, 0.0),
     "within, above 1, good": (1.25, 2.0, -2.5, -2.5),
     "within, below 1, bad": (0.85, -2.0, 1.7, 1.7),
+    "at 1, good": (1.0, 2.0, -2.0, -2.0),
+    "at 1, bad": (1.0, -2.0, 2.0, 2.0),
 }
 
 
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo"])
 @pytest.mark.parametrize("case", CASES)
-def test_clip_in_each_case(case):
+def test_clip_in_each_case(variant, case):
     ratio, advantage, want_loss, want_gradient = CASES[case]
-    options = Options(clip_low=0.2, clip_high=0.3)
     loss, gradient, metrics = loss_of(
-        torch.tensor([ratio]), torch.tensor([advantage]), options=options
+        [[ratio]], [[advantage]], variant=variant, clip_low=0.2, clip_high=0.3
     )
     assert loss == pytest.approx(want_loss, abs=1e-6)
     assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
-    if want_gradient == 0:
-        assert gradient.item() == 0  # not nearly
-    stopped = metrics["clip/low_fraction"] + metrics["clip/high_fraction"]
-    assert stopped == (want_gradient == 0)
+    stopped = want_gradient == 0
+    assert (gradient.item() == 0) == stopped  # not nearly
+    high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
+    assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
+    assert metrics["kl/old_policy"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
 
 
-def test_importance_weights_scale_loss_and_gradient():
-    loss, gradient, _ = loss_of(torch.ones(1), torch.tensor([3.0]), weights=torch.tensor([0.5]))
-    assert loss == pytest.approx(-1.5, abs=1e-6)
-    assert gradient.item() == pytest.approx(-1.5, abs=1e-6)
+@pytest.mark.parametrize(
+    "variant, low, high",
+    [("grpo", 0.8, 1.2), ("dr_grpo", 0.8, 1.2), ("dapo", 0.8, 1.28), ("gspo", 0.9997, 1.0004)],
+)
+def test_each_variant_stops_where_its_paper_says(variant, low, high):
+    hair = (high - 1) / 20
+    for ratio, advantage, stopped in [
+        (high + hair, 1.0, True), (high - hair, 1.0, False),
+        (low - hair, -1.0, True), (low + hair, -1.0, False),
+    ]:  # fmt: skip
+        _, gradient, _ = loss_of([[ratio]], [[advantage]], variant=variant)
+        assert gradient.item() == pytest.approx(0 if stopped else -advantage * ratio, abs=1e-6)
 
 
-def test_masked_tokens_never_matter():
-    mask = torch.tensor([[True, False], [False, True]])
-    junk = torch.where(mask, 1.0, NAN)
-    loss, gradient, metrics = loss_of(junk, 3 * junk, mask, junk, denominator=2)
-    assert loss == pytest.approx(-3, abs=1e-6)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.5, 0], [0, -1.5]]))
-    assert not any(math.isnan(value) for value in metrics.values())
+@pytest.mark.parametrize(
+    "ratio, advantage, want_loss, want_gradient",
+    [
+        (1.5, -2.0, 3.0, 3.0),  # below 2.5: as without
+        (4.0, -2.0, 5.0, 0.0),  # 8 without: the loss stops at 2.5 · 2
+        (0.5, -2.0, 1.6, 0.0),  # the other clip, as without
+        (4.0, 2.0, -2.4, 0.0),  # what is good was clipped at 1.2 already
+        (0.5, 2.0, -1.0, -1.0),
+    ],
+)
+def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
+    ratio, advantage, want_loss, want_gradient
+):
+    loss, gradient, _ = loss_of([[ratio]], [[advantage]], variant="grpo", dual_clip=2.5)
+    assert loss == pytest.approx(want_loss, abs=1e-6)
+    assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
 
 
-def test_micro_batches_add_up_to_the_whole():
-    generator = torch.Generator().manual_seed(0)
-    ratio = 0.5 + torch.rand(5, 4, generator=generator)  # clipped on both sides, and not
-    advantages = torch.randn(5, 4, generator=generator)
-    mask = torch.rand(5, 4, generator=generator) < 0.6
-    whole, gradient, metrics = loss_of(ratio, advantages, mask, denominator=11)
-    parts = [
-        loss_of(ratio[r], advantages[r], mask[r], denominator=11)
-        for r in torch.arange(5).split([1, 3, 1])
-    ]
-    assert sum(part[0] for part in parts) == pytest.approx(whole, abs=1e-6)
-    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient)
-    for name, value in metrics.items():
-        assert sum(part[2][name] for part in parts) == pytest.approx(value, abs=1e-6)
+@pytest.mark.parametrize(
+    "ratio, weight", [(0.01, 0.01), (0.5, 0.5), (1.0, 1.0), (4.5, 4.5), (6.0, 5.0), (60.0, 5.0)]
+)
+@pytest.mark.parametrize("advantage", [2.0, -2.0])
+def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, advantage):
+    loss, gradient, _ = loss_of([[ratio]], [[advantage]], variant="cispo")
+    assert loss == pytest.approx(-weight * advantage * math.log(0.2 * ratio), rel=1e-5)
+    assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
+
+
+def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
+    """Ratios 4 and 1: their geometric mean is 2. The third token isn't sampled."""
+    settings = {"variant": "gspo", "clip_low": 0.2, "clip_high": 0.3, "mask": [[True, True, False]]}
+    loss, gradient, metrics = loss_of([[4.0, 1.0, 9.0]], [[1.0] * 3], **settings)
+    assert loss == pytest.approx(-2.6, abs=1e-6)  # both tokens at 1.3
+    assert gradient.tolist() == [[0, 0, 0]]  # also of the one whose own ratio is 1
+    assert metrics["clip/high_fraction"] == 2
+    loss, gradient, _ = loss_of([[4.0, 1.0, 9.0]], [[-1.0] * 3], **settings)
+    assert loss == pytest.approx(4, abs=1e-5)  # 2 tokens · 2
+    # d ρ / d log π_t = ρ / 2, and both tokens carry ρ
+    torch.testing.assert_close(gradient, torch.tensor([[2.0, 2.0, 0.0]]), atol=1e-5, rtol=0)
+
+
+def test_gspo_lets_a_token_far_off_learn_if_its_sequence_is_not():
+    # ratios 2 and 1/2: geometric mean 1, where single tokens would be clipped
+    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], variant="gspo")
+    torch.testing.assert_close(gradient, torch.tensor([[-3.0, -3.0]]), atol=1e-6, rtol=0)
+    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], variant="grpo")
+    torch.testing.assert_close(gradient, torch.tensor([[0.0, -1.5]]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_and_scale_multiply_loss_and_gradient(variant):
+    plain_loss, plain, _ = loss_of([[1.0]], [[3.0]], variant=variant)
+    loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], variant=variant)
+    assert loss == pytest.approx(plain_loss / 8, abs=1e-6)
+    assert gradient.item() == plain.item() / 8 == pytest.approx(-3 / 8, abs=1e-6)

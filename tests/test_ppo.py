@@ -8,197 +8,200 @@ import torch
 from algorithms.ppo import Options, compute_advantages, compute_loss, gae, value_targets
 
 NAN = float("nan")
-ENDED = torch.tensor([False])
 # gaps at the start, in the middle and at the end; a full row; a row of one token
 GAPS = torch.tensor([[0, 1, 1, 0, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0]]).bool()
+TURNS = torch.tensor([[0, 0, 0, 0, 1, 0], [0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]])
 
 
 def draw(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    rewards, values = torch.randn(2, 3, 6, generator=generator, dtype=dtype)
-    return rewards, values
+    return torch.randn(2, 3, 6, generator=generator, dtype=dtype)  # rewards, values
 
 
-def double_sum(rewards, mask, values, truncated, gamma, lam):
-    """A_t = Σ_k (γλ)^k δ_t+k over the sampled tokens of each row, in Python floats."""
+def gae_of(rewards, values, gamma, lam, turn_ids=None, cut=False):
+    """`gae` of one rollout without gaps, of one turn if nothing is said, as a list."""
+    rewards, values = torch.tensor([rewards]), torch.tensor([values])
+    mask = torch.ones_like(values, dtype=torch.bool)
+    turn_ids = mask.long() if turn_ids is None else torch.tensor([turn_ids])
+    return gae(rewards, mask, turn_ids, values, torch.tensor([cut]), gamma, lam)[0].tolist()
+
+
+def double_sum(rewards, values, truncated, gamma, lam):
+    """A_t = Σ_k (Π_i<k γ_t+i λ) δ_t+k over the sampled tokens of each row, in Python floats; γ_t is
+    1 if the next token is of the same turn, else γ."""
     advantages = torch.zeros_like(rewards)
     for b in range(len(rewards)):
-        places = mask[b].nonzero().flatten().tolist()
+        places = GAPS[b].nonzero().flatten().tolist()
         r, v = rewards[b, places].tolist(), values[b, places].tolist()
+        turns = [*TURNS[b, places].tolist(), None]
         v.append(v[-1] if truncated[b] else 0.0)
-        deltas = [r[t] + gamma * v[t + 1] - v[t] for t in range(len(r))]
+        discounts = [1.0 if turns[t] == turns[t + 1] else gamma for t in range(len(r))]
+        deltas = [r[t] + discounts[t] * v[t + 1] - v[t] for t in range(len(r))]
         for t, place in enumerate(places):
             advantages[b, place] = sum(
-                (gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])
+                math.prod(discount * lam for discount in discounts[t:k]) * deltas[k]
+                for k in range(t, len(r))
             )
     return advantages
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-@pytest.mark.parametrize("cut", [[False, False, False], [True, False, True]])
-def test_gae_equals_the_double_sum_with_gaps_in_the_mask(gamma, lam, cut):
+@pytest.mark.parametrize("cut", [[False, False, False], [True, True, False], [False, False, True]])
+def test_gae_equals_the_double_sum_with_turns_and_gaps_in_the_mask(gamma, lam, cut):
     rewards, values = draw()
-    truncated, options = torch.tensor(cut), Options(gamma=gamma, lam=lam)
-    got = gae(rewards, GAPS, values, truncated, options)
-    want = double_sum(rewards, GAPS, values, truncated, gamma, lam)
+    truncated = torch.tensor(cut)
+    got = gae(rewards, GAPS, TURNS, values, truncated, gamma, lam)
+    want = double_sum(rewards, values, truncated, gamma, lam)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
-def test_gae_by_hand():
-    # δ = (0 + 0.5 · 2 - 1, 4 - 2) = (0, 2), γλ = 0.25
-    rewards, values = torch.tensor([[0.0, 4.0]]), torch.tensor([[1.0, 2.0]])
-    got = gae(rewards, values > 0, values, ENDED, Options(gamma=0.5, lam=0.5))
-    assert got.tolist() == [[0.5, 2.0]]
+@pytest.mark.parametrize(
+    "turn_ids, want",
+    [
+        ([0, 1], [0.5, 2.0]),  # δ = (0 + 2/2 - 1, 4 - 2) = (0, 2); 0 + 1/4 · 2
+        ([0, 0], [2.0, 2.0]),  # δ = (0 + 2 - 1, 4 - 2) = (1, 2); 1 + 1/2 · 2
+    ],
+)
+def test_gae_discounts_between_turns_and_trusts_less_from_token_to_token(turn_ids, want):
+    assert gae_of([0.0, 4.0], [1.0, 2.0], gamma=0.5, lam=0.5, turn_ids=turn_ids) == want
 
 
 def test_gae_with_lam_1_is_the_return_to_go_minus_the_value():
-    rewards, values = torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[0.5, 3.0, 1.0]])
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    got = gae(rewards, mask, values, ENDED, Options(lam=1.0))
-    assert got.tolist() == [[4.5, 1.0, 3.0]]
+    got = gae_of([1.0, 0.0, 4.0], [0.5, 3.0, 1.0], 0.5, lam=1.0, turn_ids=[0, 1, 1])
+    assert got == [1 + 4 / 2 - 0.5, 4 - 3, 4 - 1]
 
 
-def test_gae_with_gamma_0_sees_only_the_reward_of_the_token():
-    rewards, values = torch.tensor([[1.0, 4.0]]), torch.tensor([[0.5, 3.0]])
-    got = gae(rewards, values > 0, values, torch.tensor([True]), Options(gamma=0.0, lam=1.0))
-    assert got.tolist() == [[0.5, 1.0]]
+def test_gae_with_lam_0_looks_one_value_ahead():
+    got = gae_of([1.0, 0.0, 4.0], [0.5, 3.0, 1.0], 0.5, lam=0.0, turn_ids=[0, 1, 1])
+    assert got == [1 + 3 / 2 - 0.5, 1 - 3, 4 - 1]
 
 
-def test_a_truncated_rollout_goes_on_in_its_last_value():
-    rewards, values = torch.zeros(2, 3), torch.tensor([[1.0, 3.0, 99.0]] * 2)
+def test_gae_with_gamma_0_sees_no_further_than_the_turn():
+    got = gae_of([1.0, 0.0, 4.0], [0.5, 3.0, 1.0], 0.0, 1.0, turn_ids=[0, 1, 1], cut=True)
+    assert got == [1 - 0.5, 4 - 3, 4 - 1]
+
+
+def test_a_truncated_rollout_goes_on_in_its_last_value_a_turn_later():
+    values = torch.tensor([[1.0, 3.0, 99.0]] * 2)
     mask = torch.tensor([[True, True, False]] * 2)  # 99 stands on padding
-    got = gae(rewards, mask, values, torch.tensor([True, False]), Options(lam=1.0))
-    assert got.tolist() == [[2, 0, 0], [-1, -3, 0]]
+    cut, zeros = torch.tensor([True, False]), torch.zeros(2, 3)
+    for gamma, after in ((1.0, 3.0), (0.5, 1.5)):
+        got = gae(zeros, mask, zeros.long(), values, cut, gamma, lam=1.0)
+        assert got.tolist() == [[after - 1, after - 3, 0], [-1, -3, 0]]
 
 
 def test_value_targets_with_lam_1_are_the_returns_to_go():
-    rewards = torch.tensor([[0.0, 0.25, 1.0]])
-    mask = torch.tensor([[True, True, True]])
-    got = value_targets(rewards, mask, torch.tensor([[0.3, -2.0, 5.0]]), ENDED, Options(lam=1.0))
-    torch.testing.assert_close(got, torch.tensor([[1.25, 1.25, 1.0]]))
+    rewards, values = torch.tensor([[0.0, 0.25, 1.0]]), torch.tensor([[0.3, -2.0, 5.0]])
+    turn_ids, cut = torch.tensor([[0, 0, 1]]), torch.tensor([False])
+    got = value_targets(rewards, rewards >= 0, turn_ids, values, cut, 0.5, Options(lam=1.0))
+    torch.testing.assert_close(got, torch.tensor([[0.75, 0.75, 1.0]]), atol=1e-6, rtol=0)
 
 
-def test_advantages_are_normalised_gae():
-    rewards, values = draw(torch.float32)
-    cut, options = torch.zeros(3, dtype=torch.bool), Options()
-    got = compute_advantages(rewards, GAPS, torch.zeros(3), values, cut, options)[GAPS]
-    raw = gae(rewards, GAPS, values, cut, options)[GAPS]
-    want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
-    torch.testing.assert_close(got, want)
-
-
-def test_advantages_and_targets_ignore_what_is_masked():
+def test_value_targets_are_gae_plus_the_old_values_and_0_off_the_mask():
     rewards, values = draw()
-    cut, options = torch.tensor([True, False, True]), Options()
-    junk_rewards, junk_values = (x.masked_fill(~GAPS, NAN) for x in (rewards, values))
-    for function in (gae, value_targets):
-        got = function(junk_rewards, GAPS, junk_values, cut, options)
-        want = function(rewards, GAPS, values, cut, options)
-        assert torch.equal(got, want)
-        assert (got[~GAPS] == 0).all()
+    cut, junk = torch.tensor([True, False, False]), values.masked_fill(~GAPS, NAN)
+    got = value_targets(rewards, GAPS, TURNS, junk, cut, 0.5, Options(lam=0.75))
+    want = (gae(rewards, GAPS, TURNS, values, cut, 0.5, 0.75) + values) * GAPS
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
 
-def loss_of(ratio, advantages, values, old_values, targets, mask=None, **settings):
-    """Loss, gradients of log-probs and values, metrics; π / π_old is `ratio`, from π_old = 0.2."""
-    denominator, options = settings.pop("denominator", 1.0), Options(**settings)
-    old = torch.full_like(ratio, math.log(0.2))
-    logprobs, values = (old + ratio.log()).requires_grad_(), values.clone().requires_grad_()
-    mask = torch.ones_like(ratio, dtype=torch.bool) if mask is None else mask
-    weights = torch.where(mask, 1.0, NAN)
-    loss, metrics = compute_loss(
-        logprobs, old, advantages, mask, weights, options, denominator, values, old_values, targets
+def test_advantages_are_gae_normalised_over_the_batch():
+    rewards, values = draw(torch.float32)
+    cut, group_ids = torch.tensor([True, False, False]), torch.zeros(3)
+    got = compute_advantages(rewards, GAPS, TURNS, group_ids, values, cut, 0.9, Options(lam=0.8))
+    raw = gae(rewards, GAPS, TURNS, values, cut, 0.9, 0.8)[GAPS]
+    want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
+    torch.testing.assert_close(got[GAPS], want, atol=1e-6, rtol=0)
+    assert (got[~GAPS] == 0).all()
+
+
+def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):
+    """Of one token: loss, gradients of log-prob and value, metrics; π / π_old is `ratio`."""
+    ratio, advantage, value, old_value, target, weight, scale = (
+        torch.tensor([[x]]) for x in (ratio, advantage, value, old_value, target, weight, scale)
     )
+    old = torch.full_like(ratio, math.log(0.2))
+    logprobs, value = (old + ratio.log()).requires_grad_(), value.requires_grad_()
+    loss, metrics = compute_loss(
+        logprobs, old, advantage, ratio > 0, weight, scale, Options(**given), value, old_value,
+        target,
+    )  # fmt: skip
     loss.backward()
-    return loss.item(), logprobs.grad, values.grad, metrics
+    return loss.item(), logprobs.grad.item(), value.grad.item(), metrics
 
 
 CASES = {
     # ratio, advantage: loss, gradient of the log-prob (-A · ratio, or 0 where clipped)
-    "at 1": (1.0, 2.0, -2.0, -2.0),
+    "at 1, good": (1.0, 2.0, -2.0, -2.0),
+    "at 1, bad": (1.0, -2.0, 2.0, 2.0),
     "high, good: clipped": (1.5, 2.0, -2.4, 0.0),
     "high, bad: pushed down": (1.5, -2.0, 3.0, 3.0),
     "low, good: pushed up": (0.5, 2.0, -1.0, -1.0),
     "low, bad: clipped": (0.5, -2.0, 1.6, 0.0),
+    "within, above 1, good": (1.15, 2.0, -2.3, -2.3),
+    "within, below 1, bad": (0.85, -2.0, 1.7, 1.7),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_clip_in_each_case(case):
     ratio, advantage, want_loss, want_gradient = CASES[case]
-    zero = torch.zeros(1)  # the value is right: no value loss
-    loss, gradient, _, metrics = loss_of(
-        torch.tensor([ratio]), torch.tensor([advantage]), zero, zero, zero, clip=0.2
-    )
+    loss, gradient, of_value, metrics = loss_of(ratio, advantage, clip=0.2)  # the value is right
     assert loss == pytest.approx(want_loss, abs=1e-6)
-    assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
-    if want_gradient == 0:
-        assert gradient.item() == 0  # not nearly
-    stopped = metrics["clip/low_fraction"] + metrics["clip/high_fraction"]
-    assert stopped == (want_gradient == 0)
+    assert gradient == pytest.approx(want_gradient, abs=1e-6)
+    stopped = want_gradient == 0
+    assert (gradient == 0) == stopped  # not nearly
+    high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
+    assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
+    assert metrics["kl/old_policy"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+    assert of_value == metrics["value/loss"] == 0
 
 
 VALUE_CASES = {
     # value, old value, target: larger of both squared errors, gradient of half of it
-    "within the clip": (1.25, 1.0, 2.0, 0.75**2, -0.75),
-    "beyond it, towards the target: stopped": (2.0, 1.0, 3.0, 1.5**2, 0.0),
-    "beyond it, away from the target: pulled back": (0.0, 1.0, 3.0, 3.0**2, -3.0),
+    "above, within the clip": (1.25, 1.0, 2.0, 0.75**2, -0.75),
+    "below, within the clip": (0.75, 1.0, 0.0, 0.75**2, 0.75),
+    "above, towards the target: stopped": (2.0, 1.0, 3.0, 1.5**2, 0.0),
+    "below, towards the target: stopped": (0.0, 1.0, -1.0, 1.5**2, 0.0),
+    "above, away from the target: pulled back": (2.0, 1.0, -1.0, 3.0**2, 3.0),
+    "below, away from the target: pulled back": (0.0, 1.0, 3.0, 3.0**2, -3.0),
+    "above, past the target by less than the clip lacks: stopped": (2.0, 1.0, 1.875, 0.375**2, 0),
+    "above, past the target by more: pulled back": (2.0, 1.0, 1.625, 0.375**2, 0.375),
 }
 
 
 @pytest.mark.parametrize("case", VALUE_CASES)
 def test_value_clip_in_each_case(case):
     value, old_value, target, error, want_gradient = VALUE_CASES[case]
-    numbers = (torch.tensor([x]) for x in (value, old_value, target))
-    loss, _, gradient, metrics = loss_of(
-        torch.ones(1), torch.zeros(1), *numbers, value_clip=0.5, value_coef=0.2
-    )
+    numbers = (value, old_value, target)
+    loss, _, gradient, metrics = loss_of(1.0, 0.0, *numbers, value_clip=0.5, value_coef=0.2)
     assert loss == pytest.approx(0.2 * error / 2, abs=1e-6)
-    assert gradient.item() == pytest.approx(0.2 * want_gradient, abs=1e-6)
-    assert metrics["value/loss"] == pytest.approx(error / 2, abs=1e-6)
+    assert gradient == pytest.approx(0.2 * want_gradient, abs=1e-6)
+    assert metrics["value/loss"] == pytest.approx(error / 2, abs=1e-6)  # without the coefficient
 
 
-def test_value_clip_0_is_no_limit():
-    numbers = (torch.tensor([x]) for x in (2.0, 1.0, 3.0))
-    _, _, gradient, _ = loss_of(
-        torch.ones(1), torch.zeros(1), *numbers, value_clip=0.0, value_coef=1.0
-    )
-    assert gradient.item() == -1
+@pytest.mark.parametrize("case", VALUE_CASES)
+def test_value_clip_0_is_no_limit(case):
+    value, old_value, target, _, _ = VALUE_CASES[case]
+    numbers = (value, old_value, target)
+    loss, _, gradient, _ = loss_of(1.0, 0.0, *numbers, value_clip=0.0, value_coef=1.0)
+    assert loss == pytest.approx((value - target) ** 2 / 2, abs=1e-6)
+    assert gradient == pytest.approx(value - target, abs=1e-6)
 
 
 def test_value_coef_0_leaves_the_values_alone():
-    numbers = (torch.tensor([x]) for x in (2.0, 1.0, 3.0))
-    loss, _, gradient, _ = loss_of(torch.ones(1), torch.ones(1), *numbers, value_coef=0.0)
+    loss, _, gradient, metrics = loss_of(1.0, 1.0, 2.0, 1.0, 3.0, value_coef=0.0)
     assert loss == pytest.approx(-1, abs=1e-6)
-    assert gradient.item() == 0
+    assert gradient == 0
+    assert metrics["value/loss"] > 0  # it is measured all the same
 
 
-@pytest.mark.parametrize("value_clip", [0.0, 0.5])
-def test_masked_tokens_never_matter(value_clip):
-    mask = torch.tensor([[True, False], [False, True]])
-    junk = torch.where(mask, 1.0, NAN)
-    loss, gradient, value_gradient, metrics = loss_of(
-        junk, 3 * junk, junk, junk, 2 * junk, mask,
-        denominator=2, value_clip=value_clip, value_coef=1.0,
-    )  # fmt: skip
-    assert loss == pytest.approx(-3 + 0.5, abs=1e-6)
-    torch.testing.assert_close(gradient, torch.tensor([[-1.5, 0], [0, -1.5]]))
-    torch.testing.assert_close(value_gradient, torch.tensor([[-0.5, 0], [0, -0.5]]))
-    assert not any(math.isnan(value) for value in metrics.values())
-
-
-def test_micro_batches_add_up_to_the_whole():
-    generator = torch.Generator().manual_seed(0)
-    tensors = torch.randn(5, 5, 4, generator=generator)
-    tensors[0] = 0.5 + torch.rand(5, 4, generator=generator)  # ratios, on both sides of the clip
-    mask = torch.rand(5, 4, generator=generator) < 0.6
-    whole = loss_of(*tensors, mask, denominator=11)
-    parts = [
-        loss_of(*tensors[:, rows], mask[rows], denominator=11)
-        for rows in torch.arange(5).split([1, 3, 1])
-    ]
-    assert sum(part[0] for part in parts) == pytest.approx(whole[0], abs=1e-6)
-    for i in (1, 2):
-        torch.testing.assert_close(torch.cat([part[i] for part in parts]), whole[i])
-    for name, value in whole[3].items():
-        assert sum(part[3][name] for part in parts) == pytest.approx(value, abs=1e-6)
+def test_weights_are_of_the_policy_and_scale_is_of_both():
+    loss, gradient, of_value, metrics = loss_of(
+        1.0, 3.0, value=2.0, old_value=2.0, target=1.0, weight=0.5, scale=0.25, value_coef=1.0
+    )
+    assert loss == pytest.approx((-0.5 * 3 + 1 / 2) / 4, abs=1e-6)
+    assert gradient == pytest.approx(-0.5 * 3 / 4, abs=1e-6)
+    assert of_value == pytest.approx(1 / 4, abs=1e-6)
+    assert metrics["value/loss"] == 0.5  # sums of tokens, not scaled

@@ -16,8 +16,9 @@ def test_loss_is_minus_the_sum_of_demonstrated_logprobs_over_the_denominator():
     assert metrics == {}
 
 
-def test_masked_tokens_never_matter():
-    logprobs = torch.tensor([[-1.0, float("nan")]], requires_grad=True)
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), float("-inf")])
+def test_masked_tokens_never_matter(junk):
+    logprobs = torch.tensor([[-1.0, junk]], requires_grad=True)
     loss, _ = compute_loss(logprobs, torch.tensor([[True, False]]), 1)
     loss.backward()
     assert loss.item() == 1
