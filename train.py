@@ -7,37 +7,32 @@
 An update: P tasks, G rollouts of each; what was sampled is paid, compared and learnt from.
 """
 
-import importlib.util
 import math
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 
 from algorithms import common, grpo, ppo, reinforce, sft
 from algorithms.grpo import Options as GrpoOptions
 from algorithms.ppo import Options as PpoOptions
 from algorithms.reinforce import Options as ReinforceOptions
-from core import batching, checkpoint, cli, journal, metrics, tasks
-from core.batched_env import BatchedEnv, without_failed
-from core.console import Display
-from core.interrupt import Interrupt, Stopped
-from core.model import Policy, load_policy
-from core.nanollm import make_sampler
-from core.openai_sampler import OpenAISampler
-from core.optimizer import MasterAdamW, make_optimizer
-from core.sampler import Sampler, SamplingParams
+from core import batching, checkpoint, cli, journal, metrics, selection, settings, tasks
+from core.interrupt import Stopped
+from core.model import Policy
+from core.reference import as_reference
+from core.run import Run, open_run
+from core.sampler import SamplingParams
 from core.types import Rollout, UsageError
 
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
 RUNS = Path("runs")
+Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
 SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
 
@@ -49,11 +44,13 @@ class Config:
     model_id: str = "tiny"  # hub id or folder; tiny: a Qwen3 of 0.8M random weights, from the seed
     env: tuple[str, ...] = ("letter_counting",)  # name[:key=value,...]; several are mixed evenly
     eval_env: tuple[str, ...] = ()  # environments to evaluate on; none given: those of --env
-    train_difficulty: int = 0  # `difficulty` of the environments that have it; 0: as --env says
+    train_difficulty: int = 0  # difficulty, level, n_hops or length of --env; 0: as it says itself
+    curriculum: float = 0.0  # share right at which tasks get harder, half: easier again; 0: off
     num_updates: int = 50  # updates of RL; 0: only the warm start and the evaluation
     num_prompts: int = 16  # P, tasks in an update
     group_size: int = 8  # G, rollouts of each task
-    num_epochs: int = 1  # optimiser steps on each update's rollouts
+    num_epochs: int = 1  # times that each update's rollouts are learnt from
+    num_minibatches: int = 1  # parts of the rollouts in an epoch, each with a step of its own
     lr: float | None = None  # learning rate of RL; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 else
     max_grad_norm: float = 1.0  # gradients are scaled down to this norm; 0: never
     temperature: float = 1.0  # of sampling in training; evaluation is greedy
@@ -64,7 +61,19 @@ class Config:
     thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
     max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
     max_tokens_per_micro_batch: int | None = None  # padded ones; None: 2048 for tiny, 8192 else
+    filter_groups: int = 0  # rounds in which groups without spread in reward are replaced; 0: none
+    overlong_buffer: int = 0  # tokens before --max-tokens over which a penalty grows to 1; 0: none
+    mask_truncated: bool = False  # whether completions cut off at --max-tokens aren't learnt from
+    gamma: float = 1.0  # what is paid a turn later counts so much; 1: as much
+    credit: Literal["episode", "turn"] | None = None  # a turn for all, or its own; None: episode
+    entropy_coef: float = 0.0  # weight of the entropy of each token in the loss; 0: none
+    kl_coef: float = 0.0  # weight of the KL to the policy before RL or without adapters; 0: none
+    kl_estimator: common.KL = "k2"  # k2 in the loss and k1 in the reward have the gradient of KL
+    kl_in: Literal["loss", "reward"] = "loss"  # where the KL is counted
     tis_cap: float = 2.0  # cap of the importance weights between sampler and trainer; 0: no weights
+    tis_level: common.Level = "token"  # a weight a token; or the geometric mean over its sequence
+    tis_mode: Literal["truncate", "mask"] = "truncate"  # mask: out of 1/cap..cap counts nothing
+    sft_best: int = 0  # best rollouts, one a task, kept and imitated after each update; 0: none
     lora_rank: int = 0  # rank of LoRA adapters on all linear layers; 0: train all weights
     lora_alpha: float = 0.0  # adapters count alpha/rank; 0: alpha is twice the rank
     sft_steps: int | None = None  # warm-start steps on demonstrations; None: 800 for tiny, 0 else
@@ -89,80 +98,33 @@ class Config:
     ppo: PpoOptions = field(default_factory=PpoOptions)
 
 
-@dataclass
-class Run:
-    """What the loop stands on."""
-
-    folder: Path
-    policy: Policy
-    optimizer: MasterAdamW
-    batched_env: BatchedEnv  # plays
-    sampler: Sampler  # writes
-    log: journal.Journal
-    display: Display
-    stop: Interrupt
-    progress: dict[str, int]  # what a checkpoint remembers
-
-    def save(self) -> None:
-        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
-
-
 def main(cfg: Config) -> int:
     """The whole run: warm start, then updates of RL with evaluations. Returns the exit code."""
-    # --- refuse what can be refused before anything is written ----------------------------------
-    cfg = check(resolve(cfg))
+    cfg = settings.resolve(cfg)
+    cfg = replace(cfg, grpo=grpo.with_variant(cfg.grpo)) if cfg.algo == "grpo" else cfg
+    settings.check(cfg, ALGORITHMS)
     train_envs = [tasks.with_difficulty(spec, cfg.train_difficulty) for spec in cfg.env]
     eval_envs = [tasks.with_difficulty(spec, 0) for spec in cfg.eval_env] or train_envs
     if cfg.sft_steps:
         tasks.check_demonstrations(train_envs)
-    stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    folder = Path(cfg.resume) if cfg.resume else journal.new_folder(RUNS, cfg.run_name, stem)
-    found = checkpoint.find_checkpoint(folder) if cfg.resume else checkpoint.NEW_RUN
-    served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
-    policy = load_policy(
-        "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
-        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo",
-        max_length=cfg.max_model_len, tiny_folder=folder / "base",
-    )  # fmt: skip
-    in_warm_start = found.progress["sft_step"] < cfg.sft_steps
-    optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
-    if found.folder:
-        checkpoint.load_checkpoint(found.folder, policy, optimizer)
-    sampler: Sampler = (
-        OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
-        make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, optimizer.memory_to_come())
-    )  # fmt: skip
-    journal.rewind(folder, found.progress)
-    settings = cli.to_dict(cfg, ALGORITHMS)
-    journal.create_run(folder, settings)
+    config = cli.to_dict(cfg, ALGORITHMS)
 
-    with (
-        closing(sampler),
-        Interrupt() as stop,
-        journal.Journal(folder, settings, cfg.track) as log,
-        Display(f"picoRL · {cfg.algo} · {' '.join(train_envs)} · {policy.size()}") as display,
-    ):
-        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking=cfg.thinking == "drop")
-        run = Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
-                  dict(found.progress))  # fmt: skip
-        for remark in [*found.remarks, *filter(None, [sampler.remark])]:
-            display.say(remark)
-        if cfg.top_p < 1 or cfg.top_k > 0:
-            display.say("with --top-p or --top-k the sampler's log-probs are renormalised over the "
-                        "tokens left, the trainer's are not: expect a gap")  # fmt: skip
+    with open_run(cfg, config, RUNS, settings.remarks(cfg)) as run:
         try:
-            if in_warm_start:
+            if run.progress["sft_step"] < cfg.sft_steps:
                 warm_start(cfg, run, train_envs)
+            if cfg.kl_coef:
+                run.keep_reference()
             code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
         except Stopped:
             run.save()
-            display.say(f"stopped and saved; go on with: python train.py --resume {folder}")
+            run.display.say(f"stopped and saved; go on with: python train.py --resume {run.folder}")
             code = 130
-    journal.write_pages(folder, settings)
+    journal.write_pages(run.folder, config)
     if code == 0:
-        if not served:
-            checkpoint.export_model(folder, policy)
-        print("\n".join(journal.summary(folder, settings)))
+        if cfg.sampler != "openai":
+            checkpoint.export_model(run.folder, run.policy)
+        print("\n".join(journal.summary(run.folder, config)))
     return code
 
 
@@ -174,21 +136,12 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             for group in run.optimizer.param_groups:
                 group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            shown = batching.to_update(run.batched_env.demonstrate(drawn))
-            total = 0.0
-            for batch in micro_batches(cfg, run.policy, shown):
-                logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
-                loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
-                loss.backward()
-                total += loss.item()
-            apply_gradients(cfg, run.optimizer, finite=math.isfinite(total))
+            loss = imitate(cfg, run, run.batched_env.demonstrate(drawn))
             run.progress["sft_step"] = step + 1
-            phase.advance(f"loss {total:.3f}")
+            phase.advance(f"loss {loss:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
-                run.log.log({"sft_step": step + 1, "sft/loss": total, "time/sft_s": phase.lap()})
-    run.optimizer.release()  # RL begins with fresh moments
-    run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)
-    run.sampler.sync()
+                run.log.log({"sft_step": step + 1, "sft/loss": loss, "time/sft_s": phase.lap()})
+    run.begin_rl(cfg.lr, cfg.ppo.value_lr)
 
 
 def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list[str]) -> bool:
@@ -220,77 +173,179 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
 
 
 def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[str, Any]:
-    """One update: P tasks, G rollouts of each in one batch; then one lesson from all of them."""
+    """One update: P tasks, G rollouts of each; then one lesson from all of them."""
     started = time.perf_counter()
-    drawn = tasks.train_tasks(envs, cfg.seed, update, cfg.num_prompts, cfg.group_size)
-    seed = cfg.seed * 1_000_003 + update
-    params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
-    with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-        watch = phase.tick_and(run.stop.check)
-        played = run.batched_env.collect(drawn, run.sampler, params, watch)
-    rollouts, remarks = without_failed(played)
-    for remark in remarks:
-        run.display.say(remark)
+    level = run.progress["level"]
+    played, kept = play(cfg, run, [tasks.harder(spec, level) for spec in envs], update)
     sampled = time.perf_counter()
     # from here on the update is finished, whatever signal comes
-    record: dict[str, Any] = metrics.rollout_metrics(rollouts)
-    record["episodes/failed"] = 1 - len(rollouts) / len(played)
-    record |= learn(cfg, run.policy, run.optimizer, rollouts)
+    good, _ = selection.without_failed(played)
+    record: dict[str, Any] = metrics.rollout_metrics(good)
+    record |= {"episodes/failed": 1 - len(good) / len(played), "groups/level": level}
+    record |= learn(cfg, run, kept, update)
+    record["tokens/sampled"] = sum(rollout.num_tokens for rollout in played)
+    if cfg.curriculum:
+        success = record["reward/correct"]
+        run.progress["level"] = tasks.next_step(envs, level, success, cfg.curriculum)
+    if cfg.sft_best:
+        run.progress["best"] = selection.keep_best(run.progress["best"], kept, cfg.sft_best)
+        record["sft/best_loss"] = imitate(cfg, run, selection.as_rollouts(run.progress["best"]))
     run.sampler.sync()
     record["time/rollout_s"] = sampled - started
     record["time/train_s"] = time.perf_counter() - sampled
     run.log.log_rollouts("train", update, played)
-    run.display.update(update, record, rollouts)
+    run.display.update(update, record, kept)
     return record
 
 
-def learn(
-    cfg: Config, policy: Policy, optimizer: MasterAdamW, rollouts: list[Rollout]
-) -> dict[str, float]:
+def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, list]:
+    """All rollouts of the update, and those to learn from: --filter-groups leaves out tasks whose
+    rollouts were all paid alike, and plays others instead, so many times."""
+    played: list[Rollout] = []
+    kept: list[Rollout] = []
+    for attempt in range(1 + cfg.filter_groups):
+        missing = cfg.num_prompts - len(selection.by_task(kept))
+        if missing == 0:
+            break
+        drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
+        seed = cfg.seed * 1_000_003 + update + attempt * 1009
+        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
+            watch = phase.tick_and(run.stop.check)
+            fresh = run.batched_env.collect(drawn, run.sampler, params, watch)
+        for rollout in fresh:
+            rollout.group_id += len(played)  # a number that no group has yet
+        played += fresh
+        good, remarks = selection.without_failed(fresh)
+        for remark in remarks:
+            run.display.say(remark)
+        kept += selection.with_spread(good) if cfg.filter_groups else good
+    return played, kept or good
+
+
+def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
     """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
-    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
     update = batching.to_update(rollouts)
-    old_logprobs = torch.zeros_like(update.rewards)  # [B, N], as all that is known of a token
-    values = targets = None
-    if cfg.algo == "ppo":
-        values = torch.zeros_like(update.rewards)
-        with torch.no_grad():
-            for batch in micro_batches(cfg, policy, update):
-                batching.put(forward(policy, batch, cfg.temperature)[2], batch, into=values)
-        targets = ppo.value_targets(update.rewards, update.mask, values, update.truncated, options)
-    advantages = algorithm.compute_advantages(
-        update.rewards, update.mask, update.group_ids, values, update.truncated, options
-    )
-    for epoch in range(cfg.num_epochs):
-        totals: dict[str, float] = defaultdict(float)
-        for batch in micro_batches(cfg, policy, update):
-            logprobs, entropy, now_values = forward(policy, batch, cfg.temperature)
-            if epoch == 0:  # no step was taken yet: these are the weights that sampled
-                batching.put(logprobs.detach(), batch, into=old_logprobs)
-            old = batching.rows(old_logprobs, batch)
-            weights = common.importance_weights(
-                old, batching.rows(update.sampler_logprobs, batch), cfg.tis_cap
-            )
-            extra: tuple[torch.Tensor, ...] = ()
-            if cfg.algo == "ppo":
-                extra = (now_values, batching.rows(values, batch), batching.rows(targets, batch))
-            loss, parts = algorithm.compute_loss(
-                logprobs, old, batching.rows(advantages, batch), batch.completion_mask, weights,
-                options, update.num_tokens, *extra,
-            )  # fmt: skip
-            loss.backward()  # gradients add up; the graph of one micro-batch is alive at a time
-            parts |= {"loss": loss.item(), "tokens/trained": batch.num_tokens}
-            parts["policy/entropy"] = entropy.sum().item() / update.num_tokens
-            for name, value in parts.items():
-                totals[name] += value
-        grad_norm, stepped = apply_gradients(cfg, optimizer, finite=math.isfinite(totals["loss"]))
-        totals |= {"grad/norm": grad_norm, "update/skipped": float(not stepped)}
+    known = score(cfg, run, update)
+    assign_credit(cfg, update, known)
+    learnt = update.mask & ~update.cut_off if cfg.mask_truncated else update.mask
+    aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
+    totals, sums = dict[str, float](), defaultdict[str, float](float)
+    seed = (cfg.seed * 1_000_003 + number) * 101
+    steps = batching.minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
+    for step, rows in enumerate(steps):
+        known["scale"] = torch.zeros_like(update.rewards)
+        known["scale"][rows] = common.token_scale(learnt[rows], aggregation, cfg.max_tokens)
+        found = backward(cfg, run.policy, update, known, rows, first=step == 0)
+        if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/old_policy"]:
+            run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
+            break
+        head_only = cfg.algo == "ppo" and number <= cfg.ppo.value_warmup
+        finite = math.isfinite(found["loss"])
+        norm, stepped = run.optimizer.clip_and_step(cfg.max_grad_norm, finite, head_only)
+        totals |= {"loss": found["loss"], "grad/norm": norm, "update/skipped": float(not stepped)}
+        totals["update/steps"] = step + stepped
+        if step % cfg.num_minibatches == 0:
+            sums.clear()  # the metrics are those of the last epoch
+        for name, value in found.items():
+            sums[name] += value
         if not stepped:
             break
-    if values is not None:
-        totals |= metrics.value_metrics(targets[update.mask], values[update.mask])
-    totals |= metrics.gap_metrics(old_logprobs, update.sampler_logprobs, update.mask, cfg.tis_cap)
-    return {**totals, "tokens/sampled": update.num_tokens}
+    totals |= {k: v / sums["tokens"] for k, v in sums.items() if k not in ("loss", "tokens")}
+    totals |= metrics.token_metrics(known, update.mask)
+    return {**totals, "tokens/trained": int(learnt.sum())}
+
+
+def score(cfg: Config, run: Run, update: batching.Update) -> Known:
+    """What has to be known before the first step: log-probs under the weights that sampled, under
+    the reference, and values. What isn't needed so early, the first pass of learning makes."""
+    known = {"sampler_logprobs": update.sampler_logprobs}
+    names = ["old_logprobs", *(["values"] if cfg.algo == "ppo" else [])]
+    names += ["ref_logprobs"] if run.reference is not None else []
+    known |= {name: torch.zeros_like(update.rewards) for name in names}
+    if len(names) == 1 and cfg.num_minibatches == 1:
+        return known
+    for batch in micro_batches(cfg, run.policy, update.sequences):
+        with torch.no_grad():
+            logprobs, _, values = forward(run.policy, batch, cfg.temperature)
+        batching.put(logprobs, batch, into=known["old_logprobs"])
+        if values is not None:
+            batching.put(values, batch, into=known["values"])
+        if run.reference is not None:
+            with as_reference(run.reference) as reference:
+                logprobs, _, _ = forward(reference, batch, cfg.temperature)
+            batching.put(logprobs, batch, into=known["ref_logprobs"])
+    return known
+
+
+def assign_credit(cfg: Config, update: batching.Update, known: Known) -> None:
+    """From rewards to the advantage of each token; for PPO, what its value should have been."""
+    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
+    rewards, turn_ids = update.rewards, update.turn_ids
+    if cfg.overlong_buffer:
+        late = common.overlong_penalty(update.lengths, cfg.max_tokens, cfg.overlong_buffer)
+        rewards = rewards + late
+    if cfg.kl_coef and cfg.kl_in == "reward":
+        kl = common.kl_estimate(known["old_logprobs"], known["ref_logprobs"], cfg.kl_estimator)
+        rewards = rewards - cfg.kl_coef * kl
+    if cfg.credit == "episode":  # as if it were one turn, paid what the whole is worth
+        rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
+    known["advantages"] = algorithm.compute_advantages(
+        rewards, update.mask, turn_ids, update.group_ids, known.get("values"), update.truncated,
+        cfg.gamma, options,
+    )  # fmt: skip
+    if cfg.algo == "ppo":
+        known["targets"] = ppo.value_targets(
+            rewards, update.mask, turn_ids, known["values"], update.truncated, cfg.gamma, options
+        )
+
+
+def backward(
+    cfg: Config, policy: Policy, update: batching.Update, known: Known, rows: list[int], first: bool
+) -> dict[str, float]:
+    """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
+    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
+    sums: dict[str, float] = defaultdict(float)
+    chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
+    for batch in micro_batches(cfg, policy, chosen):
+        mask = batch.completion_mask
+        logprobs, entropy, values = forward(policy, batch, cfg.temperature)
+        if first:  # no step was taken yet: these are the weights that sampled
+            batching.put(logprobs.detach(), batch, into=known["old_logprobs"])
+        at = {name: batching.rows(tensor, batch) for name, tensor in known.items()}  # [b, T-1]
+        old = at["old_logprobs"]
+        ratio = common.sampler_ratio(old, at["sampler_logprobs"], mask, cfg.tis_level)
+        weights = common.importance_weights(ratio, cfg.tis_cap, masked=cfg.tis_mode == "mask")
+        extra = (values, at["values"], at["targets"]) if cfg.algo == "ppo" else ()
+        loss, parts = algorithm.compute_loss(
+            logprobs, old, at["advantages"], mask, weights, at["scale"], options, *extra
+        )
+        if cfg.entropy_coef:
+            loss = loss - cfg.entropy_coef * (entropy * at["scale"]).sum()
+        if "ref_logprobs" in at:
+            kl = common.kl_estimate(logprobs, at["ref_logprobs"], cfg.kl_estimator)
+            if cfg.kl_in == "loss":
+                loss = loss + cfg.kl_coef * torch.where(mask, kl * at["scale"], 0.0).sum()
+            parts["kl/reference"] = kl[mask].sum().item()
+        loss.backward()  # gradients add up; the graph of one micro-batch is alive at a time
+        parts |= {"loss": loss.item(), "tokens": batch.num_tokens}
+        parts["policy/entropy"] = entropy.sum().item()
+        parts |= metrics.weight_metrics(ratio[mask], cfg.tis_cap, cfg.tis_mode)
+        for name, value in parts.items():
+            sums[name] += value
+    return sums
+
+
+def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
+    """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
+    shown, total = batching.to_update(rollouts), 0.0
+    for batch in micro_batches(cfg, run.policy, shown.sequences):
+        logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
+        loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
+        loss.backward()
+        total += loss.item()
+    run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
+    return total
 
 
 def forward(
@@ -306,18 +361,8 @@ def forward(
     return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
 
 
-def micro_batches(cfg: Config, policy: Policy, update: batching.Update) -> Iterator[batching.Batch]:
-    return batching.micro_batches(update.sequences, cfg.max_tokens_per_micro_batch, policy.device)
-
-
-def apply_gradients(cfg: Config, optimizer: MasterAdamW, finite: bool) -> tuple[float, bool]:
-    """Clip and step, unless the loss or the gradient isn't finite. Returns (norm, stepped)."""
-    norm = float(clip_grad_norm_(optimizer.masters, cfg.max_grad_norm or math.inf))
-    stepped = finite and math.isfinite(norm)
-    if stepped:
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm, stepped
+def micro_batches(cfg: Config, policy: Policy, sequences: list) -> Iterator[batching.Batch]:
+    return batching.micro_batches(sequences, cfg.max_tokens_per_micro_batch, policy.device)
 
 
 def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> dict[str, float]:
@@ -333,48 +378,6 @@ def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> 
         line = metrics.describe(env, found)
         run.display.say(f"held-out accuracy at update {update}: {line}  {env}")
     return found | {"time/eval_s": time.perf_counter() - started}
-
-
-def resolve(cfg: Config) -> Config:
-    """Fill in what was left to the kind of model."""
-    tiny, lora = cfg.model_id == "tiny", cfg.lora_rank > 0
-    defaults: dict[str, Any] = {
-        "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
-        "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
-        "sft_steps": 800 if tiny and cfg.sampler != "openai" else 0,
-        "max_tokens": 64 if tiny else 1024,
-        "max_tokens_per_micro_batch": 2048 if tiny else 8192,
-    }
-    cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
-    longest = cfg.max_turns * cfg.max_tokens + 4096  # what is written, and what is read
-    return replace(cfg, max_model_len=longest) if cfg.max_model_len is None else cfg
-
-
-def check(cfg: Config) -> Config:
-    """Raise UsageError for the first setting that can't be meant; return `cfg` otherwise."""
-    positive = """num_prompts group_size num_epochs lr temperature max_tokens max_turns
-        max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
-        gpu_memory_utilization""".split()
-    not_negative = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
-        train_difficulty eval_every eval_num_tasks save_every top_k""".split()
-    shares = "sft_hasty top_p gpu_memory_utilization".split()
-    cli.check_ranges(cfg, positive, not_negative, shares)
-    compares = cfg.algo == "grpo" or cfg.reinforce.baseline == "leave_one_out"
-    if compares and cfg.group_size < 2:
-        raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
-    if not cfg.env:
-        raise UsageError("--env names no environment")
-    for name in ALGORITHMS:
-        options = getattr(cfg, name)
-        if name != cfg.algo and options != type(options)():
-            raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
-    if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
-    if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
-        raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
-    if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
-        raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
-    return cfg
 
 
 def is_due(step: int, every: int, last: int) -> bool:

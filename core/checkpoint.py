@@ -16,6 +16,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -33,15 +34,16 @@ class Found:
     """A checkpoint to go on from: its folder, what was done by then, and lines to show."""
 
     folder: Path | None
-    progress: dict[str, int]  # update -1: not even evaluated
+    progress: dict[str, Any]  # update -1: not even evaluated
     remarks: list[str]  # about newer checkpoints that were passed over
 
 
-NEW_RUN = Found(None, {"sft_step": 0, "update": -1, "skipped_in_a_row": 0}, [])
+START = {"sft_step": 0, "update": -1, "skipped_in_a_row": 0, "level": 0, "best": []}
+NEW_RUN = Found(None, START, [])
 
 
 def save_checkpoint(
-    run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, int]
+    run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any]
 ) -> Path:
     """Write a checkpoint of the run at `progress` ({"sft_step": .., "update": .., ..})."""
     root = run / "checkpoint"

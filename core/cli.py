@@ -1,7 +1,6 @@
 """The command line: flags over a config.yaml over the defaults; a run's settings as YAML."""
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,20 +60,6 @@ def to_dict(config: Any, algorithms: dict[str, Any]) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def check_ranges(
-    config: Any, positive: list[str], not_negative: list[str], shares: list[str]
-) -> None:
-    """Raise UsageError for the first number that is out of its range, or not finite."""
-    for name in positive + not_negative:
-        value = getattr(config, name)
-        if not math.isfinite(value) or value < 0 or (value == 0 and name in positive):
-            what = "more than 0" if name in positive else "0 or more"
-            raise UsageError(f"--{name.replace('_', '-')} must be {what}, not {value}")
-    for name in shares:
-        if not 0 <= (value := getattr(config, name)) <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} is a share from 0 to 1, not {value}")
-
-
 def _as_flags(cls: Any, values: dict[str, Any], file: str, prefix: str = "") -> Any:
     """`{"lr": 0.1, "grpo": {"clip_high": 0.3}}` as `--lr 0.1 --grpo.clip-high 0.3`."""
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -86,9 +71,10 @@ def _as_flags(cls: Any, values: dict[str, Any], file: str, prefix: str = "") -> 
             if not dataclasses.is_dataclass(inner):
                 raise UsageError(f"{file}: {prefix}{key} has no settings of its own")
             yield from _as_flags(inner, value, file, f"{prefix}{key}.")
+        elif isinstance(value, bool):
+            yield f"--{prefix}{'' if value else 'no-'}{key}".replace("_", "-")
         else:
-            flag = f"--{prefix}{key}".replace("_", "-")
-            yield flag
+            yield f"--{prefix}{key}".replace("_", "-")
             yield from map(str, value if isinstance(value, list) else [value])
 
 

@@ -20,6 +20,8 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
+    means = {i: statistics.fmean(r.episode_return for r in g) for i, g in groups.items()}
+    foreseen = torch.tensor([means[r.group_id] for r in rollouts])
     spread = [len({r.episode_return for r in group}) > 1 for group in groups.values()]
     right = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
@@ -36,6 +38,9 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "length/cut_off": statistics.fmean(turn.finish_reason == "length" for turn in turns),
         "episodes/turns": len(turns) / len(rollouts),
         "episodes/truncated": statistics.fmean(r.truncated for r in rollouts),
+        **explained_variance(
+            returns, foreseen
+        ),  # PPO puts its value head's in the place of the group's
         **_info_means(rollouts),
     }
 
@@ -49,11 +54,15 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     for env, some in by_env.items():
         correct = sum(bool(r.info.get("correct")) for r in some)
         low, high = wilson(correct, len(some))
+        returns = torch.tensor([r.episode_return for r in some], dtype=torch.float64)
+        error = 1.96 * returns.std(correction=0).item() / math.sqrt(len(some))
         metrics |= {
             f"eval/{env}/accuracy": correct / len(some),
             f"eval/{env}/ci_low": low,
             f"eval/{env}/ci_high": high,
-            f"eval/{env}/return_mean": statistics.fmean(r.episode_return for r in some),
+            f"eval/{env}/return_mean": returns.mean().item(),
+            f"eval/{env}/return_low": returns.mean().item() - error,
+            f"eval/{env}/return_high": returns.mean().item() + error,
             f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in some),
         }
     return metrics
@@ -74,30 +83,33 @@ def describe(env: str, record: dict[str, Any]) -> str:
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def gap_metrics(
-    logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, tis_cap: float
-) -> dict[str, float]:
-    """How far the trainer's log-probs are from the sampler's, and the importance weights' share
-    at the cap; [B, N], nats."""
-    gap = (logprobs - sampler_logprobs)[mask]
-    weights = gap.exp()
+def token_metrics(known: dict[str, Tensor], mask: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probs are from the sampler's, in nats; how good values were."""
+    gap = (known["old_logprobs"] - known["sampler_logprobs"])[mask].abs()
+    found = {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
+    if "targets" in known:
+        found |= explained_variance(known["targets"][mask], known["values"][mask])
+    return found
+
+
+def weight_metrics(ratio: Tensor, cap: float, mode: str) -> dict[str, float]:
+    """Sums over tokens of the importance weights before the cap, and of those that it changes."""
+    beyond = (ratio > cap) | (ratio < 1 / max(cap, 1)) if mode == "mask" else ratio > cap
     return {
-        "gap/logprob_mean": gap.abs().mean().item(),
-        "gap/logprob_max": gap.abs().max().item(),
-        "weights/mean": weights.mean().item(),
-        "weights/capped": (weights > tis_cap).float().mean().item() if tis_cap else 0.0,
+        "weights/mean": ratio.sum().item(),
+        "weights/capped": beyond.sum().item() if cap else 0.0,
     }
 
 
-def value_metrics(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 is a perfect value head, 0 one that says nothing.
+def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
+    """1 - Var(targets - values) / Var(targets): 1 is a perfect baseline, 0 one that says nothing.
 
-    >>> value_metrics(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    {'value/explained_variance': 1.0}
+    >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    {'baseline/explained_variance': 1.0}
     """
     spread = targets.var().item()
     unexplained = (targets - values).var().item()
-    return {"value/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
+    return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
 
 
 def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from transformers import (
 import train
 from core.model import load_policy, tiny_tokenizer
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # for tensors so small, and on busy cores a second one waits
 FAMILIES = {  # that both samplers take
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

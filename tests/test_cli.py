@@ -3,8 +3,9 @@
 import pytest
 
 from core import cli
+from core.settings import check, resolve
 from core.types import UsageError
-from train import ALGORITHMS, Config, check, resolve
+from train import ALGORITHMS, Config
 
 
 def test_settings_survive_yaml(tmp_path):
@@ -61,12 +62,14 @@ def test_a_value_of_the_wrong_type_in_a_file_is_refused_as_a_flag_is(tmp_path, c
     ],
 )
 def test_what_is_not_given_follows_from_the_model(flags, lr, sft_steps, max_tokens):
-    config = check(resolve(cli.parse(Config, flags.split())))
+    config = resolve(cli.parse(Config, flags.split()))
+    check(config, ALGORITHMS)
     assert (config.lr, config.sft_steps, config.max_tokens) == (lr, sft_steps, max_tokens)
 
 
 def test_the_command_of_the_design_is_valid():
     flags = """--algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --sft-steps 50
         --train-difficulty 6"""
-    config = check(resolve(cli.parse(Config, flags.split())))
+    config = resolve(cli.parse(Config, flags.split()))
+    check(config, ALGORITHMS)
     assert (config.lora_rank, config.sft_steps, config.train_difficulty) == (32, 50, 6)

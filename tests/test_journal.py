@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from core import journal
 from core.journal import Journal, create_run, new_folder, read_records, rewind, summary
@@ -13,9 +14,10 @@ from core.metrics import (
     before_after,
     describe,
     eval_metrics,
-    gap_metrics,
+    explained_variance,
     rollout_metrics,
-    value_metrics,
+    token_metrics,
+    weight_metrics,
     wilson,
 )  # fmt: skip
 from core.types import Rollout, Turn, UsageError
@@ -52,7 +54,10 @@ def test_rollout_metrics_by_hand():
 def test_correct_is_what_the_environment_says_not_the_reward():
     found = eval_metrics([rollout(0.9, correct=False), rollout(0.1, correct=True)])
     assert found["eval/e/accuracy"] == 0.5
-    assert found["eval/e/return_mean"] == 0.5
+    assert found["eval/e/return_mean"] == pytest.approx(0.5)
+    half = 1.96 * 0.4 / math.sqrt(2)  # returns 0.9 and 0.1: standard deviation 0.4
+    assert found["eval/e/return_low"] == pytest.approx(0.5 - half)
+    assert found["eval/e/return_high"] == pytest.approx(0.5 + half)
     assert found["eval/e/ci_low"] < 0.5 < found["eval/e/ci_high"]
 
 
@@ -62,17 +67,33 @@ def test_wilson_by_hand_and_at_the_ends():
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
 
 
-def test_gap_and_value_metrics_by_hand():
-    import torch
+def test_gaps_and_explained_variance_by_hand():
+    known = {
+        "old_logprobs": torch.tensor([[-1.0, -2.0, 9.0]]),
+        "sampler_logprobs": torch.tensor([[-1.0, -3.0, 0.0]]),
+    }
+    mask = torch.tensor([[True, True, False]])
+    assert token_metrics(known, mask) == {"gap/logprob_mean": 0.5, "gap/logprob_max": 1.0}
+    known |= {"targets": torch.tensor([[1.0, 3.0, 9.0]]), "values": torch.tensor([[1.5, 2.5, 0.0]])}
+    # variances of a sample: targets 2, what is left of them (-0.5, 0.5) 0.5
+    assert token_metrics(known, mask)["baseline/explained_variance"] == 0.75
+    same = torch.tensor([1.0, 1.0])
+    assert explained_variance(same, torch.tensor([2.0, 5.0])) == {"baseline/explained_variance": 0}
 
-    logprobs = torch.tensor([[-1.0, -2.0, 9.0]])
-    sampler = torch.tensor([[-1.0, -3.0, 0.0]])
-    found = gap_metrics(logprobs, sampler, torch.tensor([[True, True, False]]), 2.0)
-    assert (found["gap/logprob_mean"], found["gap/logprob_max"]) == (0.5, 1.0)
-    assert found["weights/mean"] == pytest.approx((1 + math.e) / 2)
-    assert found["weights/capped"] == 0.5
-    assert list(value_metrics(torch.tensor([1.0, 3.0]), torch.tensor([2.0, 2.0])).values()) == [0.0]
-    assert list(value_metrics(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])).values()) == [0.0]
+
+def test_the_group_s_mean_explains_what_differs_between_groups():
+    # returns 0 2 | 4 6: variance 20/3, around the groups' means 1 and 5: 4/3
+    rollouts = [rollout(0.0), rollout(2.0), rollout(4.0, group=1), rollout(6.0, group=1)]
+    found = rollout_metrics(rollouts)["baseline/explained_variance"]
+    assert found == pytest.approx(1 - (4 / 3) / (20 / 3))
+
+
+def test_weights_are_counted_before_the_cap_and_beyond_it():
+    ratio = torch.tensor([0.4, 1.0, 3.0])
+    cut = weight_metrics(ratio, 2.0, "truncate")
+    assert cut == {"weights/mean": pytest.approx(4.4), "weights/capped": 1}
+    assert weight_metrics(ratio, 2.0, "mask")["weights/capped"] == 2  # 0.4 is below 1/2
+    assert weight_metrics(ratio, 0.0, "truncate")["weights/capped"] == 0
 
 
 def test_records_hold_no_nan_and_a_line_cut_short_is_left_out(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import train
-from core import cli
+from core import cli, settings
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,7 +50,8 @@ def test_every_command_is_valid():
     assert len(commands) >= 4
     for flags in commands:
         if "<name>" not in flags:
-            train.check(train.resolve(cli.parse(train.Config, flags.split())))
+            cfg = settings.resolve(cli.parse(train.Config, flags.split()))
+            settings.check(cfg, train.ALGORITHMS)
 
 
 @pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])

@@ -6,7 +6,9 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import train
-from core import checkpoint
+from algorithms import grpo, ppo
+from core import checkpoint, settings
 from core.batched_env import BatchedEnv
+from core.interrupt import Interrupt
 from core.model import load_policy
 from core.optimizer import make_optimizer
+from core.reference import make_reference
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import train_tasks
+from core.types import UsageError
 from environments import base
 from environments.base import Env, Step, register
 
@@ -86,6 +92,8 @@ VARIANTS = {
     "ppo": ["--algo", "ppo", "--num-epochs", "2"],
     "lora": ["--algo", "reinforce", "--lora-rank", "2"],
     "bfloat16": ["--dtype", "bfloat16"],
+    "reference": ["--kl-coef", "0.1", "--num-minibatches", "2", "--filter-groups", "1"],
+    "best and curriculum": ["--sft-best", "4", "--curriculum", "0.01"],
 }
 
 
@@ -96,14 +104,14 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, 
     assert command("--run-name", "whole", *flags)[0] == 0
     key, value = stop_at.split()
 
-    def interrupt(self, saved=train.Interrupt.check):
+    def interrupt(self, saved=Interrupt.check):
         progress = sys._getframe(1).f_locals.get("run")
         if progress is not None and progress.progress[key] == int(value):
             self.requested = True
         saved(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Interrupt, "check", interrupt)
+        patch.setattr(Interrupt, "check", interrupt)
         code, out, _ = command("--run-name", "cut", *flags)
     assert code == 130
     assert "python train.py --resume runs/cut" in out
@@ -112,7 +120,7 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, 
     assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
 
 
-@pytest.mark.parametrize("place", ["gap_metrics", "eval_metrics"])  # after and before the first
+@pytest.mark.parametrize("place", ["token_metrics", "eval_metrics"])  # after and before the first
 def test_a_run_killed_between_checkpoints_resumes_to_the_same(command, monkeypatch, place):
     assert command("--run-name", "whole", *SMALL)[0] == 0
 
@@ -188,6 +196,28 @@ def poisoned():
     base._REGISTRY.update(known)
 
 
+@pytest.fixture
+def easy():
+    """An environment of four levels that any answer solves."""
+    known = dict(base._REGISTRY)
+
+    @register("easy")
+    class Easy(Env):
+        def __init__(self, level: int = 1):
+            if level > 4:
+                raise UsageError("level is 1 to 4")
+
+        def reset(self, seed):
+            return [{"role": "user", "content": f"{seed}"}]
+
+        def step(self, response):
+            return Step(None, float(len(response)), True, {"correct": True})
+
+    yield
+    base._REGISTRY.clear()
+    base._REGISTRY.update(known)
+
+
 def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0.2", "--num-updates", "8"]
     code, out, _ = command("--run-name", "a", *flags)
@@ -210,6 +240,11 @@ def test_ten_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(comma
     assert checkpoint.find_checkpoint(Path("runs/a")).progress["update"] == 0
 
 
+def run_of(policy, optimizer):
+    """As much of a run as learning needs."""
+    return SimpleNamespace(policy=policy, optimizer=optimizer, reference=None)
+
+
 def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
     policy = load_policy(str(folder), device="cpu", value_head=algo == "ppo", seed=1)
     if policy.value_head is not None:
@@ -219,18 +254,19 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
     found = []
     optimizer.step = lambda: found.extend(p.grad.clone() for p in optimizer.masters)
     cfg = train.Config(
-        algo=algo, max_tokens_per_micro_batch=max_tokens_per_micro_batch, max_grad_norm=0
-    )
-    metrics = train.learn(cfg, policy, optimizer, rollouts)
+        algo=algo, max_tokens_per_micro_batch=max_tokens_per_micro_batch, max_grad_norm=0,
+        grpo=grpo.with_variant(grpo.Options()),
+    )  # fmt: skip
+    metrics = train.learn(settings.resolve(cfg), run_of(policy, optimizer), rollouts, 1)
     return found, metrics
 
 
 @pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
 def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
     policy = load_policy(str(small_folder), device="cpu")
-    tasks = train_tasks(["letter_counting"], 0, 1, num_prompts=3, group_size=4)
+    drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=3, group_size=4)
     params = SamplingParams(max_tokens=20, seed=1)
-    rollouts = BatchedEnv(policy, 2).collect(tasks, TorchSampler(policy), params)
+    rollouts = BatchedEnv(policy, 2).collect(drawn, TorchSampler(policy), params)
     for i, rollout in enumerate(rollouts):  # random weights earn nothing: give them a spread
         rollout.turns[0].reward = float(i % 3)
     one_by_one, metrics_1 = gradients(algo, 1, small_folder, rollouts)
@@ -246,14 +282,125 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
 
 def test_ppo_trains_its_value_head(qwen3_folder):
     policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
-    tasks = train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=2)
+    drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=2)
     rollouts = BatchedEnv(policy, 2).collect(
-        tasks, TorchSampler(policy), SamplingParams(max_tokens=9)
+        drawn, TorchSampler(policy), SamplingParams(max_tokens=9)
     )
     rollouts[0].turns[0].reward = 1.0
     optimizer = make_optimizer(policy, 1e-4, value_lr=1e-2)
-    train.learn(train.resolve(train.Config(algo="ppo")), policy, optimizer, rollouts)
+    cfg = settings.resolve(train.Config(algo="ppo"))
+    train.learn(cfg, run_of(policy, optimizer), rollouts, 1)
     assert policy.value_head.weight.abs().sum() > 0
+
+
+def played(policy, rewards, num_turns=1, max_tokens=9):
+    """Rollouts of one group of letter counting, paid as it suits a test."""
+    drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=1, group_size=len(rewards))
+    params = SamplingParams(max_tokens=max_tokens, seed=1)
+    rollouts = BatchedEnv(policy, num_turns).collect(drawn, TorchSampler(policy), params)
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        rollout.turns[0].reward = reward
+    return rollouts
+
+
+def weights_of(policy):
+    return {n: p.detach().clone() for n, p in policy.trainable().items()}
+
+
+def config(**settings_):
+    cfg = settings.resolve(train.Config(max_tokens=9, **settings_))
+    return replace(cfg, grpo=grpo.with_variant(cfg.grpo))
+
+
+def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
+    run = run_of(policy, make_optimizer(policy, 1e-2, value_lr=1e-2))
+    cfg = config(algo="ppo", ppo=ppo.Options(value_warmup=1), entropy_coef=0.1)
+    rollouts = played(policy, [0.0, 1.0, 2.0])
+    for number, moves in ((1, {"value_head.weight", "value_head.bias"}), (2, None)):
+        before = weights_of(policy)
+        train.learn(cfg, run, rollouts, number)
+        moved = {n for n, p in weights_of(policy).items() if not torch.equal(p, before[n])}
+        assert moved == (moves or set(before))
+
+
+def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder):
+    steps = {}
+    for target in (0.0, 1e-6, 1e3):
+        policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
+        run = run_of(policy, make_optimizer(policy, 1e-2))
+        cfg = config(algo="ppo", num_epochs=4, ppo=ppo.Options(target_kl=target))
+        metrics = train.learn(cfg, run, played(policy, [0.0, 1.0, 2.0]), 1)
+        steps[target] = metrics["update/steps"]
+    assert steps == {0.0: 4, 1e-6: 1, 1e3: 4}
+
+
+def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu")
+    run = run_of(policy, make_optimizer(policy, 1e-2))
+    rollouts = played(policy, [0.0, 1.0, 2.0, 3.0])
+    metrics = train.learn(config(num_epochs=2, num_minibatches=2), run, rollouts, 1)
+    assert metrics["update/steps"] == 4
+    assert metrics["kl/old_policy"] > 1e-4  # the second epoch is away from where it sampled
+    assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
+
+
+def test_completions_that_were_cut_off_are_compared_and_not_learnt_from(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu")
+    rollouts = played(policy, [0.0, 1.0, 2.0])
+    for rollout, reason in zip(rollouts, ("length", "stop", "stop"), strict=True):
+        rollout.turns[0].finish_reason = reason
+    run = run_of(policy, make_optimizer(policy, 1e-2))
+    metrics = train.learn(config(mask_truncated=True), run, rollouts, 1)
+    assert metrics["tokens/trained"] == sum(r.num_tokens for r in rollouts[1:])
+
+
+def test_kl_pulls_the_policy_back_to_its_reference(qwen3_folder, tmp_path):
+    policy = load_policy(str(qwen3_folder), device="cpu")
+    reference = make_reference(policy, tmp_path, update=-1)
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(0.02 * torch.randn(parameter.shape))
+    optimizer = make_optimizer(policy, 3e-4)
+    run = SimpleNamespace(policy=policy, optimizer=optimizer, reference=reference)
+    rollouts = played(policy, [1.0] * 8)  # paid alike: the KL is all there is to learn from
+    found = [train.learn(config(kl_coef=1.0), run, rollouts, i)["kl/reference"] for i in range(8)]
+    assert found[0] > 0.01
+    assert found[-1] < 0.6 * found[0]
+
+
+def test_groups_without_spread_are_replaced_up_to_the_budget(command, poisoned):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0", "--num-updates", "2"]
+    flags += ["--group-size", "2", "--num-prompts", "8"]  # half of all pairs are paid alike
+    assert command("--run-name", "a", *flags, "--filter-groups", "5")[0] == 0
+    for record in metrics_of(Path("runs/a"))[1:]:
+        assert record["tokens/trained"] < record["tokens/sampled"]
+        assert 0 < record["groups/with_spread"] < 1  # of all that were played
+    rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
+    first = [r for r in rollouts if r["kind"] == "train" and r["update"] == 1]
+    groups = {}
+    for r in first:
+        groups.setdefault(r["group_id"], []).append(r)
+    spread = [g for g in groups.values() if len({r["return"] for r in g}) > 1]
+    assert len(spread) == 8 < len(groups)
+    assert all(len({r["seed"] for r in g}) == 1 and len(g) == 2 for g in groups.values())
+    record = metrics_of(Path("runs/a"))[1]
+    assert record["tokens/trained"] == sum(r["tokens"] for g in spread for r in g)
+
+
+def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, easy):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "easy:level=2", "--num-updates", "4"]
+    assert command("--run-name", "a", *flags, "--curriculum", "0.9")[0] == 0
+    assert [r["groups/level"] for r in metrics_of(Path("runs/a"))[1:]] == [0, 1, 2, 2]  # 4: the top
+    rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
+    envs = {(r["kind"], r["update"]): r["env"] for r in rollouts}
+    assert {e for (kind, _), e in envs.items() if kind == "eval"} == {"easy:level=2"}
+    assert [envs["train", u] for u in (1, 2, 3, 4)] == [
+        "easy:level=2", "easy:level=3", "easy:level=4", "easy:level=4",
+    ]  # fmt: skip
+    assert command("--run-name", "b", *flags, "--num-updates", "2", "--curriculum", "0.9")[0] == 0
+    assert command("--resume", "runs/b", "--num-updates", "4")[0] == 0
+    assert metrics_of(Path("runs/b")) == metrics_of(Path("runs/a"))
 
 
 BAD_INPUT = [
@@ -294,6 +441,25 @@ BAD_INPUT = [
     ("--top-k -1", "--top-k must be 0 or more"),
     ("--gpu-memory-utilization 1.5", "--gpu-memory-utilization is a share from 0 to 1"),
     ("--max-model-len 0", "--max-model-len must be more than 0"),
+    ("--gamma 1.1", "--gamma is a share from 0 to 1, not 1.1"),
+    ("--curriculum 2", "--curriculum is a share from 0 to 1"),
+    ("--num-minibatches 0", "--num-minibatches must be more than 0"),
+    ("--filter-groups -1", "--filter-groups must be 0 or more"),
+    ("--filter-groups 1 --algo reinforce --group-size 1", "nothing to compare"),
+    ("--entropy-coef nan", "--entropy-coef must be 0 or more, not nan"),
+    ("--kl-in reward", "--kl-in has no effect without --kl-coef"),
+    ("--kl-estimator k3", "--kl-estimator has no effect without --kl-coef"),
+    ("--kl-coef 0.1 --kl-estimator k1", "k1 in the loss has a gradient of mean 0"),
+    ("--tis-cap 0.5", "--tis-cap is 1 or more, or 0 for no weights"),
+    ("--tis-cap 0 --tis-mode mask", "--tis-mode has no effect without --tis-cap"),
+    ("--base-url http://127.0.0.1", "--base-url has no effect without --sampler openai"),
+    ("--overlong-buffer 65", "--overlong-buffer is at most --max-tokens, 64"),
+    ("--algo ppo --credit episode", "PPO credits each token by its values"),
+    ("--algo ppo --ppo.lam 1.5", "--ppo.lam is a share from 0 to 1"),
+    ("--algo ppo --ppo.clip -1", "--ppo.clip must be 0 or more, not -1"),
+    ("--grpo.dual-clip 0.5", "--grpo.dual-clip is above 1, or 0 for none"),
+    ("--grpo.variant cispo --grpo.dual-clip 3", "no effect with the surrogate cispo"),
+    ("--grpo.clip-low nan", "--grpo.clip-low must be 0 or more"),
 ]
 
 
@@ -301,7 +467,7 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_code_2(command, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if "--track" in flags:
-        monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     Path("runs/there").mkdir(parents=True)
     before = sorted(Path().rglob("*"))
     code, out, err = command(*flags.split())

@@ -1,0 +1,86 @@
+"""What the loop stands on, opened from the settings and closed whatever happens."""
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core import checkpoint, journal
+from core.batched_env import BatchedEnv
+from core.console import Display
+from core.interrupt import Interrupt
+from core.model import Policy, load_policy
+from core.nanollm import make_sampler
+from core.openai_sampler import OpenAISampler
+from core.optimizer import MasterAdamW, make_optimizer
+from core.reference import make_reference, reference_memory
+from core.sampler import Sampler
+
+
+@dataclass
+class Run:
+    """Everything that lasts from the first step to the last."""
+
+    folder: Path
+    policy: Policy
+    optimizer: MasterAdamW
+    batched_env: BatchedEnv  # plays
+    sampler: Sampler  # writes
+    log: journal.Journal
+    display: Display
+    stop: Interrupt
+    progress: dict[str, Any]  # what a checkpoint remembers
+    reference: Policy | None = None  # what --kl-coef holds on to
+
+    def save(self) -> None:
+        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+
+    def begin_rl(self, lr: float, value_lr: float) -> None:
+        """RL begins with fresh moments, and samples from what the warm start made."""
+        self.optimizer.release()
+        self.optimizer = make_optimizer(self.policy, lr, value_lr)
+        self.sampler.sync()
+
+    def keep_reference(self) -> None:
+        self.reference = make_reference(self.policy, self.folder, self.progress["update"])
+
+
+@contextmanager
+def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -> Iterator[Run]:
+    """The run that `cfg` (train.Config) asks for: a new folder in `runs`, or the one to go on with.
+
+    `config` is what its config.yaml says, `remarks` are lines to show. Raises UsageError for what
+    can't be had, before anything is written.
+    """
+    stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
+    folder = Path(cfg.resume) if cfg.resume else journal.new_folder(runs, cfg.run_name, stem)
+    found = checkpoint.find_checkpoint(folder) if cfg.resume else checkpoint.NEW_RUN
+    served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
+    policy = load_policy(
+        "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
+        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo",
+        max_length=cfg.max_model_len, tiny_folder=folder / "base",
+    )  # fmt: skip
+    in_warm_start = found.progress["sft_step"] < cfg.sft_steps
+    optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
+    if found.folder:
+        checkpoint.load_checkpoint(found.folder, policy, optimizer)
+    to_come = optimizer.memory_to_come() + (reference_memory(policy) if cfg.kl_coef else 0)
+    sampler: Sampler = (
+        OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
+        make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, to_come)
+    )  # fmt: skip
+    journal.rewind(folder, found.progress)
+    journal.create_run(folder, config)
+    with (
+        closing(sampler),
+        Interrupt() as stop,
+        journal.Journal(folder, config, cfg.track) as log,
+        Display(f"picoRL · {cfg.algo} · {' '.join(cfg.env)} · {policy.size()}") as display,
+    ):
+        for remark in filter(None, [*found.remarks, sampler.remark, *remarks]):
+            display.say(remark)
+        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking=cfg.thinking == "drop")
+        yield Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
+                  dict(found.progress))  # fmt: skip
