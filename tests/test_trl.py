@@ -1,0 +1,400 @@
+"""Agreement with TRL: two epochs on the same rollouts, TRL's `train()` against our `learn`.
+
+No copy of a formula stands between the two. TRL's trainer is handed what "was sampled", scores it,
+pays it and steps twice; so does ours. The first step is taken by the weights that sampled, where
+every ratio is 1; before the second both sides get other weights, so that much is clipped.
+
+TRL pads prompts on the left and completions on the right in one batch; we cut micro-batches.
+"""
+
+import copy
+import gc
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import save_small
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+import train
+from algorithms import common, grpo, reinforce
+from core import batching, settings
+from core.model import load_policy
+from core.optimizer import make_optimizer
+from core.types import Rollout, Turn
+
+PROMPTS = ["Count", "What is the word on the left page?", "Move right"]
+GROUP = 4
+ROLLOUTS = len(PROMPTS) * GROUP
+MAX_TOKENS = 40  # what `dr_grpo` divides by
+BETA = 0.04
+K3 = {"kl_coef": BETA, "kl_estimator": "k3"}  # what TRL's `beta` is, for GRPO
+PLAIN_K3 = {"use_bias_correction_kl": False}  # by default TRL multiplies it by the ratio
+K1 = {"kl_coef": BETA, "kl_estimator": "k1", "kl_in": "reward"}  # and for RLOO
+RELATIVE = 1e-5
+pytestmark = pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|rollout_func)")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """One thread, for tensors so small; and collections that TRL asks for skip what is imported."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The weights that sampled."""
+    return save_small("qwen3", tmp_path_factory.mktemp("sampled"))
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    """Those of the second step, and those of the reference: near the first and not the same."""
+    sampled = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    generator = torch.Generator().manual_seed(0)
+
+    def near(distance):
+        noise = {n: torch.randn(w.shape, generator=generator) for n, w in sampled.items()}
+        return {n: w + distance * noise[n] for n, w in sampled.items()}
+
+    return {"present": near(0.04), "reference": near(0.02)}
+
+
+@pytest.fixture(scope="module")
+def draw(folder):
+    """Make rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def rollouts(turns=2, shortest=2):
+        rng = random.Random(0)
+
+        def turn(prompt_ids):
+            # TRL calls a completion cut off that doesn't end with the token that ends a turn
+            ids = [rng.randrange(256) for _ in range(rng.randint(shortest, 11))]
+            finish_reason = rng.choice(["stop", "stop", "length"])
+            ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
+            logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
+            return Turn(prompt_ids, ids, logprobs, finish_reason, rng.choice([0.0, 0.25, 1.0]))
+
+        found = []
+        for i in range(ROLLOUTS):
+            group = i // GROUP
+            rollout = Rollout("test", "player", seed=group, group_id=group)
+            rollout.turns.append(turn(tokenizer(PROMPTS[group])["input_ids"]))
+            if turns == 2 and i % 2:
+                first = rollout.turns[0]
+                answer = [rng.randrange(256) for _ in range(3)]  # of the environment, not trained
+                rollout.turns.append(turn(first.prompt_ids + first.completion_ids + answer))
+            found.append(rollout)
+        return found
+
+    return rollouts
+
+
+def as_trl_has_it(rollouts):
+    """What a `rollout_func` returns: all after the first prompt is completion, some not ours."""
+    columns = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": [], "paid": []}
+    for rollout in rollouts:
+        start, last = len(rollout.turns[0].prompt_ids), rollout.turns[-1]
+        whole = last.prompt_ids + last.completion_ids
+        ours, logprobs = [0] * len(whole), [0.0] * len(whole)
+        for turn in rollout.turns:
+            begin, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
+            ours[begin:end] = [1] * (end - begin)
+            logprobs[begin:end] = turn.sampler_logprobs
+        row = whole[:start], whole[start:], logprobs[start:], ours[start:], rollout.episode_return
+        for column, value in zip(columns.values(), row, strict=True):
+            column.append(value)
+    return columns
+
+
+class Watch(TrainerCallback):
+    """Note the gradient of each step; after the first, give the model other weights."""
+
+    def __init__(self, present):
+        self.present, self.gradients = present, []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append(gradient_of(model))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        model.load_state_dict(self.present)
+
+
+class ScriptedRLOO(RLOOTrainer):
+    """TRL's, but for the sampling: GRPOTrainer takes a `rollout_func`, RLOOTrainer has none."""
+
+    script: list
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        return self.script
+
+
+def gradient_of(model):
+    """The gradients of all weights, side by side."""
+    return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
+
+
+def make_trainer(folder, weights, rollouts, kind=GRPOTrainer, watch=None, vllm=None, **changes):
+    """TRL's trainer on our rollouts; what isn't given is as TRL has it."""
+    sampled = as_trl_has_it(rollouts)
+    fixed = {
+        "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "report_to": "none",
+        "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True, "shuffle_dataset": False,
+        "gradient_checkpointing": False, "learning_rate": 0.0, "max_grad_norm": 0.0,
+        "per_device_train_batch_size": ROLLOUTS, "num_generations": GROUP, "num_iterations": 2,
+        "max_steps": 2, "max_completion_length": MAX_TOKENS, "beta": 0.0,
+    }  # fmt: skip
+    config = {GRPOTrainer: GRPOConfig, ScriptedRLOO: RLOOConfig}[kind]
+    others = {"rollout_func": lambda prompts, trainer: sampled} if kind is GRPOTrainer else {}
+    trainer = kind(
+        model=AutoModelForCausalLM.from_pretrained(folder),
+        processing_class=AutoTokenizer.from_pretrained(folder),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        reward_funcs=lambda completions, **kwargs: sampled["paid"],
+        args=config(**{**fixed, **changes}),
+        callbacks=[watch] if watch else [],
+        **others,
+    )
+    if kind is ScriptedRLOO:
+        trainer.script = sampled["completion_ids"]
+    if trainer.ref_model is not None:
+        trainer.ref_model.load_state_dict(weights["reference"])
+    if vllm:  # as if vLLM had sampled, and had the newest weights
+        trainer.use_vllm, trainer._last_loaded_step = True, 0
+        for name, value in vllm.items():
+            setattr(trainer, f"vllm_importance_sampling_{name}", value)
+    return trainer
+
+
+def scored(trainer):
+    """What TRL makes of the rollouts before it learns: advantages, log-probs, weights."""
+    return trainer._generate_and_score_completions(
+        [{"prompt": p} for p in PROMPTS for _ in range(GROUP)]
+    )
+
+
+def their_steps(folder, weights, rollouts, **changes):
+    """Gradients of TRL's steps, and what it logged of the last."""
+    watch = Watch(weights["present"])
+    trainer = make_trainer(folder, weights, rollouts, watch=watch, **changes)
+    trainer.train()
+    return watch.gradients, trainer.state.log_history[-2]  # the very last is of the whole run
+
+
+def our_config(**changes):
+    fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0,
+             "max_tokens_per_micro_batch": 100}  # fmt: skip
+    cfg = settings.resolve(train.Config(**{**fixed, **changes}))
+    settings.check(cfg, train.ALGORITHMS)
+    return replace(cfg, grpo=grpo.with_variant(cfg.grpo)) if cfg.algo == "grpo" else cfg
+
+
+def our_run(cfg, folder, weights):
+    """As much of a run as learning needs, and where its optimiser notes the gradients."""
+    policy, gradients = load_policy(str(folder), device="cpu"), []
+    optimizer = make_optimizer(policy, 1e-3)
+
+    def step():
+        gradients.append(gradient_of(policy.model))
+        policy.model.load_state_dict(weights["present"])
+
+    optimizer.step = step
+    reference = replace(policy, model=copy.deepcopy(policy.model)) if cfg.kl_coef else None
+    if reference is not None:
+        reference.model.load_state_dict(weights["reference"])
+    return SimpleNamespace(policy=policy, optimizer=optimizer, reference=reference), gradients
+
+
+def our_steps(folder, weights, rollouts, **changes):
+    """Gradients of our steps, and the metrics, which are those of the last."""
+    cfg = our_config(**changes)
+    run, gradients = our_run(cfg, folder, weights)
+    return gradients, train.learn(cfg, run, rollouts, 1)
+
+
+def assert_close(ours, theirs):
+    assert theirs.norm() > 1e-2
+    assert (ours - theirs).norm() < RELATIVE * theirs.norm()
+
+
+VARIANTS = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
+    "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence",
+             "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},  # the cap; our clip_high is above 1
+}  # fmt: skip
+
+
+def assert_same_steps(ours, theirs):
+    (gradients, metrics), (their_gradients, log) = ours, theirs
+    assert len(gradients) == len(their_gradients) == 2
+    for mine, other in zip(gradients, their_gradients, strict=True):
+        assert_close(mine, other)
+    assert metrics["loss"] == pytest.approx(log["loss"], rel=RELATIVE)
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
+    rollouts, kl = draw(), K3 if beta else {}
+    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), **kl)
+    theirs = their_steps(folder, weights, rollouts, beta=beta, **PLAIN_K3, **VARIANTS[variant])
+    assert_same_steps(ours, theirs)
+    metrics, log = ours[1], theirs[1]
+    high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
+    assert high > 0 and high + low < 1
+    assert metrics["policy/entropy"] == pytest.approx(log["entropy"], rel=RELATIVE)
+    if variant == "cispo":
+        assert low == 0 and high == pytest.approx(log["cispo_clip_ratio"], rel=RELATIVE)
+    elif variant == "gspo":  # ours is a share of tokens, TRL's of sequences
+        assert low > 0 and log["clip_ratio/low_mean"] > 0 and log["clip_ratio/high_mean"] > 0
+    else:
+        assert low == pytest.approx(log["clip_ratio/low_mean"], rel=RELATIVE) and low > 0
+        assert high == pytest.approx(log["clip_ratio/high_mean"], rel=RELATIVE)
+    if beta:
+        assert metrics["kl/reference"] == pytest.approx(log["kl"], rel=RELATIVE)
+        assert log["kl"] > 0.01
+
+
+OPTIONS = {
+    # name: (variant, our options of it, our settings, TRL's)
+    "temperature": ("grpo", {}, {"temperature": 0.7}, {"temperature": 0.7}),
+    "batch": ("grpo", {"scale_rewards": "batch"}, {}, {"scale_rewards": "batch"}),
+    "dual clip": ("dapo", {"dual_clip": 1.5}, {}, {"delta": 1.5}),
+    "entropy": ("dapo", {}, {"entropy_coef": 0.1}, {"entropy_coef": 0.1}),
+    "truncated": ("grpo", {}, {"mask_truncated": True}, {"mask_truncated_completions": True}),
+    "truncated, by token": ("dapo", {}, {"mask_truncated": True},
+                            {"mask_truncated_completions": True}),
+    "weights": ("grpo", {}, {"tis_cap": 2.0}, {"mode": "token_truncate", "clip_max": 2.0}),
+    "weights, masked": ("dapo", {}, {"tis_cap": 2.0, "tis_mode": "mask"},
+                        {"mode": "token_mask", "clip_max": 2.0, "clip_min": 0.5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_do_what_trl_s_do(folder, weights, draw, name):
+    variant, options, changes, trl_s = OPTIONS[name]
+    # TRL masks all of a rollout whose end is cut off, we a turn that is: with one turn, the same
+    rollouts = draw(turns=1 if "truncated" in name else 2)
+    trl_s = {"vllm": trl_s} if "weights" in name else trl_s
+    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant, **options), **changes)
+    assert_same_steps(ours, their_steps(folder, weights, rollouts, **VARIANTS[variant], **trl_s))
+    _, without = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
+    assert without["loss"] != pytest.approx(ours[1]["loss"], rel=1e-3)  # and they do it
+    assert (0 < ours[1]["weights/capped"] < 1) == ("weights" in name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_trl_s_gradient_accumulation_changes_nothing(folder, weights, draw, variant):
+    rollouts = draw()
+    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
+    batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+    assert_same_steps(ours, their_steps(folder, weights, rollouts, **VARIANTS[variant], **batches))
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo"])
+def test_our_k2_has_the_gradient_of_trl_s_k3_times_the_ratio(folder, weights, draw, variant):
+    # TRL multiplies k3 by the ratio, as DeepSeek-V3.2 does. With d = log π - log π_ref:
+    #   ∇(ρ k3) = ρ k3 ∇log π + ρ (1 - exp(-d)) ∇log π = ρ d ∇log π,    ∇ k2 = d ∇log π
+    # which are equal in the first step, where ρ = 1; not with the ρ of a sequence, which TRL
+    # multiplies each token's k3 by
+    rollouts = draw()
+    ours, _ = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), kl_coef=BETA)
+    theirs, _ = their_steps(folder, weights, rollouts, beta=BETA, **VARIANTS[variant])
+    assert_close(ours[0], theirs[0])
+
+
+def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, weights, draw):
+    # ours: exp(1/n Σ_t log ratio_t); TRL's: exp(Σ_t log ratio_t), which is ours to the power of n
+    rollouts = draw()
+    vllm = {"mode": "sequence_mask", "clip_max": None}
+    theirs = scored(make_trainer(folder, weights, rollouts, vllm=vllm))
+    cfg = our_config(tis_cap=2.0, tis_level="sequence", num_minibatches=2)
+    update = batching.to_update(rollouts)
+    old = train.score(cfg, our_run(cfg, folder, weights)[0], update)["old_logprobs"]
+    ours = common.sampler_ratio(old, update.sampler_logprobs, update.mask, "sequence")[:, :1]
+    product = update.mask.sum(1, keepdim=True) * ours.log()
+    assert product.std() > 1
+    torch.testing.assert_close(
+        product, theirs["importance_sampling_ratio"].log(), rtol=RELATIVE, atol=1e-4
+    )
+
+
+def our_advantages(folder, weights, rollouts, **changes):
+    cfg, update = our_config(**changes), batching.to_update(rollouts)
+    known = train.score(cfg, our_run(cfg, folder, weights)[0], update)
+    train.assign_credit(cfg, update, known)
+    return known["advantages"][:, 0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_equal_trl_s(folder, weights, draw, scale):
+    rollouts = draw()
+    for rollout in rollouts[:GROUP]:  # a group without spread
+        for turn in rollout.turns:
+            turn.reward = 1 / len(rollout.turns)
+    theirs = scored(make_trainer(folder, weights, rollouts, scale_rewards=scale))["advantages"]
+    options = grpo.Options(scale_rewards=scale)
+    ours = our_advantages(folder, weights, rollouts, grpo=options)
+    torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-6)
+    assert (ours[:GROUP] == 0).all() and (ours[GROUP:] != 0).all()
+
+
+RLOO = reinforce.Options("leave_one_out")
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+def test_rloo_has_trl_s_gradient_per_rollout_where_ours_is_per_token(folder, weights, draw, beta):
+    # at ratio 1, with N tokens in B rollouts:
+    #   TRL:  L = -Σ_i A_i ρ_i / B,          ∇L = -Σ_i A_i ∇log π(y_i) / B
+    #   ours: L = -Σ_i A_i log π(y_i) / N,   ∇L = -Σ_i A_i ∇log π(y_i) / N
+    # TRL's ratio is of the whole sequence and clipped; ours has none, so there's no second step
+    rollouts, kl = draw(turns=1), K1 if beta else {}
+    gradients, metrics = our_steps(
+        folder, weights, rollouts, algo="reinforce", reinforce=RLOO, num_epochs=1, **kl
+    )
+    once = {"kind": ScriptedRLOO, "num_iterations": 1, "max_steps": 1, "beta": beta}
+    their_gradients, log = their_steps(folder, weights, rollouts, **once)
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+    assert_close(gradients[0] * tokens / ROLLOUTS, their_gradients[0])
+
+    known = scored(make_trainer(folder, weights, rollouts, **once))
+    assert log["loss"] == pytest.approx(-known["advantages"].mean().item(), abs=1e-6)
+    surrogate = -(known["advantages"] * known["old_logps"]).sum().item() / tokens
+    assert metrics["loss"] == pytest.approx(surrogate, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("beta", [0.0, BETA])
+def test_advantages_of_rloo_equal_trl_s(folder, weights, draw, beta):
+    rollouts, kl = draw(turns=1), K1 if beta else {}
+    theirs = scored(make_trainer(folder, weights, rollouts, kind=ScriptedRLOO, beta=beta))
+    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=RLOO, **kl)
+    torch.testing.assert_close(ours, theirs["advantages"], rtol=RELATIVE, atol=1e-6)
+
+
+def test_normalised_rloo_divides_by_another_deviation_than_trl_s(folder, weights, draw):
+    # ours is over all N tokens, as in REINFORCE++, TRL's over the B rollouts; TRL's variance is
+    # that of a sample, ours isn't. With rollouts of one length only this is left: √(B / (B - 1))
+    rollouts = draw(turns=1, shortest=11)
+    for rollout in rollouts:
+        for ids in (rollout.turns[0].completion_ids, rollout.turns[0].sampler_logprobs):
+            del ids[11:]
+    options = {"kind": ScriptedRLOO, "normalize_advantages": True}
+    theirs = scored(make_trainer(folder, weights, rollouts, **options))["advantages"]
+    options = reinforce.Options("leave_one_out", normalize=True)
+    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=options)
+    factor = (ROLLOUTS / (ROLLOUTS - 1)) ** 0.5
+    # both add 1e-4 to the deviation: the two sums differ by a little less than the deviations
+    torch.testing.assert_close(ours, theirs * factor, rtol=1e-4, atol=0)
