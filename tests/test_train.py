@@ -534,4 +534,4 @@ def test_every_setting_has_a_line_of_help(command):
     assert code == 0
     for name in train.Config.__dataclass_fields__:
         if name not in train.ALGORITHMS:
-            assert re.search(rf"--{name.replace('_', '-')} ", out), name
+            assert re.search(rf"--{name.replace('_', '-')}[ ,]", out), name
