@@ -96,7 +96,7 @@ def table() -> list[str]:
         )
     commit = subprocess.run(["git", "log", "-1", "--format=%cs"], cwd=ROOT, capture_output=True)
     date = commit.stdout.decode().strip() or "?"
-    return [*lines, "", f"Machine: {machine()}; code of {date}; each run on one core."]
+    return [*lines, "", f"Machine: {machine()}; code of {date}."]
 
 
 def draw() -> None:

@@ -38,6 +38,10 @@ RUNS = {
 PAID = {"cartpole": "return", "blackjack": "return"}  # where the return says more than a share
 
 
+def file_of(name: str) -> Path:
+    return HERE / f"{name}.jsonl"
+
+
 def shown(name: str, record: dict, env: str) -> tuple[float, float, float]:
     """Value and 95% interval of an evaluation."""
     if PAID.get(name):
@@ -51,9 +55,12 @@ def table() -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, flags in RUNS.items():
+        if not file_of(name).exists():
+            rows.append(f"| {name} | | | | | not recorded yet: `python train.py {flags}` |")
+            continue
         minutes = f"{read_seconds(HERE)[name] / 60:.1f}"
         command = f"`python train.py {flags}`"
-        for env, first, last in before_after(read_records(HERE / f"{name}.jsonl")):
+        for env, first, last in before_after(read_records(file_of(name))):
             before, after = (
                 "{:.2f} [{:.2f}, {:.2f}]".format(*shown(name, one, env)) for one in (first, last)
             )
@@ -65,23 +72,24 @@ def table() -> list[str]:
 
 def draw() -> None:
     """Held-out value over the updates, a panel for each environment."""
-    found = [
-        (name, env) for name in RUNS
-        for env, _, _ in before_after(read_records(HERE / f"{name}.jsonl"))
-    ]  # fmt: skip
+    recorded = [name for name in RUNS if file_of(name).exists()]
+    found = [(n, env) for n in recorded for env, _, _ in before_after(read_records(file_of(n)))]
+    rows = -(-len(found) // 3)
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(3, 3, figsize=(12, 8.5), layout="constrained")
+        figure, axes = plt.subplots(rows, 3, figsize=(12, 2.9 * rows), layout="constrained")
         title = "From 0.8 million random weights, on a laptop's CPU: held-out tasks, 95% interval"
         figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
-        for axis, (name, env) in zip(axes.flat, found, strict=True):
-            records = read_records(HERE / f"{name}.jsonl")
+        for axis in axes.flat[len(found) :]:
+            axis.set_visible(False)
+        for axis, (name, env) in zip(axes.flat, found, strict=False):
+            records = read_records(file_of(name))
             records = [r for r in records if f"eval/{env}/accuracy" in r]
             at = [r["update"] for r in records]
             values, low, high = zip(*(shown(name, r, env) for r in records), strict=True)
             axis.fill_between(at, low, high, color=BLUE, alpha=0.18, linewidth=0)
             axis.plot(at, values, color=BLUE, marker="o", markersize=4)
             kind = "mean return" if PAID.get(name) else "share correct"
-            mixed = " (mixed run)" if name == "mixed" else ""
+            mixed = ", mixed" if name == "mixed" else ""
             short = env.replace("gymnasium:id=", "").split(",")[0]
             axis.set_title(f"{short}{mixed}: {kind}", loc="left", fontsize=11, fontweight="bold")
             if not PAID.get(name):
@@ -96,9 +104,8 @@ def main() -> None:
     for name in named:
         if "--draw" not in sys.argv:
             record(HERE, name, RUNS[name])
-    if all((HERE / f"{name}.jsonl").exists() for name in RUNS):
-        draw()
-        write_table(HERE, table())
+    draw()
+    write_table(HERE, table())
 
 
 if __name__ == "__main__":
