@@ -8,7 +8,6 @@ The runs of a seed begin at the same policy: the default warm start, made once a
 """
 
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -94,9 +93,7 @@ def table() -> list[str]:
             f"[{min(after):.3f}, {max(after):.3f}] | {', '.join(passed)} | {length:.1f} | "
             f"{seconds:.0f} |"
         )
-    commit = subprocess.run(["git", "log", "-1", "--format=%cs"], cwd=ROOT, capture_output=True)
-    date = commit.stdout.decode().strip() or "?"
-    return [*lines, "", f"Machine: {machine()}; code of {date}."]
+    return [*lines, "", f"Machine: {machine()}."]
 
 
 def draw() -> None:
