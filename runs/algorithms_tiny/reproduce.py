@@ -59,7 +59,7 @@ def play(name: str, seed: int) -> None:
     if not policy.exists():
         record(HERE, f"warm-seed{seed}", f"--num-updates 0 --seed {seed}", {"model": policy})
     flags = f"--model-id {policy} --lr 1e-4 --max-tokens 64 --max-tokens-per-micro-batch 2048 "
-    flags += f"--num-updates 50 --eval-every 5 --seed {seed} {ALL[name]}"
+    flags += f"--num-updates 42 --eval-every 3 --seed {seed} {ALL[name]}"
     record(HERE, file_of(name, seed).stem, flags)
 
 
