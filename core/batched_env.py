@@ -41,7 +41,7 @@ class BatchedEnv:
         def respond(seats: list["_Seat"], round_: int) -> list[Completion]:
             # another seed each round, or equal prompts would draw equal completions
             now = replace(params, seed=params.seed + round_)
-            chats = [seat.rollout.messages for seat in seats]
+            chats = [seat.chat for seat in seats]
             return sampler.reply(chats, [seat.prompt for seat in seats], now, on_progress)
 
         return self._play(tasks, respond)
@@ -165,9 +165,10 @@ class _Seat:
         self.policy, self.drop_thinking = table.policy, table.drop_thinking
         self.task, self.env, self.agent = task, env, agent
         self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
-        self.prompt = (
-            prompt_ids(self.policy.tokenizer, messages) if messages else []
-        )  # []: don't ask
+        self.chat = list(messages)  # those that the policy sees
+        self.context: list[int] = []  # their ids, up to the last one sampled
+        # []: don't ask
+        self.prompt = prompt_ids(self.policy.tokenizer, self.chat) if self.chat else []
         self.written: str | None = None  # what the environment has not seen yet
         self.error = ""
         self.done = False
@@ -179,7 +180,7 @@ class _Seat:
         self.rollout.turns.append(
             Turn(self.prompt, ids, completion.logprobs, completion.finish_reason)
         )
-        self.rollout.messages.append({"role": "assistant", "content": completion.text})
+        self._add({"role": "assistant", "content": completion.text})
         self.ended_turn = ids[-1] == self.policy.end_of_turn_id
         kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
         self.context = self.prompt + kept
@@ -194,15 +195,21 @@ class _Seat:
         self.done = step.done
         if step.message is None:
             return
-        self.rollout.messages.append(step.message)
+        if step.fresh:
+            self.chat, self.context = [], []
+        self._add(step.message)
         if step.done:
             return
-        if not self.rollout.turns:
-            self.prompt = prompt_ids(self.policy.tokenizer, self.rollout.messages)
-            return
-        more = following_ids(self.policy.tokenizer, self.rollout.messages, self.ended_turn)
+        if self.context:
+            more = following_ids(self.policy.tokenizer, self.chat, self.ended_turn)
+        else:
+            more = prompt_ids(self.policy.tokenizer, self.chat)
         if len(self.context) + len(more) < self.policy.max_length:  # room to write at least one
             self.prompt = self.context + more
+
+    def _add(self, message: Message) -> None:
+        self.rollout.messages.append(message)
+        self.chat.append(message)
 
     def finish(self) -> Rollout:
         self.rollout.truncated = not self.done

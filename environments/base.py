@@ -30,13 +30,15 @@ class Step:
     """What one response brought: the next message (None at the end), reward, done, and details.
 
     `info["correct"]` (bool) says whether the task was solved, apart from any partial credit;
-    other numbers in `info` are averaged into the metrics as `info/<key>`.
+    other numbers in `info` are averaged into the metrics as `info/<key>`. A `fresh` message stands
+    alone: it opens a new context, in which the policy sees nothing of the turns before.
     """
 
     message: Message | None
     reward: float
     done: bool
     info: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = False
 
 
 class Env(ABC):

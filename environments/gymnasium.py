@@ -2,7 +2,7 @@
 
 `system_prompt` makes the rules, `format_observation` a line of what is seen, `extract_action` reads
 the response; `gymnasium_players` has words for five environments, others get numbers. Observation:
-the rules and a line, then a line a turn, like
+the rules and a line, then a line a turn (memory=false: each turn the rules and a line, alone), like
 
     Keep the pole up. Cart: x place, v speed; pole: a angle, w turn speed. End with left or right.
     x 0.0 v 0.0 a 0.03 w 0.0
@@ -53,22 +53,21 @@ def extract_action(game: Game, response: str) -> int | None:
 
 @register("gymnasium")
 class Gymnasium(Env):
-    """`id` of the environment; `max_steps` (0: its own); `repeat` of an action; reward `scale`."""
+    """`id`; `max_steps` (0: its own); `repeat` of an action; reward `scale`; `memory` of turns."""
 
-    def __init__(
-        self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1, scale: float = 1.0
-    ):
+    def __init__(self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1,
+                 scale: float = 1.0, memory: bool = True):  # fmt: skip
         if max_steps < 0 or repeat < 1:
             raise UsageError("max_steps is 0 (as the environment has it) or more, repeat 1 or more")
         self.env, self.repeat, self.scale = _open(id, max_steps or None), repeat, scale
-        self.game = find_game(self.env)
+        self.game, self.memory = find_game(self.env), memory
 
     def reset(self, seed: int) -> list[Message]:
         self.rng = random.Random(seed)
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.total, self.steps = 0.0, 0
         observation, _ = self.env.reset(seed=seed % 2**31)
-        return [user(f"{system_prompt(self.game)}\n{self._see(observation)}")]
+        return [user(self._see(observation, rules=True))]
 
     def step(self, response: str) -> Step:
         action = extract_action(self.game, response)
@@ -85,8 +84,9 @@ class Gymnasium(Env):
         ends = {"terminated": terminated, "truncated": truncated and not terminated}
         correct = bool(ends.get(self.game.solved, terminated and self.total > 0))
         done = terminated or truncated
-        message = None if done else user(self._see(observation))
-        return Step(message, paid * self.scale, done, {"correct": correct, "steps": self.steps})
+        message = None if done else user(self._see(observation, rules=not self.memory))
+        info = {"correct": correct, "steps": self.steps}
+        return Step(message, paid * self.scale, done, info, fresh=not self.memory)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """The player's action, or where `hasty` one drawn by chance; None without a player."""
@@ -94,10 +94,11 @@ class Gymnasium(Env):
             return None
         return self.game.actions[self.guess if hasty else self.game.play(self.observation)]
 
-    def _see(self, observation: Any) -> str:
+    def _see(self, observation: Any, rules: bool) -> str:
         self.observation = observation
         self.guess = self.rng.randrange(len(self.game.actions))
-        return format_observation(self.game, observation)
+        line = format_observation(self.game, observation)
+        return f"{system_prompt(self.game)}\n{line}" if rules else line
 
 
 def _open(id: str, max_steps: int | None) -> Any:

@@ -8,7 +8,7 @@ Each request is a line, and so is each answer:
 
     {"do": "reset", "seed": 7}              {"messages": [{"role": "user", "content": ".."}]}
     {"do": "step", "response": ".."}        {"message": {..} or null, "reward": 0.0, "done": false,
-                                             "info": {}}
+                                             "info": {}, "fresh": false}
     {"do": "demonstrate", "hasty": false}   {"text": ".." or null}
     anything that went wrong there          {"error": ".."}
 
@@ -57,10 +57,9 @@ class Remote(Env):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
         if timeout <= 0:
             raise UsageError(f"timeout is more than 0 seconds, not {timeout:g}")
-        spec = env.replace(";", ",")
+        serve = [sys.executable, "-m", "environments.remote", env.replace(";", ",")]
         if env:
-            make(spec)  # refuse here what would be refused there
-        serve = [sys.executable, "-m", "environments.remote", spec]
+            make(serve[-1])  # refuse here what would be refused there
         self.arguments = shlex.split(command) if command else serve
         self.timeout = timeout
         self.process: subprocess.Popen | None = None
@@ -154,12 +153,13 @@ def _messages(answer: dict[str, Any]) -> list[Message]:
 
 
 def _step(answer: dict[str, Any]) -> Step:
-    message = answer.get("message")
+    answer = {"message": None, "info": {}, "fresh": False} | answer
     return Step(
-        None if message is None else _message(message),
+        None if answer["message"] is None else _message(answer["message"]),
         float(_field(answer, "reward", (int, float))),
         _field(answer, "done", bool),
-        _field({"info": {}} | answer, "info", dict),
+        _field(answer, "info", dict),
+        _field(answer, "fresh", bool),
     )
 
 
@@ -187,8 +187,7 @@ def serve(spec: str) -> None:
             if request["do"] == "reset":
                 answer: dict[str, Any] = {"messages": env.reset(request["seed"])}
             elif request["do"] == "step":
-                step = env.step(request["response"])
-                answer = {k: getattr(step, k) for k in ("message", "reward", "done", "info")}
+                answer = vars(env.step(request["response"]))
             else:
                 answer = {"text": env.demonstrate(request["hasty"])}
         except Exception as error:

@@ -1,5 +1,7 @@
 """Many episodes at once: contexts exact, groups on one task, every episode kept."""
 
+from dataclasses import replace
+
 import pytest
 
 from core.batched_env import BatchedEnv
@@ -45,6 +47,14 @@ def own_environments():
             message = {"role": "user", "content": f"{self.left} left"}
             return Step(message if self.left else None, 1.0, self.left == 0)
 
+    @register("forgetful")
+    class Forgetful(Countdown):
+        """The same, but its second message begins a new context."""
+
+        def step(self, response):
+            step = super().step(response)
+            return replace(step, fresh=self.left == 2)
+
     @register("pair")
     class Pair(MultiAgentEnv):
         """Ann speaks, then Bob hears it and speaks; each is paid by name."""
@@ -86,6 +96,24 @@ def test_each_turn_continues_from_exactly_what_was_sampled(policy, ended):
         "<|user|>3 turns<|end|><|assistant|>ab<|end|><|user|>2 left<|end|>"
         "<|assistant|>ab<|end|><|user|>1 left<|end|><|assistant|>"
     )
+
+
+def test_a_fresh_message_begins_a_context_without_the_turns_before(policy):
+    batched = BatchedEnv(policy, max_turns=9)
+    (rollout,) = batched.collect([Task("forgetful", 4, 0)], Scripted(policy), PARAMS)
+    seen = [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns]
+    assert seen == [
+        "<|user|>4 turns<|end|><|assistant|>",
+        "<|user|>4 turns<|end|><|assistant|>ab<|end|><|user|>3 left<|end|><|assistant|>",
+        "<|user|>2 left<|end|><|assistant|>",
+        "<|user|>2 left<|end|><|assistant|>ab<|end|><|user|>1 left<|end|><|assistant|>",
+    ]
+    assert len(rollout.messages) == 8  # what is looked at later is whole
+    update = to_update([rollout])
+    assert [s.token_ids for s in update.sequences] == [
+        turn.prompt_ids + turn.completion_ids for turn in (rollout.turns[1], rollout.turns[3])
+    ]
+    assert update.num_tokens == 4 * 3
 
 
 def test_short_and_long_episodes_are_all_kept_and_sampled_together(policy):

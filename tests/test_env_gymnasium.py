@@ -95,6 +95,17 @@ def test_rewards_are_passed_through_scaled_and_summed_over_repeats():
     assert steps[-1].message is None and steps[-1].info == {"correct": True, "steps": 10}
 
 
+def test_without_memory_each_message_stands_alone_with_the_rules():
+    env, reminded = Gymnasium("CartPole-v1", memory=False), Gymnasium("CartPole-v1")
+    (opening,) = env.reset(3)
+    assert reminded.reset(3) == [opening]
+    rules, _ = opening["content"].split("\n")
+    alone, appended = env.step("left"), reminded.step("left")
+    assert (alone.fresh, appended.fresh) == (True, False)
+    assert alone.message["content"] == f"{rules}\n{appended.message['content']}"
+    assert not env.step("up?").fresh  # a hint needs what it speaks of
+
+
 def test_a_pole_that_falls_is_not_correct():
     env = Gymnasium("CartPole-v1")
     env.reset(0)

@@ -64,6 +64,13 @@ def test_the_episode_is_that_of_the_environment_itself():
     there.close()
 
 
+def test_a_fresh_message_is_fresh_on_this_side_too():
+    there = Remote(env="gymnasium:id=CartPole-v1;memory=false")
+    there.reset(1)
+    assert there.step("left").fresh
+    there.close()
+
+
 @pytest.mark.parametrize("misdeed", sorted(MISDEEDS.keys() - {"nan"}))
 def test_a_program_that_misbehaves_is_ended_and_says_why(tmp_path, misdeed):
     env = served(tmp_path, misdeed)
