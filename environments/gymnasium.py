@@ -89,14 +89,15 @@ class Gymnasium(Env):
         return Step(message, paid * self.scale, done, info, fresh=not self.memory)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """The player's action, or where `hasty` one drawn by chance; None without a player."""
+        """The player's action, or if `hasty` by chance, the last mostly; None without a player."""
         if self.game.play is None:
             return None
         return self.game.actions[self.guess if hasty else self.game.play(self.observation)]
 
     def _see(self, observation: Any, rules: bool) -> str:
         self.observation = observation
-        self.guess = self.rng.randrange(len(self.game.actions))
+        last = len(self.game.actions) - 1
+        self.guess = self.rng.choice((last, self.rng.randint(0, last)))
         line = format_observation(self.game, observation)
         return f"{system_prompt(self.game)}\n{line}" if rules else line
 

@@ -23,10 +23,10 @@ RUNS = {
     "reverse": "--env reverse --sft-steps 450 --num-updates 30",
     "tic_tac_toe": "--env tic_tac_toe:opponent=random --sft-steps 300 --sft-batch-size 16 "
     "--num-updates 20 --num-prompts 8 --max-turns 6",
-    "cartpole": "--env gymnasium:id=CartPole-v1,repeat=3,max_steps=120,memory=false "
-    "--max-turns 40 --max-tokens 8 --sft-steps 200 --sft-batch-size 2 --sft-hasty 0.9 "
-    "--num-updates 45 --num-prompts 8 --lr 3e-4 --credit turn --gamma 0.8 --eval-num-tasks 64 "
-    "--eval-every 15",
+    "cartpole": "--env gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false "
+    "--max-turns 30 --max-tokens 8 --sft-steps 200 --sft-batch-size 2 --sft-hasty 0.8 "
+    "--num-updates 24 --num-prompts 8 --lr 3e-4 --credit turn --gamma 0.8 --eval-num-tasks 64 "
+    "--eval-every 8",
     "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --sft-steps 250 --sft-hasty 0.75 "
     "--num-updates 60 --lr 5e-5 --entropy-coef 0.02 --eval-num-tasks 2048 --eval-every 20",
     "math_qa": "--env math_qa:level=1 --sft-steps 600 --num-updates 40",
