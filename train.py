@@ -22,7 +22,7 @@ from algorithms import common, grpo, ppo, reinforce, sft
 from algorithms.grpo import Options as GrpoOptions
 from algorithms.ppo import Options as PpoOptions
 from algorithms.reinforce import Options as ReinforceOptions
-from core import batching, checkpoint, cli, journal, metrics, selection, settings, tasks
+from core import batching, checkpoint, cli, exercises, journal, metrics, selection, settings, tasks
 from core.interrupt import Stopped
 from core.model import Policy
 from core.reference import as_reference
@@ -33,14 +33,13 @@ from core.types import Rollout, UsageError
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
 RUNS = Path("runs")
 Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
-SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
 
 @dataclass(frozen=True)
 class Config:
     """picoRL: reinforcement learning for language models."""
 
-    algo: Literal["reinforce", "grpo", "ppo"] = "grpo"  # its own options are below, under its name
+    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"  # scratch: your own, of scratch.py
     model_id: str = "tiny"  # hub id or folder; tiny: a Qwen3 of 0.8M random weights, from the seed
     env: tuple[str, ...] = ("letter_counting",)  # name[:key=value,...]; several are mixed evenly
     eval_env: tuple[str, ...] = ()  # environments to evaluate on; none given: those of --env
@@ -159,15 +158,10 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
                 record |= evaluate(cfg, run, held_out, update)
             run.log.log(record)
             run.progress["update"] = update
-            in_a_row = run.progress["skipped_in_a_row"] + 1 if record.get("update/skipped") else 0
-            run.progress["skipped_in_a_row"] = in_a_row
-            if in_a_row == SKIPS_IN_A_ROW:
-                run.display.say(
-                    f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the last "
-                    f"good checkpoint kept. Try a lower --lr than {cfg.lr:g}"
-                )
+            skipped = bool(record.get("update/skipped"))
+            if run.given_up(skipped, cfg.lr):
                 return False
-            if not in_a_row and is_due(update, cfg.save_every, cfg.num_updates):
+            if not skipped and is_due(update, cfg.save_every, cfg.num_updates):
                 run.save()
     return True
 
@@ -225,6 +219,10 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
 
 def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
     """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
+    if run.exercises is not None:
+        return exercises.learn(
+            run.exercises, run.policy, run.optimizer, rollouts, cfg.temperature
+        )
     update = batching.to_update(rollouts)
     known = score(cfg, run, update)
     assign_credit(cfg, update, known)

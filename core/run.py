@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from core import checkpoint, journal
+from core import checkpoint, exercises, journal
 from core.batched_env import BatchedEnv
 from core.console import Display
 from core.interrupt import Interrupt
@@ -15,7 +16,9 @@ from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import make_reference, reference_memory
-from core.sampler import Sampler
+from core.sampler import Sampler, TorchSampler
+
+SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Run:
     display: Display
     stop: Interrupt
     progress: dict[str, Any]  # what a checkpoint remembers
+    exercises: ModuleType | None = None  # scratch.py, with --algo scratch
     reference: Policy | None = None  # what --kl-coef holds on to
 
     def save(self) -> None:
@@ -45,6 +49,17 @@ class Run:
     def keep_reference(self) -> None:
         self.reference = make_reference(self.policy, self.folder, self.progress["update"])
 
+    def given_up(self, skipped: bool, lr: float) -> bool:
+        """Count the updates in a row without a finite loss; say so when they are too many."""
+        self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
+        if self.progress["skipped_in_a_row"] < SKIPS_IN_A_ROW:
+            return False
+        self.display.say(
+            f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the last good "
+            f"checkpoint kept. Try a lower --lr than {lr:g}"
+        )
+        return True
+
 
 @contextmanager
 def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -> Iterator[Run]:
@@ -56,6 +71,7 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
     folder = Path(cfg.resume) if cfg.resume else journal.new_folder(runs, cfg.run_name, stem)
     found = checkpoint.find_checkpoint(folder) if cfg.resume else checkpoint.NEW_RUN
+    mine = exercises.open_exercises() if cfg.algo == "scratch" else None
     served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
     policy = load_policy(
         "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
@@ -69,10 +85,14 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
     to_come = optimizer.memory_to_come() + (reference_memory(policy) if cfg.kl_coef else 0)
     sampler: Sampler = (
         OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
+        TorchSampler(policy, exercises.drawing(mine)) if mine else
         make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, to_come)
     )  # fmt: skip
     journal.rewind(folder, found.progress)
     journal.create_run(folder, config)
+    if mine:
+        exercises.keep(mine, folder)
+        remarks = [*remarks, *exercises.remarks(mine)]
     with (
         closing(sampler),
         Interrupt() as stop,
@@ -83,4 +103,4 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
             display.say(remark)
         batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking=cfg.thinking == "drop")
         yield Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
-                  dict(found.progress))  # fmt: skip
+                  dict(found.progress), mine)  # fmt: skip

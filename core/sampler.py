@@ -77,8 +77,9 @@ class Sampler(ABC):
 class TorchSampler(Sampler):
     """Samples from the training model itself, so the weights are always the newest."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, draw_with: Callable | None = None):
         self.policy = policy
+        self.draw_with = draw_with  # in place of `draw`
 
     @torch.no_grad()
     def sample(
@@ -102,9 +103,10 @@ class TorchSampler(Sampler):
         stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         rows = torch.arange(len(prompts), device=device)  # the rows of the cache, as rows of tokens
 
+        draw_next = self.draw_with or draw
         for step in range(steps):
             on_progress()
-            drawn, logprob = draw(logits, params, generator)  # [R], [R]
+            drawn, logprob = draw_next(logits, params, generator)  # [R], [R]
             tokens[rows, step], logprobs[rows, step] = drawn, logprob
             ended = torch.isin(drawn, stop_ids) & ~stopped[rows]
             stopped[rows[ended]] = True

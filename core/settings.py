@@ -13,6 +13,8 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
 NOT_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
     overlong_buffer sft_best""".split()
+NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated gamma credit entropy_coef
+    kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler""".split()
 SHARES = "sft_hasty top_p gpu_memory_utilization gamma curriculum".split()
 
 
@@ -28,6 +30,8 @@ def resolve(cfg: Any) -> Any:
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+    if cfg.algo == "scratch" and cfg.dtype == "auto":
+        cfg = replace(cfg, dtype="float32")
     longest = cfg.max_turns * cfg.max_tokens + 4096  # what is written, and what is read
     return replace(cfg, max_model_len=longest) if cfg.max_model_len is None else cfg
 
@@ -38,7 +42,7 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
     _check_unused(cfg, algorithms)
     if not cfg.env:
         raise UsageError("--env names no environment")
-    compares = cfg.algo == "grpo" or cfg.reinforce.baseline in ("group", "leave_one_out")
+    compares = cfg.algo in ("grpo", "scratch") or cfg.reinforce.baseline in ("group", "leave_one_out")
     if (compares or cfg.filter_groups) and cfg.group_size < 2:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":
@@ -64,9 +68,8 @@ def _check_ranges(cfg: Any) -> None:
     for name in SHARES:
         if not 0 <= (value := getattr(cfg, name)) <= 1:
             raise UsageError(f"--{name.replace('_', '-')} is a share from 0 to 1, not {value}")
-    options = getattr(cfg, cfg.algo)
-    for field in fields(options):
-        value = getattr(options, field.name)
+    for field in fields(getattr(cfg, cfg.algo)) if cfg.algo != "scratch" else ():
+        value = getattr(getattr(cfg, cfg.algo), field.name)
         if type(value) in (int, float):
             _check_number(f"--{cfg.algo}.{field.name}", value)
     if cfg.algo == "grpo" and 0 < cfg.grpo.dual_clip <= 1:
@@ -89,6 +92,11 @@ def _check_unused(cfg: Any, algorithms: dict[str, Any]) -> None:
         if name != cfg.algo and options != type(options)():
             raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
     defaults = {field.name: field.default for field in fields(cfg)}
+    for name in NOT_SCRATCH if cfg.algo == "scratch" else ():
+        meant = {"credit": "episode", "dtype": "float32"}.get(name, defaults[name])
+        if getattr(cfg, name) not in (meant, "torch"):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} has no effect with --algo scratch: it does as you wrote it")
     needs = {"kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap",
              "tis_mode": "tis_cap", "base_url": "sampler"}  # fmt: skip
     for name, other in needs.items():

@@ -83,8 +83,8 @@ def load(file: Path) -> ModuleType:
     except SyntaxError as error:
         raise UsageError(f"{file.name}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
-        line = _line_in(file, traceback.extract_tb(error.__traceback__))[0]
-        raise UsageError(f"{file.name}, line {line}: {_named(error)}") from None
+        line = line_in(file, traceback.extract_tb(error.__traceback__))[0]
+        raise UsageError(f"{file.name}, line {line}: {named(error)}") from None
     return module
 
 
@@ -139,14 +139,14 @@ def answer(fact: Fact, mine: ModuleType) -> Any:
     file = Path(str(mine.__file__))
     if thread.is_alive():
         frame = sys._current_frames()[thread.ident or 0]
-        line, _ = _line_in(file, traceback.extract_stack(frame))
+        line, _ = line_in(file, traceback.extract_stack(frame))
         raise Failed(f"{file.name}, line {line}: still running after {PATIENCE:g} s")
     error = outcome.get("error")
     if isinstance(error, NotImplementedError):
         raise error
     if error is not None:
-        line, _ = _line_in(file, traceback.extract_tb(error.__traceback__))
-        raise Failed(f"{file.name}, line {line}: {_named(error)}")
+        line, _ = line_in(file, traceback.extract_tb(error.__traceback__))
+        raise Failed(f"{file.name}, line {line}: {named(error)}")
     return outcome["answer"]
 
 
@@ -217,13 +217,13 @@ def show(verdicts: list[Verdict], console: Console) -> None:
         console.print("\nAll right. Now train with it: python train.py --algo scratch")
 
 
-def _line_in(file: Path, frames: Any) -> tuple[int, str]:
+def line_in(file: Path, frames: Any) -> tuple[int, str]:
     """(line, function) of the innermost of the frames that is in the file; (0, "") if none is."""
     inside = [f for f in frames if Path(f.filename).resolve() == file.resolve()]
     return (inside[-1].lineno, inside[-1].name) if inside else (0, "")
 
 
-def _named(error: BaseException) -> str:
+def named(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].rstrip(": ")
 
 
