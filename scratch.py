@@ -111,9 +111,11 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor
 def clipped_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
 ) -> Tensor:
-    """-Σ min(ρ A, clamp(ρ, 1-clip, 1+clip) A) over the sampled tokens, divided by how many. A scalar.
+    """-Σ min(ρ A, clamp(ρ, 1-clip, 1+clip) A) over the sampled tokens, divided by their number.
 
     All [B, T-1]; `old_logprobs` are those of the policy that sampled. ρ = π / π_old of each token.
+
+    Returns a scalar.
 
     1. ρ from the difference of the two log-probs.
     2. Both products; the smaller of the two: a clip takes away what could be gained, never a loss.
@@ -216,7 +218,7 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 # --- And then: beat the reference ---------------------------------------------------------------
 #
 #     python train.py --run-name reference                 # GRPO as this project has it
-#     python train.py --algo scratch --run-name mine       # your training_step, same start, same tasks
+#     python train.py --algo scratch --run-name mine       # your training_step, the same start
 #     python -m core.journal runs/reference runs/mine      # who needs fewer tokens to 0.90?
 #
 # From here on `training_step` is yours: two steps on the same rollouts, another clip, exercise 10

@@ -39,7 +39,7 @@ Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name;
 class Config:
     """picoRL: reinforcement learning for language models."""
 
-    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"  # scratch: your own, of scratch.py
+    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"  # scratch: your scratch.py
     model_id: str = "tiny"  # hub id or folder; tiny: a Qwen3 of 0.8M random weights, from the seed
     env: tuple[str, ...] = ("letter_counting",)  # name[:key=value,...]; several are mixed evenly
     eval_env: tuple[str, ...] = ()  # environments to evaluate on; none given: those of --env
@@ -220,9 +220,7 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
 def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
     """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
     if run.exercises is not None:
-        return exercises.learn(
-            run.exercises, run.policy, run.optimizer, rollouts, cfg.temperature
-        )
+        return exercises.learn(run.exercises, run.policy, run.optimizer, rollouts, cfg.temperature)
     update = batching.to_update(rollouts)
     known = score(cfg, run, update)
     assign_credit(cfg, update, known)

@@ -42,7 +42,8 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
     _check_unused(cfg, algorithms)
     if not cfg.env:
         raise UsageError("--env names no environment")
-    compares = cfg.algo in ("grpo", "scratch") or cfg.reinforce.baseline in ("group", "leave_one_out")
+    by_group = cfg.reinforce.baseline in ("group", "leave_one_out")
+    compares = cfg.algo in ("grpo", "scratch") or by_group
     if (compares or cfg.filter_groups) and cfg.group_size < 2:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":

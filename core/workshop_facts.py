@@ -1,4 +1,4 @@
-"""What has to be true of each exercise of scratch.py: facts on tensors small enough to check by hand.
+"""What has to be true of each exercise of scratch.py: facts on tensors to check by hand.
 
 A fact asks a question of somebody's functions, `f`; right is what core/workshop_solutions.py says.
 """
@@ -84,34 +84,25 @@ class Bigrams(nn.Module):
         return 4 * self.table[input_ids]
 
 
-class Watched(torch.optim.SGD):
-    """Plain steps; remembers the norm of the gradient at each, -1 if there was none."""
-
-    def __init__(self, model: Bigrams) -> None:
-        super().__init__(model.parameters(), lr=1.0)
-        self.table, self.norms = model.table, list[float]()
-
-    def step(self, closure: Any = None) -> Any:
-        grad = self.table.grad
-        self.norms.append(-1.0 if grad is None else float(grad.norm()))
-        return super().step(closure)
-
-
 def stepped(
     f: Any, returns: tuple[float, ...], steps: int = 1
 ) -> tuple[float, Tensor, Tensor, Tensor]:
-    """Loss, weights, gradient left behind, and the optimiser's norms, after training steps."""
-    model = Bigrams()
-    optimizer = Watched(model)
+    """Loss, weights, gradient left behind, and the gradient's norm at each step (-1: none)."""
+    model, norms = Bigrams(), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def watch(*_: Any) -> None:
+        norms.append(-1.0 if model.table.grad is None else float(model.table.grad.norm()))
+
+    optimizer.register_step_pre_hook(watch)
     input_ids = torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]])
     mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool()
+    paid, group_ids = torch.tensor(returns, dtype=torch.float32), torch.tensor([0, 0, 1, 1])
     for _ in range(steps):
-        loss = f.training_step(
-            model, optimizer, input_ids, mask, 1.0 * torch.tensor(returns), torch.tensor([0, 0, 1, 1])
-        )
+        loss = f.training_step(model, optimizer, input_ids, mask, paid, group_ids)
     left = model.table.grad
     left = torch.zeros(5, 5) if left is None else left
-    return loss, model.table.detach(), left, torch.tensor(optimizer.norms)
+    return loss, model.table.detach(), left, torch.tensor(norms)
 
 
 EXERCISES = (
@@ -175,8 +166,7 @@ EXERCISES = (
         (
             Fact("one token, log-prob -2, advantage 3: the loss is 6",
                  lambda f: f.reinforce_loss(ONES * -2, ONES * 3, ALL), "-A · log π"),
-            Fact("the mean over the tokens of the mask",
-                 lambda f: f.reinforce_loss(LOGPROBS, ADVANTAGES, MASK),
+            Fact("the mean over the mask", lambda f: f.reinforce_loss(LOGPROBS, ADVANTAGES, MASK),
                  "sum over the sampled tokens, divided by mask.sum()"),
             Fact("what stands off the mask doesn't matter, even infinity",
                  lambda f: f.reinforce_loss(LOGPROBS.masked_fill(~MASK, -torch.inf), ADVANTAGES,
@@ -228,7 +218,7 @@ EXERCISES = (
     ),
     Exercise(
         7, "gae", "Credit for each token",
-        "for t in reversed(range(N)), carrying the value and the advantage of t+1, both 0 at first.",
+        "for t in reversed(range(N)): carry the value and the advantage of t+1, both 0 at first.",
         "compute_advantages in algorithms/ppo.py: for many rollouts at once, and cut off ones",
         (
             Fact("λ = 1, γ = 1: all that is still paid, minus the value",

@@ -1,7 +1,4 @@
-"""Answers that people give to the exercises and that are wrong, each with what to say about it.
-
-When somebody's numbers are those of a mistake, its hint is a better one than the fact's own.
-"""
+"""Wrong answers to the exercises, as people give them, each with what to say about it."""
 
 from collections.abc import Callable
 
@@ -11,6 +8,9 @@ from torch import Tensor, nn
 from core import workshop_solutions as right
 
 MISTAKES: dict[str, list[tuple[str, Callable]]] = {}  # of each function: (hint, the wrong one)
+
+
+wrong: Callable
 
 
 def mistake(name: str, hint: str, wrong: Callable) -> None:
@@ -28,8 +28,7 @@ for hint, wrong in (
      lambda x, ids: _picked(x[:, 1:].log_softmax(-1), ids[:, :-1])),
     ("the logits' first position was dropped; drop their last one, nothing came after it",
      lambda x, ids: _picked(x[:, 1:].log_softmax(-1), ids[:, 1:])),
-    ("these are logits: they become log-probs by log_softmax",
-     lambda x, ids: _picked(x[:, :-1], ids[:, 1:])),
+    ("these are logits: log_softmax them", lambda x, ids: _picked(x[:, :-1], ids[:, 1:])),
     ("these are probabilities: take their logarithm (log_softmax)",
      lambda x, ids: _picked(x[:, :-1].softmax(-1), ids[:, 1:])),
     ("log_softmax went over the positions; the vocabulary is the last axis",
@@ -61,7 +60,7 @@ for hint, wrong in (
 def _flags(turns: list, gap: int = 0) -> Tensor:
     """True at completions of all T ids, with `gap` ids of nobody's behind each."""
     parts = [[False] * len(c) + [True] * len(done) + [False] * gap for c, done in turns]
-    return torch.tensor(sum(parts, []), dtype=torch.bool)
+    return torch.tensor([flag for part in parts for flag in part], dtype=torch.bool)
 
 
 for hint, wrong in (
@@ -97,10 +96,8 @@ def _by_group(returns: Tensor, group_ids: Tensor, scaled: Callable[[Tensor], Ten
 for hint, wrong in (
     ("the sign: an optimiser goes down, so minus what should go up",
      lambda x, a, m: (a * x)[m].sum() / m.sum()),
-    ("a sum: divide it by the number of sampled tokens",
-     lambda x, a, m: -(a * x)[m].sum()),
-    ("the mask is not used: only sampled tokens count",
-     lambda x, a, m: -(a * x).mean()),
+    ("a sum: divide by the number of sampled tokens", lambda x, a, m: -(a * x)[m].sum()),
+    ("the mask is not used: only sampled tokens count", lambda x, a, m: -(a * x).mean()),
     ("divided by all positions: divide by the sampled ones, mask.sum()",
      lambda x, a, m: -(a * x)[m].sum() / m.numel()),
     ("divided by the rollouts: divide by the sampled tokens, mask.sum()",
@@ -117,7 +114,9 @@ for hint, wrong in (
     mistake("reinforce_loss", hint, wrong)
 
 
-def _surrogate(x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float, **how: Callable) -> Tensor:
+def _surrogate(
+    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float, **how: Callable
+) -> Tensor:
     ratio = how.get("ratio", lambda: (x - old).exp())()
     gain = how.get("gain", lambda r, c: torch.minimum(r * a, c * a))
     return -gain(ratio, ratio.clamp(1 - clip, 1 + clip))[m].sum() / m.sum()
@@ -171,7 +170,7 @@ for hint, wrong in (
 
 
 def _gae(r: Tensor, v: Tensor, gamma: float, carry: float, behind: float = 0.0) -> Tensor:
-    found, later = torch.zeros_like(r), 0.0
+    found, later = torch.zeros_like(r), torch.tensor(0.0)
     following = torch.cat([v[1:], v[-1:] * behind])
     for t in reversed(range(len(r))):
         later = found[t] = r[t] + gamma * following[t] - v[t] + carry * later
@@ -203,15 +202,15 @@ for hint, wrong in (
 
 def _forward_gae(r: Tensor, v: Tensor, gamma: float, carry: float) -> Tensor:
     deltas, earlier = _gae(r, v, gamma, 0.0), 0.0
-    return torch.stack([earlier := delta + carry * earlier for delta in deltas])  # noqa: F841
+    return torch.stack([earlier := delta + carry * earlier for delta in deltas])
 
 
 def _draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
 
-def _with(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    return ids, logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+def _with(ids: Tensor, logits: Tensor, then: Callable = torch.clone) -> tuple[Tensor, Tensor]:
+    return ids, then(logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1))
 
 
 def _heat(t: float) -> float:
@@ -228,8 +227,7 @@ for hint, wrong in (
     ("the log-prob is that of another distribution: take it after the temperature",
      lambda x, t, g: _with(_draw(x / _heat(t), g), x)),
     ("these are probabilities, not their logarithms",
-     lambda x, t, g: (lambda ids, lp: (ids, lp.exp()))(*_with(_draw(x / _heat(t), g),
-                                                             x / _heat(t)))),
+     lambda x, t, g: _with(_draw(x / _heat(t), g), x / _heat(t), torch.exp)),
     ("temperature 0 divides by 0: take the argmax there, with its log-prob under the logits",
      lambda x, t, g: _with(_draw(x / _heat(t), g), x / _heat(t))),
     ("draws keep an axis of one: squeeze(-1)",
