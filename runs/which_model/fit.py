@@ -1,0 +1,218 @@
+"""Which model fits which machine: memory computed from the shapes, as a bound, in GB = 2^30 bytes.
+
+    python runs/which_model/fit.py    # writes the tables of the README beside it, and prints them
+
+L layers of width D; A = heads x head size of the queries, K of the keys (and of the values); MLP of
+F; vocabulary V; N weights, R adapter weights; t tokens in a micro-batch; T = 1,280 tokens in the
+longest sequence, one longer than t being a micro-batch of its own; B rollouts; s bytes of a weight.
+
+    weights       s N               s = 2 on CUDA (bfloat16), 4 on CPU and MPS: core/model.py
+    masters       4 N               full fine-tuning with s = 2 only: core/optimizer.py
+    adapters      4 R (+ s R)       float32; on CUDA vLLM has a copy of them in its slots
+    moments       8 N or 8 R        AdamW's two, in float32, of what is trained
+    gradients     4 N or 4 R        float32 even where s = 2: they are summed in the masters
+    one gradient  (s + 4) V D       full: the embedding's as it comes, before it is added
+    activations   (L + 1) kept t    kept by each layer; one more for the gradients of a layer
+                  + (4 + 3s) D t    the last norm, its output, and its rows that predict
+    logits        16 V min(t, 4096) of one chunk: at most 4 float32 copies at once, in the backward
+    step          4 N or 8 V D      AdamW's temporaries: of all weights on CUDA, else of the largest
+    cache         2 K L s B T       keys and values of all tokens (prefill needs less than its end)
+                  + 2 (K + A) s B T a layer's as it grows, and repeated for all its heads
+    drawing       16 V B            logits of the next token, and what is drawn from
+
+Weights, masters, adapters and moments are there always. Besides them: gradients, activations and
+logits in learning; gradients and temporaries in the step; cache and drawing in sampling. The
+largest of these three counts. What a decoder layer keeps of a token, in bytes:
+
+    norms         (4 + s) D         input in float32, and normalised; 2 a layer. Gemma: 4, of 8 D.
+                                    Frozen weights (LoRA) need the input alone, 4 D
+    of q and k    as of D, of A + K Qwen3 and Gemma 3
+    linear inputs 2 s D             of q, k, v, and of gate, up. LoRA with s = 2: a float32 copy for
+                                    each of five adapters, 20 D, and one for o, 4 A
+    attention     s (2A + 2K)       q, k, v, output; 4 bytes a head for the softmax
+    - of Gemma    s (4A + T)        masked by its window: keys and values for all heads, and a mask
+    - on MPS      s (4A + heads T)  not fused: keys and values for all heads, and every weight
+    MLP           4 s F             gate, its activation, up, their product (LoRA: 4 F for this one)
+    adapters      28 rank           what the seven A make
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parent.parent)]
+
+from record import write_table  # noqa: E402
+
+from algorithms.common import CHUNK  # noqa: E402
+
+GB = 2**30
+NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
+LENGTH = 1280  # tokens of prompt and completion: --max-model-len
+NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time; as many held-out tasks
+RANK = 32
+MOST = 16  # times 1,024 tokens in a micro-batch; more is hardly faster
+
+
+@dataclass(frozen=True)
+class Model:
+    """The shape of a decoder, as in its config.json."""
+
+    model_id: str
+    family: str
+    layers: int
+    width: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    device: str  # cpu, mps, cuda
+    room: float  # GB for the terms above: what the run may take, less a reserve for all else
+
+
+MODELS = [
+    Model("HuggingFaceTB/SmolLM2-135M-Instruct", "llama", 30, 576, 1536, 9, 3, 64, 49152, True),
+    Model("HuggingFaceTB/SmolLM2-360M-Instruct", "llama", 32, 960, 2560, 15, 5, 64, 49152, True),
+    Model("Qwen/Qwen2.5-0.5B-Instruct", "qwen2", 24, 896, 4864, 14, 2, 64, 151936, True),
+    Model("Qwen/Qwen3-0.6B", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
+    Model("google/gemma-3-1b-it", "gemma3", 26, 1152, 6912, 4, 1, 256, 262144, True),
+    Model("meta-llama/Llama-3.2-1B-Instruct", "llama", 16, 2048, 8192, 32, 8, 64, 128256, True),
+    Model("Qwen/Qwen2.5-1.5B-Instruct", "qwen2", 28, 1536, 8960, 12, 2, 128, 151936, True),
+    Model("Qwen/Qwen3-1.7B", "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
+    Model("Qwen/Qwen2.5-3B-Instruct", "qwen2", 36, 2048, 11008, 16, 2, 128, 151936, True),
+    Model("meta-llama/Llama-3.2-3B-Instruct", "llama", 28, 3072, 8192, 24, 8, 128, 128256, True),
+    Model("Qwen/Qwen3-4B-Instruct-2507", "qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
+    Model("Qwen/Qwen2.5-7B-Instruct", "qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False),
+    Model("meta-llama/Llama-3.1-8B-Instruct", "llama", 32, 4096, 14336, 32, 8, 128, 128256, False),
+    Model("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
+]
+MACHINES = [
+    Machine("laptop CPU, 10 of 16 GB free", "cpu", 10 - 1),
+    Machine("Mac, 16 GB, 70% usable", "mps", 0.7 * 16 - 1),
+    Machine("Mac, 32 GB, 70% usable", "mps", 0.7 * 32 - 1),
+    *(Machine(f"GPU, {size} GB", "cuda", 0.9 * size - 1.5) for size in (8, 16, 24, 80)),
+]
+
+
+def num_weights(m: Model) -> int:
+    """N, with tied embeddings counted once."""
+    linear = 2 * m.width * (m.queries + m.keys) + 3 * m.width * m.mlp
+    biases = m.queries + 2 * m.keys if m.family == "qwen2" else 0
+    per_layer, of_heads = NORMS[m.family]
+    norms = per_layer * m.width + 2 * m.head_dim * of_heads
+    embeddings = m.vocab * m.width * (1 if m.tied else 2)
+    return embeddings + m.layers * (linear + biases + norms) + m.width
+
+
+def num_adapter_weights(m: Model, rank: int) -> int:
+    """R: A and B of q, k, v, o, gate, up and down in each layer."""
+    ends = 2 * (m.width + m.queries) + 2 * (m.width + m.keys) + 3 * (m.width + m.mlp)
+    return rank * m.layers * ends
+
+
+def kept(m: Model, size: int, rank: int, length: int, fused: bool = True) -> int:
+    """Bytes that a layer keeps of a token of `length` until its backward; weights of `size` bytes.
+
+    `fused`: attention does not keep its weights.
+    """
+    below = rank > 0 and size < 4  # adapters get a float32 copy of what they read
+    per_layer, of_heads = NORMS[m.family]
+    normed = 4 if rank else 8 if m.family == "gemma3" else 4 + size
+    norms = normed * (per_layer * m.width + of_heads * (m.queries + m.keys))
+    inputs = 20 * m.width + 4 * m.queries if below else 2 * size * m.width
+    attention = 2 * (m.queries + m.keys) if fused and m.family != "gemma3" else 4 * m.queries
+    attention += m.heads * length if not fused else length if m.family == "gemma3" else 0
+    mlp = (3 * size + (4 if rank else size)) * m.mlp
+    return norms + inputs + size * attention + 4 * m.heads + mlp + 28 * rank
+
+
+def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
+    """GB of each term and of each phase; `micro` tokens in a micro-batch, `rank` 0 trains all."""
+    size, cuda = (2, True) if device == "cuda" else (4, False)
+    weights, adapters = num_weights(m), num_adapter_weights(m, rank)
+    trained, largest = adapters if rank else weights, m.vocab * m.width
+    tokens, rollouts = max(micro, LENGTH), NUM_PROMPTS * GROUP_SIZE
+    layer = kept(m, size, rank, LENGTH, fused=device != "mps")
+    terms = {
+        "weights": size * weights,
+        "masters": 4 * weights if size < 4 and not rank else 0,
+        "adapters": (4 + size * cuda) * adapters,
+        "moments": 8 * trained,
+        "gradients": 4 * trained,
+        "one gradient": 0 if rank else (size + 4) * largest,
+        "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
+        "logits": 16 * m.vocab * min(tokens, CHUNK),
+        "step": 4 * trained if cuda else 8 * min(trained, largest),
+        "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
+        "drawing": 16 * m.vocab * rollouts,
+    }
+    gb = {name: num_bytes / GB for name, num_bytes in terms.items()}
+    gb["always"] = sum(gb[n] for n in ("weights", "masters", "adapters", "moments"))
+    gb["learning"] = sum(gb[n] for n in ("gradients", "one gradient", "activations", "logits"))
+    gb["stepping"] = gb["gradients"] + gb["step"]
+    gb["sampling"] = gb["cache"] + gb["drawing"]
+    gb["peak"] = gb["always"] + max(gb["learning"], gb["stepping"], gb["sampling"])
+    return gb
+
+
+def micro_batch(m: Model, machine: Machine, rank: int) -> int:
+    """Tokens of the largest micro-batch, a multiple of 1,024, that fits; 0 if none does."""
+    sizes = (1024 * k for k in range(MOST, 0, -1))
+    return next((n for n in sizes if memory(m, machine.device, rank, n)["peak"] <= machine.room), 0)
+
+
+def largest_model(machine: Machine, rank: int) -> Model:
+    """The model of most weights that fits. Raises ValueError if none does."""
+    return max((m for m in MODELS if micro_batch(m, machine, rank)), key=num_weights)
+
+
+def command(m: Model, machine: Machine, rank: int) -> str:
+    return (
+        f"python train.py --model-id {m.model_id} --lora-rank {rank} "
+        f"--max-tokens-per-micro-batch {micro_batch(m, machine, rank)} --max-tokens 1024 "
+        f"--max-model-len {LENGTH} --num-prompts {NUM_PROMPTS} --group-size {GROUP_SIZE} "
+        f"--eval-num-tasks {NUM_PROMPTS * GROUP_SIZE}"
+    )
+
+
+def lines() -> list[str]:
+    """The README's tables and commands."""
+    table = ["| machine | trained | largest model that fits | micro-batch, tokens | needs | room |",
+             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
+    commands = []
+    for machine in MACHINES:
+        for rank, trained in ((0, "all weights"), (RANK, f"LoRA, rank {RANK}")):
+            m = largest_model(machine, rank)
+            n = micro_batch(m, machine, rank)
+            need = memory(m, machine.device, rank, n)["peak"]
+            table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {need:.1f} GB | "
+                         f"{machine.room:.1f} GB |")  # fmt: skip
+            commands += [f"    # {machine.name}: {trained}", f"    {command(m, machine, rank)}"]
+    models = ["| model | weights | GPU, all | GPU, LoRA | CPU, all | CPU, LoRA | Mac, all | "
+              "Mac, LoRA |", "| --- |" + " --- |" * 7]  # fmt: skip
+    for m in MODELS:
+        needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
+        cells = " | ".join(f"{need:.1f}" for need in needs)
+        models.append(f"| {m.model_id} | {num_weights(m) / 1e9:.3f}B | {cells} |")
+    return [*table, "", *commands, "", "GB at the smallest micro-batch, one sequence:", "", *models]
+
+
+if __name__ == "__main__":
+    write_table(HERE, lines())
+    print("\n".join(lines()))

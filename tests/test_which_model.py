@@ -1,0 +1,218 @@
+"""What fits where is computed from shapes; here the shapes and the terms are held against torch."""
+
+import re
+import shlex
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FAMILIES
+from peft import LoraConfig, get_peft_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import train
+from algorithms.common import token_logprobs
+from core import cli, settings
+from core.optimizer import MasterAdamW
+
+FOLDER = Path(__file__).parent.parent / "runs/which_model"
+sys.path.append(str(FOLDER))
+import fit  # noqa: E402
+
+README = (FOLDER / "README.md").read_text()
+COMMANDS = re.findall(r"^    python train\.py(.*)$", README, re.MULTILINE)
+PUBLISHED = {  # weights, tied embeddings once, as counted in the files of each
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "google/gemma-3-1b-it": 999_885_952,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "Qwen/Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "meta-llama/Llama-3.2-3B-Instruct": 3_212_749_824,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+}
+SMALL = {
+    f: fit.Model(f, f, 3, 64, 192, 4, 2, 16, 3000, tied=f in ("qwen2", "gemma3")) for f in FAMILIES
+}
+RANK = 16
+both = pytest.mark.parametrize("rank", [0, RANK])
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+def build(m, rank=0, dtype=torch.float32):
+    """The Hugging Face model of a shape, and its decoder."""
+    config_class, model_class = FAMILIES[m.family]
+    window = {"sliding_window": 32} if m.family == "gemma3" else {}  # shorter than a sequence
+    shape = {
+        "vocab_size": m.vocab, "hidden_size": m.width, "intermediate_size": m.mlp,
+        "num_hidden_layers": m.layers, "num_attention_heads": m.heads,
+        "num_key_value_heads": m.kv_heads, "head_dim": m.head_dim, "tie_word_embeddings": m.tied,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    model = model_class(config_class(**shape, **window)).to(dtype)
+    if not rank:
+        return model, model.get_decoder()
+    options = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules="all-linear")
+    model = get_peft_model(model, options)
+    return model, model.get_base_model().get_decoder()
+
+
+def saved_bytes(model, decoder, ids):
+    """Bytes of all storages that a forward pass keeps for its backward, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages, alive = {}, []
+
+    def note(tensor):
+        alive.append(tensor)  # or its address would be given to another
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        decoder(input_ids=ids, use_cache=False)
+    return sum(n for pointer, n in storages.items() if pointer not in weights)
+
+
+def peak_bytes(call):
+    """The most that was allocated on the CPU at one time, beyond what was there before."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("m", fit.MODELS, ids=lambda m: m.model_id)
+def test_the_shape_has_the_published_number_of_weights(m):
+    with torch.device("meta"):
+        model, _ = build(m)
+    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[m.model_id]
+    assert fit.num_weights(m) == PUBLISHED[m.model_id]
+
+
+@families
+def test_adapters_are_counted_as_peft_makes_them(family):
+    model, _ = build(SMALL[family], RANK)
+    adapters = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+    assert fit.num_adapter_weights(SMALL[family], RANK) == adapters
+
+
+@both
+@families
+@pytest.mark.parametrize(
+    "dtype, fused",  # not fused is for MPS, where weights are float32
+    [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)],
+)
+def test_a_layer_keeps_what_the_formula_says(family, rank, dtype, fused):
+    m, ids = SMALL[family], torch.zeros(2, 48, dtype=torch.int64)
+    measured = []
+    for layers in (3, 4):  # their difference is one layer
+        shape = fit.Model(**{**vars(m), "layers": layers})
+        with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
+            measured.append(saved_bytes(*build(shape, rank, dtype), ids))
+    expected = fit.kept(m, dtype.itemsize, rank, ids.shape[1], fused)
+    assert (measured[1] - measured[0]) / ids.numel() == pytest.approx(expected, rel=0.03)
+
+
+@both
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_learning_peaks_at_what_the_terms_say(family, rank):
+    m, size = SMALL[family], (1, fit.LENGTH)
+    model, decoder = build(m, rank)
+    ids, mask = torch.zeros(size, dtype=torch.int64), torch.ones(1, fit.LENGTH - 1, dtype=bool)
+
+    def learn():
+        hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
+        logprobs, _ = token_logprobs(hidden, ids, mask, model.get_output_embeddings())
+        logprobs.sum().backward()
+
+    learn()  # the gradients are there
+    terms = fit.memory(m, "cpu", rank, 1024)
+    expected = terms["learning"] - terms["gradients"]
+    assert 0.85 * expected < peak_bytes(learn) / fit.GB < 1.02 * expected
+
+
+@both
+def test_the_optimiser_holds_and_takes_what_the_terms_say(rank):
+    m = SMALL["qwen3"]
+    model, _ = build(m, rank)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = MasterAdamW([{"params": parameters}], lr=0.1)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    terms = fit.memory(m, "cpu", rank, 1024)
+    assert optimizer.memory_to_come() == pytest.approx(terms["moments"] * fit.GB)
+    gradients = sum(p.grad.nbytes for p in parameters)
+    assert gradients == pytest.approx(terms["gradients"] * fit.GB)
+    optimizer.step()
+    assert peak_bytes(optimizer.step) <= 1.01 * terms["step"] * fit.GB
+    on_cuda = torch.optim.AdamW(parameters, weight_decay=0.0, foreach=True)
+    on_cuda.step()
+    expected = fit.memory(m, "cuda", rank, 1024)["step"] * fit.GB
+    assert peak_bytes(on_cuda.step) == pytest.approx(expected, rel=0.02)
+
+
+def test_below_float32_weights_have_a_master_and_gradients_of_float32():
+    m = SMALL["qwen3"]
+    model, _ = build(m, dtype=torch.bfloat16)
+    optimizer = MasterAdamW([{"params": list(model.parameters())}], lr=0.1)
+    sum(p.float().sum() for p in model.parameters()).backward()
+    terms = fit.memory(m, "cuda", 0, 1024)
+    for term, tensors in {
+        "weights": list(model.parameters()),
+        "masters": optimizer.masters,
+        "gradients": [p.grad for p in optimizer.masters],
+    }.items():
+        assert sum(t.nbytes for t in tensors) == pytest.approx(terms[term] * fit.GB)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "cuda"])
+@both
+def test_memory_grows_with_each_argument(device, rank):
+    m = SMALL["qwen3"]
+    peak = fit.memory(m, device, rank, 2048)["peak"]
+    assert fit.memory(m, device, rank, 4096)["peak"] > peak
+    assert rank == 0 or fit.memory(m, device, 2 * rank, 2048)["peak"] > peak
+    for field in ("layers", "width", "mlp", "heads", "kv_heads", "head_dim", "vocab"):
+        larger = fit.Model(**{**vars(m), field: 2 * getattr(m, field)})
+        assert fit.memory(larger, device, rank, 2048)["peak"] > peak, field
+
+
+@pytest.mark.parametrize("machine", fit.MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("rank", [0, fit.RANK])
+def test_the_chosen_flags_are_the_most_that_fits(machine, rank):
+    chosen = fit.largest_model(machine, rank)
+    micro = fit.micro_batch(chosen, machine, rank)
+    assert fit.memory(chosen, machine.device, rank, micro)["peak"] <= machine.room
+    if micro < 1024 * fit.MOST:
+        assert fit.memory(chosen, machine.device, rank, micro + 1024)["peak"] > machine.room
+    for m in fit.MODELS:
+        if fit.num_weights(m) > fit.num_weights(chosen):
+            assert fit.memory(m, machine.device, rank, 1024)["peak"] > machine.room
+
+
+def test_the_tables_are_those_that_the_script_makes():
+    table = README.split("<!-- table -->\n")[1].split("\n<!-- end of table -->")[0]
+    assert table.splitlines() == fit.lines()
+
+
+def test_there_is_a_command_for_each_machine_and_way_and_all_are_valid():
+    assert len(COMMANDS) == 2 * len(fit.MACHINES)
+    for flags in COMMANDS:
+        cfg = settings.resolve(cli.parse(train.Config, shlex.split(flags)))
+        settings.check(cfg, train.ALGORITHMS)
+        assert cfg.max_model_len == fit.LENGTH
+        assert cfg.num_prompts * cfg.group_size >= cfg.eval_num_tasks  # no more rows in evaluation
