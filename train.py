@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from algorithms.ppo import Options as PpoOptions
 from algorithms.reinforce import Options as ReinforceOptions
 from core import batching, checkpoint, cli, exercises, journal, metrics, selection, settings, tasks
 from core.interrupt import Stopped
+from core.looks import look
 from core.model import Policy
 from core.reference import as_reference
 from core.run import Run, open_run
@@ -31,7 +33,6 @@ from core.sampler import SamplingParams
 from core.types import Rollout, UsageError
 
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
-RUNS = Path("runs")
 Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
 
 
@@ -87,6 +88,7 @@ class Config:
     seed: int = 0  # decides everything: the same command with the same seed gives the same run
     eval_every: int = 10  # updates between evaluations; 0: only before and after
     eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
+    microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
     save_every: int = 20  # updates between checkpoints; 0: only at the end
     run_name: str = ""  # folder under runs/; empty: <algo>-<env>-<number>
     config: str = ""  # a config.yaml to start from; other flags win over it
@@ -108,7 +110,7 @@ def main(cfg: Config) -> int:
         tasks.check_demonstrations(train_envs)
     config = cli.to_dict(cfg, ALGORITHMS)
 
-    with open_run(cfg, config, RUNS, settings.remarks(cfg)) as run:
+    with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
         try:
             if run.progress["sft_step"] < cfg.sft_steps:
                 warm_start(cfg, run, train_envs)
@@ -158,10 +160,9 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
                 record |= evaluate(cfg, run, held_out, update)
             run.log.log(record)
             run.progress["update"] = update
-            skipped = bool(record.get("update/skipped"))
-            if run.given_up(skipped, cfg.lr):
+            if run.given_up(bool(record.get("update/skipped")), cfg.lr):
                 return False
-            if not skipped and is_due(update, cfg.save_every, cfg.num_updates):
+            if not record.get("update/skipped") and is_due(update, cfg.save_every, cfg.num_updates):
                 run.save()
     return True
 
@@ -220,7 +221,7 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
 def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
     """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
     if run.exercises is not None:
-        return exercises.learn(run.exercises, run.policy, run.optimizer, rollouts, cfg.temperature)
+        return exercises.learn(run, rollouts, cfg.temperature, cfg.microscope)
     update = batching.to_update(rollouts)
     known = score(cfg, run, update)
     assign_credit(cfg, update, known)
@@ -247,6 +248,9 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
             sums[name] += value
         if not stepped:
             break
+    if cfg.microscope:
+        now = partial(forward, run.policy, temperature=cfg.temperature)
+        look(run.policy, rollouts, update, known, cfg.microscope, now)
     totals |= {k: v / sums["tokens"] for k, v in sums.items() if k not in ("loss", "tokens")}
     totals |= metrics.token_metrics(known, update.mask)
     return {**totals, "tokens/trained": int(learnt.sum())}

@@ -10,16 +10,18 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core import batching, workshop
-from core.batching import Sequence
+from core.batching import Batch, Sequence
+from core.looks import look
 from core.model import Policy
-from core.optimizer import MasterAdamW
 from core.sampler import SamplingParams
 from core.types import Rollout, UsageError
 
@@ -82,17 +84,13 @@ class Model(nn.Module):
         return logits
 
 
-def learn(
-    mine: ModuleType,
-    policy: Policy,
-    optimizer: MasterAdamW,
-    rollouts: list[Rollout],
-    temperature: float,
-) -> dict[str, float]:
-    """One update from its rollouts, by exercise 9. Returns its metrics.
+def learn(run: Any, rollouts: list[Rollout], temperature: float, budget: int) -> dict[str, float]:
+    """One update from its rollouts, by exercise 9; looked at one by one. Returns its metrics.
 
+    `run` is core.run.Run, with exercises; `budget` as --microscope.
     Raises UsageError that names the line where somebody's code raised, or a loss that isn't finite.
     """
+    mine, policy = run.exercises, run.policy
     update = batching.to_update(rollouts)
     sequences = sorted(update.sequences, key=lambda s: -len(s.token_ids))  # as micro_batches does
     most = len(sequences) * len(sequences[0].token_ids)
@@ -107,7 +105,7 @@ def learn(
     model = Model(policy, temperature)
     with blamed(mine):
         loss = mine.training_step(
-            model, optimizer.adamw, batch.input_ids, masks, returns, group_ids
+            model, run.optimizer.adamw, batch.input_ids, masks, returns, group_ids
         )
         if not isinstance(loss, float) or not math.isfinite(loss):
             raise ValueError(f"training_step returned {loss}, not a finite number")
@@ -119,7 +117,18 @@ def learn(
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
             found |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
             found["policy/entropy"] = entropy.mean().item()
+            known = {"sampler_logprobs": update.sampler_logprobs}
+            known |= {k: torch.zeros_like(update.rewards) for k in ("old_logprobs", "advantages")}
+            batching.put(logprobs, batch, into=known["old_logprobs"])
+            better = mine.group_advantages(returns, group_ids)[:, None].expand_as(logprobs)
+            batching.put(better, batch, into=known["advantages"])
+            now = partial(_logprobs_of, mine, model)
+            look(policy, rollouts, update, known, budget, now)
     return found
+
+
+def _logprobs_of(mine: ModuleType, model: Model, batch: Batch) -> tuple[Tensor, None, None]:
+    return mine.token_logprobs(model(batch.input_ids), batch.input_ids), None, None
 
 
 def turns_of(sequence: Sequence) -> list[tuple[list[int], list[int]]]:

@@ -68,6 +68,8 @@ class Journal:
                 "info": r.info,
                 "messages": r.messages,
             }
+            if r.looks:
+                row["looks"] = r.looks
             _append(self.rollouts_file, row)
 
 

@@ -12,7 +12,7 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
     gpu_memory_utilization""".split()
 NOT_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
-    overlong_buffer sft_best""".split()
+    overlong_buffer sft_best microscope""".split()
 NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated gamma credit entropy_coef
     kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler""".split()
 SHARES = "sft_hasty top_p gpu_memory_utilization gamma curriculum".split()

@@ -1,0 +1,107 @@
+"""What the journal says of single tokens is what the update knew of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_workshop import solved
+
+from core.looks import first_groups, pieces
+from core.types import Rollout, Turn
+from environments import base
+from environments.base import Env, Step, register
+
+SHORT = """--sft-steps 20 --sft-batch-size 4 --num-updates 1 --num-prompts 2 --group-size 4
+    --eval-num-tasks 0 --max-tokens 12 --lr 1e-3 --max-tokens-per-micro-batch 300""".split()
+
+
+@pytest.fixture
+def even():
+    known = dict(base._REGISTRY)
+
+    @register("even")
+    class Even(Env):
+        """Pays a response of even length, for so many turns."""
+
+        def __init__(self, turns: int = 1):
+            self.turns = turns
+
+        def reset(self, seed):
+            self.left = self.turns
+            return [{"role": "user", "content": "?"}]
+
+        def step(self, response):
+            self.left -= 1
+            message = {"role": "user", "content": "again"} if self.left else None
+            return Step(message, float(len(response) % 2 == 0), self.left == 0)
+
+    yield
+    base._REGISTRY.clear()
+    base._REGISTRY.update(known)
+
+
+def rows(run, kind="train"):
+    lines = Path(f"runs/{run}/rollouts.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+@pytest.mark.parametrize("algo", ["grpo", "reinforce", "ppo", "scratch"])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_each_token_of_each_turn_is_there_and_goes_where_its_advantage_points(
+    command, even, algo, turns
+):  # fmt: skip
+    Path("scratch.py").write_text(solved())
+    flags = ["--algo", algo, "--env", f"even:turns={turns}", "--run-name", "a"]
+    assert command(*SHORT, "--sft-steps", "0", *flags)[0] == 0
+    gained = 0.0
+    for row in rows("a"):
+        spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        assert len(row["looks"]) == len(spoken) == len(row["rewards"])
+        for look, text in zip(row["looks"], spoken, strict=True):
+            assert "".join(look["text"]).removesuffix("<|end|>") == text
+            assert len({len(values) for values in look.values()}) == 1
+            for a, sampler, trainer, after in zip(
+                *(look[k] for k in ("advantage", "sampler", "trainer", "after")), strict=True
+            ):
+                assert trainer == pytest.approx(sampler, abs=2e-4)
+                assert sampler <= 0 and after <= 0
+                gained += a * (after - trainer)
+        if algo == "grpo":  # one advantage for a whole rollout
+            assert len({a for look in row["looks"] for a in look["advantage"]}) == 1
+    assert gained > 0  # the step raised what was better, lowered what was worse
+
+
+def test_whole_groups_within_the_budget_are_looked_at_and_one_at_least(command):
+    one = [Rollout("e", "p", 0, g, turns=[Turn([1], [2] * n, [0.0] * n, "stop")])
+           for g, n in ((0, 3), (1, 4), (0, 3), (1, 4), (2, 1))]  # fmt: skip
+    assert first_groups(one, 14) == {0, 1, 2, 3}
+    assert first_groups(one, 13) == {0, 2}
+    assert first_groups(one, 1) == {0, 2}
+    assert first_groups(one, 100) == {0, 1, 2, 3, 4}
+    assert command(*SHORT, "--microscope", "1", "--run-name", "b")[0] == 0
+    assert ["looks" in row for row in rows("b")] == [True] * 4 + [False] * 4
+    assert command(*SHORT, "--microscope", "0", "--run-name", "c")[0] == 0
+    assert not any("looks" in row for row in rows("c"))
+
+
+def test_looking_changes_nothing_that_is_learnt(command):
+    for name, budget in (("with", 4096), ("without", 0)):
+        flags = ["--num-updates", "2", "--microscope", str(budget), "--run-name", name]
+        assert command(*SHORT, *flags)[0] == 0
+    with_, without = (
+        [
+            {k: v for k, v in json.loads(line).items() if not k.startswith("time/")}
+            for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()
+        ]
+        for name in ("with", "without")
+    )
+    assert with_ == without and len(with_) == 4
+
+
+def test_a_character_of_several_tokens_stands_at_its_last(policy):
+    ids = policy.tokenizer.encode("aé≠b", add_special_tokens=False)
+    found = pieces(policy.tokenizer, ids)
+    assert len(found) == len(ids) and "".join(found) == "aé≠b"
+    assert found == ["a", "", "é", "", "", "≠", "b"]
+    lonely = policy.tokenizer.encode("é", add_special_tokens=False)[:1]
+    assert pieces(policy.tokenizer, lonely * 5) == ["", "", "", "\ufffd" * 4, "\ufffd"]
