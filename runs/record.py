@@ -15,16 +15,18 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def record(here: Path, name: str, flags: str, keep: dict[str, Path] | None = None) -> None:
+def record(
+    here: Path, name: str, flags: str, keep: dict[str, Path] | None = None, script: str = "train.py"
+) -> None:
     """`python train.py FLAGS`: its metrics to here/name.jsonl, its seconds to here/seconds.json.
 
-    `keep` says what else of the run's folder to copy where.
+    `keep` says what else of the run's folder to copy where; `script` is run instead of train.py.
     """
     if "--missing" in sys.argv and (here / f"{name}.jsonl").exists():
         return
     folder = ROOT / "runs" / f"{here.name}-{name}"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "train.py", *flags.split(), "--run-name", folder.name]
+    command = [sys.executable, *script.split(), *flags.split(), "--run-name", folder.name]
     started = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
     seconds = round(time.monotonic() - started)
@@ -34,6 +36,14 @@ def record(here: Path, name: str, flags: str, keep: dict[str, Path] | None = Non
         copy(folder / inside, target)
     note(here, name, seconds)
     shutil.rmtree(folder)
+
+
+def warm_policy(here: Path, seed: int) -> Path:
+    """The policy that the default warm start of a seed makes; made once, for runs to begin with."""
+    policy = ROOT / "build" / "warm" / f"seed{seed}"
+    if not policy.exists():
+        record(here, f"warm-seed{seed}", f"--num-updates 0 --seed {seed}", {"model": policy})
+    return policy
 
 
 def note(here: Path, name: str, seconds: int) -> None:

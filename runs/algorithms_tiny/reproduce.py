@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 import matplotlib.pyplot as plt  # noqa: E402
-from record import ROOT, machine, record, write_table  # noqa: E402
+from record import machine, record, warm_policy, write_table  # noqa: E402
 
 from core.curves import BLUE, GRID, INK, STYLE  # noqa: E402
 from core.journal import read_records  # noqa: E402
@@ -55,10 +55,8 @@ def file_of(name: str, seed: int) -> Path:
 
 def play(name: str, seed: int) -> None:
     """One run from the policy that the default warm start of this seed makes."""
-    policy = ROOT / "build" / "warm" / f"seed{seed}"
-    if not policy.exists():
-        record(HERE, f"warm-seed{seed}", f"--num-updates 0 --seed {seed}", {"model": policy})
-    flags = f"--model-id {policy} --lr 1e-4 --max-tokens 64 --max-tokens-per-micro-batch 2048 "
+    flags = f"--model-id {warm_policy(HERE, seed)} --lr 1e-4 --max-tokens 64 "
+    flags += "--max-tokens-per-micro-batch 2048 "
     flags += f"--num-updates 42 --eval-every 3 --seed {seed} {ALL[name]}"
     record(HERE, file_of(name, seed).stem, flags)
 
