@@ -36,7 +36,7 @@ def token_logprobs(logits: Tensor, input_ids: Tensor) -> Tensor:
     2. Make log-probs of the logits, over the vocabulary.
     3. From each row of V numbers take that of the token that came.
 
-    Question: the first token gets no log-prob. Why is nothing lost?
+    Question: The first token gets no log-prob. Why is nothing lost?
     """
     raise TODO
 
@@ -59,7 +59,7 @@ def completion_mask(turns: list[tuple[list[int], list[int]]]) -> Tensor:
     1. Write down False for each id of a context, True for each id of a completion.
     2. Shift as in exercise 1: position t speaks of the token at t+1.
 
-    Question: what would the policy learn if it were trained on the user's words too?
+    Question: What would the policy learn if it were trained on the user's words too?
     """
     raise TODO
 
@@ -79,7 +79,7 @@ def group_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
 
     For each group: pick its returns, subtract their mean, divide, put them back in their places.
 
-    Question: which groups teach nothing? What does that say about the tasks to train on?
+    Question: Which groups teach nothing? What does that say about the tasks to train on?
     """
     raise TODO
 
@@ -93,7 +93,7 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor
     `logprobs`, `advantages` [B, T-1]; `mask` [B, T-1] bool, True at sampled tokens. What stands off
     the mask may be anything, infinite too, and must not matter.
 
-    Question: the loss of a perfect policy is no lower than that of a bad one. What is it good for?
+    Question: The loss of a perfect policy is no lower than that of a bad one. What is it good for?
     """
     raise TODO
 
@@ -134,7 +134,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     r = π_ref / π. Both log-probs [B, T-1]; returns [B, T-1] in nats.
 
-    Question: log π - log π_ref is simpler and right on average. What does k3 have that it hasn't?
+    Question: Log π - log π_ref is simpler and right on average. What does k3 have that it hasn't?
     """
     raise TODO
 
@@ -149,7 +149,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
     """Generalised advantage estimates of one episode, which ended. All [N].
 
-    Question: what is left of A_t where λ is 1, and what where it is 0?
+    Question: What is left of A_t where λ is 1, and what where it is 0?
     """
     raise TODO
 
@@ -165,7 +165,7 @@ def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tu
     3. Return with each id its log-prob in the distribution that it was drawn from.
     4. Temperature 0: the likeliest token, with its log-prob under the logits as they are.
 
-    Question: the trainer divides its logits by the temperature too. What if it didn't?
+    Question: The trainer divides its logits by the temperature too. What if it didn't?
     """
     raise TODO
 
@@ -191,7 +191,7 @@ def training_step(
     4. Scale the gradient down to a norm of 1: nn.utils.clip_grad_norm_(model.parameters(), 1.0).
     5. Step, and leave no gradient behind.
 
-    Question: old and new log-probs are equal here, so the ratio is 1. Where does a gradient come
+    Question: Old and new log-probs are equal here, so the ratio is 1. Where does a gradient come
     from?
     """
     raise TODO

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OURS = {"algorithms", "core", "environments", "train", "runs", "tests"}
+OURS = {"algorithms", "core", "environments", "train", "scratch", "runs", "tests"}
 ALLOWED = {
     "algorithms": {"algorithms.common"},  # nothing of ours but what they share
     "environments": {"core.types"},  # and what environments share among themselves
@@ -36,6 +36,7 @@ def test_imports_point_one_way(room):
 
 def test_rooms_keep_to_their_budgets():
     assert len((ROOT / "train.py").read_text().splitlines()) <= 400
+    assert len((ROOT / "scratch.py").read_text().splitlines()) <= 450
     for room, most in BUDGET.items():
         for file in (ROOT / room).glob("*.py"):
             assert len(file.read_text().splitlines()) <= most, file.name
