@@ -134,7 +134,7 @@ def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
     r = π_ref / π. Both log-probs [B, T-1]; returns [B, T-1] in nats.
 
-    Question: Log π - log π_ref is simpler and right on average. What does k3 have that it hasn't?
+    Question: log π - log π_ref is simpler and right on average. What does k3 have that it hasn't?
     """
     raise TODO
 
