@@ -1,4 +1,4 @@
-"""The workshop as a new user would try it: a clean clone, a clean environment, the commands as written.
+"""The workshop as a new user would try it: a clean clone and environment, commands as written.
 
     python runs/workshop_dry_run/dry_run.py     # about a quarter of an hour; writes README.md here
 
