@@ -156,9 +156,9 @@ def _messages(messages: list[Row], chars: int) -> list[list[str]]:
 
 def _look(look: dict[str, list]) -> list | None:
     """A turn's tokens: text, log-probs in 1e-4 nats (trainer and after as steps), advantages."""
-    if len({len(look.get(field, ())) for field in FIELDS}) != 1:
+    texts, *columns = (look.get(field, []) for field in FIELDS)
+    if not texts or {len(column) for column in columns} != {len(texts)}:
         return None  # not looked at
-    texts, *columns = (look[field] for field in FIELDS)
     sampler, trainer, after, advantage = ([_ticks(x) for x in column] for column in columns)
     steps = [
         [None if x is None or y is None else y - x for x, y in zip(low, high, strict=True)]
