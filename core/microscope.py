@@ -30,8 +30,17 @@ Row = dict[str, Any]  # a line of rollouts.jsonl
 def choose(path: Path, room: int) -> tuple[list[dict[str, Any]], list[str]]:
     """As much of the rollouts as `room` bytes hold, and what was left out, in words.
 
-    The file may be larger than memory: it is read once for sizes and once for what is kept.
+    The file may be larger than memory: where not all fits, it is read again for the sizes of each
+    update at each level, and once more for what is kept.
     """
+    whole, total = [], 0
+    for name, rows in _read(path):
+        whole.append(_pack(*name, rows, 0))
+        total += len(encode(whole[-1])) + 1
+        if total > room:
+            break
+    else:
+        return whole, []
     names, sizes = [], []
     for name, rows in _read(path):
         names.append(name)
@@ -169,7 +178,8 @@ def _look(look: dict[str, list]) -> list | None:
 
 
 def _ticks(value: Any) -> int | None:
-    return None if (known := number(value)) is None else round(known * 10_000)
+    known = isinstance(value, (int, float)) and math.isfinite(value)
+    return round(value * 10_000) if known else None
 
 
 def _ranges(numbers: Iterable[int]) -> str:
