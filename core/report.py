@@ -94,7 +94,7 @@ def _page_size() -> int:
 def _run_data(run: Path, config: dict[str, Any], room: int) -> dict[str, Any]:
     """What the page shows of a run, in at most `room` bytes."""
     records = _records(run)
-    results = [
+    results: list[list[Any]] = [
         [env, *([*_interval(env, record), record["update"]] for record in ends)]
         for env, *ends in before_after(records)
     ]
