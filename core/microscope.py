@@ -30,22 +30,28 @@ Row = dict[str, Any]  # a line of rollouts.jsonl
 def choose(path: Path, room: int) -> tuple[list[dict[str, Any]], list[str]]:
     """As much of the rollouts as `room` bytes hold, and what was left out, in words.
 
-    The file may be larger than memory: where not all fits, it is read again for the sizes of each
-    update at each level, and once more for what is kept.
+    The file may be larger than memory: it is read once for sizes, and where not all of it fits,
+    once more for what is kept.
     """
-    whole, total = [], 0
-    for name, rows in _read(path):
-        whole.append(_pack(*name, rows, 0))
-        total += len(encode(whole[-1])) + 1
-        if total > room:
-            break
-    else:
-        return whole, []
-    names, sizes = [], []
-    for name, rows in _read(path):
+    whole: list[dict[str, Any]] = []
+    names: list[tuple[str, int]] = []
+    sizes: list[dict[int, int]] = []  # of each update, at the levels that it may be kept at
+    ends: dict[tuple[str, bool], tuple[int, list[Row]]] = {}  # the first and last of each kind
+    total = 0
+    for i, (name, rows) in enumerate(_read(path)):
         names.append(name)
-        sizes.append([len(encode(_pack(*name, rows, level))) + 1 for level in range(ABSENT)])
-    levels = _plan([kind for kind, _ in names], sizes, room)
+        packed = _pack(*name, rows, 0)
+        sizes.append({0: _size(packed), NO_TOKENS: _size(_pack(*name, rows, NO_TOKENS))})
+        total += sizes[i][0]
+        if total <= room:
+            whole.append(packed)
+        ends.setdefault((name[0], True), (i, rows))
+        ends[name[0], False] = (i, rows)
+    if total <= room:
+        return whole, []
+    for i, rows in ends.values():
+        sizes[i] = {level: _size(_pack(*names[i], rows, level)) for level in range(ABSENT)}
+    levels = _plan(sizes, sorted({i for i, _ in ends.values()}), room)
     kept = [
         _pack(*name, rows, level)
         for (name, rows), level in zip(_read(path), levels, strict=False)
@@ -108,20 +114,23 @@ def _parse(line: str) -> Any:
     return row if isinstance(row, dict) else None
 
 
-def _plan(kinds: list[str], sizes: list[list[int]], room: int) -> list[int]:
+def _plan(sizes: list[dict[int, int]], ends: list[int], room: int) -> list[int]:
     """The level at which each update is kept, so that all fit; the first and last give up last."""
-    ends = {f(i for i, k in enumerate(kinds) if k == kind) for f in (min, max) for kind in {*kinds}}
-    middle = [i for i in range(len(kinds)) if i not in ends]
-    middle.sort(key=lambda i: abs(i - len(kinds) / 2))
+    middle = [i for i in range(len(sizes)) if i not in ends]
+    middle.sort(key=lambda i: abs(i - len(sizes) / 2))
     steps = [(i, level) for level in (NO_TOKENS, ABSENT) for i in middle]
-    steps += [(i, level) for level in range(1, ABSENT + 1) for i in sorted(ends)]
-    levels, total = [0] * len(kinds), sum(size[0] for size in sizes)
+    steps += [(i, level) for level in range(1, ABSENT + 1) for i in ends]
+    levels, total = [0] * len(sizes), sum(size[0] for size in sizes)
     for i, level in steps:
         if total <= room:
             break
-        total += ([*sizes[i], 0])[level] - sizes[i][levels[i]]
+        total += sizes[i].get(level, 0) - sizes[i][levels[i]]  # absent: 0
         levels[i] = level
     return levels
+
+
+def _size(packed: dict[str, Any]) -> int:
+    return len(encode(packed)) + 1  # with the comma after it
 
 
 def _pack(kind: str, update: int, rows: list[Row], level: int) -> dict[str, Any]:
@@ -150,10 +159,10 @@ def _pack(kind: str, update: int, rows: list[Row], level: int) -> dict[str, Any]
             # joined late, and was asked something else than the rest of its group
             "o": asked if asked != group["q"] else None,
         }
-        looks = [_look(look) for look in row.get("looks", [])]
-        tokens -= sum(len(look[0]) for look in looks if look)
+        looks = row.get("looks", [])
+        tokens -= sum(len(look.get("text", ())) for look in looks)
         if looks and tokens >= 0:
-            rollout["l"] = looks
+            rollout["l"] = [_look(look) for look in looks]
         group["r"].append({k: v for k, v in rollout.items() if v or k in ("p", "v")})
     return {"k": kind, "u": update, "g": list(groups.values())}
 
