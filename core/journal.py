@@ -1,9 +1,12 @@
 """What a run leaves in `runs/<name>/`, written as it goes: readable at any moment, never rewritten.
 
+    python -m core.journal runs/a runs/b     # compares runs, as a table and as a page
+
 config.yaml     every setting; `python train.py --config <it> --run-name other` runs it again
 metrics.jsonl   one object a warm-start report ("sft_step") or an update ("update")
 rollouts.jsonl  one object a rollout: what was asked, written and paid
 curves.png      the picture
+report.html     the microscope: curves, tasks, every rollout and its tokens; opens offline
 README.md       command, result, where the rest is
 checkpoint/     to --resume from
 model/          the trained policy, for from_pretrained
@@ -14,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,7 +122,7 @@ def rewind(run: Path, progress: dict[str, int]) -> None:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file; a last line cut short by a crash is left out."""
     records = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:
@@ -179,6 +183,35 @@ def summary(run: Path, config: dict[str, Any]) -> list[str]:
     return lines
 
 
+def main(args: list[str]) -> int:
+    """What `python -m core.journal ARGS` does; bad input is one line and exit code 2."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from core import report
+
+    runs = [Path(arg) for arg in args]
+    try:
+        if not runs or args[0].startswith("-"):
+            raise UsageError("which runs? python -m core.journal runs/a runs/b")
+        rows = report.compare(runs)
+        page = report.write_comparison(runs, runs[0].resolve().parent / "compare.html")
+    except UsageError as error:
+        print(f"core.journal: {error}", file=sys.stderr)
+        return 2
+    table = Table(box=None, header_style="bold")
+    for title in ("run", "algo", "env", "held-out accuracy [95%], before -> after"):
+        table.add_column(title, overflow="fold")
+    for title in ("tokens sampled", "until accuracy 0.9", "minutes"):
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+    print(f"side by side: {page}")
+    return 0
+
+
 def _is_seconds(key: str) -> bool:
     return key.startswith("time/") and key.endswith("_s")
 
@@ -218,3 +251,7 @@ def _open_tracker(name: str, run: Path, config: dict[str, Any]) -> _Tracker | No
     tracker: Any = importlib.import_module(name)
     sink = tracker.init(project="picorl", name=run.name, config=config)
     return _Tracker(lambda scalars, step: sink.log(scalars, step=step), sink.finish)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

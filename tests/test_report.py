@@ -1,16 +1,20 @@
-"""The page of a run: shows what the journal holds, and nothing that a model wrote can change it."""
+"""The data of a run's page: what the journal holds, whole where it fits, and nothing breaks out."""
 
-import base64
 import json
 import re
-from html.parser import HTMLParser
+import tomllib
+from pathlib import Path
 
 import pytest
+import yaml
 
-from core.report import write_report
+from core import journal, report
+from core.journal import Journal, create_run
+from core.report import compare, write_comparison, write_report
+from core.types import Rollout, Turn, UsageError
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7}
-EVIL = "</div></script><script>alert(1)</script><img src=x onerror=\"a\" alt='$name'> &amp; \ud800"
+EVIL = "</div></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
 
 
 def row(kind, update, seed, written, paid=0.0, asked=None, **changes):
@@ -25,158 +29,282 @@ def row(kind, update, seed, written, paid=0.0, asked=None, **changes):
     }  # fmt: skip
 
 
+def look(texts, sampler, trainer, after, advantage):
+    return {"text": texts, "sampler": sampler, "trainer": trainer, "after": after,
+            "advantage": advantage}  # fmt: skip
+
+
+def long_look(tokens):
+    return look(["word"] * tokens, *[[-0.1234] * tokens] * 4)
+
+
 def evaluated(update, accuracy):
     values = {"accuracy": accuracy, "ci_low": accuracy - 0.1, "ci_high": accuracy + 0.1}
     return {"update": update, **{f"eval/adding/{k}": v for k, v in values.items()}}
 
 
 def trained(*updates):
-    return [{"update": update, "reward/mean": 0.5} for update in updates]
+    return [{"update": update, "reward/mean": 0.5, "tokens/sampled": 100} for update in updates]
 
 
-class Outline(HTMLParser):
-    """The page as a browser sees it: how often each tag opens, which stay open, the text."""
+def data_of(page):
+    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
+    return json.loads(found)["runs"]
 
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.open, self.seen = [], [], ""
-        self.feed(page)
 
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag not in ("meta", "img", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.seen += data
+def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for name, records in (("metrics", metrics), ("rollouts", rollouts)):
+        lines = [json.dumps(record) + "\n" for record in records]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
 
 
 @pytest.fixture
-def report(tmp_path):
-    """Write a run with these metrics and rollouts, then its report; returns the page."""
+def shown(tmp_path):
+    """Write a run with these metrics and rollouts, then its report; returns the data in it."""
 
     def write(metrics=(), rollouts=(), config=CONFIG):
-        for name, records in (("metrics", metrics), ("rollouts", rollouts)):
-            lines = [json.dumps(record) + "\n" for record in records]
-            (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-        path = write_report(tmp_path, config)
-        assert path == tmp_path / "report.html"
-        assert not list(tmp_path.glob(".part-*"))
-        return path.read_text(encoding="utf-8")
+        path = write_report(write_run(tmp_path, metrics, rollouts, config), config)
+        assert path == tmp_path / "report.html" and not list(tmp_path.glob(".part-*"))
+        assert path.stat().st_size <= 10_000_000
+        return data_of(path.read_text(encoding="utf-8"))[0]
 
     return write
 
 
-def test_report_escapes_model_text(report):
-    metrics = [evaluated(0, 0.2), *trained(1), evaluated(1, 0.8)]
-    page = report(
-        metrics,
-        [
-            row("eval", 0, 5, EVIL, asked=EVIL),
-            row("eval", 1, 5, EVIL, asked=EVIL),
-            row("train", 1, 9, EVIL, asked=EVIL, agent=EVIL),
-        ],
-        {**CONFIG, "model_id": EVIL},
-    )
-    outline = Outline(page)
-    assert outline.tags.count("script") == 1
-    assert outline.tags.count("img") == 1  # the curves
-    assert outline.open == []
-    assert "&lt;script&gt;alert(1)" in page
-    assert "$name'> &amp; ?" in outline.seen  # shown as it was written
+def updates_of(data, kind="train"):
+    return [segment["u"] for segment in data["segments"] if segment["k"] == kind]
 
 
-def test_report_pairs_the_same_task_before_and_after(report):
-    rollouts = [
-        row("eval", 0, 1, "one before"),
-        row("eval", 0, 2, "two before", 1.0),
-        row("eval", 5, 3, "neither first nor last"),
-        row("eval", 9, 2, "two after"),
-        row("eval", 9, 1, "one after", 1.0),
-        row("eval", 9, 4, "only after", 1.0),
-    ]
-    page = report([evaluated(0, 0.5), evaluated(5, 0.5), evaluated(9, 0.7)], rollouts)
-    first, second = re.findall(r'<details class="group">.*?</details>', page)
-    assert first.index("one before") < first.index("one after")
-    assert second.index("two before") < second.index("two after")
-    assert "✗ wrong → ✓ right · task 1" in first
-    assert "✓ right → ✗ wrong · task 2" in second
-    assert "2 kept here: 1 from wrong to right, 1 from right to wrong" in page
-    assert "neither" not in page and "only after" not in page
+def test_text_cannot_end_the_script_and_arrives_as_it_was(shown, tmp_path):
+    rows = [row("train", 1, 9, EVIL, asked=EVIL, agent=EVIL, error=EVIL, env=EVIL)]
+    data = shown(trained(1), rows, {**CONFIG, "model_id": EVIL})
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")  # valid UTF-8 in spite of \ud800
+    (raw,) = re.findall(r'application/json">(.*)</script>\s*<script>', page, re.S)
+    assert not set("<>&\u2028\u2029") & set(raw)
+    assert page.count("<script") == 2
+    (group,) = data["segments"][0]["g"]
+    assert (group["q"], group["a"], group["e"]) == ([["user", EVIL]], EVIL, EVIL)
+    assert group["r"][0]["m"] == [["assistant", EVIL]] and group["r"][0]["x"] == EVIL
+    assert data["model"] == EVIL
 
 
-def test_report_tells_accuracy_with_its_interval(report):
-    page = report([evaluated(0, 0.25), evaluated(9, 0.75)])
-    assert "<b>0.25 [0.15, 0.35]</b> before RL → <b>0.75 [0.65, 0.85]</b> after 9 updates" in page
+def test_the_page_fetches_nothing_and_never_makes_markup_of_text():
+    page = report.TEMPLATE.read_text(encoding="utf-8")
+    assert page.count("$data") == 1 and "default-src 'none'" in page
+    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}  # a name
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|src=", page)
+    assert len(page.splitlines()) <= 400
 
 
-def test_report_sorts_a_group_by_return(report):
-    paid = {"low": 0.0, "best": 1.0, "none": None, "middle": 0.5}  # None: was not finite
-    page = report(trained(1), [row("train", 1, 1, text, value) for text, value in paid.items()])
-    assert re.findall(r">(best|middle|low|none)<", page) == ["best", "middle", "low", "none"]
-    assert page.count(">task 1<") == 1  # the prompt once
-    assert "1 of 4 right, best return 1.00" in page
+def test_the_page_is_installed_with_the_package():
+    settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert "microscope.html" in settings["tool"]["setuptools"]["package-data"]["core"]
 
 
-def test_report_keeps_groups_and_agents_apart(report):
+def test_a_group_is_a_task_of_an_agent_and_asks_once(shown):
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
-    page = report(trained(1), rows)
-    assert page.count('<details class="group">') == 4
-    assert "white: task 1" in page and "black: task 1" in page
+    rows += [row("train", 1, 1, "y", 1.0, agent="white", cut_off=True)]
+    late = row("train", 1, 2, "z", None, agent="black", asked="another opening")
+    (segment,) = shown(trained(1), [*rows, late])["segments"]
+    assert [(g["s"], g["a"], len(g["r"])) for g in segment["g"]] == [
+        (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2),
+    ]  # fmt: skip
+    assert segment["g"][0]["q"] == [["user", "task 1"]]
+    first, second = segment["g"][0]["r"]
+    assert (first["p"], first["v"], "c" in first) == (0.0, False, False)
+    assert (second["p"], second["v"], second["c"], "o" in second) == (1.0, True, True, False)
+    assert segment["g"][3]["r"][1]["o"] == [["user", "another opening"]]
+    assert segment["g"][3]["r"][1]["p"] is None  # was not finite
 
 
-def test_report_shows_all_turns_and_an_opening_of_its_own(report):
-    late = row("train", 1, 1, "joined late", asked="another opening")
-    early = row("train", 1, 1, "first move", 1.0)
-    early["messages"] += [
-        {"role": "user", "content": "a reply"},
-        {"role": "assistant", "content": "second move"},
-    ]
-    texts = re.findall(r'<div class="text">(.*?)</div>', report(trained(1), [late, early]))
-    assert texts[:4] == ["task 1", "first move", "a reply", "second move"]
-    assert texts[4:] == ["another opening", "joined late"]
+def test_what_the_policy_wrote_is_one_message_a_turn(shown):
+    shots = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    game = row("train", 1, 1, "first move", rewards=[0.25, 0.5])
+    game["messages"] = [
+        *shots, *game["messages"], {"role": "user", "content": "a reply"},
+        {"role": "assistant", "content": "second move"}, {"role": "user", "content": "the end"},
+    ]  # fmt: skip
+    (group,) = shown(trained(1), [game])["segments"][0]["g"]
+    assert [text for _, text in group["q"]] == ["1+1?", "2", "task 1"]
+    written = [text for _, text in group["r"][0]["m"]]
+    assert written == ["first move", "a reply", "second move", "the end"]
+    assert group["r"][0]["w"] == [0.25, 0.5]
 
 
-def test_report_shows_the_first_middle_and_last_update(report):
-    page = report(trained(1, 2, 3, 4, 5), [row("train", u, 1, f"w{u}") for u in range(1, 6)])
-    assert re.findall(r">(w\d)<", page) == ["w1", "w3", "w5"]
+def test_looks_are_packed_without_loss(shown):
+    seen = look(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
+    other = look(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
+    uneven = look(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
+    rows = [row("train", 1, i, "x", looks=[x]) for i, x in enumerate((seen, other, uneven, {}))]
+    first, second, third, fourth = (g["r"][0] for g in shown(trained(1), rows)["segments"][0]["g"])
+    assert first["l"] == [[["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000]]
+    assert second["l"] == [[["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]]]
+    assert third["l"] == fourth["l"] == [None]  # not looked at
 
 
-def test_report_fetches_nothing(report, tmp_path):
-    (tmp_path / "curves.png").write_bytes(b"a picture")
-    page = report([evaluated(0, 0.2), evaluated(1, 0.8), *trained(1)], [row("train", 1, 1, "x")])
-    assert not re.search(r"https?://", page)
-    assert re.findall(r'(?:src|href)="([^"]*)"', page) == [
-        "data:image/png;base64," + base64.b64encode(b"a picture").decode()
-    ]
+def test_every_evaluation_is_there_to_choose_from(shown):
+    rows = [row("eval", u, seed, f"at {u}") for u in (0, 5, 9) for seed in (1, 2)]
+    data = shown([evaluated(0, 0.25), evaluated(5, 0.9), evaluated(9, 0.75)], rows)
+    assert updates_of(data, "eval") == [0, 5, 9]
+    assert data["results"] == [["adding", [0.25, 0.15, 0.35, 0], [0.75, 0.65, 0.85, 9], 0]]
 
 
-def test_report_of_a_large_run_stays_below_10_mb(report):
-    long = [row("train", 1, seed, "'" * 1_000_000 + "the end") for seed in range(4)]
-    many = [row("train", 2, seed % 90, "'" * 8000) for seed in range(1800)]
-    page = report(trained(1, 2), [*long, *many])
-    assert len(page.encode()) < 10_000_000
-    assert "[992007 characters left out: see rollouts.jsonl]" in page
-    assert "the end<" in page
-    assert re.search(r"Update 2: 90 groups.*<p>\d+ more groups are in rollouts.jsonl", page)
+def test_tokens_until_accuracy_are_those_of_training_so_far(shown):
+    metrics = [evaluated(0, 0.2), *trained(1, 2), evaluated(3, 0.9) | trained(3)[0], *trained(4)]
+    data = shown(metrics)
+    assert (data["results"][0][3], data["tokens"], data["updates"]) == (300, 400, 4)
+
+
+def test_a_large_run_stays_below_10_mb_and_says_what_it_left_out(shown):
+    long = [row("train", 1, seed, "<" * 1_000_000 + "the end") for seed in range(4)]
+    many = [row("train", u, s % 90, "'" * 8000) for u in (2, 3, 4) for s in range(700)]
+    data = shown(trained(1, 2, 3, 4), [*long, *many])
+    assert updates_of(data) == [1, 4]
+    assert data["left"] == ["all rollouts of updates 2-3"]
+    text = data["segments"][0]["g"][0]["r"][0]["m"][0][1]
+    assert "[992007 characters left out: see rollouts.jsonl]" in text and text.endswith("the end")
+
+
+def test_tokens_of_the_middle_go_first_then_updates_of_the_middle(shown, monkeypatch):
+    rows = [row("train", u, 1, "x" * 2000, looks=[long_look(400)]) for u in range(1, 10)]
+    template = report.TEMPLATE.stat().st_size
+    kept = {}
+    for room in (100_000, 60_000, 30_000):
+        monkeypatch.setattr(report, "PAGE_BYTES", template + room)
+        data = shown(trained(*range(1, 10)), rows)
+        looked = [s["u"] for s in data["segments"] if "l" in s["g"][0]["r"][0]]
+        kept[room] = (updates_of(data), looked, data["left"])
+    assert kept[100_000] == ([*range(1, 10)], [*range(1, 10)], [])
+    everything, looked, left = kept[60_000]
+    assert everything == [*range(1, 10)]
+    assert looked[0] == 1 and looked[-1] == 9 and 5 not in looked
+    assert re.fullmatch(r"the tokens' numbers of updates \d-\d", left[0])
+    some, looked, left = kept[30_000]
+    assert looked == [1, 9] and set(looked) < set(some) < set(range(1, 10)) and 5 not in some
+    assert re.fullmatch(r"all rollouts of updates \d-\d", left[0])
+
+
+@pytest.mark.parametrize("room", [40_000, 9_000, 4_800])
+def test_the_ends_shrink_before_they_go_and_the_limit_holds(shown, monkeypatch, tmp_path, room):
+    rows = [row("train", u, s, "x" * 9000, looks=[long_look(2000)]) for u in (1, 2) for s in (1, 2)]
+    limit = report.TEMPLATE.stat().st_size + room
+    monkeypatch.setattr(report, "PAGE_BYTES", limit)
+    data = shown(trained(1, 2), rows)
+    assert (tmp_path / "report.html").stat().st_size <= limit
+    assert updates_of(data) == ([1, 2] if room > 6000 else [])
+    assert not any("l" in r for s in data["segments"] for g in s["g"] for r in g["r"])
+    assert data["left"]
+
+
+def test_curves_are_thinned_and_keep_their_ends(shown):
+    data = shown([{"update": u, "loss": u / 7, "odd": None, "name": "x"} for u in range(1, 5001)])
+    at, values = data["curves"]["loss"]
+    assert (at[0], at[-1], len(at) <= 601) == (1, 5000, True)
+    assert values[-1] == 714.286 and list(data["curves"]) == ["loss"]
 
 
 @pytest.mark.parametrize(
     "metrics", [[], [{"sft_step": 20, "sft/loss": 1.0}], [evaluated(0, 0.2)], trained(1, 2)]
 )
-def test_report_of_a_run_without_rollouts_is_a_page(report, metrics):
-    assert Outline(report(metrics)).open == []
+def test_a_run_without_rollouts_is_a_page(shown, metrics):
+    assert shown(metrics)["segments"] == []
 
 
-def test_report_of_an_empty_folder_is_a_page(tmp_path):
-    assert "Not measured yet" in write_report(tmp_path, CONFIG).read_text(encoding="utf-8")
+def test_an_empty_folder_is_a_page(tmp_path):
+    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
+    assert (data["results"], data["segments"], data["curves"]) == ([], [], {})
 
 
-def test_report_leaves_out_a_line_cut_short_by_a_crash(report, tmp_path):
-    report(trained(1), [row("train", 1, 1, "whole")])
-    with (tmp_path / "rollouts.jsonl").open("a") as file:
-        file.write('{"update": 1, "kind"')
-    assert ">whole<" in write_report(tmp_path, CONFIG).read_text(encoding="utf-8")
+def test_bytes_that_are_not_utf8_and_a_line_cut_short_are_no_trouble(shown, tmp_path):
+    shown(trained(1), [row("train", 1, 1, "whole")])
+    line = (tmp_path / "rollouts.jsonl").read_bytes().replace(b"whole", b"\xff\xfe")
+    (tmp_path / "rollouts.jsonl").write_bytes(line + b'{"update": 1, "kind"')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"update": 2, "\xff')
+    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
+    assert data["segments"][0]["g"][0]["r"][0]["m"] == [["assistant", "\ufffd\ufffd"]]
+
+
+def test_the_journal_writes_looks_of_rollouts_that_have_them(tmp_path):
+    create_run(tmp_path, CONFIG)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    turn = Turn([1], [5], [-0.5], "stop", 1.0)
+    looked = look(["a"], [-0.5], [-0.5], [-0.25], [1.0])
+    with Journal(tmp_path, CONFIG) as log:
+        plain = Rollout("adding", "player", 1, 0, messages, [turn])
+        log.log_rollouts("train", 1, [plain])
+        log.log_rollouts("train", 2, [Rollout(**{**vars(plain), "looks": [looked]})])
+    first, second = journal.read_records(tmp_path / "rollouts.jsonl")
+    assert "looks" not in first and second["looks"] == [looked]
+    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
+    assert data["segments"][1]["g"][0]["r"][0]["l"] == [[["a"], [-5000], [0], [2500], 10000]]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Two runs: one that reached 0.9 at its second update, one that was never evaluated."""
+    good = [evaluated(0, 0.2), trained(1)[0] | {"time/train_s": 90.0}]
+    good += [trained(2)[0] | evaluated(2, 0.95)]
+    rows = [row("train", u, 1, f"by a at {u}", looks=[long_look(9)]) for u in (1, 2)]
+    return [
+        write_run(tmp_path / "a", good, rows),
+        write_run(tmp_path / "b", trained(1), [row("train", 1, 1, "by b")], CONFIG | {"seed": 8}),
+    ]
+
+
+def test_a_comparison_has_all_runs_in_one_page(two, tmp_path):
+    path = write_comparison(two, tmp_path / "compare.html")
+    first, second = data_of(path.read_text(encoding="utf-8"))
+    assert (first["name"], second["name"], second["seed"]) == ("a", "b", 8)
+    assert updates_of(first) == [1, 2] and updates_of(second) == [1]
+
+
+def test_runs_share_the_room_of_a_page(two, tmp_path, monkeypatch):
+    limit = report.TEMPLATE.stat().st_size + 13_000
+    monkeypatch.setattr(report, "PAGE_BYTES", limit)
+    write_run(two[0], trained(1), [row("train", 1, s, "x" * 8000) for s in range(9)])
+    path = write_comparison(two, tmp_path / "compare.html")
+    assert path.stat().st_size <= limit
+    first, second = data_of(path.read_text(encoding="utf-8"))
+    assert first["left"] and updates_of(second) == [1] and not second["left"]
+
+
+def test_compare_tells_each_run_and_environment(two):
+    assert compare(two) == [
+        ["a", "grpo", "adding", "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]", "200", "200", "1.5"],
+        ["b", "grpo", "adding", "not evaluated", "100", "not reached", "0.0"],
+    ]
+
+
+def test_the_command_prints_a_table_and_writes_the_page(two, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert journal.main([str(run) for run in two]) == 0
+    out = capsys.readouterr().out
+    assert "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]" in out and "not evaluated" in out
+    assert out.splitlines()[-1] == f"side by side: {tmp_path / 'compare.html'}"
+    assert len(data_of((tmp_path / "compare.html").read_text(encoding="utf-8"))) == 2
+
+
+def test_what_is_not_a_run_is_one_line_and_code_2(two, tmp_path, capsys):
+    (tmp_path / "no").mkdir()
+    broken = write_run(tmp_path / "broken")
+    for config in ("a: [", "just text", "algo: grpo"):
+        (broken / "config.yaml").write_text(config)
+        with pytest.raises(UsageError, match=r"broken/config\.yaml"):
+            compare([broken])
+    unmeasured = write_run(tmp_path / "unmeasured")
+    (unmeasured / "metrics.jsonl").unlink()
+    for args, told in (
+        ([str(two[0]), str(tmp_path / "no")], "no: not a run folder (it has no config.yaml)"),
+        ([str(unmeasured)], "not a run folder (it has no metrics.jsonl)"),
+        ([str(tmp_path / "gone")], "gone: not a run folder"),
+        ([], "which runs?"),
+        (["--help"], "which runs?"),
+    ):
+        assert journal.main(args) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and told in err and err.count("\n") == 1
+    assert not (tmp_path / "compare.html").exists()
