@@ -112,10 +112,11 @@ def draw() -> None:
                 line = "#9a9aa8" if color == GRID else color
                 axis.fill_between(at, low, high, color=color, alpha=alpha, linewidth=0)
                 axis.plot(at, [statistics.fmean(v) for v in values], color=line, linewidth=1.8)
-            axis.set_title(name, fontsize=10, loc="left", color=INK)
+            axis.set_title(name, fontsize=9, loc="left", color=INK)
             axis.set_ylim(0, 1.05)
         for axis in axes.flat[len(ALL) :]:
             axis.set_visible(False)
+        axes.flat[0].set_xlim(0, 40)
         figure.supxlabel("thousand sampled tokens", fontsize=11)
         figure.savefig(HERE / "curves.png", dpi=100)
         plt.close(figure)
