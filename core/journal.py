@@ -178,7 +178,7 @@ def summary(run: Path, config: dict[str, Any]) -> list[str]:
         lines.append(f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
                      f"{describe(env, last)} after {last['update']} updates")  # fmt: skip
     other = "ppo" if config["algo"] != "ppo" else "reinforce"
-    lines.append(f"curves: {run / 'curves.png'}   every rollout: {run / 'rollouts.jsonl'}")
+    lines.append(f"curves: {run / 'curves.png'}   every rollout and token: {run / 'report.html'}")
     lines.append(f"next: python train.py --algo {other} --seed {config['seed']}")
     return lines
 
