@@ -19,7 +19,7 @@ from core.tasks import train_tasks
 
 def run_of(policy, optimizer):
     """As much of a run as learning needs."""
-    return SimpleNamespace(policy=policy, optimizer=optimizer, reference=None)
+    return SimpleNamespace(policy=policy, optimizer=optimizer, reference=None, exercises=None)
 
 
 def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
@@ -139,7 +139,7 @@ def test_kl_pulls_the_policy_back_to_its_reference(qwen3_folder, tmp_path):
         for parameter in policy.trainable().values():
             parameter.add_(0.02 * torch.randn(parameter.shape))
     optimizer = make_optimizer(policy, 3e-4)
-    run = SimpleNamespace(policy=policy, optimizer=optimizer, reference=reference)
+    run = SimpleNamespace(policy=policy, optimizer=optimizer, reference=reference, exercises=None)
     rollouts = played(policy, [1.0] * 8)  # paid alike: the KL is all there is to learn from
     found = [train.learn(config(kl_coef=1.0), run, rollouts, i)["kl/reference"] for i in range(8)]
     assert found[0] > 0.01

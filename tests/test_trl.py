@@ -212,7 +212,9 @@ def our_run(cfg, folder, weights):
     reference = replace(policy, model=copy.deepcopy(policy.model)) if cfg.kl_coef else None
     if reference is not None:
         reference.model.load_state_dict(weights["reference"])
-    return SimpleNamespace(policy=policy, optimizer=optimizer, reference=reference), gradients
+    return SimpleNamespace(
+        policy=policy, optimizer=optimizer, reference=reference, exercises=None
+    ), gradients
 
 
 def our_steps(folder, weights, rollouts, **changes):
