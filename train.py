@@ -17,23 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from algorithms import common, grpo, ppo, reinforce, sft
-from algorithms.grpo import Options as GrpoOptions
-from algorithms.ppo import Options as PpoOptions
-from algorithms.reinforce import Options as ReinforceOptions
-from core import batching, checkpoint, cli, exercises, journal, metrics, selection, settings, tasks
-from core.interrupt import Stopped
-from core.looks import look
-from core.model import Policy
-from core.reference import as_reference
-from core.run import Run, open_run
-from core.sampler import SamplingParams
-from core.types import Rollout, UsageError
-
-ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
-Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
+from algorithms.options import KL, GrpoOptions, Level, PpoOptions, ReinforceOptions
+from core import cli
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,10 @@ class Config:
     credit: Literal["episode", "turn"] | None = None  # a turn for all, or its own; None: episode
     entropy_coef: float = 0.0  # weight of the entropy of each token in the loss; 0: none
     kl_coef: float = 0.0  # weight of the KL to the policy before RL or without adapters; 0: none
-    kl_estimator: common.KL = "k2"  # k2 in the loss and k1 in the reward have the gradient of KL
+    kl_estimator: KL = "k2"  # k2 in the loss and k1 in the reward have the gradient of KL
     kl_in: Literal["loss", "reward"] = "loss"  # where the KL is counted
     tis_cap: float = 2.0  # cap of the importance weights between sampler and trainer; 0: no weights
-    tis_level: common.Level = "token"  # a weight a token; or the geometric mean over its sequence
+    tis_level: Level = "token"  # a weight a token; or the geometric mean over its sequence
     tis_mode: Literal["truncate", "mask"] = "truncate"  # mask: out of 1/cap..cap counts nothing
     sft_best: int = 0  # best rollouts, one a task, kept and imitated after each update; 0: none
     lora_rank: int = 0  # rank of LoRA adapters on all linear layers; 0: train all weights
@@ -97,6 +82,25 @@ class Config:
     reinforce: ReinforceOptions = field(default_factory=ReinforceOptions)
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     ppo: PpoOptions = field(default_factory=PpoOptions)
+
+
+if __name__ == "__main__":
+    cli.answer_at_once(Config, sys.argv[1:])  # --help, or a mistake: the next imports take seconds
+
+import torch
+
+from algorithms import common, grpo, ppo, reinforce, sft
+from core import batching, checkpoint, exercises, journal, metrics, selection, settings, tasks
+from core.interrupt import Stopped
+from core.looks import look
+from core.model import Policy
+from core.reference import as_reference
+from core.run import Run, open_run
+from core.sampler import SamplingParams
+from core.types import Rollout
+
+ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
+Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
 
 
 def main(cfg: Config) -> int:
@@ -352,17 +356,19 @@ def forward(
     policy: Policy, batch: batching.Batch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values if there is a head: [b, T-1]."""
-    hidden = policy.hidden_states(batch.input_ids)
+    hidden = policy.hidden_states(batch.input_ids, batch.tree)
     logprobs, entropy = common.token_logprobs(
-        hidden, batch.input_ids, batch.completion_mask, policy.to_logits, temperature
-    )
+        hidden, batch.input_ids, batch.completion_mask, policy.to_logits, temperature,
+        policy.logits_chunk,
+    )  # fmt: skip
     if policy.value_head is None:
         return logprobs, entropy, None
     return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
 
 
 def micro_batches(cfg: Config, policy: Policy, sequences: list) -> Iterator[batching.Batch]:
-    return batching.micro_batches(sequences, cfg.max_tokens_per_micro_batch, policy.device)
+    budget = cfg.max_tokens_per_micro_batch
+    return batching.micro_batches(sequences, budget, policy.device, policy.pair_cost)
 
 
 def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> dict[str, float]:
@@ -386,14 +392,8 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 
 def run_command(args: list[str]) -> int:
-    """What `python train.py ARGS` does; bad input is one line and exit code 2."""
-    try:
-        return main(cli.parse(Config, args))
-    except UsageError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # before there was anything to save, or for the second time
-        return 130
+    """What `python train.py ARGS` does; returns the exit code."""
+    return cli.run(Config, main, args)
 
 
 if __name__ == "__main__":

@@ -8,16 +8,12 @@ So gradients of micro-batches add up to the gradient of the step, however it was
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 4096  # sampled tokens whose logits exist at one time
-Aggregation = Literal["token", "sequence", "constant"]
-Level = Literal["token", "sequence"]
-KL = Literal["k1", "k2", "k3"]
+from algorithms.options import KL, Aggregation, Level
 
 
 def token_logprobs(
@@ -26,6 +22,7 @@ def token_logprobs(
     completion_mask: Tensor,
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
+    chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each sampled token and entropy of the distribution that it was drawn from.
 
@@ -33,8 +30,8 @@ def token_logprobs(
 
     `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
     [n, V]. Returns two float32 [b, T-1] in nats, 0 off the mask; gradients flow through both.
-    Logits are made only where the next token was sampled, in chunks, in float32, and made again in
-    the backward pass instead of being kept.
+    Logits are made only where the next token was sampled, `chunk` of them at a time, in float32,
+    and made again in the backward pass instead of being kept.
     """
     # the causal shift: what stands at t predicts the token at t+1
     predictors = hidden[:, :-1][completion_mask]  # [n, D]
@@ -45,7 +42,7 @@ def token_logprobs(
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(1, target[:, None]).squeeze(1), entropy
 
-    chunks = zip(predictors.split(CHUNK), targets.split(CHUNK), strict=True)
+    chunks = zip(predictors.split(chunk), targets.split(chunk), strict=True)
     pairs = [checkpoint(one_chunk, h, t, use_reentrant=False) for h, t in chunks]
     zeros = torch.zeros(completion_mask.shape, device=hidden.device)
     logprobs, entropy = (torch.cat(parts) for parts in zip(*pairs, strict=True))

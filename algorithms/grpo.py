@@ -20,13 +20,14 @@ overlong penalty and overlong filtering are the flags of all algorithms --filter
     python train.py --algo grpo --grpo.variant dapo --grpo.clip-high 0.3
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from algorithms import common
+from algorithms.options import GrpoOptions as Options
 
 EPS = 1e-4  # keeps a group without spread at advantage 0
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -41,28 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0, "ratio": "token",
               "surrogate": "cispo", "aggregation": "token"},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of GRPO; None: as the variant has it."""
-
-    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """A name for the values of the fields below that aren't given; grpo: as first published."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Which standard deviation of returns advantages are divided by."""
-    clip_low: float | None = None
-    """Ratio below 1 - this: no further push down."""
-    clip_high: float | None = None
-    """Ratio above 1 + this: no further push up."""
-    ratio: common.Level | None = None
-    """Of each token, or the geometric mean over its sequence."""
-    surrogate: Literal["min", "cispo"] | None = None
-    """The smaller of clipped and unclipped; or log-probs under clipped weights."""
-    aggregation: common.Aggregation | None = None
-    """Mean over all tokens, over each completion and then all, or over B·max_tokens."""
-    dual_clip: float = 0.0
-    """Ratio, above 1, beyond which a negative advantage pushes no harder; 0: off."""
 
 
 def compute_advantages(

@@ -11,33 +11,11 @@ in the value of its last token instead of ending with nothing.
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from algorithms import common
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of PPO."""
-
-    lam: float = 0.95
-    """GAE's λ, a token: 1 trusts the rewards alone, 0 the value head alone."""
-    clip: float = 0.2
-    """Ratio outside of 1 ± this: no further push away."""
-    target_kl: float = 0.0
-    """KL from the policy that sampled, in nats a token, at which an update takes no more steps; 0:
-    never."""
-    value_clip: float = 0.5
-    """How far a value may move from its old one in an update, in units of reward; 0: no limit."""
-    value_coef: float = 0.5
-    """Weight of the value loss; 0: the value head stays as it is."""
-    value_lr: float = 1e-3
-    """Learning rate of the value head."""
-    value_warmup: int = 0
-    """First updates, in which the value head alone learns; 0: none."""
+from algorithms.options import PpoOptions as Options
 
 
 def compute_advantages(

@@ -10,23 +10,11 @@ sampled tokens, not within a group.
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
 
-from dataclasses import dataclass
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from algorithms import common
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of REINFORCE."""
-
-    baseline: Literal["batch", "group", "leave_one_out", "none"] = "batch"
-    """What a return is compared with: a mean of the batch, of its group, or of the others there."""
-    normalize: bool = False
-    """Whether advantages are brought to mean 0 and standard deviation 1 over the batch."""
+from algorithms.options import ReinforceOptions as Options
 
 
 def compute_advantages(

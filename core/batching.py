@@ -10,6 +10,12 @@ is [b, T] tokens in their contexts, and says with `index` where each sampled tok
 Turn i+1 goes on in the sequence of turn i when its prompt begins with turn i's prompt and
 completion, and starts a new sequence when it doesn't; so each token is trained in the context that
 it was sampled in.
+
+A group may be packed as a tree: the prompt once, and what follows it in each sequence. A mask keeps
+the branches apart and positions restart, so that it is the same mathematics, computed once:
+
+    prompt  a a a  b b b b        a sees the prompt and a; b the prompt and b; all only backwards
+    0 1 2   3 4 5  3 4 5 6        positions
 """
 
 import itertools
@@ -33,12 +39,23 @@ class Sequence:
 
 
 @dataclass
+class Tree:
+    """The same micro-batch, packed: r rows of L tokens, each a prompt and all that follows it."""
+
+    input_ids: Tensor  # [r, L] int64
+    position_ids: Tensor  # [r, L] int64: where the token stands in a sequence
+    mask: Tensor  # [r, 1, L, L] bool: what a token attends to
+    places: Tensor  # [b, T] int64: where in the flattened [r, L] each token of the sequences is
+
+
+@dataclass
 class Batch:
     """One micro-batch: b right-padded sequences; T-1 because the first token is never predicted."""
 
     input_ids: Tensor  # [b, T] int64
     completion_mask: Tensor  # [b, T-1] bool: the *next* token was sampled
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
+    tree: Tree | None = None  # None: every prompt is computed with each of its completions
 
     @property
     def num_tokens(self) -> int:
@@ -126,17 +143,28 @@ def minibatches(num_rollouts: int, epochs: int, count: int, seed: int) -> list[l
 
 
 def micro_batches(
-    sequences: list[Sequence], max_tokens: int, device: torch.device | str = "cpu"
+    sequences: list[Sequence],
+    max_tokens: int,
+    device: torch.device | str = "cpu",
+    pair_cost: float | None = None,
 ) -> Iterator[Batch]:
     """Cut the sequences, longest first, into batches of at most `max_tokens` padded tokens.
 
-    A sequence longer than that gets a batch of its own.
+    A sequence longer than that gets a batch of its own. Groups are packed as trees where that costs
+    less; `pair_cost` is what a pair of tokens costs in attention, in tokens; None: never packed.
     """
-    ordered = sorted(sequences, key=lambda sequence: -len(sequence.token_ids))
+    bundles = [[sequence] for sequence in sequences]
+    if pair_cost is not None:
+        bundles = _share_prompts(sequences, max_tokens, pair_cost)
+    ordered = sorted(bundles, key=lambda bundle: -_length(bundle))
     start = 0
     while start < len(ordered):
-        size = max(1, max_tokens // len(ordered[start].token_ids))
-        yield _pad(ordered[start : start + size], device)
+        size = max(1, max_tokens // _length(ordered[start]))
+        chosen = ordered[start : start + size]
+        batch = _pad([sequence for bundle in chosen for sequence in bundle], device)
+        if any(len(bundle) > 1 for bundle in chosen):
+            batch.tree = _pack(chosen, batch.input_ids)
+        yield batch
         start += size
 
 
@@ -162,3 +190,64 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> Batch:
     mask = places[:, 1:] >= 0  # the causal shift: position t predicts token t+1
     index = places[:, 1:].clamp(min=0)
     return Batch(ids.to(device), mask.to(device), index.to(device))
+
+
+def _opening(sequence: Sequence) -> int:
+    """Tokens before the first one that was sampled."""
+    return next(i for i, place in enumerate(sequence.places) if place >= 0)
+
+
+def _length(bundle: list[Sequence]) -> int:
+    """Tokens of a row that holds what the sequences share once."""
+    if len(bundle) == 1:
+        return len(bundle[0].token_ids)
+    shared = _opening(bundle[0])
+    return shared + sum(len(sequence.token_ids) - shared for sequence in bundle)
+
+
+def _share_prompts(
+    sequences: list[Sequence], max_tokens: int, pair_cost: float
+) -> list[list[Sequence]]:
+    """Sequences that open with the same prompt, together where that costs less than apart."""
+    groups: dict[tuple[int, ...], list[Sequence]] = {}
+    for sequence in sequences:
+        prompt = tuple(sequence.token_ids[: _opening(sequence)])
+        groups.setdefault(prompt, []).append(sequence)
+    bundles: list[list[Sequence]] = []
+    for group in groups.values():
+        parts: list[list[Sequence]] = [[]]
+        for sequence in sorted(group, key=lambda s: -len(s.token_ids)):
+            if parts[-1] and _length([*parts[-1], sequence]) > max_tokens:
+                parts.append([])
+            parts[-1].append(sequence)
+        for part in parts:
+            # under a mask, all pairs of a row are computed; without one, only those backwards
+            width, length = len(part[0].token_ids), _length(part)
+            apart = len(part) * (width + pair_cost * width**2 / 2)
+            together = length + pair_cost * length**2
+            bundles += [part] if together < apart else [[sequence] for sequence in part]
+    return bundles
+
+
+def _pack(bundles: list[list[Sequence]], input_ids: Tensor) -> Tree:
+    """The rows of a tree; `input_ids` [b, T] are the same sequences, in the same order, padded."""
+    length = max(map(_length, bundles))
+    ids, positions = (torch.zeros(len(bundles), length, dtype=torch.int64) for _ in range(2))
+    branch = torch.full((len(bundles), length), -1)  # 0: the prompt; -1: padding, a branch too
+    places = torch.zeros(input_ids.shape, dtype=torch.int64)
+    row_of_places = iter(places)
+    for row, bundle in enumerate(bundles):
+        shared = _opening(bundle[0])
+        branch[row, :shared], end = 0, shared
+        for number, sequence in enumerate(bundle, start=1):
+            width = len(sequence.token_ids)
+            where = torch.cat([torch.arange(shared), torch.arange(end, end + width - shared)])
+            ids[row, where] = torch.tensor(sequence.token_ids)
+            positions[row, where] = torch.arange(width)
+            branch[row, where[shared:]] = number
+            next(row_of_places)[:width] = row * length + where
+            end += width - shared
+    branch = branch.to(input_ids.device)
+    own = (branch[:, :, None] == branch[:, None]) | (branch[:, None] == 0)
+    device = input_ids.device
+    return Tree(ids.to(device), positions.to(device), own.tril()[:, None], places.to(device))

@@ -1,6 +1,8 @@
 """The command line: flags over a config.yaml over the defaults; a run's settings as YAML."""
 
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +37,23 @@ def parse(cls: type[T], args: list[str]) -> T:
             if key not in FREE_ON_RESUME:
                 raise UsageError(f"--resume {resume}: {key} is {was} in this run, not {now}")
     return chosen
+
+
+def run(cls: type[T], main: Callable[[T], int], args: list[str]) -> int:
+    """`main` with the settings that `args` ask for; bad input is one line and exit code 2."""
+    try:
+        return main(parse(cls, args))
+    except UsageError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before there was anything to save, or for the second time
+        return 130
+
+
+def answer_at_once(cls: type[T], args: list[str]) -> None:
+    """End the program for --help and for what `parse` refuses; otherwise do nothing."""
+    if code := run(cls, lambda _: 0, args):
+        sys.exit(code)
 
 
 def from_yaml(cls: type[T], file: Path) -> T:

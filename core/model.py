@@ -31,6 +31,8 @@ from core.types import UsageError
 
 disable_progress_bar()  # it would draw over our display; downloads keep theirs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LOGITS = 2**25  # float32 ones that exist at one time: 128 MiB, and some copies in a softmax
+TREES = ("llama", "qwen2", "qwen3")  # model types whose groups are packed as trees
 TINY_WORDS = """
 How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
 to by for from with and or not out then end many much your you that this as at one two three each
@@ -70,12 +72,46 @@ class Policy:
         """Rank of the adapters; 0 without."""
         return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
+    @property
+    def pair_cost(self) -> float | None:
+        """What a pair of tokens costs in attention, in tokens through all else; for batching.
+
+        None: this model can't be given a group as a tree. It needs attention to all of what the
+        mask allows, in every layer; what the families in TREES do is tested.
+        """
+        config = self.causal_lm.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        sdpa = config._attn_implementation == "sdpa"
+        if config.model_type not in TREES or kinds != {"full_attention"} or not sdpa:
+            return None
+        decoder = self.causal_lm.get_decoder()
+        weights = sum(p.numel() for p in decoder.layers.parameters())
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        # multiplications: one a weight and token; for a pair, query by key and weight by value
+        return 2 * config.num_hidden_layers * heads * head_dim / weights
+
+    def hidden_states(self, input_ids: Tensor, tree: Any = None) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
 
-        Causal attention never looks at the padding behind a token, so no mask is needed.
+        Causal attention never looks at the padding behind a token, so no mask is needed. With a
+        `tree` (batching.Tree) of the same sequences, shared prompts are computed once.
         """
-        return self.causal_lm.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        decoder = self.causal_lm.get_decoder()
+        if tree is None:
+            return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = decoder(
+            input_ids=tree.input_ids,
+            attention_mask=tree.mask,
+            position_ids=tree.position_ids,
+            use_cache=False,
+        ).last_hidden_state
+        return hidden.flatten(0, 1)[tree.places]
+
+    @property
+    def logits_chunk(self) -> int:
+        """Tokens whose logits may exist at one time, in the few copies that a softmax takes."""
+        return max(1, LOGITS // self.causal_lm.config.get_text_config().vocab_size)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [N, V] of hidden states [N, D], as the model itself makes them."""

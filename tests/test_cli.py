@@ -1,5 +1,9 @@
 """Flags win over config.yaml, which wins over the defaults; nothing unknown passes."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from core import cli
@@ -73,3 +77,16 @@ def test_the_command_of_the_design_is_valid():
     config = resolve(cli.parse(Config, flags.split()))
     check(config, ALGORITHMS)
     assert (config.lora_rank, config.sft_steps, config.train_difficulty) == (32, 50, 6)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [(["--help"], 0, "--grpo.clip-high"), (["--lr", "fast"], 2, "--lr"), (["--flag"], 2, "--flag")],
+)
+def test_help_and_mistakes_are_answered_before_torch_is_imported(args, code, said):
+    command = [sys.executable, "-X", "importtime", "train.py", *args]
+    root = Path(__file__).parent.parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert done.returncode == code and said in done.stdout + done.stderr
+    assert "tyro" in imported and not {"torch", "transformers", "numpy"} & imported

@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from algorithms import common
 from algorithms.common import (
     importance_weights,
     masked_mean,
@@ -48,10 +47,9 @@ def by_hand(hidden, head, mask, temperature):
 @pytest.mark.parametrize("mask", [MASK, EDGES, torch.ones(2, 4, dtype=torch.bool)])
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("chunk", [1, 2, 4096])
-def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, monkeypatch):
-    monkeypatch.setattr(common, "CHUNK", chunk)
+def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk):
     hidden, head = small_head()
-    got = token_logprobs(hidden, IDS, mask, lambda h: h @ head.T, temperature)
+    got = token_logprobs(hidden, IDS, mask, lambda h: h @ head.T, temperature, chunk)
     want = by_hand(hidden, head, mask, temperature)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     pull = torch.linspace(-1, 2, 8).view(2, 4)  # an uneven gradient, through both results
@@ -77,8 +75,7 @@ def test_token_logprobs_are_zero_off_the_mask_and_take_no_gradient_there():
     assert not reached[:, 4].any()  # the last position predicts nothing
 
 
-def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks(monkeypatch):
-    monkeypatch.setattr(common, "CHUNK", 4)
+def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
     hidden, head = small_head()
     sizes = []
 
@@ -86,7 +83,7 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks(monkeypatc
         sizes.append(len(h))
         return h @ head.T
 
-    token_logprobs(hidden, IDS, MASK, to_logits)
+    token_logprobs(hidden, IDS, MASK, to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
 
 

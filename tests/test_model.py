@@ -177,3 +177,10 @@ def test_auto_takes_the_cpu_where_there_is_nothing_faster(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert pick_device("auto").type == "cpu"
+
+
+def test_logits_that_exist_at_one_time_do_not_grow_with_the_vocabulary(policy, monkeypatch):
+    config = policy.causal_lm.config
+    for vocabulary in (384, 32_000, 151_936):
+        monkeypatch.setattr(config, "vocab_size", vocabulary)
+        assert 2**24 < policy.logits_chunk * vocabulary <= 2**25
