@@ -10,7 +10,7 @@ An update: P tasks, G rollouts of each; what was sampled is paid, compared and l
 import math
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -73,6 +73,9 @@ class Config:
     seed: int = 0  # decides everything: the same command with the same seed gives the same run
     eval_every: int = 10  # updates between evaluations; 0: only before and after
     eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
+    cache: bool = (
+        True  # reuse what the same warm start made of tiny before; --no-cache: make it anew
+    )
     microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
     save_every: int = 20  # updates between checkpoints; 0: only at the end
     run_name: str = ""  # folder under runs/; empty: <algo>-<env>-<number>
@@ -90,12 +93,24 @@ if __name__ == "__main__":
 import torch
 
 from algorithms import common, grpo, ppo, reinforce, sft
-from core import batching, checkpoint, exercises, journal, metrics, selection, settings, tasks
+from core import (
+    batching,
+    checkpoint,
+    distributed,
+    exercises,
+    journal,
+    metrics,
+    selection,
+    settings,
+    tasks,
+    warm_cache,
+)
+from core.evaluation import evaluate
 from core.interrupt import Stopped
 from core.looks import look
 from core.model import Policy
 from core.reference import as_reference
-from core.run import Run, open_run
+from core.run import Run, is_due, open_run
 from core.sampler import SamplingParams
 from core.types import Rollout
 
@@ -117,7 +132,10 @@ def main(cfg: Config) -> int:
     with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
         try:
             if run.progress["sft_step"] < cfg.sft_steps:
-                warm_start(cfg, run, train_envs)
+                if not warm_cache.reuse(cfg, run, train_envs):
+                    warm_start(cfg, run, train_envs)
+                    warm_cache.keep(cfg, run, train_envs)
+                run.begin_rl(cfg.lr, cfg.ppo.value_lr)
             if cfg.kl_coef:
                 run.keep_reference()
             code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
@@ -125,6 +143,8 @@ def main(cfg: Config) -> int:
             run.save()
             run.display.say(f"stopped and saved; go on with: python train.py --resume {run.folder}")
             code = 130
+    if distributed.rank() > 0:  # rank 0 writes
+        return code
     journal.write_pages(run.folder, config)
     if code == 0:
         if cfg.sampler != "openai":
@@ -146,7 +166,6 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             phase.advance(f"loss {loss:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
                 run.log.log({"sft_step": step + 1, "sft/loss": loss, "time/sft_s": phase.lap()})
-    run.begin_rl(cfg.lr, cfg.ppo.value_lr)
 
 
 def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list[str]) -> bool:
@@ -210,7 +229,7 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
         seed = cfg.seed * 1_000_003 + update + attempt * 1009
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            watch = phase.tick_and(run.stop.check)
+            watch = phase.tick_and(run.stop.check_alone)
             fresh = run.batched_env.collect(drawn, run.sampler, params, watch)
         for rollout in fresh:
             rollout.group_id += len(played)  # a number that no group has yet
@@ -231,13 +250,14 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
     assign_credit(cfg, update, known)
     learnt = update.mask & ~update.cut_off if cfg.mask_truncated else update.mask
     aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
-    totals, sums = dict[str, float](), defaultdict[str, float](float)
+    totals, sums = dict[str, float](), Counter[str]()
     seed = (cfg.seed * 1_000_003 + number) * 101
     steps = batching.minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
     for step, rows in enumerate(steps):
         known["scale"] = torch.zeros_like(update.rewards)
         known["scale"][rows] = common.token_scale(learnt[rows], aggregation, cfg.max_tokens)
-        found = backward(cfg, run.policy, update, known, rows, first=step == 0)
+        first = step == 0 and not known["old_logprobs"].any()
+        found = backward(cfg, run.policy, update, known, rows, first)
         if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/old_policy"]:
             run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
             break
@@ -248,11 +268,10 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
         totals["update/steps"] = step + stepped
         if step % cfg.num_minibatches == 0:
             sums.clear()  # the metrics are those of the last epoch
-        for name, value in found.items():
-            sums[name] += value
+        sums.update(found)
         if not stepped:
             break
-    if cfg.microscope:
+    if cfg.microscope and distributed.rank() == 0:
         now = partial(forward, run.policy, temperature=cfg.temperature)
         look(run.policy, rollouts, update, known, cfg.microscope, now)
     totals |= {k: v / sums["tokens"] for k, v in sums.items() if k not in ("loss", "tokens")}
@@ -279,6 +298,7 @@ def score(cfg: Config, run: Run, update: batching.Update) -> Known:
             with as_reference(run.reference) as reference:
                 logprobs, _, _ = forward(reference, batch, cfg.temperature)
             batching.put(logprobs, batch, into=known["ref_logprobs"])
+    distributed.add_up([known[name] for name in names])
     return known
 
 
@@ -309,7 +329,7 @@ def backward(
 ) -> dict[str, float]:
     """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
-    sums: dict[str, float] = defaultdict(float)
+    sums: Any = Counter()  # its `update` adds up
     chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
     for batch in micro_batches(cfg, policy, chosen):
         mask = batch.completion_mask
@@ -335,9 +355,10 @@ def backward(
         parts |= {"loss": loss.item(), "tokens": batch.num_tokens}
         parts["policy/entropy"] = entropy.sum().item()
         parts |= metrics.weight_metrics(ratio[mask], cfg.tis_cap, cfg.tis_mode)
-        for name, value in parts.items():
-            sums[name] += value
-    return sums
+        sums.update(parts)
+    if first:
+        distributed.add_up([known["old_logprobs"]])
+    return distributed.total(sums)
 
 
 def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
@@ -348,6 +369,7 @@ def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
         loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
         loss.backward()
         total += loss.item()
+    total = distributed.total({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
 
@@ -367,34 +389,11 @@ def forward(
 
 
 def micro_batches(cfg: Config, policy: Policy, sequences: list) -> Iterator[batching.Batch]:
-    budget = cfg.max_tokens_per_micro_batch
-    return batching.micro_batches(sequences, budget, policy.device, policy.pair_cost)
+    mine, budget = distributed.share(sequences, batching.length), cfg.max_tokens_per_micro_batch
+    return batching.micro_batches(mine, budget, policy.device, policy.pair_cost)
 
 
-def evaluate(cfg: Config, run: Run, held_out: list[tasks.Task], update: int) -> dict[str, float]:
-    """Play the held-out tasks greedily; log the first ones; return accuracy with its interval."""
-    started = time.perf_counter()
-    params = SamplingParams(cfg.max_tokens, temperature=0.0)
-    with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        watch = phase.tick_and(lambda: phase.show(run.sampler.latest))
-        rollouts = run.batched_env.collect(held_out, run.sampler, params, watch)
-    run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
-    found = metrics.eval_metrics(rollouts)
-    for env in dict.fromkeys(task.env for task in held_out):
-        line = metrics.describe(env, found)
-        run.display.say(f"held-out accuracy at update {update}: {line}  {env}")
-    return found | {"time/eval_s": time.perf_counter() - started}
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps is due; always at 0 and at the last step."""
-    return step in (0, last) or (every > 0 and step % every == 0)
-
-
-def run_command(args: list[str]) -> int:
-    """What `python train.py ARGS` does; returns the exit code."""
-    return cli.run(Config, main, args)
-
+run_command = partial(cli.run, Config, main)  # what `python train.py ARGS` does with the ARGS
 
 if __name__ == "__main__":
     sys.exit(run_command(sys.argv[1:]))

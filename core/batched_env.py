@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from core import distributed
 from core.chat import following_ids, prompt_ids, without_thinking
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
@@ -18,6 +19,8 @@ from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, MultiAgentEnv, Step, make
 
 PLAYER = "player"  # the one agent of a single-player environment
+MOST_SEATS = 1000  # of an episode; their numbers don't run into the next one's
+ROUND = 1_000_000_007  # between the seeds of two rounds
 
 
 class BatchedEnv:
@@ -38,13 +41,16 @@ class BatchedEnv:
     ) -> list[Rollout]:
         """Play each task with the sampler; a Rollout for each agent, in the order of the tasks."""
 
+        numbered = list(enumerate(tasks))  # play the same wherever they are played
+
         def respond(seats: list["_Seat"], round_: int) -> list[Completion]:
-            # another seed each round, or equal prompts would draw equal completions
-            now = replace(params, seed=params.seed + round_)
+            # a seat draws the same whoever else is asked, and something else in each round
+            streams = tuple(seat.number for seat in seats)
+            now = replace(params, seed=params.seed + round_ * ROUND, streams=streams)
             chats = [seat.chat for seat in seats]
             return sampler.reply(chats, [seat.prompt for seat in seats], now, on_progress)
 
-        return self._play(tasks, respond)
+        return _numbered(distributed.gather(self._play(distributed.share(numbered), respond)))
 
     def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
         """Play each task as its environment demonstrates it; single-player environments only.
@@ -64,10 +70,10 @@ class BatchedEnv:
                 completions.append(Completion(ids, [0.0] * len(ids), text, "stop"))
             return completions
 
-        return self._play(tasks, respond)
+        return _numbered(self._play(list(enumerate(tasks)), respond))
 
-    def _play(self, tasks: list[Task], respond: Callable) -> list[Rollout]:
-        episodes = [_Episode(self, task) for task in tasks]
+    def _play(self, tasks: list[tuple[int, Task]], respond: Callable) -> list[Rollout]:
+        episodes = [_Episode(self, number, task) for number, task in tasks]
         for round_ in range(self.max_turns):
             asked = [seat for episode in episodes for seat in episode.asked()]
             if not asked:
@@ -80,7 +86,7 @@ class BatchedEnv:
         for episode in episodes:
             episode.leave()
         seats = [seat for episode in episodes for seat in episode.seats.values()]
-        return _numbered([seat.finish() for seat in seats if seat.rollout.turns or seat.error])
+        return [seat.finish() for seat in seats if seat.rollout.turns or seat.error]
 
     def take(self, spec: str) -> MultiAgentEnv:
         pool = self.idle.setdefault(spec, [])
@@ -93,19 +99,24 @@ class BatchedEnv:
 class _Episode:
     """One task being played: an environment and the seats of its agents."""
 
-    def __init__(self, table: BatchedEnv, task: Task):
+    def __init__(self, table: BatchedEnv, number: int, task: Task):
         self.table, self.task = table, task
+        self.number = number * MOST_SEATS  # of its first seat
         self.seats: dict[str, _Seat] = {}
         self.env: MultiAgentEnv | None = None
         try:
             self.env = table.take(task.env)
             openings = self.env.reset(task.seed)
             for agent, messages in openings.items():
-                self.seats[agent] = _Seat(table, task, self.env, agent, messages)
+                self.sit(agent, messages)
         except UsageError:
             raise  # the person's to mend, not the episode's
         except Exception as error:
             self.fail(error)
+
+    def sit(self, agent: str, messages: list[Message]) -> None:
+        number = self.number + len(self.seats)
+        self.seats[agent] = _Seat(self.table, number, self.task, self.env, agent, messages)
 
     def asked(self) -> list["_Seat"]:
         return [seat for seat in self.seats.values() if seat.prompt]
@@ -120,7 +131,7 @@ class _Episode:
         try:
             for agent, step in checked(self.env.step(responses)).items():
                 if agent not in self.seats:  # joins late: its first message opens its chat
-                    self.seats[agent] = _Seat(self.table, self.task, self.env, agent, [])
+                    self.sit(agent, [])
                 self.seats[agent].read(step)
         except Exception as error:
             self.fail(error)
@@ -129,7 +140,7 @@ class _Episode:
         """End the episode for every agent, and never use this environment again."""
         self.env = None
         if not self.seats:
-            self.seats[PLAYER] = _Seat(self.table, self.task, None, PLAYER, [])
+            self.sit(PLAYER, [])
         for seat in self.seats.values():
             seat.prompt, seat.error = [], f"{type(error).__name__}: {error}"[:500]
 
@@ -157,13 +168,14 @@ class _Seat:
     def __init__(
         self,
         table: BatchedEnv,
+        number: int,
         task: Task,
         env: MultiAgentEnv | None,
         agent: str,
         messages: list[Message],
     ):
         self.policy, self.drop_thinking = table.policy, table.drop_thinking
-        self.task, self.env, self.agent = task, env, agent
+        self.number, self.task, self.env, self.agent = number, task, env, agent
         self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
         self.chat = list(messages)  # those that the policy sees
         self.context: list[int] = []  # their ids, up to the last one sampled

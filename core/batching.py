@@ -168,6 +168,10 @@ def micro_batches(
         start += size
 
 
+def length(sequence: Sequence) -> int:
+    return len(sequence.token_ids)
+
+
 def rows(values: Tensor, batch: Batch) -> Tensor:
     """Look up [B, N] at a micro-batch's sampled tokens: [b, T-1], 0 off the mask."""
     found = values.flatten().to(batch.index.device)[batch.index]

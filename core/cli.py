@@ -1,7 +1,9 @@
 """The command line: flags over a config.yaml over the defaults; a run's settings as YAML."""
 
 import dataclasses
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,10 +11,11 @@ from typing import Any, TypeVar
 import tyro
 import yaml
 
-from core.types import UsageError
+from core.types import RankLost, UsageError
 
 T = TypeVar("T")
-FREE_ON_RESUME = {"num_updates", "save_every", "track", "resume", "config", "run_name"}
+RANK_0_FIRST = 2  # seconds
+FREE_ON_RESUME = {"num_updates", "save_every", "track", "resume", "config", "run_name", "cache"}
 
 
 def parse(cls: type[T], args: list[str]) -> T:
@@ -43,9 +46,11 @@ def run(cls: type[T], main: Callable[[T], int], args: list[str]) -> int:
     """`main` with the settings that `args` ask for; bad input is one line and exit code 2."""
     try:
         return main(parse(cls, args))
-    except UsageError as error:
+    except (UsageError, RankLost) as error:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(RANK_0_FIRST)  # which ends us, if the mistake is everybody's
         print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:  # before there was anything to save, or for the second time
         return 130
 

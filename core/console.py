@@ -39,9 +39,9 @@ SHOWN = [
 class Display:
     """Progress of each phase, the metrics with sparklines, one completion; or plain lines."""
 
-    def __init__(self, title: str, console: Console | None = None):
-        self.console = console or Console(highlight=False)
-        self.plain = not self.console.is_terminal or self.console.is_dumb_terminal
+    def __init__(self, title: str, console: Console | None = None, quiet: bool = False):
+        self.console = console or Console(highlight=False, quiet=quiet)
+        self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
         self.bars: dict[str, TaskID] = {}
         self.history: dict[str, list[float]] = {}

@@ -3,6 +3,8 @@
 import signal
 from typing import Any
 
+from core import distributed
+
 
 class Stopped(Exception):
     """Raised at a safe point after Ctrl-C or SIGTERM."""
@@ -25,8 +27,13 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise Stopped if a signal came."""
-        if self.requested:
+        """Raise Stopped if a signal came to any rank; all of them ask at the same point."""
+        if any(distributed.gather([self.requested])):
+            raise Stopped
+
+    def check_alone(self) -> None:
+        """The same at a point where ranks are apart: only a run of one rank stops there."""
+        if self.requested and distributed.num_ranks() == 1:
             raise Stopped
 
     def _note(self, number: int, frame: Any) -> None:

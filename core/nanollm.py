@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import torch
 
-from core import host, sharing
+from core import distributed, host, sharing
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams, TorchSampler, room, to_completions
 from core.types import Completion, UsageError
@@ -32,6 +32,7 @@ from core.types import Completion, UsageError
 FAMILIES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM"]
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # of the slots that vLLM can make
 CPU_CACHE_BYTES = 1 << 27
+RANK_SEED = 998_244_353  # between the seeds of two ranks: vLLM has one for all that it samples
 CPU_BLOCK = 32  # tokens; prompts shorter than vLLM's own 128 would not be shared
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process
@@ -118,7 +119,7 @@ class NanoLLM(Sampler):
         written: dict[str, Any] = {}
         names = [str(i) for i in range(len(prompts))]
         # one seed for the whole call: one for each request costs a loop over them at every token
-        with host.random_state_kept(params.seed):
+        with host.random_state_kept(params.seed + distributed.rank() * RANK_SEED):
             for name, prompt in zip(names, prompts, strict=True):
                 tokens = vllm.TokensPrompt(prompt_token_ids=prompt)
                 self.engine.add_request(name, tokens, how, lora_request=self.adapter)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
+from core import distributed
 from core.model import Policy
 
 
@@ -60,12 +61,14 @@ class MasterAdamW:
     ) -> tuple[float, bool]:
         """Scale the gradients down to `max_norm` (0: don't) and step, then drop them.
 
-        No step is taken unless the loss was `finite` and the gradients are. `head_only`: of the
+        The gradients of all ranks are added up first. No step is taken unless the loss was `finite`
+        and the gradients are. `head_only`: of the
         value head alone. Returns (norm before clipping, whether a step was taken).
         """
         if head_only:
             for p in self.param_groups[0]["params"]:
                 p.grad = None
+        distributed.add_up_gradients(self.masters)
         norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
         stepped = finite and math.isfinite(norm)
         if stepped:

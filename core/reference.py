@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from core import distributed
 from core.model import Policy
 from core.types import UsageError
 
@@ -33,7 +34,7 @@ def make_reference(policy: Policy, run: Path, update: int) -> Policy:
         frozen.load_state_dict(load_file(run / FILE), strict=False)
     elif update > 0:
         raise UsageError(f"--resume {run}: {FILE} is gone, and without it KL has no reference")
-    else:
+    elif distributed.rank() == 0:
         names = dict(frozen.named_parameters())  # tied ones once
         part = run / f".part-{FILE}"
         save_file({name: p.detach().cpu().contiguous() for name, p in names.items()}, part)

@@ -6,7 +6,7 @@ from: temperature, top-k and top-p included.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from core.model import Policy
 from core.types import Completion, Message, UsageError
 
+SPREAD = 1_000_003  # between the streams of two seeds
 KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are still being written
 
 
@@ -23,7 +24,8 @@ KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are 
 class SamplingParams:
     """How to draw: `temperature` 0 is greedy, `top_p` 1 and `top_k` 0 are off; lengths in tokens.
 
-    The seed decides every draw of a call, so a call can be repeated without any hidden state.
+    The seed and a completion's stream decide its draws, whatever else is sampled beside it; so a
+    call can be repeated, or shared among processes, without any hidden state.
     """
 
     max_tokens: int
@@ -31,6 +33,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    streams: tuple[int, ...] = ()  # a number for each prompt; none given: their places in the list
 
 
 class Sampler(ABC):
@@ -92,11 +95,12 @@ class TorchSampler(Sampler):
             return []
         model, device = self.policy.causal_lm, self.policy.device
         model.eval()
-        generator = torch.Generator(device).manual_seed(params.seed)
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
         logits, cache, mask, position = self._prefill(prompts)
 
         steps = room(self.policy, prompts, params.max_tokens)
+        streams = params.streams or range(len(prompts))
+        chance = uniforms(params.seed, streams, steps).to(device)  # [B, T]
         tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(len(prompts), steps, device=device)
         lengths = torch.full((len(prompts),), steps, device=device)
@@ -106,7 +110,7 @@ class TorchSampler(Sampler):
         draw_next = self.draw_with or draw
         for step in range(steps):
             on_progress()
-            drawn, logprob = draw_next(logits, params, generator)  # [R], [R]
+            drawn, logprob = draw_next(logits, params, chance[rows, step])  # [R], [R]
             tokens[rows, step], logprobs[rows, step] = drawn, logprob
             ended = torch.isin(drawn, stop_ids) & ~stopped[rows]
             stopped[rows[ended]] = True
@@ -182,13 +186,28 @@ def to_completions(
     ]
 
 
-def draw(
-    logits: Tensor, params: SamplingParams, generator: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Token ids [B] int64 drawn from logits [B, V], and their log-probs [B] float32 (nats).
+def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
+    """A row of float32 in [0, 1) for each stream: [B, steps], on the CPU.
 
-    >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1, temperature=0))
-    (tensor([1]), tensor([-0.3133]))
+    >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
+    >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
+    (True, False)
+    """
+    generator = torch.Generator()
+    rows = []
+    for stream in streams:
+        generator.manual_seed((seed * SPREAD + stream) % 2**63)
+        rows.append(torch.rand(steps, generator=generator))
+    return torch.stack(rows)
+
+
+def draw(logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
+    """Token ids [B] int64 from logits [B, V], and their log-probs [B] float32 (nats).
+
+    `chance` [B] in [0, 1) picks the token at which so much of the probability lies before it.
+
+    >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1), torch.tensor([0.2]))
+    (tensor([0]), tensor([-1.3133]))
     """
     logits = logits.float()
     if params.temperature == 0:
@@ -204,5 +223,8 @@ def draw(
         dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
     all_logprobs = logits.log_softmax(-1)
-    chosen = torch.multinomial(all_logprobs.exp(), 1, generator=generator)
+    mass = all_logprobs.exp().cumsum(-1)  # [B, V]: up to each token, itself included
+    whole = mass[:, -1:]  # 1, but for rounding
+    at = torch.minimum(chance[:, None] * whole, torch.nextafter(whole, torch.zeros_like(whole)))
+    chosen = (mass <= at).sum(-1, keepdim=True)  # so none of no probability is ever chosen
     return chosen.squeeze(1), all_logprobs.gather(1, chosen).squeeze(1)

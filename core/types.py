@@ -17,6 +17,10 @@ class UsageError(ValueError):
     """Bad input that the person at the keyboard can mend: shown as one line, exit code 2."""
 
 
+class RankLost(RuntimeError):
+    """Another process of a data-parallel run has died: shown as one line, exit code 1."""
+
+
 class Message(TypedDict):
     """One chat message. `role` is "system", "user" or "assistant"."""
 

@@ -26,7 +26,14 @@ def record(
         return
     folder = ROOT / "runs" / f"{here.name}-{name}"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, *script.split(), *flags.split(), "--run-name", folder.name]
+    command = [
+        sys.executable,
+        *script.split(),
+        *flags.split(),
+        "--no-cache",
+        "--run-name",
+        folder.name,
+    ]
     started = time.monotonic()
     subprocess.run(command, cwd=ROOT, check=True)
     seconds = round(time.monotonic() - started)

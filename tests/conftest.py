@@ -59,6 +59,12 @@ def save_small(family, folder, **changes):
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """A warm start made by one test may serve another, but none from before."""
+    os.environ["PICORL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session", params=FAMILIES)
 def small_folder(request, tmp_path_factory):
     return save_small(request.param, tmp_path_factory.mktemp(request.param))

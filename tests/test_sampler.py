@@ -1,6 +1,7 @@
 """TorchSampler draws what the model says, once for each prompt, and reports its log-probs."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from algorithms.common import token_logprobs
 from core.batching import micro_batches, put, to_update
 from core.model import load_policy
 from core.nanollm import make_sampler
-from core.sampler import SamplingParams, TorchSampler, draw
+from core.sampler import SamplingParams, TorchSampler, draw, uniforms
 from core.types import Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
@@ -126,7 +127,7 @@ def test_sampling_can_be_stopped(policy):
 def test_draw_follows_the_distribution():
     logits = torch.tensor([0.0, 1.0, 2.0]).expand(30_000, 3)
     params = SamplingParams(max_tokens=1, temperature=0.5)
-    drawn, logprobs = draw(logits, params, torch.Generator().manual_seed(0))
+    drawn, logprobs = draw(logits, params, uniforms(0, [0], 30_000)[0])
     expected = torch.tensor([0.0, 2.0, 4.0]).softmax(-1)
     share = torch.bincount(drawn, minlength=3) / len(drawn)
     assert torch.allclose(share, expected, atol=0.01)
@@ -144,11 +145,35 @@ def test_draw_follows_the_distribution():
 )
 def test_top_k_and_top_p_keep_the_head_and_renormalise(params, kept):
     logits = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    drawn, logprobs = draw(logits.expand(4000, 4), params, torch.Generator().manual_seed(0))
+    drawn, logprobs = draw(logits.expand(4000, 4), params, uniforms(0, [0], 4000)[0])
     assert sorted(set(drawn.tolist())) == kept
     expected = logits[kept].log_softmax(-1)
     for token, value in zip(kept, expected, strict=True):
         assert torch.allclose(logprobs[drawn == token], value)
+
+
+def test_draw_never_picks_what_has_no_probability():
+    """Not even at the ends of the interval, or where what can be drawn adds up to less than 1."""
+    logits = torch.tensor([-torch.inf, 0.1, 0.2, 0.3, -torch.inf]).expand(3, 5)
+    chance = torch.tensor([0.0, 0.5, 1 - 2**-24])
+    drawn, logprobs = draw(logits, SamplingParams(max_tokens=1), chance)
+    assert drawn.tolist() == [1, 2, 3] and logprobs.isfinite().all()
+
+
+def test_a_completion_is_the_same_whatever_is_sampled_beside_it(policy):
+    params = SamplingParams(max_tokens=12, seed=5)
+    together = TorchSampler(policy).sample(PROMPTS, params)
+    for i, prompt in enumerate(PROMPTS):
+        (alone,) = TorchSampler(policy).sample([prompt], replace(params, streams=(i,)))
+        assert alone.token_ids == together[i].token_ids
+        assert alone.logprobs == pytest.approx(together[i].logprobs, abs=1e-4)
+
+
+def test_streams_and_seeds_draw_apart():
+    rows = torch.cat([uniforms(seed, range(50), 20) for seed in range(20)])
+    assert len(rows.unique(dim=0)) == 1000
+    assert (torch.corrcoef(rows.T) - torch.eye(20)).abs().max() < 0.15
+    assert rows.min() >= 0 and rows.max() < 1 and abs(rows.mean() - 0.5) < 0.02
 
 
 def test_auto_is_plain_pytorch_without_a_gpu(policy):

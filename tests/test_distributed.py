@@ -1,0 +1,156 @@
+"""Data parallel: N ranks are one, to rounding; real processes, started by torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from core import distributed
+
+ROOT = Path(__file__).parent.parent
+SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
+    --eval-num-tasks 8 --eval-every 2 --save-every 1 --max-tokens 24 --device cpu
+    --no-cache""".split()
+
+
+def launch(folder, *args, ranks=2, restarts=0, **options):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*torchrun, str(ROOT / "train.py"), *args],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        **options,
+    )  # fmt: skip
+
+
+def finish(process, seconds=240):
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def metrics_of(run):
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
+
+
+def assert_alike(ours, theirs, tolerance=1e-4):
+    assert [r.keys() for r in ours] == [r.keys() for r in theirs] and ours
+    for a, b in zip(ours, theirs, strict=True):
+        for name, value in a.items():
+            assert b[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+CASES = {
+    "grpo": "--algo grpo",
+    "several turns, filtered": "--env reverse:turns=2 --filter-groups 1 --max-turns 2",
+    "ppo in minibatches": "--algo ppo --num-epochs 2 --num-minibatches 2 --sft-best 2",
+    "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4 --overlong-buffer 8",
+    "self-play": "--env tic_tac_toe:opponent=self --sft-steps 0 --max-turns 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_as_one(tmp_path, case):
+    flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]
+    for ranks in (1, 2):
+        (tmp_path / str(ranks)).mkdir()
+        code, out, err = finish(launch(tmp_path / str(ranks), *flags, ranks=ranks))
+        assert code == 0, err
+        assert out.count("update    1") == 1  # rank 0 alone speaks
+    one, two = (tmp_path / ranks / "runs" / "a" for ranks in ("1", "2"))
+    assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
+    assert_alike(metrics_of(one), metrics_of(two))
+    seen = [
+        [(r["kind"], r["env"], r["agent"], r["seed"], r["group_id"], r["messages"]) for r in rows]
+        for rows in (
+            [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+            for run in (one, two)
+        )
+    ]
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path):
+    flags = [*SMALL, "--num-updates", "6", "--run-name", "a"]
+    (tmp_path / "whole").mkdir()
+    code, _, err = finish(launch(tmp_path / "whole", *flags))
+    assert code == 0, err
+
+    killed = launch(tmp_path, *flags, restarts=1)
+    kill_a_rank(tmp_path / "runs" / "a", killed)
+    code, _, err = finish(killed)
+    assert code == 0, err
+    assert "another rank is gone" in err
+    assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
+
+    (tmp_path / "alone").mkdir()
+    killed = launch(tmp_path / "alone", *flags)
+    kill_a_rank(tmp_path / "alone" / "runs" / "a", killed)
+    code, _, err = finish(killed)
+    assert code != 0 and err.count("another rank is gone") == 1
+    resumed = launch(tmp_path / "alone", "--resume", "runs/a")
+    code, _, err = finish(resumed)
+    assert code == 0, err
+    run = tmp_path / "alone" / "runs" / "a"
+    assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(run))
+
+
+def kill_a_rank(run, launched):
+    """Kill the second rank once the first update is saved."""
+    for _ in range(1200):
+        if any(p.name >= "000020-000002" for p in (run / "checkpoint").glob("0*")):
+            break
+        assert launched.poll() is None, launched.communicate()[1]
+        time.sleep(0.1)
+    for pid in Path(f"/proc/{launched.pid}/task/{launched.pid}/children").read_text().split():
+        if b"RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""):
+            os.kill(int(pid), signal.SIGKILL)
+            return
+    raise AssertionError("no second rank")
+
+
+@pytest.mark.slow
+def test_bad_input_is_said_once(tmp_path):
+    code, _, err = finish(launch(tmp_path, *SMALL, "--lr", "-1"))
+    assert code != 0 and err.count("--lr must be more than 0") == 1
+    code, _, err = finish(launch(tmp_path, *SMALL, restarts=1))
+    assert code != 0 and err.count("give a --run-name") >= 1
+
+
+def as_rank(monkeypatch, rank, num_ranks):
+    monkeypatch.setenv(distributed.LAUNCHED, "test")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("items", [list(range(12)), [5], list(range(1, 40)), []])
+def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, items):
+    parts = []
+    for rank in range(num_ranks):
+        as_rank(monkeypatch, rank, num_ranks)
+        parts.append(distributed.share(items, weight=lambda item: 1 + item % 5))
+    assert [item for part in parts for item in part] == items
+    weights = [sum(1 + item % 5 for item in part) for part in parts]
+    assert max(weights) - min(weights) <= 2 * 5
+
+
+def test_without_torchrun_nothing_happens(monkeypatch):
+    monkeypatch.delenv(distributed.LAUNCHED, raising=False)
+    monkeypatch.setenv("RANK", "3")  # as some clusters set it
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (distributed.rank(), distributed.num_ranks()) == (0, 1)
+    numbers, tensor = {"a": 1.0}, torch.ones(2)
+    assert distributed.share([1, 2]) == distributed.gather([1, 2]) == [1, 2]
+    assert distributed.total(numbers) == numbers and distributed.agreed(lambda: 7) == 7
+    distributed.add_up([tensor])
+    assert tensor.tolist() == [1, 1]
