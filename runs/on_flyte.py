@@ -42,8 +42,8 @@ except ImportError:  # --local does without
     flyte = None
 
 # what a run gets on the cluster, and which extras of pyproject.toml its image has
-CPU = {"extras": [], "resources": {"cpu": 4, "memory": "8Gi"}}
-GPU = {"extras": ["vllm"], "resources": {"cpu": 8, "memory": "48Gi", "gpu": "L40s:1"}}
+CPU: dict = {"extras": [], "resources": {"cpu": 4, "memory": "8Gi"}}
+GPU: dict = {"extras": ["vllm"], "resources": {"cpu": 8, "memory": "48Gi", "gpu": "L40s:1"}}
 ON = "gpu" if "--gpu" in sys.argv else os.environ.get("PICORL_ON", "cpu")  # set in containers
 MACHINE = {"cpu": CPU, "gpu": GPU}[ON]
 WAITING = {"cpu": 1, "memory": "2Gi"}  # of the task that waits for the runs
