@@ -45,7 +45,8 @@ class Config:
     max_turns: int = 8  # turns after which an episode is cut
     thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
     max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
-    max_tokens_per_micro_batch: int | None = None  # padded ones; None: 2048 for tiny, 8192 else
+    max_tokens_per_micro_batch: int | None = None  # None: 2048 for tiny, else as memory allows
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # auto: when memory asks for it
     filter_groups: int = 0  # rounds in which groups without spread in reward are replaced; 0: none
     overlong_buffer: int = 0  # tokens before --max-tokens over which a penalty grows to 1; 0: none
     mask_truncated: bool = False  # whether completions cut off at --max-tokens aren't learnt from
@@ -288,7 +289,7 @@ def score(cfg: Config, run: Run, update: batching.Update) -> Known:
     known |= {name: torch.zeros_like(update.rewards) for name in names}
     if len(names) == 1 and cfg.num_minibatches == 1:
         return known
-    for batch in micro_batches(cfg, run.policy, update.sequences):
+    for batch in micro_batches(run.policy, update.sequences):
         with torch.no_grad():
             logprobs, _, values = forward(run.policy, batch, cfg.temperature)
         batching.put(logprobs, batch, into=known["old_logprobs"])
@@ -331,7 +332,7 @@ def backward(
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
     sums: Any = Counter()  # its `update` adds up
     chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
-    for batch in micro_batches(cfg, policy, chosen):
+    for batch in micro_batches(policy, chosen):
         mask = batch.completion_mask
         logprobs, entropy, values = forward(policy, batch, cfg.temperature)
         if first:  # no step was taken yet: these are the weights that sampled
@@ -364,7 +365,7 @@ def backward(
 def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
     shown, total = batching.to_update(rollouts), 0.0
-    for batch in micro_batches(cfg, run.policy, shown.sequences):
+    for batch in micro_batches(run.policy, shown.sequences):
         logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
         loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
         loss.backward()
@@ -388,9 +389,9 @@ def forward(
     return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
 
 
-def micro_batches(cfg: Config, policy: Policy, sequences: list) -> Iterator[batching.Batch]:
-    mine, budget = distributed.share(sequences, batching.length), cfg.max_tokens_per_micro_batch
-    return batching.micro_batches(mine, budget, policy.device, policy.pair_cost)
+def micro_batches(policy: Policy, sequences: list) -> Iterator[batching.Batch]:
+    mine = distributed.share(sequences, batching.length)
+    return batching.micro_batches(mine, policy.tokens_at_once, policy.device, policy.pair_cost)
 
 
 run_command = partial(cli.run, Config, main)  # what `python train.py ARGS` does with the ARGS

@@ -9,7 +9,7 @@ fine-tuning below float32 needs besides is in core/optimizer.py.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,8 @@ class Policy:
     end_of_turn_id: int  # the one that ends a demonstration
     max_length: int  # tokens of prompt and completion together
     value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
+    tokens_at_once: int = 2048  # of a micro-batch, padding included
+    recomputed: list[nn.Module] = field(default_factory=list)  # layers that keep their input only
 
     @property
     def causal_lm(self) -> Any:
@@ -97,6 +99,8 @@ class Policy:
         Causal attention never looks at the padding behind a token, so no mask is needed. With a
         `tree` (batching.Tree) of the same sequences, shared prompts are computed once.
         """
+        for layer in self.recomputed:  # the layer alone: dropout inside it stays off
+            layer.training = torch.is_grad_enabled()
         decoder = self.causal_lm.get_decoder()
         if tree is None:
             return decoder(input_ids=input_ids, use_cache=False).last_hidden_state

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core import checkpoint, distributed, exercises, journal
+from core import checkpoint, distributed, exercises, journal, memory
 from core.batched_env import BatchedEnv
 from core.console import Display
 from core.interrupt import Interrupt
@@ -114,6 +114,7 @@ def _opened(
         TorchSampler(policy, exercises.drawing(mine)) if mine else
         make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, to_come)
     )  # fmt: skip
+    remarks = [*remarks, *memory.fit(policy, cfg, to_come)]
     journal.rewind(own, found.progress)
     journal.create_run(own, config)
     if mine:

@@ -14,7 +14,8 @@ NOT_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_ste
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
     overlong_buffer sft_best microscope""".split()
 NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated gamma credit entropy_coef
-    kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler""".split()
+    kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler
+    gradient_checkpointing""".split()
 SHARES = "sft_hasty top_p gpu_memory_utilization gamma curriculum".split()
 
 
@@ -26,7 +27,7 @@ def resolve(cfg: Any) -> Any:
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
         "sft_steps": 800 if tiny and cfg.sampler != "openai" else 0,
         "max_tokens": 64 if tiny else 1024,
-        "max_tokens_per_micro_batch": 2048 if tiny else 8192,
+        "max_tokens_per_micro_batch": 2048 if tiny else None,
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
@@ -81,7 +82,9 @@ def _check_ranges(cfg: Any) -> None:
         raise UsageError(f"--ppo.lam is a share from 0 to 1, not {cfg.ppo.lam}")
 
 
-def _check_number(flag: str, value: float, positive: bool = False) -> None:
+def _check_number(flag: str, value: float | None, positive: bool = False) -> None:
+    if value is None:  # as the model and the machine have it
+        return
     if not math.isfinite(value) or value < 0 or (value == 0 and positive):
         what = "more than 0" if positive else "0 or more"
         raise UsageError(f"{flag.replace('_', '-')} must be {what}, not {value}")

@@ -30,9 +30,9 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
     optimizer = make_optimizer(policy, 1e-3)
     found = []
     optimizer.step = lambda: found.extend(p.grad.clone() for p in optimizer.masters)
+    policy.tokens_at_once = max_tokens_per_micro_batch
     cfg = train.Config(
-        algo=algo, max_tokens_per_micro_batch=max_tokens_per_micro_batch, max_grad_norm=0,
-        grpo=grpo.with_variant(grpo.Options()),
+        algo=algo, max_grad_norm=0, grpo=grpo.with_variant(grpo.Options()),
     )  # fmt: skip
     metrics = train.learn(settings.resolve(cfg), run_of(policy, optimizer), rollouts, 1)
     return found, metrics

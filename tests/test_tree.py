@@ -5,7 +5,7 @@ import torch
 
 import train
 from algorithms import sft
-from core import batching, settings
+from core import batching
 from core.model import load_policy
 from core.types import Rollout, Turn
 
@@ -133,7 +133,6 @@ def test_the_budget_counts_packed_tokens():
 
 
 def test_a_learning_update_packs_by_itself(policy):
-    cfg = settings.resolve(train.Config())
     update = batching.to_update(grouped(prompt=60, size=8))
-    batches = list(train.micro_batches(cfg, policy, update.sequences))
+    batches = list(train.micro_batches(policy, update.sequences))
     assert all(batch.tree is not None for batch in batches)

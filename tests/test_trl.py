@@ -192,8 +192,7 @@ def their_steps(folder, weights, rollouts, **changes):
 
 
 def our_config(**changes):
-    fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0,
-             "max_tokens_per_micro_batch": 100}  # fmt: skip
+    fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = settings.resolve(train.Config(**{**fixed, **changes}))
     settings.check(cfg, train.ALGORITHMS)
     return replace(cfg, grpo=grpo.with_variant(cfg.grpo)) if cfg.algo == "grpo" else cfg
@@ -202,6 +201,7 @@ def our_config(**changes):
 def our_run(cfg, folder, weights):
     """As much of a run as learning needs, and where its optimiser notes the gradients."""
     policy, gradients = load_policy(str(folder), device="cpu"), []
+    policy.tokens_at_once = 100
     optimizer = make_optimizer(policy, 1e-3)
 
     def step():
