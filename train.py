@@ -391,7 +391,7 @@ def forward(
 
 def micro_batches(policy: Policy, sequences: list) -> Iterator[batching.Batch]:
     mine = distributed.share(sequences, batching.length)
-    return batching.micro_batches(mine, policy.tokens_at_once, policy.device, policy.pair_cost)
+    return batching.micro_batches(mine, policy.tokens_at_once, policy.device, policy.takes_trees)
 
 
 run_command = partial(cli.run, Config, main)  # what `python train.py ARGS` does with the ARGS

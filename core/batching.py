@@ -11,11 +11,7 @@ Turn i+1 goes on in the sequence of turn i when its prompt begins with turn i's 
 completion, and starts a new sequence when it doesn't; so each token is trained in the context that
 it was sampled in.
 
-A group may be packed as a tree: the prompt once, and what follows it in each sequence. A mask keeps
-the branches apart and positions restart, so that it is the same mathematics, computed once:
-
-    prompt  a a a  b b b b        a sees the prompt and a; b the prompt and b; all only backwards
-    0 1 2   3 4 5  3 4 5 6        positions
+With `trees`, sequences of a micro-batch that open alike share the opening (core/attention.py).
 """
 
 import itertools
@@ -26,6 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from core.attention import Tree, plant
 from core.types import Rollout
 
 
@@ -36,16 +33,6 @@ class Sequence:
     rollout: int  # its row in [B, N]
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Tree:
-    """The same micro-batch, packed: r rows of L tokens, each a prompt and all that follows it."""
-
-    input_ids: Tensor  # [r, L] int64
-    position_ids: Tensor  # [r, L] int64: where the token stands in a sequence
-    mask: Tensor  # [r, 1, L, L] bool: what a token attends to
-    places: Tensor  # [b, T] int64: where in the flattened [r, L] each token of the sequences is
 
 
 @dataclass
@@ -146,25 +133,24 @@ def micro_batches(
     sequences: list[Sequence],
     max_tokens: int,
     device: torch.device | str = "cpu",
-    pair_cost: float | None = None,
+    trees: bool = False,
 ) -> Iterator[Batch]:
-    """Cut the sequences, longest first, into batches of at most `max_tokens` padded tokens.
+    """Cut the sequences, longest first, into batches of at most `max_tokens` tokens.
 
-    A sequence longer than that gets a batch of its own. Groups are packed as trees where that costs
-    less; `pair_cost` is what a pair of tokens costs in attention, in tokens; None: never packed.
+    A sequence longer than that gets a batch of its own. Padding counts; with `trees` there is none,
+    and a prompt counts once for all of its sequences in the batch.
     """
-    bundles = [[sequence] for sequence in sequences]
-    if pair_cost is not None:
-        bundles = _share_prompts(sequences, max_tokens, pair_cost)
-    ordered = sorted(bundles, key=lambda bundle: -_length(bundle))
+    if trees:
+        for bundle in _bundles(sequences, max_tokens):
+            batch = _pad([sequence for part in bundle for sequence in part], device)
+            batch.tree = _tree(bundle).to(device)
+            yield batch
+        return
+    ordered = sorted(sequences, key=lambda sequence: -length(sequence))
     start = 0
     while start < len(ordered):
-        size = max(1, max_tokens // _length(ordered[start]))
-        chosen = ordered[start : start + size]
-        batch = _pad([sequence for bundle in chosen for sequence in bundle], device)
-        if any(len(bundle) > 1 for bundle in chosen):
-            batch.tree = _pack(chosen, batch.input_ids)
-        yield batch
+        size = max(1, max_tokens // length(ordered[start]))
+        yield _pad(ordered[start : start + size], device)
         start += size
 
 
@@ -201,57 +187,48 @@ def _opening(sequence: Sequence) -> int:
     return next(i for i, place in enumerate(sequence.places) if place >= 0)
 
 
-def _length(bundle: list[Sequence]) -> int:
-    """Tokens of a row that holds what the sequences share once."""
-    if len(bundle) == 1:
-        return len(bundle[0].token_ids)
-    shared = _opening(bundle[0])
-    return shared + sum(len(sequence.token_ids) - shared for sequence in bundle)
-
-
-def _share_prompts(
-    sequences: list[Sequence], max_tokens: int, pair_cost: float
-) -> list[list[Sequence]]:
-    """Sequences that open with the same prompt, together where that costs less than apart."""
+def _bundles(sequences: list[Sequence], max_tokens: int) -> Iterator[list[list[Sequence]]]:
+    """Micro-batches, each a list of parts that share their opening; the longest parts first."""
     groups: dict[tuple[int, ...], list[Sequence]] = {}
-    for sequence in sequences:
+    for sequence in sorted(sequences, key=lambda sequence: -length(sequence)):
         prompt = tuple(sequence.token_ids[: _opening(sequence)])
         groups.setdefault(prompt, []).append(sequence)
-    bundles: list[list[Sequence]] = []
-    for group in groups.values():
-        parts: list[list[Sequence]] = [[]]
-        for sequence in sorted(group, key=lambda s: -len(s.token_ids)):
-            if parts[-1] and _length([*parts[-1], sequence]) > max_tokens:
-                parts.append([])
-            parts[-1].append(sequence)
-        for part in parts:
-            # under a mask, all pairs of a row are computed; without one, only those backwards
-            width, length = len(part[0].token_ids), _length(part)
-            apart = len(part) * (width + pair_cost * width**2 / 2)
-            together = length + pair_cost * length**2
-            bundles += [part] if together < apart else [[sequence] for sequence in part]
-    return bundles
+    bundle: list[list[Sequence]] = []
+    room = max_tokens
+    for prompt, group in groups.items():
+        for part in _parts(group, len(prompt), max_tokens):
+            size = len(prompt) + sum(length(sequence) - len(prompt) for sequence in part)
+            if bundle and size > room:  # a group that fits whole is not torn apart
+                yield bundle
+                bundle, room = [], max_tokens
+            bundle.append(part)
+            room -= size
+    if bundle:
+        yield bundle
 
 
-def _pack(bundles: list[list[Sequence]], input_ids: Tensor) -> Tree:
-    """The rows of a tree; `input_ids` [b, T] are the same sequences, in the same order, padded."""
-    length = max(map(_length, bundles))
-    ids, positions = (torch.zeros(len(bundles), length, dtype=torch.int64) for _ in range(2))
-    branch = torch.full((len(bundles), length), -1)  # 0: the prompt; -1: padding, a branch too
-    places = torch.zeros(input_ids.shape, dtype=torch.int64)
-    row_of_places = iter(places)
-    for row, bundle in enumerate(bundles):
-        shared = _opening(bundle[0])
-        branch[row, :shared], end = 0, shared
-        for number, sequence in enumerate(bundle, start=1):
-            width = len(sequence.token_ids)
-            where = torch.cat([torch.arange(shared), torch.arange(end, end + width - shared)])
-            ids[row, where] = torch.tensor(sequence.token_ids)
-            positions[row, where] = torch.arange(width)
-            branch[row, where[shared:]] = number
-            next(row_of_places)[:width] = row * length + where
-            end += width - shared
-    branch = branch.to(input_ids.device)
-    own = (branch[:, :, None] == branch[:, None]) | (branch[:, None] == 0)
-    device = input_ids.device
-    return Tree(ids.to(device), positions.to(device), own.tril()[:, None], places.to(device))
+def _parts(group: list[Sequence], shared: int, max_tokens: int) -> Iterator[list[Sequence]]:
+    """A group in as few parts as fit, the shared opening counted once in each."""
+    part: list[Sequence] = []
+    room = max_tokens - shared
+    for sequence in group:
+        own = length(sequence) - shared
+        if part and own > room:
+            yield part
+            part, room = [], max_tokens - shared
+        part.append(sequence)
+        room -= own
+    yield part
+
+
+def _tree(bundle: list[list[Sequence]]) -> Tree:
+    """A part of one sequence has nothing to share: it is a branch from its first token on."""
+    prompts: list[list[int]] = []
+    branches: list[tuple[int, list[int]]] = []
+    for part in bundle:
+        shared = _opening(part[0]) if len(part) > 1 else 0
+        if shared:
+            prompts.append(part[0].token_ids[:shared])
+        number = len(prompts) - 1 if shared else -1
+        branches += [(number, sequence.token_ids[shared:]) for sequence in part]
+    return plant(prompts, branches)

@@ -65,14 +65,20 @@ def first_groups(rollouts: list[Rollout], budget: int) -> set[int]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token; a character made of several stands at the last of them."""
-    texts, pending = [], []
+    """The text of each token; together they are the text of all. A character made of several, and
+    what is none (shown as \ufffd), stands at the token that settles it."""
+    texts: list[str] = []
+    pending: list[int] = []
+    told = 0  # characters of the pending text that stand at a token already
+    text = ""
     for id_ in ids:
         pending.append(id_)
         text = tokenizer.decode(pending)
-        whole = not text.endswith("\ufffd") or len(pending) == 4  # no character has more bytes
-        texts.append(text if whole else "")
-        pending = [] if whole else pending
-    if pending:  # it ends in the middle of a character
-        texts[-1] = tokenizer.decode(pending)
+        settled = len(text.rstrip("\ufffd"))  # what comes next may still change the end
+        texts.append(text[told:settled])
+        told = max(told, settled)
+        if settled == len(text):
+            pending, told, text = [], 0, ""
+    if texts:
+        texts[-1] += text[told:]
     return texts

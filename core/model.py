@@ -26,13 +26,14 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from core import attention
 from core.chat import end_of_turn_id
 from core.types import UsageError
 
 disable_progress_bar()  # it would draw over our display; downloads keep theirs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGITS = 2**25  # float32 ones that exist at one time: 128 MiB, and some copies in a softmax
-TREES = ("llama", "qwen2", "qwen3")  # model types whose groups are packed as trees
+TREES = ("llama", "qwen2", "qwen3")  # model types that are trained on trees, where tests hold it
 TINY_WORDS = """
 How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
 to by for from with and or not out then end many much your you that this as at one two three each
@@ -75,29 +76,15 @@ class Policy:
         return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
 
     @property
-    def pair_cost(self) -> float | None:
-        """What a pair of tokens costs in attention, in tokens through all else; for batching.
+    def takes_trees(self) -> bool:
+        """Whether `hidden_states` can be given a tree; the batches are then made as such."""
+        return self.causal_lm.config.get_text_config()._attn_implementation == attention.TREES
 
-        None: this model can't be given a group as a tree. It needs attention to all of what the
-        mask allows, in every layer; what the families in TREES do is tested.
-        """
-        config = self.causal_lm.config.get_text_config()
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        sdpa = config._attn_implementation == "sdpa"
-        if config.model_type not in TREES or kinds != {"full_attention"} or not sdpa:
-            return None
-        decoder = self.causal_lm.get_decoder()
-        weights = sum(p.numel() for p in decoder.layers.parameters())
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        # multiplications: one a weight and token; for a pair, query by key and weight by value
-        return 2 * config.num_hidden_layers * heads * head_dim / weights
-
-    def hidden_states(self, input_ids: Tensor, tree: Any = None) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, tree: attention.Tree | None = None) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
 
         Causal attention never looks at the padding behind a token, so no mask is needed. With a
-        `tree` (batching.Tree) of the same sequences, shared prompts are computed once.
+        `tree` of the same sequences, each of its tokens is computed once.
         """
         for layer in self.recomputed:  # the layer alone: dropout inside it stays off
             layer.training = torch.is_grad_enabled()
@@ -106,11 +93,12 @@ class Policy:
             return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
         hidden = decoder(
             input_ids=tree.input_ids,
-            attention_mask=tree.mask,
             position_ids=tree.position_ids,
+            attention_mask=tree.mask,  # of four dimensions, so none is made; `attend` has the tree
             use_cache=False,
+            tree=tree,
         ).last_hidden_state
-        return hidden.flatten(0, 1)[tree.places]
+        return hidden[0, tree.places]
 
     @property
     def logits_chunk(self) -> int:
@@ -284,6 +272,10 @@ def _from_pretrained(model_id: str, dtype: torch.dtype) -> tuple[Any, Any]:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(f"--model-id {model_id}: can't be loaded: {reason}") from None
     model.config.use_cache = False  # sampling passes a cache of its own
+    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"
+    if full and model.config.model_type in TREES:
+        model.set_attn_implementation(attention.TREES)
     return model, tokenizer
 
 

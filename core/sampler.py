@@ -1,8 +1,8 @@
 """Sampling: the interface, and TorchSampler in plain PyTorch.
 
-TorchSampler prefills each distinct prompt once, repeats its cache for the rest of the group, and
-drops finished rows as it goes. The log-probs that it returns are those of the distribution it drew
-from: temperature, top-k and top-p included.
+TorchSampler prefills each distinct prompt once and drops finished rows as it goes; what the rows
+stand on meanwhile is in core/contexts.py. The log-probs that it returns are those of the
+distribution it drew from: temperature, top-k and top-p included.
 """
 
 from abc import ABC, abstractmethod
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
+from core.contexts import make_context
 from core.model import Policy
 from core.types import Completion, Message, UsageError
 
@@ -93,24 +93,23 @@ class TorchSampler(Sampler):
     ) -> list[Completion]:
         if not prompts:
             return []
-        model, device = self.policy.causal_lm, self.policy.device
-        model.eval()
+        device = self.policy.device
+        self.policy.causal_lm.eval()
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
-        logits, cache, mask, position = self._prefill(prompts)
-
         steps = room(self.policy, prompts, params.max_tokens)
+        context = make_context(self.policy, prompts, steps)
         streams = params.streams or range(len(prompts))
         chance = uniforms(params.seed, streams, steps).to(device)  # [B, T]
         tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(len(prompts), steps, device=device)
         lengths = torch.full((len(prompts),), steps, device=device)
         stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        rows = torch.arange(len(prompts), device=device)  # the rows of the cache, as rows of tokens
+        rows = torch.arange(len(prompts), device=device)  # the context's, as rows of tokens
 
         draw_next = self.draw_with or draw
         for step in range(steps):
             on_progress()
-            drawn, logprob = draw_next(logits, params, chance[rows, step])  # [R], [R]
+            drawn, logprob = draw_next(context.logits, params, chance[rows, step])  # [R], [R]
             tokens[rows, step], logprobs[rows, step] = drawn, logprob
             ended = torch.isin(drawn, stop_ids) & ~stopped[rows]
             stopped[rows[ended]] = True
@@ -120,45 +119,13 @@ class TorchSampler(Sampler):
             if num_writing == 0 or step == steps - 1:
                 break
             if num_writing <= KEEP_ROWS * len(rows):
-                keep = writing.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
-                rows, drawn, mask, position = rows[keep], drawn[keep], mask[keep], position[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            position = position + 1
-            logits = model(
-                input_ids=drawn[:, None],
-                attention_mask=mask,
-                position_ids=position[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            ).logits[:, -1]
+                kept = writing.nonzero().squeeze(1)
+                context.keep(kept)
+                rows, drawn = rows[kept], drawn[kept]
+            context.write(drawn)
         ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         probs = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
         return to_completions(self.policy, ids, probs, stopped.tolist())
-
-    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Last logits [B, V], cache, mask [B, T], last position [B]; a prompt is computed once."""
-        device = self.policy.device
-        distinct = {tuple(prompt): i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        width = max(map(len, distinct))
-        # left padding: all rows end where their completions begin
-        padded = [[self.policy.end_of_turn_id] * (width - len(p)) + list(p) for p in distinct]
-        mask = torch.tensor(
-            [[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device
-        )
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache()
-        logits = self.policy.causal_lm(
-            input_ids=torch.tensor(padded, device=device),
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        row_of = torch.tensor([distinct[tuple(p)] for p in prompts], device=device)
-        cache.batch_select_indices(row_of)
-        return logits[row_of], cache, mask[row_of], positions[row_of, -1]
 
 
 def room(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:

@@ -42,12 +42,12 @@ def test_kept_bytes_grow_with_the_layers_and_not_with_the_vocabulary(policy, tmp
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(small_folder, lora_rank):
     policy = load_policy(str(small_folder), device="cpu", lora_rank=lora_rank, seed=1)
     update = batching.to_update(grouped(later_turns=1))
-    plain, expected, _ = gradients_of(policy, update, EVERYTHING, policy.pair_cost)
+    plain, expected, _ = gradients_of(policy, update, EVERYTHING, policy.takes_trees)
     before = kept_bytes(policy)
     recompute_layers(policy)
     assert len(policy.recomputed) == 2
     assert kept_bytes(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
-    again, found, _ = gradients_of(policy, update, EVERYTHING, policy.pair_cost)
+    again, found, _ = gradients_of(policy, update, EVERYTHING, policy.takes_trees)
     assert torch.equal(again, plain)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-6

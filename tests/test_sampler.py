@@ -8,6 +8,7 @@ import torch
 
 from algorithms.common import token_logprobs
 from core.batching import micro_batches, put, to_update
+from core.contexts import make_context
 from core.model import load_policy
 from core.nanollm import make_sampler
 from core.sampler import SamplingParams, TorchSampler, draw, uniforms
@@ -196,3 +197,21 @@ def test_a_length_limit_below_the_models_own_holds(qwen3_folder):
     [cut] = TorchSampler(policy).sample([[65] * 12], SamplingParams(max_tokens=40, temperature=0))
     assert len(cut.token_ids) <= 4
     assert load_policy(str(qwen3_folder), device="cpu", max_length=10**6).max_length == 512
+
+
+def test_prompts_are_kept_once_and_dropped_with_their_last_row(small_folder):
+    policy = load_policy(str(small_folder), device="cpu")
+    if not policy.takes_trees:
+        return
+    with torch.no_grad():
+        context = make_context(policy, [[65, 66, 67], [70], [65, 66, 67], [65, 66, 67]], room=4)
+        assert [len(keys) for keys, _ in context.prompts] == [2, 2]
+        context.write(torch.tensor([65, 66, 67, 68]))
+        expected = context.logits[torch.tensor([0, 3])]
+        context.keep(torch.tensor([0, 3]))  # the second prompt has no row left
+        assert [len(keys) for keys, _ in context.prompts] == [1, 1]
+        context.write(torch.tensor([71, 72]))
+        whole = torch.tensor([[65, 66, 67, 65, 71], [65, 66, 67, 68, 72]])
+        logits = policy.causal_lm(whole).logits
+        assert torch.allclose(expected, logits[:, -2], atol=1e-5)
+        assert torch.allclose(context.logits, logits[:, -1], atol=1e-5)

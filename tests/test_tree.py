@@ -6,6 +6,7 @@ import torch
 import train
 from algorithms import sft
 from core import batching
+from core.attention import plant
 from core.model import load_policy
 from core.types import Rollout, Turn
 
@@ -32,11 +33,11 @@ def grouped(num_groups=3, size=4, prompt=30, longest=12, later_turns=0):
     return rollouts
 
 
-def gradients_of(policy, update, max_tokens, pair_cost):
+def gradients_of(policy, update, max_tokens, trees):
     """(Log-probs [B, N], gradient of each weight, batches) of the supervised loss."""
     logprobs, batches = torch.zeros_like(update.rewards), []
     policy.model.zero_grad()
-    for batch in batching.micro_batches(update.sequences, max_tokens, "cpu", pair_cost):
+    for batch in batching.micro_batches(update.sequences, max_tokens, "cpu", trees):
         found, _, _ = train.forward(policy, batch, temperature=1.0)
         loss, _ = sft.compute_loss(found, batch.completion_mask, update.num_tokens)
         loss.backward()
@@ -55,12 +56,12 @@ def test_packed_and_unpacked_gradients_are_equal(small_folder, lora_rank, max_to
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
     update = batching.to_update(grouped(later_turns=later_turns))
-    plain, expected, _ = gradients_of(policy, update, EVERYTHING, None)
-    packed, found, batches = gradients_of(policy, update, max_tokens, policy.pair_cost)
+    plain, expected, _ = gradients_of(policy, update, EVERYTHING, trees=False)
+    packed, found, batches = gradients_of(policy, update, max_tokens, policy.takes_trees)
     if policy.causal_lm.config.model_type == "gemma3_text":  # some of its layers see a window only
-        assert policy.pair_cost is None and all(batch.tree is None for batch in batches)
+        assert not policy.takes_trees and all(batch.tree is None for batch in batches)
     else:
-        assert any(batch.tree is not None for batch in batches)
+        assert all(batch.tree is not None for batch in batches)
     assert (packed - plain).abs().max() < 1e-5
     largest = max(gradient.abs().max() for gradient in expected)
     for ours, theirs in zip(found, expected, strict=True):
@@ -69,70 +70,59 @@ def test_packed_and_unpacked_gradients_are_equal(small_folder, lora_rank, max_to
 
 def test_a_prompt_is_computed_once_and_every_token_finds_its_place():
     update = batching.to_update(grouped(num_groups=2, size=3, prompt=40))
-    (batch,) = batching.micro_batches(update.sequences, EVERYTHING, "cpu", pair_cost=0.001)
-    assert batch.tree.input_ids.shape[0] == 2
-    found = batch.tree.input_ids.flatten()[batch.tree.places]
+    (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
+    found = batch.tree.input_ids[0, batch.tree.places]
     real = torch.zeros_like(batch.input_ids, dtype=torch.bool)
-    for row, sequence in enumerate(sorted_like(batch, update)):
-        real[row, : len(sequence.token_ids)] = True
+    for row, ids in enumerate(batch.input_ids.tolist()):
+        real[row, : len([token for token in ids if token != 0])] = True
     assert torch.equal(found[real], batch.input_ids[real])
-    where = batch.tree.places[real]
-    lengths = [len(s.token_ids) for s in update.sequences]
+    total = sum(len(s.token_ids) for s in update.sequences)
     shared = 2 * 40 + 2 * 47  # two of the three copies of each prompt are gone
-    assert len(where.unique()) == sum(lengths) - shared
-
-
-def sorted_like(batch, update):
-    """The sequences of the update in the order of the batch's rows."""
-    by_ids = {tuple(s.token_ids): s for s in update.sequences}
-    rows = [[t for t in row if t != 0] for row in batch.input_ids.tolist()]
-    return [by_ids[tuple(row)] for row in rows]
+    assert batch.tree.input_ids.numel() == len(batch.tree.places[real].unique()) == total - shared
+    assert torch.equal(
+        batch.tree.position_ids[0, batch.tree.places][real], real.cumsum(1)[real] - 1
+    )
 
 
 def test_a_branch_sees_its_prompt_and_itself_and_nothing_else():
-    turns = [Turn([7, 7], [1, 2], [0.0] * 2, "stop"), Turn([7, 7], [3], [0.0], "stop")]
-    rollouts = [Rollout("test", "player", 0, 0, [], [turn]) for turn in turns]
-    update = batching.to_update(rollouts)
-    (batch,) = batching.micro_batches(update.sequences, EVERYTHING, "cpu", pair_cost=0.0)
-    assert batch.tree.input_ids.tolist() == [[7, 7, 1, 2, 3]]
-    assert batch.tree.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    assert batch.tree.mask[0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 0, 0, 1],
+    tree = plant([[7, 7, 7], [8]], [(0, [1, 2]), (1, [3]), (-1, [4, 5])])
+    assert tree.input_ids.tolist() == [[7, 7, 7, 8, 1, 2, 3, 4, 5]]
+    assert tree.position_ids.tolist() == [[0, 1, 2, 0, 3, 4, 1, 0, 1]]
+    assert tree.mask[:, 0].int().tolist() == [
+        [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+        [[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 1, 1]],
     ]
-    assert batch.tree.places.tolist() == [[0, 1, 2, 3], [0, 1, 4, 0]]
+    assert tree.places.tolist() == [[0, 1, 2, 4, 5], [3, 6, 0, 0, 0], [7, 8, 0, 0, 0]]
 
 
-def test_packing_is_chosen_where_it_costs_less():
-    """2 sequences of 10 + 10: 40 tokens and 2·20²/2 pairs apart, 30 tokens and 30² together."""
-    turns = [Turn(list(range(10)), [i] * 10, [0.0] * 10, "stop") for i in (1, 2)]
-    rollouts = [Rollout("test", "player", 0, 0, [], [turn]) for turn in turns]
-    sequences = batching.to_update(rollouts).sequences
-
-    def is_packed(pair_cost, max_tokens=EVERYTHING):
-        batches = list(batching.micro_batches(sequences, max_tokens, "cpu", pair_cost))
-        return batches[0].tree is not None
-
-    equal = (40 - 30) / (30**2 - 2 * 20**2 / 2)  # 0.02
-    assert is_packed(0.99 * equal) and not is_packed(1.01 * equal)
-    assert not is_packed(None)
-    assert is_packed(0.0, max_tokens=30) and not is_packed(0.0, max_tokens=29)
+def test_sequences_that_share_nothing_are_branches_of_nothing():
+    update = batching.to_update(grouped(num_groups=5, size=1))
+    (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
+    assert batch.tree.prompts.numel() == 0
+    assert batch.tree.input_ids.numel() == sum(len(s.token_ids) for s in update.sequences)
 
 
-def test_the_budget_counts_packed_tokens():
-    update = batching.to_update(grouped(num_groups=6, size=8, prompt=40))
-    batches = list(batching.micro_batches(update.sequences, 200, "cpu", pair_cost=0.001))
-    assert all(batch.tree is None or batch.tree.input_ids.numel() <= 200 for batch in batches)
-    rows = torch.zeros_like(update.rewards)
+@pytest.mark.parametrize("budget", [1, 70, 200, 1000, EVERYTHING])
+def test_the_budget_counts_tokens_once_and_nothing_is_lost(budget):
+    update = batching.to_update(grouped(num_groups=6, size=8, prompt=40, later_turns=1))
+    batches = list(batching.micro_batches(update.sequences, budget, trees=True))
+    sizes = [batch.tree.input_ids.numel() for batch in batches]
+    assert all(n <= budget or len(b.input_ids) == 1 for n, b in zip(sizes, batches, strict=True))
+    count = torch.zeros_like(update.rewards)
     for batch in batches:
-        batching.put(torch.ones_like(batch.index, dtype=torch.float32), batch, into=rows)
-    assert torch.equal(rows == 1, update.mask)
+        count.view(-1)[batch.index[batch.completion_mask]] += 1
+    assert torch.equal(count == 1, update.mask)
+    if budget == EVERYTHING:
+        prompts = sum(40 + 7 * group for group in range(6))
+        assert sizes == [sum(len(s.token_ids) for s in update.sequences) - 7 * prompts]
 
 
-def test_a_learning_update_packs_by_itself(policy):
-    update = batching.to_update(grouped(prompt=60, size=8))
-    batches = list(train.micro_batches(policy, update.sequences))
-    assert all(batch.tree is not None for batch in batches)
+def test_families_that_see_a_window_only_are_not_trained_on_trees(tmp_path):
+    from conftest import save_small
+
+    layers = ["full_attention", "sliding_attention"]
+    changes = {"sliding_window": 8, "use_sliding_window": True, "layer_types": layers}
+    folder = save_small("qwen2", tmp_path / "window", **changes)
+    assert not load_policy(str(folder), device="cpu").takes_trees
+    assert load_policy(str(save_small("qwen2", tmp_path / "full")), device="cpu").takes_trees

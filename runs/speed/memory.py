@@ -92,7 +92,6 @@ def measure(
 
     from workload import Shape, save_model
 
-    import train
     from core.model import load_policy
 
     shape = Shape(64, 192, 2, 4, 2, 16, max(384, vocab))
@@ -101,12 +100,12 @@ def measure(
         policy = load_policy(folder)
     run = ours if kind == "picoRL" else plain
     whole = group_size * (prompt_tokens + completion_tokens)
-    cfg = train.Config(max_tokens_per_micro_batch=whole)
-    run(policy, cfg, rollouts(2, 3, 3, shape.vocab))  # loads what has to be loaded
+    policy.tokens_at_once = whole
+    run(policy, rollouts(2, 3, 3, shape.vocab))  # loads what has to be loaded
     policy.model.zero_grad(set_to_none=True)
     group = rollouts(group_size, prompt_tokens, completion_tokens, shape.vocab)
     before = start_watching()
-    loss = run(policy, cfg, group)
+    loss = run(policy, group)
     return {"peak_mb": (peak() - before) / MB, "loss": loss}
 
 
@@ -126,12 +125,12 @@ def rollouts(group_size: int, prompt_tokens: int, completion_tokens: int, vocab:
     return made
 
 
-def ours(policy: Any, cfg: Any, group: list[Any]) -> float:
+def ours(policy: Any, group: list[Any]) -> float:
     import train
     from core.batching import to_update
 
     update, total = to_update(group), 0.0
-    for batch in train.micro_batches(cfg, policy, update.sequences):
+    for batch in train.micro_batches(policy, update.sequences):
         logprobs, _, _ = train.forward(policy, batch, temperature=1.0)
         loss = -logprobs.sum() / update.num_tokens
         loss.backward()
@@ -139,7 +138,7 @@ def ours(policy: Any, cfg: Any, group: list[Any]) -> float:
     return total
 
 
-def plain(policy: Any, cfg: Any, group: list[Any]) -> float:
+def plain(policy: Any, group: list[Any]) -> float:
     """Logits of all positions, as a loop with `labels` makes them."""
     import torch
 

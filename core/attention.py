@@ -1,0 +1,131 @@
+"""A group as a tree: its prompt computed once, followed by each of its completions.
+
+    prompt  a a a  b b b b        a sees the prompt and a; b the prompt and b; all only backwards
+    0 1 2   3 4 5  3 4 5 6        positions, as in a sequence alone
+
+All tokens of a micro-batch stand in one row, without padding, and everything in a decoder layer but
+attention takes each token by itself. `attend` is the attention: each prompt within itself; each
+branch, which is what follows the prompt in one sequence, over its prompt and itself. So it is the
+same mathematics, with fewer tokens. Where no prompt is shared, a sequence is a branch of nothing.
+
+The function is registered with transformers under the name TREES; without a tree it is their sdpa.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+TREES = "trees"
+
+
+@dataclass
+class Tree:
+    """L tokens: p prompts of at most n, and b branches of at most t. Indices point into the L."""
+
+    input_ids: Tensor  # [1, L] int64
+    position_ids: Tensor  # [1, L] int64: where the token stands in its sequence
+    prompts: Tensor  # [p, n] int64: the tokens of each prompt, padded to the right by any
+    branches: Tensor  # [b, t] int64: so for each branch
+    prompt_of: Tensor  # [b] int64: the prompt that a branch follows
+    mask: Tensor  # [b, 1, t, n + t] bool: what a branch's token attends to
+    back: Tensor  # [L] int64: where a token stands in the flattened prompts and then branches
+    places: Tensor  # [b, T] int64: where the tokens of whole sequences stand in the L
+
+    def to(self, device: torch.device | str) -> "Tree":
+        return Tree(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+
+def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tree:
+    """The tree of some prompts and of branches (number of its prompt or -1 for none, its ids).
+
+    >>> tree = plant([[7, 8]], [(0, [1]), (0, [2, 3])])
+    >>> tree.input_ids.tolist(), tree.position_ids.tolist()
+    ([[7, 8, 1, 2, 3]], [[0, 1, 2, 2, 3]])
+    >>> tree.places.tolist()
+    [[0, 1, 2, 0], [0, 1, 3, 4]]
+    """
+    shared = [len(prompts[number]) if number >= 0 else 0 for number, _ in branches]
+    parts = [*prompts, *(ids for _, ids in branches)]
+    starts = [0, *(0 for _ in prompts[1:]), *shared] if prompts else shared
+    lengths = torch.tensor([len(part) for part in parts])
+    begins = lengths.cumsum(0) - lengths
+    positions = torch.cat([torch.arange(s, s + len(x)) for s, x in zip(starts, parts, strict=True)])
+    p = len(prompts)
+    prompt_at, branch_at = _table(begins[:p], lengths[:p]), _table(begins[p:], lengths[p:])
+    (n, t), b = (prompt_at.shape[1], branch_at.shape[1]), len(branches)
+
+    number = torch.tensor([number for number, _ in branches])
+    reach = torch.tensor(shared)  # tokens of its prompt that a branch sees
+    mask = torch.ones(b, 1, t, n + t, dtype=torch.bool)
+    mask[..., :n] = (torch.arange(n) < reach[:, None])[:, None, None]
+    mask[..., n:] = torch.ones(t, t, dtype=torch.bool).tril()
+
+    back = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    places = torch.zeros(b, int((reach + lengths[p:]).max()), dtype=torch.int64)
+    for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
+        flat = row * n if row < p else p * n + (row - p) * t
+        back[begin : begin + length] = flat + torch.arange(length)
+        if row >= p:
+            before = shared[row - p]
+            places[row - p, :before] = prompt_at[number[row - p], :before] if before else 0
+            places[row - p, before : before + length] = begin + torch.arange(length)
+    ids = torch.tensor([[token for part in parts for token in part]])
+    return Tree(ids, positions[None], prompt_at, branch_at, number.clamp(min=0), mask, back, places)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    tree: Tree | None = None,
+    context: Any = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Attention as transformers asks for it: query [1, H, L, d], key and value [1, h, L, d] of the
+    tokens of `tree`; returns [1, L, H, d].
+
+    In sampling, `context` (contexts.Shared) attends. Without either, it is whatever sdpa takes.
+    """
+    if context is not None:
+        return context.attend(module.layer_idx, query, key, value, scaling), None
+    if tree is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    q, k, v = query[0], key[0], value[0]
+    pieces = []
+    keys, values = (x[:, tree.branches].transpose(0, 1) for x in (k, v))  # [b, h, t, d]
+    if len(tree.prompts) > 0:
+        q_p, k_p, v_p = (x[:, tree.prompts].transpose(0, 1) for x in (q, k, v))  # [p, ., n, d]
+        out = scaled_dot_product_attention(
+            q_p, k_p, v_p, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        pieces.append(out.transpose(0, 1).flatten(1, 2))
+        keys = torch.cat([k_p[tree.prompt_of], keys], 2)  # [b, h, n + t, d]
+        values = torch.cat([v_p[tree.prompt_of], values], 2)
+    q_b = q[:, tree.branches].transpose(0, 1)  # [b, H, t, d]
+    out = scaled_dot_product_attention(
+        q_b, keys, values, attn_mask=tree.mask, scale=scaling, enable_gqa=True
+    )
+    pieces.append(out.transpose(0, 1).flatten(1, 2))
+    return torch.cat(pieces, 1)[:, tree.back].transpose(0, 1)[None], None
+
+
+def _table(begins: Tensor, lengths: Tensor) -> Tensor:
+    """[r, longest]: begin, begin + 1, .. of each row; padded with its last."""
+    longest = int(lengths.max()) if len(lengths) else 0
+    steps = torch.arange(longest)
+    return begins[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+
+
+AttentionInterface.register(TREES, attend)
+AttentionMaskInterface.register(TREES, sdpa_mask)
