@@ -1,6 +1,7 @@
 """What the journal says of single tokens is what the update knew of them."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -104,4 +105,12 @@ def test_a_character_of_several_tokens_stands_at_its_last(policy):
     assert len(found) == len(ids) and "".join(found) == "aé≠b"
     assert found == ["a", "", "é", "", "", "≠", "b"]
     lonely = policy.tokenizer.encode("é", add_special_tokens=False)[:1]
-    assert pieces(policy.tokenizer, lonely * 5) == ["", "", "", "\ufffd" * 4, "\ufffd"]
+    assert pieces(policy.tokenizer, lonely * 3) == ["", "", "\ufffd" * 3]
+    assert pieces(policy.tokenizer, [*lonely * 2, *ids]) == ["", "", "\ufffd" * 2 + "a", *found[1:]]
+
+
+def test_pieces_of_any_bytes_are_together_the_text(policy):
+    draw = random.Random(0)
+    for _ in range(300):
+        ids = [draw.randrange(256) for _ in range(draw.randrange(1, 40))]
+        assert "".join(pieces(policy.tokenizer, ids)) == policy.tokenizer.decode(ids)
