@@ -21,7 +21,8 @@ from environments import base
 from environments.base import Env, Step, register
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
-    --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu""".split()
+    --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
+    --no-cache""".split()
 ROOT = Path(train.__file__).parent
 
 

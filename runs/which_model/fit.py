@@ -14,7 +14,7 @@ longest sequence, one longer than t being a micro-batch of its own; B rollouts; 
     one gradient  (s + 4) V D       full: the embedding's as it comes, before it is added
     activations   (L + 1) kept t    kept by each layer; one more for the gradients of a layer
                   + (4 + 3s) D t    the last norm, its output, and its rows that predict
-    logits        16 V min(t, 4096) of one chunk: at most 4 float32 copies at once, in the backward
+    logits        16 min(V t, 2^25) of one chunk: at most 4 float32 copies at once, in the backward
     step          4 N or 8 V D      AdamW's temporaries: of all weights on CUDA, else of the largest
     cache         2 K L s B T       keys and values of all tokens (prefill needs less than its end)
                   + 2 (K + A) s B T a layer's as it grows, and repeated for all its heads
@@ -45,7 +45,7 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 from record import write_table  # noqa: E402
 
-from algorithms.common import CHUNK  # noqa: E402
+from core.model import LOGITS  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
@@ -157,7 +157,7 @@ def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
         "gradients": 4 * trained,
         "one gradient": 0 if rank else (size + 4) * largest,
         "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
-        "logits": 16 * m.vocab * min(tokens, CHUNK),
+        "logits": 16 * min(m.vocab * tokens, LOGITS),
         "step": 4 * trained if cuda else 8 * min(trained, largest),
         "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
         "drawing": 16 * m.vocab * rollouts,
