@@ -41,6 +41,7 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(home)], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
+        env["PICORL_CACHE"] = str(Path(folder, "cache"))  # as on a machine that has none yet
         begun, out, rising = time.monotonic(), [], None
         for command in COMMANDS:
             if command == "FILL IN":
