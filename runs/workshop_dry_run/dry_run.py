@@ -59,7 +59,7 @@ def main() -> None:
         assert rising is not None, "the reward did not rise"
         head = [
             f"From the clone to a reward that has risen: **{rising / 60:.1f} minutes**, of them "
-            f"the packages' installation the first {out[2].split('** ')[1].split(',')[0]}.",
+            f"the packages' installation the first {out[1].split('** ')[1].split(',')[0]}.",
             "",
             f"Machine: {machine()}. The download of packages depends on the line; here they "
             "came from a cache nearby.",
