@@ -123,33 +123,34 @@ class Shared:
         to_prompt = self._across(q) @ keys
         if self.padding is not None:
             to_prompt = to_prompt.masked_fill(self.padding, -torch.inf)
-        to_prompt = self._back(to_prompt, kv_heads)  # [R, h, H/h, n]
+        to_prompt = self._back(to_prompt)  # [R, h, H/h, n]
         to_own = q @ own_keys[:, :, : now + 1].transpose(2, 3)
         weights = torch.cat([to_prompt, to_own], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
         n = values.shape[2]
-        out = self._back(self._across(weights[..., :n]) @ values, kv_heads)
+        out = self._back(self._across(weights[..., :n]) @ values)
         out = out + weights[..., n:] @ own_values[:, :, : now + 1]
         return out.reshape(rows, 1, heads, d)
 
     def _lay_out(self) -> None:
-        order = self.prompt_of.tolist()
         columns = [0] * len(self.prompts[0][1])
         places = []
-        for prompt in order:
+        for prompt in self.prompt_of.tolist():
             places.append((prompt, columns[prompt]))
             columns[prompt] += 1
-        width = max(columns)
-        device = self.prompt_of.device
-        self.place = torch.tensor([p * width + c for p, c in places], device=device)
+        width, device = max(columns), self.prompt_of.device
+        flat = [p * width + c for p, c in places]
+        self.place = torch.tensor(flat, device=device)
         grid = torch.zeros(len(columns) * width, dtype=torch.int64, device=device)
-        grid[self.place] = torch.arange(len(order), device=device)
+        grid[self.place] = torch.arange(len(flat), device=device)
         self.grid = grid.view(len(columns), width)
+        self.in_order = flat == list(range(len(grid)))  # whole groups side by side: nothing to move
 
     def _across(self, x: Tensor) -> Tensor:
         """[R, h, r, k] -> [P, h, W · r, k]."""
-        return x[self.grid].transpose(1, 2).flatten(2, 3)
+        x = x.unflatten(0, self.grid.shape) if self.in_order else x[self.grid]
+        return x.transpose(1, 2).flatten(2, 3)
 
-    def _back(self, x: Tensor, kv_heads: int) -> Tensor:
+    def _back(self, x: Tensor) -> Tensor:
         """[P, h, W · r, k] -> [R, h, r, k]."""
-        x = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2)
-        return x.flatten(0, 1)[self.place]
+        x = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.in_order else x[self.place]

@@ -60,7 +60,7 @@ def reuse(cfg: Any, run: Any, envs: list[str]) -> bool:
 def keep(cfg: Any, run: Any, envs: list[str]) -> None:
     """Keep the policy, straight after its warm start, for `reuse`."""
     folder = folder_of(cfg, run.policy, envs)
-    if folder is None or folder.exists() or int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    if folder is None or folder.exists() or distributed.rank() > 0:
         return
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,8 @@ def run(command: str, home: Path, env: dict[str, str]) -> tuple[list[str], int, 
                                stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     lines, first, begin = [], None, None
     for line in process.stdout or ():
-        lines.append(line.rstrip())
+        if not re.match(r"Looking in |  Stored in ", line):  # where pip finds and keeps packages
+            lines.append(line.rstrip())
         found = re.match(r"update +\d+ +reward (-?[\d.]+)", line)
         if found:
             reward = float(found[1])
