@@ -56,8 +56,13 @@ CASES = {
 }
 
 
+MORE = ("several turns, filtered", "self-play")  # minutes that CI hasn't got
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.seeds if c in MORE else ()) for c in CASES]
+)
 def test_two_ranks_train_as_one(tmp_path, case):
     flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]
     for ranks in (1, 2):

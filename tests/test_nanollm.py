@@ -404,6 +404,7 @@ def test_a_family_that_was_not_tried_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_the_default_run_learns_with_vllm_what_it_learns_without(tmp_path):
     finished = subprocess.run(
         [sys.executable, ROOT / "train.py", "--sampler", "vllm", "--num-updates", "20"],

@@ -177,6 +177,7 @@ def test_a_real_sweep_has_a_row_for_each_run(folder, where):
 
 
 @pytest.mark.slow
+@pytest.mark.seeds
 def test_a_single_run_is_the_same_on_flyte_and_its_task_returns_what_it_left(folder):
     flyte = pytest.importorskip("flyte", reason=MISSING)
     assert on_flyte.main(["--local", "--run-name", "here", *TINY]) == 0

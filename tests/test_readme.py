@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,25 @@ def test_the_example_environment_runs(command):
     finally:
         base._REGISTRY.clear()
         base._REGISTRY.update(known)
+
+
+def test_speed_is_what_was_measured():
+    def sides(name):
+        cases = json.loads((ROOT / f"runs/speed/{name}-cpu.json").read_text())["cases"]
+        for case in cases:
+            ours, theirs = case["sides"].values()
+            yield case, ours, theirs
+
+    def share(ours, theirs, key):
+        return statistics.median(a[key] / b[key] for a, b in zip(ours, theirs, strict=True))
+
+    steps = [f"{share(a, b, 'step_s'):.2f}" for _, a, b in sides("vs_trl")]
+    rates = [f"{share(a, b, 'tokens_per_s'):.2f}" for _, a, b in sides("vs_generate")]
+    ((_, one, two),) = sides("scaling_ranks")
+    assert [case["prompt_tokens"] for case, _, _ in sides("vs_trl")] == [50, 200]
+    assert f"| a whole step, share of TRL's time | {' | '.join(steps)} |" in README
+    assert f"| tokens a second, times those of `generate` | {' | '.join(rates)} |" in README
+    assert f"take {share(two, one, 'update_s'):.2f} of the time of one" in README.replace("\n", " ")
+    assert all(
+        len(a) == len(b) >= 5 for name in ("vs_trl", "vs_generate") for _, a, b in sides(name)
+    )
