@@ -43,6 +43,7 @@ class Config:
     top_k: int = 0  # sample from so many of the likeliest tokens; 0: from all
     max_tokens: int | None = None  # longest completion, in tokens; None: 64 for tiny, 1024 else
     max_turns: int = 8  # turns after which an episode is cut
+    env_timeout: float = 60.0  # seconds an environment may think; then its episode fails; 0: ever
     thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
     max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
     max_tokens_per_micro_batch: int | None = None  # None: 2048 for tiny, else as memory allows
@@ -70,13 +71,11 @@ class Config:
     base_url: str = ""  # of the server that plays with --sampler openai, which evaluates only
     gpu_memory_utilization: float = 0.9  # share of the GPU in use while vLLM samples, at most
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: the fastest there is
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, else float32
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA
     seed: int = 0  # decides everything: the same command with the same seed gives the same run
     eval_every: int = 10  # updates between evaluations; 0: only before and after
     eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
-    cache: bool = (
-        True  # reuse what the same warm start made of tiny before; --no-cache: make it anew
-    )
+    cache: bool = True  # reuse what the same warm start made of tiny before; --no-cache: anew
     microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
     save_every: int = 20  # updates between checkpoints; 0: only at the end
     run_name: str = ""  # folder under runs/; empty: <algo>-<env>-<number>
@@ -96,10 +95,9 @@ import torch
 from algorithms import common, grpo, ppo, reinforce, sft
 from core import (
     batching,
-    checkpoint,
     distributed,
     exercises,
-    journal,
+    memory,
     metrics,
     selection,
     settings,
@@ -132,6 +130,7 @@ def main(cfg: Config) -> int:
 
     with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
         try:
+            try_longest(cfg, run)
             if run.progress["sft_step"] < cfg.sft_steps:
                 if not warm_cache.reuse(cfg, run, train_envs):
                     warm_start(cfg, run, train_envs)
@@ -139,19 +138,21 @@ def main(cfg: Config) -> int:
                 run.begin_rl(cfg.lr, cfg.ppo.value_lr)
             if cfg.kl_coef:
                 run.keep_reference()
-            code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
+            run.code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
         except Stopped:
             run.save()
             run.display.say(f"stopped and saved; go on with: python train.py --resume {run.folder}")
-            code = 130
-    if distributed.rank() > 0:  # rank 0 writes
-        return code
-    journal.write_pages(run.folder, config)
-    if code == 0:
-        if cfg.sampler != "openai":
-            checkpoint.export_model(run.folder, run.policy)
-        print("\n".join(journal.summary(run.folder, config)))
-    return code
+            run.code = 130
+    return run.code
+
+
+def try_longest(cfg: Config, run: Run) -> None:
+    """The largest micro-batch that may come, where memory is scarce: now, not in the third hour."""
+    longest = min(cfg.max_model_len, run.policy.max_length)
+    if memory.is_scarce(run.policy, max(longest, run.policy.tokens_at_once)):
+        shown = batching.longest_update(longest, run.policy.tokens_at_once)
+        memory.attempt(run, longest, partial(imitation, run, shown))
+        run.optimizer.zero_grad()
 
 
 def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
@@ -162,7 +163,7 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             for group in run.optimizer.param_groups:
                 group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            loss = imitate(cfg, run, run.batched_env.demonstrate(drawn))
+            loss = imitate(cfg, run, run.told(run.batched_env.demonstrate(drawn)))
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
@@ -198,7 +199,7 @@ def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[
     played, kept = play(cfg, run, [tasks.harder(spec, level) for spec in envs], update)
     sampled = time.perf_counter()
     # from here on the update is finished, whatever signal comes
-    good, _ = selection.without_failed(played)
+    good = [rollout for rollout in played if not rollout.error]
     record: dict[str, Any] = metrics.rollout_metrics(good)
     record |= {"episodes/failed": 1 - len(good) / len(played), "groups/level": level}
     record |= learn(cfg, run, kept, update)
@@ -235,9 +236,7 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
         for rollout in fresh:
             rollout.group_id += len(played)  # a number that no group has yet
         played += fresh
-        good, remarks = selection.without_failed(fresh)
-        for remark in remarks:
-            run.display.say(remark)
+        good = run.told(fresh)
         kept += selection.with_spread(good) if cfg.filter_groups else good
     return played, kept or good
 
@@ -247,7 +246,8 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
     if run.exercises is not None:
         return exercises.learn(run, rollouts, cfg.temperature, cfg.microscope)
     update = batching.to_update(rollouts)
-    known = score(cfg, run, update)
+    longest = batching.longest(update.sequences)
+    known = memory.attempt(run, longest, partial(score, cfg, run, update))
     assign_credit(cfg, update, known)
     learnt = update.mask & ~update.cut_off if cfg.mask_truncated else update.mask
     aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
@@ -258,7 +258,8 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
         known["scale"] = torch.zeros_like(update.rewards)
         known["scale"][rows] = common.token_scale(learnt[rows], aggregation, cfg.max_tokens)
         first = step == 0 and not known["old_logprobs"].any()
-        found = backward(cfg, run.policy, update, known, rows, first)
+        one_pass = partial(backward, cfg, run, update, known, rows, first)
+        found = memory.attempt(run, longest, one_pass)
         if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/old_policy"]:
             run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
             break
@@ -326,15 +327,15 @@ def assign_credit(cfg: Config, update: batching.Update, known: Known) -> None:
 
 
 def backward(
-    cfg: Config, policy: Policy, update: batching.Update, known: Known, rows: list[int], first: bool
+    cfg: Config, run: Run, update: batching.Update, known: Known, rows: list[int], first: bool
 ) -> dict[str, float]:
     """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
     sums: Any = Counter()  # its `update` adds up
     chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
-    for batch in micro_batches(policy, chosen):
+    for batch in micro_batches(run.policy, chosen):
         mask = batch.completion_mask
-        logprobs, entropy, values = forward(policy, batch, cfg.temperature)
+        logprobs, entropy, values = forward(run.policy, batch, cfg.temperature)
         if first:  # no step was taken yet: these are the weights that sampled
             batching.put(logprobs.detach(), batch, into=known["old_logprobs"])
         at = {name: batching.rows(tensor, batch) for name, tensor in known.items()}  # [b, T-1]
@@ -352,7 +353,7 @@ def backward(
             if cfg.kl_in == "loss":
                 loss = loss + cfg.kl_coef * torch.where(mask, kl * at["scale"], 0.0).sum()
             parts["kl/reference"] = kl[mask].sum().item()
-        loss.backward()  # gradients add up; the graph of one micro-batch is alive at a time
+        run.optimizer.backward(loss)  # they add up; one micro-batch's graph is alive at a time
         parts |= {"loss": loss.item(), "tokens": batch.num_tokens}
         parts["policy/entropy"] = entropy.sum().item()
         parts |= metrics.weight_metrics(ratio[mask], cfg.tis_cap, cfg.tis_mode)
@@ -364,15 +365,22 @@ def backward(
 
 def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
-    shown, total = batching.to_update(rollouts), 0.0
+    shown = batching.to_update(rollouts)
+    longest = batching.longest(shown.sequences)
+    total = memory.attempt(run, longest, partial(imitation, run, shown))
+    run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
+    return total
+
+
+def imitation(run: Run, shown: batching.Update) -> float:
+    """The gradient of a supervised step. Returns the loss."""
+    total = 0.0
     for batch in micro_batches(run.policy, shown.sequences):
         logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
         loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
-        loss.backward()
+        run.optimizer.backward(loss)
         total += loss.item()
-    total = distributed.total({"loss": total})["loss"]
-    run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
-    return total
+    return distributed.total({"loss": total})["loss"]
 
 
 def forward(

@@ -2,23 +2,29 @@
 
 Each round asks every episode that is still open for its next prompt, samples all of them in one
 batch, and steps each environment with its text. Every episode that was begun is kept, however early
-it ended, so short games aren't favoured. An environment that raises or answers with what is no Step
-costs its own episode only: `Rollout.error` says why.
+it ended, so short games aren't favoured. An environment that raises, takes too long or answers with
+what is no Step costs its own episode only: `Rollout.error` says why.
 """
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from core import distributed
 from core.chat import following_ids, prompt_ids, without_thinking
+from core.interrupt import limited
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, MultiAgentEnv, Step, make
 
+T = TypeVar("T")
 PLAYER = "player"  # the one agent of a single-player environment
+MOST_INFO = 100_000  # characters of a step's, as JSON
 MOST_SEATS = 1000  # of an episode; their numbers don't run into the next one's
 ROUND = 1_000_000_007  # between the seeds of two rounds
 
@@ -26,9 +32,12 @@ ROUND = 1_000_000_007  # between the seeds of two rounds
 class BatchedEnv:
     """Plays tasks with a policy. Environments are built once for each spec and used again."""
 
-    def __init__(self, policy: Policy, max_turns: int, drop_thinking: bool = False):
+    def __init__(
+        self, policy: Policy, max_turns: int, drop_thinking: bool = False, patience: float = 0.0
+    ):
         self.policy = policy
         self.max_turns = max_turns
+        self.patience = patience  # seconds that an environment may take to answer; 0: for ever
         self.drop_thinking = drop_thinking  # <think>..</think> leaves the context of later turns
         self.idle: dict[str, list[MultiAgentEnv]] = {}
 
@@ -53,22 +62,20 @@ class BatchedEnv:
         return _numbered(distributed.gather(self._play(distributed.share(numbered), respond)))
 
     def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
-        """Play each task as its environment demonstrates it; single-player environments only.
-
-        Raises ValueError where an environment has no demonstration to give.
-        """
+        """Play each task as its environment demonstrates it; single-player environments only."""
         tokenizer, closing = self.policy.tokenizer, self.policy.end_of_turn_id
 
-        def respond(seats: list["_Seat"], round_: int) -> list[Completion]:
-            completions = []
-            for seat in seats:
-                env = seat.env.env if isinstance(seat.env, _Solo) else None
+        def show(seat: "_Seat") -> Completion:
+            env = seat.env.env if isinstance(seat.env, _Solo) else None
+            with limited(self.patience):
                 text = env.demonstrate(hasty=seat.task.hasty) if env else None
-                if text is None:
-                    raise ValueError(f"{seat.task.env} has no demonstrations for a warm start")
-                ids = [*tokenizer.encode(text, add_special_tokens=False), closing]
-                completions.append(Completion(ids, [0.0] * len(ids), text, "stop"))
-            return completions
+            if not isinstance(text, str):
+                raise TypeError("it has no demonstration to give")
+            ids = [*tokenizer.encode(text, add_special_tokens=False), closing]
+            return Completion(ids, [0.0] * len(ids), text, "stop")
+
+        def respond(seats: list["_Seat"], round_: int) -> list[Completion | None]:
+            return [seat.episode.attempt(partial(show, seat)) for seat in seats]
 
         return _numbered(self._play(list(enumerate(tasks)), respond))
 
@@ -80,7 +87,8 @@ class BatchedEnv:
                 break
             written = respond(asked, round_)
             for seat, completion in zip(asked, written, strict=True):
-                seat.write(completion)
+                if completion is not None:
+                    seat.write(completion)
             for episode in episodes:
                 episode.step()
         for episode in episodes:
@@ -104,19 +112,28 @@ class _Episode:
         self.number = number * MOST_SEATS  # of its first seat
         self.seats: dict[str, _Seat] = {}
         self.env: MultiAgentEnv | None = None
+        self.attempt(self.begin)
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """What `act` makes; None if it fails, and then the episode has."""
         try:
-            self.env = table.take(task.env)
-            openings = self.env.reset(task.seed)
-            for agent, messages in openings.items():
-                self.sit(agent, messages)
+            return act()
         except UsageError:
             raise  # the person's to mend, not the episode's
         except Exception as error:
             self.fail(error)
+            return None
+
+    def begin(self) -> None:
+        self.env = self.table.take(self.task.env)
+        with limited(self.table.patience):
+            openings = self.env.reset(self.task.seed)
+        for agent, messages in openings.items():
+            self.sit(agent, messages)
 
     def sit(self, agent: str, messages: list[Message]) -> None:
         number = self.number + len(self.seats)
-        self.seats[agent] = _Seat(self.table, number, self.task, self.env, agent, messages)
+        self.seats[agent] = _Seat(self, number, agent, messages)
 
     def asked(self) -> list["_Seat"]:
         return [seat for seat in self.seats.values() if seat.prompt]
@@ -128,13 +145,15 @@ class _Episode:
             return
         for agent in responses:
             self.seats[agent].written = None
-        try:
-            for agent, step in checked(self.env.step(responses)).items():
-                if agent not in self.seats:  # joins late: its first message opens its chat
-                    self.sit(agent, [])
-                self.seats[agent].read(step)
-        except Exception as error:
-            self.fail(error)
+        self.attempt(partial(self.give, self.env, responses))
+
+    def give(self, env: MultiAgentEnv, responses: dict[str, str]) -> None:
+        with limited(self.table.patience):
+            steps = checked(env.step(responses))
+        for agent, step in steps.items():
+            if agent not in self.seats:  # joins late: its first message opens its chat
+                self.sit(agent, [])
+            self.seats[agent].read(step)
 
     def fail(self, error: Exception) -> None:
         """End the episode for every agent, and never use this environment again."""
@@ -165,22 +184,15 @@ class _Solo(MultiAgentEnv):
 class _Seat:
     """One agent of one episode: its chat so far, as messages and as ids."""
 
-    def __init__(
-        self,
-        table: BatchedEnv,
-        number: int,
-        task: Task,
-        env: MultiAgentEnv | None,
-        agent: str,
-        messages: list[Message],
-    ):
-        self.policy, self.drop_thinking = table.policy, table.drop_thinking
-        self.number, self.task, self.env, self.agent = number, task, env, agent
+    def __init__(self, episode: _Episode, number: int, agent: str, messages: list[Message]):
+        self.policy, self.drop_thinking = episode.table.policy, episode.table.drop_thinking
+        self.episode, self.task, self.env = episode, episode.task, episode.env
+        self.number, self.agent, task = number, agent, episode.task
         self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
         self.chat = list(messages)  # those that the policy sees
         self.context: list[int] = []  # their ids, up to the last one sampled
         # []: don't ask
-        self.prompt = prompt_ids(self.policy.tokenizer, self.chat) if self.chat else []
+        self.prompt = self._fitting(prompt_ids) if self.chat else []
         self.written: str | None = None  # what the environment has not seen yet
         self.error = ""
         self.done = False
@@ -212,12 +224,21 @@ class _Seat:
         self._add(step.message)
         if step.done:
             return
-        if self.context:
-            more = following_ids(self.policy.tokenizer, self.chat, self.ended_turn)
-        else:
-            more = prompt_ids(self.policy.tokenizer, self.chat)
+        more = (
+            self._fitting(following_ids, self.ended_turn)
+            if self.context
+            else self._fitting(prompt_ids)
+        )
         if len(self.context) + len(more) < self.policy.max_length:  # room to write at least one
             self.prompt = self.context + more
+
+    def _fitting(self, render: Callable, *how: Any) -> list[int]:
+        """The ids of what the policy is told; ValueError if they alone are more than fits."""
+        ids = render(self.policy.tokenizer, self.chat, *how)
+        if len(ids) >= self.policy.max_length:
+            most = self.policy.max_length
+            raise ValueError(f"{len(ids)} tokens at once; an episode has {most} (--max-model-len)")
+        return ids
 
     def _add(self, message: Message) -> None:
         self.rollout.messages.append(message)
@@ -238,6 +259,8 @@ def checked(steps: dict[str, Step]) -> dict[str, Step]:
             raise ValueError(f"the reward of {agent} is {step.reward}")
         if step.message is not None and not isinstance(step.message.get("content"), str):
             raise TypeError(f"the message to {agent} has no text")
+        if len(json.dumps(step.info)) > MOST_INFO:  # TypeError for what rollouts.jsonl can't hold
+            raise ValueError(f"the info of {agent} has more than {MOST_INFO} characters")
     return steps
 
 

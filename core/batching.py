@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from core import distributed
 from core.attention import Tree, plant
-from core.types import Rollout
+from core.types import Rollout, Turn
 
 
 @dataclass
@@ -112,6 +113,13 @@ def to_update(rollouts: list[Rollout]) -> Update:
     )
 
 
+def longest_update(longest: int, tokens: int) -> Update:
+    """As many sequences of `longest` tokens as a micro-batch of `tokens` takes, of no meaning."""
+    count = max(1, tokens // longest) * distributed.num_ranks()
+    turn = Turn([0], [0] * (longest - 1), [0.0] * (longest - 1), "length")
+    return to_update([Rollout("", "", 0, 0, turns=[turn]) for _ in range(count)])
+
+
 def minibatches(num_rollouts: int, epochs: int, count: int, seed: int) -> list[list[int]]:
     """The rows to learn from at each step: in each epoch all of them, in `count` random parts.
 
@@ -156,6 +164,11 @@ def micro_batches(
 
 def length(sequence: Sequence) -> int:
     return len(sequence.token_ids)
+
+
+def longest(sequences: list[Sequence]) -> int:
+    """Tokens of the longest sequence."""
+    return max(map(length, sequences), default=0)
 
 
 def rows(values: Tensor, batch: Batch) -> Tensor:

@@ -3,13 +3,15 @@
     <run>/checkpoint/000800-000021/      800 warm-start steps done, then updates 0 to 20
         weights.safetensors              every trainable parameter
         optimizer.pt                     moments, and float32 masters where there are any
-        state.json                       progress, and the checksums of the other two
+        state.json                       progress, and checksums: of the other two, of the settings
+                                         that may not change, and of all this
 
 A folder is written under another name, flushed to disk and then renamed, so a checkpoint is there
 whole or not at all. The two newest are kept; one whose checksums don't fit is passed over. Random
 numbers need no saving: each update derives its own from the seed and its number.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -19,8 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from core.cli import FREE_ON_RESUME
 from core.model import Policy
 from core.optimizer import MasterAdamW
 from core.types import UsageError
@@ -45,7 +50,10 @@ NEW_RUN = Found(None, START, [])
 def save_checkpoint(
     run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of the run at `progress` ({"sft_step": .., "update": .., ..})."""
+    """Write a checkpoint of the run at `progress` ({"sft_step": .., "update": .., ..}).
+
+    Raises OSError if it can't be written; then those before it are as they were.
+    """
     root = run / "checkpoint"
     target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
     if target.exists():  # the same point of the same run, but perhaps a damaged file of it
@@ -53,13 +61,17 @@ def save_checkpoint(
     part = root / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
-    save_file(tensors, part / FILES[0])
-    torch.save(optimizer.state_dict(), part / FILES[1])
-    state = {"progress": progress, "sha256": {name: _sha256(part / name) for name in FILES}}
-    (part / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-    for path in [*part.iterdir(), part]:
-        _flush(path)
+    try:
+        _write(part, policy, optimizer)
+        state = {"progress": progress, "settings": _settings(run)}
+        state["sha256"] = {name: _sha256(part / name) for name in FILES}
+        state["whole"] = _digest(state)
+        (part / "state.json").write_text(json.dumps(state, indent=1) + "\n")
+        for path in [*part.iterdir(), part]:
+            _flush(path)
+    except OSError:
+        shutil.rmtree(part, ignore_errors=True)  # room, perhaps for what tells of it
+        raise
     os.rename(part, target)
     _flush(root)
     for old in sorted(_candidates(root))[:-KEEP]:
@@ -70,7 +82,7 @@ def save_checkpoint(
 def find_checkpoint(run: Path) -> Found:
     """The newest whole checkpoint of a run; its beginning, if it was ended before its first one.
 
-    Raises UsageError if the folder is no run, or if all its checkpoints are damaged.
+    Raises UsageError if the folder is no run, or if none of its checkpoints will do.
     """
     if not (run / "config.yaml").exists():
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
@@ -79,15 +91,13 @@ def find_checkpoint(run: Path) -> Found:
         return Found(None, NEW_RUN.progress, [f"{run} has no checkpoint yet: from the beginning"])
     remarks: list[str] = []
     for folder in candidates:
-        try:
-            state = json.loads((folder / "state.json").read_text())
-            damaged = [n for n in FILES if _sha256(folder / n) != state["sha256"][n]]
-            if not damaged:
-                return Found(folder, state["progress"], remarks)
-            remarks.append(f"{folder} is damaged ({', '.join(damaged)}): using an older one")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            remarks.append(f"{folder} can't be read ({error}): using an older one")
-    raise UsageError(f"--resume {run}: no whole checkpoint in it; start again under a new name")
+        progress, fault = _read_state(folder, _settings(run))
+        if not fault:
+            return Found(folder, progress, remarks)
+        remarks.append(f"{folder} {fault}: using an older one")
+    raise UsageError(
+        f"--resume {run}: no whole checkpoint of its settings in it; start again under a new name"
+    )
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW | None = None) -> None:
@@ -116,6 +126,43 @@ def export_model(run: Path, policy: Policy) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target
+
+
+def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
+    tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
+    try:
+        save_file(tensors, part / FILES[0])
+        torch.save(optimizer.state_dict(), part / FILES[1])
+    except (SafetensorError, RuntimeError) as error:  # in their words, a write that failed
+        full = shutil.disk_usage(part).free < 1 << 20
+        number = errno.ENOSPC if full else errno.EIO
+        raise OSError(number, str(error).splitlines()[0][:200], str(part)) from None
+
+
+def _read_state(folder: Path, settings: str) -> tuple[dict[str, Any], str]:
+    """What was done by this checkpoint, and what is wrong with it, if anything is."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        told = state.pop("whole")
+        damaged = ["state.json"] if told != _digest(state) else []
+        damaged += [n for n in FILES if _sha256(folder / n) != state["sha256"][n]]
+        if damaged:
+            return {}, f"is damaged ({', '.join(damaged)})"
+        if state["settings"] != settings:
+            return {}, "is of other settings than config.yaml has"
+        return state["progress"], ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return {}, f"can't be read ({error})"
+
+
+def _settings(run: Path) -> str:
+    """The digest of the settings that a resumed run has to share."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    return _digest({k: v for k, v in settings.items() if k not in FREE_ON_RESUME})
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _candidates(root: Path) -> list[Path]:

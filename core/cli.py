@@ -11,11 +11,15 @@ from typing import Any, TypeVar
 import tyro
 import yaml
 
-from core.types import RankLost, UsageError
+from core.types import Fault, UsageError
 
 T = TypeVar("T")
 RANK_0_FIRST = 2  # seconds
-FREE_ON_RESUME = {"num_updates", "save_every", "track", "resume", "config", "run_name", "cache"}
+FREE_ON_RESUME = {
+    *("num_updates", "save_every", "track", "stop_on", "resume", "config", "run_name", "cache"),
+    # these change a sum's rounding, and may have to
+    *("max_tokens_per_micro_batch", "gradient_checkpointing", "gpu_memory_utilization"),
+}
 
 
 def parse(cls: type[T], args: list[str]) -> T:
@@ -46,7 +50,7 @@ def run(cls: type[T], main: Callable[[T], int], args: list[str]) -> int:
     """`main` with the settings that `args` ask for; bad input is one line and exit code 2."""
     try:
         return main(parse(cls, args))
-    except (UsageError, RankLost) as error:
+    except (UsageError, Fault) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(RANK_0_FIRST)  # which ends us, if the mistake is everybody's
         print(f"train.py: {error}", file=sys.stderr)

@@ -1,6 +1,12 @@
-"""Ctrl-C once: stop at the next safe point, with nothing half-written. Twice: stop at once."""
+"""Stopping what runs: by Ctrl-C, or because it takes too long.
+
+Ctrl-C once: stop at the next safe point, with nothing half-written. Twice: stop at once.
+"""
 
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from core import distributed
@@ -39,3 +45,26 @@ class Interrupt:
     def _note(self, number: int, frame: Any) -> None:
         self.requested = True
         signal.signal(number, self.previous[number])  # the second one acts as usual
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError inside when the seconds are over; 0, or not in the main thread: never.
+
+    Again each second, should what is inside catch it. Code that holds on to the interpreter, such
+    as a C library's, is stopped when it returns; for such, `remote` has a process of its own.
+    """
+    if seconds == 0 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: Any) -> None:
+        raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

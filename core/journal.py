@@ -4,7 +4,8 @@
 
 config.yaml     every setting; `python train.py --config <it> --run-name other` runs it again
 metrics.jsonl   one object a warm-start report ("sft_step") or an update ("update")
-rollouts.jsonl  one object a rollout: what was asked, written and paid
+rollouts.jsonl  one object a rollout: what was asked, written and paid; the last 50 to 100 MB, the
+                older half in rollouts.old.jsonl
 curves.png      the picture
 report.html     the microscope: curves, tasks, every rollout and its tokens; opens offline
 README.md       command, result, where the rest is
@@ -13,20 +14,22 @@ model/          the trained policy, for from_pretrained
 """
 
 import importlib
-import itertools
 import json
 import math
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-import yaml
 
 from core.metrics import before_after, describe
 from core.types import Rollout, UsageError
+
+ROLLOUTS, OLD_ROLLOUTS = "rollouts.jsonl", "rollouts.old.jsonl"
+ROLLOUTS_BYTES = 50_000_000  # of each of the two
 
 
 class Journal:
@@ -36,14 +39,15 @@ class Journal:
         self.run, self.config = run, config
         self.tracker = _open_tracker(track, run, config)
         self.metrics_file: TextIO = (run / "metrics.jsonl").open("a")
-        self.rollouts_file: TextIO = (run / "rollouts.jsonl").open("a")
+        self.rollouts_file: TextIO = (run / ROLLOUTS).open("a")
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.metrics_file.close()
-        self.rollouts_file.close()
+        for file in (self.metrics_file, self.rollouts_file):
+            with suppress(OSError):  # each line was flushed; one that couldn't be has been told of
+                file.close()
         if self.tracker is not None:
             self.tracker.close()
 
@@ -55,6 +59,10 @@ class Journal:
 
     def log_rollouts(self, kind: str, update: int, rollouts: Iterable[Rollout]) -> None:
         """Append rollouts; `kind` is "train" or "eval"."""
+        if self.rollouts_file.tell() > ROLLOUTS_BYTES:
+            self.rollouts_file.close()
+            os.replace(self.run / ROLLOUTS, self.run / OLD_ROLLOUTS)
+            self.rollouts_file = (self.run / ROLLOUTS).open("a")
         for r in rollouts:
             row = {
                 "update": update,
@@ -77,30 +85,6 @@ class Journal:
             _append(self.rollouts_file, row)
 
 
-def new_folder(runs: Path, name: str, stem: str) -> Path:
-    """The folder of a new run, not there yet: runs/<name>, or runs/<stem>-<number>."""
-    if not name:
-        return next(p for i in itertools.count(1) if not (p := runs / f"{stem}-{i}").exists())
-    if Path(name).name != name or name.startswith("."):
-        raise UsageError(f"--run-name {name!r} is not a plain folder name")
-    if (runs / name).exists():
-        raise UsageError(f"--run-name {name}: {runs / name} exists; take another, or --resume it")
-    return runs / name
-
-
-def create_run(run: Path, config: dict[str, Any]) -> None:
-    """Make the folder of a new run, with its config.yaml."""
-    run.mkdir(parents=True, exist_ok=True)
-    write_config(run, config)
-
-
-def write_config(run: Path, config: dict[str, Any]) -> None:
-    """Write config.yaml whole or not at all."""
-    part = run / ".part-config.yaml"
-    part.write_text(yaml.safe_dump(config, sort_keys=False))
-    os.replace(part, run / "config.yaml")
-
-
 def rewind(run: Path, progress: dict[str, int]) -> None:
     """Cut the journal back to a checkpoint: drop the records of what is about to be done again."""
 
@@ -109,7 +93,7 @@ def rewind(run: Path, progress: dict[str, int]) -> None:
             return record["sft_step"] <= progress["sft_step"]
         return record["update"] <= progress["update"]
 
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
+    for name in ("metrics.jsonl", ROLLOUTS, OLD_ROLLOUTS):
         if (run / name).exists():
             kept = [record for record in read_records(run / name) if keep(record)]
             part = run / f".part-{name}"

@@ -5,9 +5,16 @@ the bytes that a short pass saves for its backward. Of the memory that is free w
 less what is still to come, a micro-batch gets the part that fits. When not even the longest episode
 would fit, each layer keeps its input only and is computed again in the backward: gradient
 checkpointing, arXiv:1604.06174.
+
+Should memory run out all the same, the pass is made again with half as many tokens at one time:
+losses are sums, so its gradients are the same.
 """
 
-from typing import Any
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +22,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core.model import LOGITS, Policy
+from core.types import OutOfMemory
+
+T = TypeVar("T")
 
 PROBE = 64  # tokens of the short pass
 ON_CPU = 8192  # tokens in a micro-batch where memory isn't asked
@@ -23,6 +33,8 @@ SHARE = (
     0.7  # of what is free; gradients of activations, fragmentation and vLLM's graphs have the rest
 )
 LOGIT_COPIES = 5  # float32, of those that exist at one time
+# what PyTorch's allocators say, on the CPU and on Apple's GPUs
+RAN_OUT = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def fit(policy: Policy, cfg: Any, to_come: int) -> list[str]:
@@ -31,6 +43,7 @@ def fit(policy: Policy, cfg: Any, to_come: int) -> list[str]:
     `to_come`: bytes that optimizer and reference will take later.
     """
     free = free_bytes(policy.device)
+    policy.may_recompute = cfg.gradient_checkpointing == "auto"
     if cfg.gradient_checkpointing == "on":
         recompute_layers(policy)
     if free is None:
@@ -54,6 +67,29 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def is_scarce(policy: Policy, tokens: int) -> bool:
+    """Whether a training pass of so many tokens might not fit: always on a GPU; on the host, when
+    it would take more than a quarter of what is free."""
+    if policy.device.type != "cpu":
+        return True
+    free = host_free_bytes()
+    return free is not None and tokens * kept_bytes(policy) > free / 4
+
+
+def host_free_bytes() -> int | None:
+    """Memory that this process may still take, by Linux; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    group = Path("/sys/fs/cgroup")  # a container's limit
+    with suppress(OSError, ValueError):
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
 
 
 def kept_bytes(policy: Policy) -> float:
@@ -82,6 +118,52 @@ def kept_bytes(policy: Policy) -> float:
         return bytes_ + kept_bytes(policy) / len(layers)
     finally:
         policy.recomputed = layers
+
+
+def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
+    """What `make`, a training pass of `run` (core.run.Run), makes: again with less at one time
+    while memory runs out, again with a smaller scale while float16 overflows.
+
+    `longest`: tokens of its longest sequence. Raises OutOfMemory when nothing more can give.
+    """
+    policy, optimizer = run.policy, run.optimizer
+    while True:
+        try:
+            made = make()
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            reason = str(error).strip().splitlines()[0][:200]
+        else:
+            if not optimizer.overflowed():
+                return made
+            continue
+        optimizer.zero_grad()  # out of the except clause, which would hold on to the pass
+        gc.collect()
+        torch.cuda.empty_cache()
+        run.display.say(f"out of memory with {_give_way(policy, longest, reason)}")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether it says that there is no memory left, on the GPU or on the host."""
+    told = any(words in str(error).lower() for words in RAN_OUT)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or told
+
+
+def _give_way(policy: Policy, longest: int, reason: str) -> str:
+    """Make the next pass smaller; what with, in words. Raises OutOfMemory if there is no way."""
+    before = policy.tokens_at_once
+    if before > longest:
+        policy.tokens_at_once = max(longest, before // 2)
+        return f"{before} tokens at one time: from here on {policy.tokens_at_once}"
+    if policy.may_recompute and not policy.recomputed:
+        recompute_layers(policy)
+        return f"a sequence of {longest} tokens: from here on layers are computed twice"
+    raise OutOfMemory(
+        f"a sequence of {longest} tokens, alone, does not fit in memory ({reason}); what was saved "
+        "is whole. Lower --max-tokens, --max-turns or --max-model-len, take --lora-rank 16 or "
+        "--gradient-checkpointing on, or a smaller model"
+    )
 
 
 def recompute_layers(policy: Policy) -> None:

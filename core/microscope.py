@@ -99,11 +99,16 @@ def cut(text: str, limit: int) -> str:
 
 def _read(path: Path) -> Iterator[tuple[tuple[str, int], list[Row]]]:
     """The rows of each update and each evaluation, as (kind, update), in the file's order."""
+    rows = itertools.chain(_rows(path.with_name("rollouts.old.jsonl")), _rows(path))
+    for name, some in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
+        yield name, list(some)
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, if it is there, up to one that was cut short."""
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as file:
-            rows = itertools.takewhile(lambda row: row is not None, map(_parse, file))
-            for name, some in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
-                yield name, list(some)
+            yield from itertools.takewhile(lambda row: row is not None, map(_parse, file))
 
 
 def _parse(line: str) -> Any:

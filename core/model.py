@@ -59,6 +59,7 @@ class Policy:
     value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
     tokens_at_once: int = 2048  # of a micro-batch, padding included
     recomputed: list[nn.Module] = field(default_factory=list)  # layers that keep their input only
+    may_recompute: bool = True  # whether memory may ask for that
 
     @property
     def causal_lm(self) -> Any:

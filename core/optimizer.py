@@ -2,6 +2,10 @@
 
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 would be rounded away, and at a learning rate of 1e-6 nearly all are.
+
+float16 has the bits but not the range: gradients below 6e-8 would be 0. So its losses are
+multiplied by `scale` before the backward, and gradients divided by it after (arXiv:1710.03740).
+When one overflowed, the scale is halved and the pass made again; it doubles in quiet times.
 """
 
 import math
@@ -13,6 +17,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from core import distributed
 from core.model import Policy
+
+SCALE, LEAST_SCALE, PATIENCE = 2.0**16, 2.0, 200  # of float16, to begin with; steps
 
 
 class MasterAdamW:
@@ -30,6 +36,7 @@ class MasterAdamW:
         self.adamw = torch.optim.AdamW(groups, **options)
         self.param_groups = self.adamw.param_groups
         self.masters = [p for g in self.param_groups for p in g["params"]]
+        self.scale, self.steps_at_scale = 1.0, 0
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype == torch.float32:
@@ -50,6 +57,22 @@ class MasterAdamW:
         for hook in self.hooks:
             hook.remove()
 
+    def backward(self, loss: Tensor) -> None:
+        """Add up the gradients of a loss, `scale` times as large until `clip_and_step`."""
+        (loss * self.scale).backward()
+
+    def overflowed(self) -> bool:
+        """Whether some rank's gradients grew too large for float16; they are dropped then, and the
+        next ones half as large."""
+        if self.scale <= LEAST_SCALE:  # or 1, where it isn't needed
+            return False
+        finite = all(bool(p.grad.isfinite().all()) for p in self.masters if p.grad is not None)
+        if distributed.total({"overflows": float(not finite)})["overflows"] == 0:
+            return False
+        self.zero_grad()
+        self.scale, self.steps_at_scale = self.scale / 2, 0
+        return True
+
     @torch.no_grad()
     def step(self) -> None:
         self.adamw.step()
@@ -62,17 +85,23 @@ class MasterAdamW:
         """Scale the gradients down to `max_norm` (0: don't) and step, then drop them.
 
         The gradients of all ranks are added up first. No step is taken unless the loss was `finite`
-        and the gradients are. `head_only`: of the
-        value head alone. Returns (norm before clipping, whether a step was taken).
+        and the gradients are. `head_only`: of the value head alone. Returns (norm before clipping,
+        whether a step was taken).
         """
         if head_only:
             for p in self.param_groups[0]["params"]:
                 p.grad = None
         distributed.add_up_gradients(self.masters)
+        if self.scale != 1:
+            for p in self.masters:
+                p.grad = None if p.grad is None else p.grad / self.scale
         norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
         stepped = finite and math.isfinite(norm)
         if stepped:
             self.step()
+            self.steps_at_scale += 1
+        if self.scale > 1 and self.steps_at_scale == PATIENCE:
+            self.scale, self.steps_at_scale = self.scale * 2, 0
         self.zero_grad()
         return norm, stepped
 
@@ -84,7 +113,11 @@ class MasterAdamW:
         self.adamw.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self.adamw.state_dict(), "masters": [m.data for _, m in self.pairs]}
+        return {
+            "adamw": self.adamw.state_dict(),
+            "masters": [m.data for _, m in self.pairs],
+            "scale": [self.scale, self.steps_at_scale],
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,6 +126,7 @@ class MasterAdamW:
         for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
             master.copy_(saved)
             weight.copy_(master)
+        self.scale, self.steps_at_scale = state["scale"]
 
 
 def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
@@ -108,4 +142,7 @@ def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAd
         groups.append({"params": head, "lr": value_lr or lr})
     if sum(len(g["params"]) for g in groups) != len(trainable):
         raise RuntimeError("a trainable parameter is missing from the optimiser")
-    return MasterAdamW(groups, weight_decay=0.0)
+    optimizer = MasterAdamW(groups, weight_decay=0.0)
+    if policy.dtype == torch.float16:
+        optimizer.scale = SCALE
+    return optimizer

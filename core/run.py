@@ -2,13 +2,14 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core import checkpoint, distributed, exercises, journal, memory
+from core import checkpoint, distributed, exercises, journal, memory, selection
+from core import folder as run_folder
 from core.batched_env import BatchedEnv
 from core.console import Display
 from core.interrupt import Interrupt
@@ -18,7 +19,7 @@ from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import make_reference, reference_memory
 from core.sampler import Sampler, TorchSampler
-from core.types import UsageError
+from core.types import Rollout, UsageError
 
 SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
@@ -38,6 +39,7 @@ class Run:
     progress: dict[str, Any]  # what a checkpoint remembers
     exercises: ModuleType | None = None  # scratch.py, with --algo scratch
     reference: Policy | None = None  # what --kl-coef holds on to
+    code: int = 1  # the exit code that the run has come to
 
     def save(self) -> None:
         if distributed.rank() == 0:
@@ -51,6 +53,16 @@ class Run:
 
     def keep_reference(self) -> None:
         self.reference = make_reference(self.policy, self.folder, self.progress["update"])
+
+    def told(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts whose environments didn't fail; the person is told of the others.
+
+        Raises UsageError when too many failed.
+        """
+        good, remarks = selection.without_failed(rollouts)
+        for remark in remarks:
+            self.display.say(remark)
+        return good
 
     def given_up(self, skipped: bool, lr: float) -> bool:
         """Count the updates in a row without a finite loss; say so when they are too many."""
@@ -68,35 +80,47 @@ class Run:
 def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -> Iterator[Run]:
     """The run that `cfg` (train.Config) asks for: a new folder in `runs`, or the one to go on with.
 
-    `config` is what its config.yaml says, `remarks` are lines to show. Raises UsageError for what
-    can't be had, before anything is written.
+    `config` is what its config.yaml says, `remarks` are lines to show. What people look at is
+    written at the end. Raises UsageError for what can't be had; then no new folder is left.
     """
     with distributed.joined(cfg.device), tempfile.TemporaryDirectory() as aside:
-        folder = distributed.agreed(lambda: folder_of(cfg, runs))
-        # what the other ranks would write is rank 0's to write
-        own = folder if distributed.rank() == 0 else Path(aside)
-        with _opened(cfg, config, folder, own, remarks) as run:
-            yield run
+        folder, new = distributed.agreed(lambda: folder_of(cfg, runs))
+        writes = distributed.rank() == 0
+        with run_folder.claimed(folder, config, new) if writes else nullcontext():
+            # what the other ranks would write is rank 0's to write
+            own = folder if writes else Path(aside)
+            with _opened(cfg, config, folder, own, new, remarks) as run:
+                yield run
+            if writes:
+                finish(run, config, exported=cfg.sampler != "openai")
 
 
-def folder_of(cfg: Any, runs: Path) -> Path:
-    """The run's folder: the one to go on with, or one that isn't there yet."""
+def folder_of(cfg: Any, runs: Path) -> tuple[Path, bool]:
+    """The run's folder, and whether it is a new one, not there yet, or one to go on with."""
     if cfg.resume:
-        return Path(cfg.resume)
+        return Path(cfg.resume), False
     if distributed.may_restart() and not cfg.run_name:
         raise UsageError("give a --run-name, so that a restart finds the run that it goes on with")
     if distributed.is_restarted() and (runs / cfg.run_name).exists():
-        return runs / cfg.run_name
+        return runs / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    return journal.new_folder(runs, cfg.run_name, stem)
+    return run_folder.new_folder(runs, cfg.run_name, stem), True
+
+
+def finish(run: Run, config: dict[str, Any], exported: bool) -> None:
+    """Write what people look at and, of a run that came to its end, the model; say where."""
+    journal.write_pages(run.folder, config)
+    if run.code == 0:
+        if exported:
+            checkpoint.export_model(run.folder, run.policy)
+        print("\n".join(journal.summary(run.folder, config)))
 
 
 @contextmanager
 def _opened(
-    cfg: Any, config: dict[str, Any], folder: Path, own: Path, remarks: list[str]
+    cfg: Any, config: dict[str, Any], folder: Path, own: Path, new: bool, remarks: list[str]
 ) -> Iterator[Run]:
-    going_on = cfg.resume or (folder / "config.yaml").exists()
-    found = checkpoint.find_checkpoint(folder) if going_on else checkpoint.NEW_RUN
+    found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
     mine = exercises.open_exercises() if cfg.algo == "scratch" else None
     served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
     policy = distributed.rank_0_first(lambda: load_policy(
@@ -116,7 +140,7 @@ def _opened(
     )  # fmt: skip
     remarks = [*remarks, *memory.fit(policy, cfg, to_come)]
     journal.rewind(own, found.progress)
-    journal.create_run(own, config)
+    run_folder.write_config(own, config)
     if mine:
         exercises.keep(mine, folder)
         remarks = [*remarks, *exercises.remarks(mine)]
@@ -126,9 +150,11 @@ def _opened(
         journal.Journal(own, config, cfg.track if own == folder else "none") as log,
         Display(title(cfg, policy), quiet=own != folder) as display,
     ):
+        sampler.say = display.say
         for remark in filter(None, [*found.remarks, sampler.remark, *remarks]):
             display.say(remark)
-        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking=cfg.thinking == "drop")
+        drop_thinking = cfg.thinking == "drop"
+        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking, cfg.env_timeout)
         yield Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
                   dict(found.progress), mine)  # fmt: skip
 

@@ -5,16 +5,18 @@ stand on meanwhile is in core/contexts.py. The log-probs that it returns are tho
 distribution it drew from: temperature, top-k and top-p included.
 """
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from core.contexts import make_context
+from core.memory import ran_out
 from core.model import Policy
-from core.types import Completion, Message, UsageError
+from core.types import Completion, Message, OutOfMemory, UsageError
 
 SPREAD = 1_000_003  # between the streams of two seeds
 KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are still being written
@@ -39,6 +41,7 @@ class SamplingParams:
 class Sampler(ABC):
     """Writes completions. Memory for sampling is held only inside `with sampler:`."""
 
+    say: Callable[[str], None] = print  # shows a line
     remark = ""  # what the user should know of the choice of this sampler
     latest = ""  # the end of what is being written, where it comes as a stream
 
@@ -83,8 +86,8 @@ class TorchSampler(Sampler):
     def __init__(self, policy: Policy, draw_with: Callable | None = None):
         self.policy = policy
         self.draw_with = draw_with  # in place of `draw`
+        self.at_once: int | None = None  # completions; None: as many as are asked for
 
-    @torch.no_grad()
     def sample(
         self,
         prompts: list[list[int]],
@@ -93,12 +96,43 @@ class TorchSampler(Sampler):
     ) -> list[Completion]:
         if not prompts:
             return []
-        device = self.policy.device
+        steps = room(self.policy, prompts, params.max_tokens)
+        streams = params.streams or tuple(range(len(prompts)))
+        completions: list[Completion] = []
+        while (start := len(completions)) < len(prompts):
+            some = slice(start, start + (self.at_once or len(prompts)))
+            now = replace(params, max_tokens=steps, streams=streams[some])
+            try:
+                completions += self._write(prompts[some], now, on_progress)
+                continue
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out(error):
+                    raise
+            gc.collect()  # out of the except clause, which would hold on to what was computed
+            torch.cuda.empty_cache()
+            self._lower(len(prompts[some]), len(prompts[start]), steps)
+        return completions
+
+    def _lower(self, at_once: int, prompt: int, steps: int) -> None:
+        """Write fewer completions at one time from here on: memory ran out with `at_once`."""
+        if at_once == 1:
+            raise OutOfMemory(
+                f"one completion of {steps} tokens behind a prompt of {prompt} does not fit in "
+                "memory; lower --max-tokens or --max-turns, or take a smaller model"
+            )
+        self.at_once = at_once // 2
+        self.say(f"out of memory with {at_once} completions at one time: from here on "
+                 f"{self.at_once}")  # fmt: skip
+
+    @torch.no_grad()
+    def _write(
+        self, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[], None]
+    ) -> list[Completion]:
+        """The completions of prompts that are written at one time."""
+        device, steps, streams = self.policy.device, params.max_tokens, params.streams
         self.policy.causal_lm.eval()
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
-        steps = room(self.policy, prompts, params.max_tokens)
         context = make_context(self.policy, prompts, steps)
-        streams = params.streams or range(len(prompts))
         chance = uniforms(params.seed, streams, steps).to(device)  # [B, T]
         tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(len(prompts), steps, device=device)

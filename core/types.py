@@ -17,8 +17,20 @@ class UsageError(ValueError):
     """Bad input that the person at the keyboard can mend: shown as one line, exit code 2."""
 
 
-class RankLost(RuntimeError):
-    """Another process of a data-parallel run has died: shown as one line, exit code 1."""
+class Fault(RuntimeError):
+    """What ends a run and is nobody's mistake: shown as one line, exit code 1."""
+
+
+class RankLost(Fault):
+    """Another process of a data-parallel run has died."""
+
+
+class CannotWrite(Fault):
+    """The disk takes no more; what was saved before is whole."""
+
+
+class OutOfMemory(Fault):
+    """Memory ran out, and nothing more can give."""
 
 
 class Message(TypedDict):

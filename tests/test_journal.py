@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from core import journal
-from core.journal import Journal, create_run, new_folder, read_records, rewind, summary
+from core.folder import new_folder, write_config
+from core.journal import Journal, read_records, rewind, summary
 from core.metrics import (
     before_after,
     describe,
@@ -97,7 +98,7 @@ def test_weights_are_counted_before_the_cap_and_beyond_it():
 
 
 def test_records_hold_no_nan_and_a_line_cut_short_is_left_out(tmp_path):
-    create_run(tmp_path, CONFIG)
+    write_config(tmp_path, CONFIG)
     with Journal(tmp_path, CONFIG) as log:
         log.log({"update": 0, "reward/mean": float("nan"), "loss": float("inf")})
         log.log({"update": 1, "reward/mean": 0.5})
@@ -154,7 +155,7 @@ def test_a_tracker_gets_every_update_the_first_included(tmp_path, monkeypatch, n
     opened = {}
     module = SimpleNamespace(init=lambda **settings: opened.update(settings) or session)
     monkeypatch.setitem(sys.modules, name, module)
-    create_run(tmp_path, CONFIG)
+    write_config(tmp_path, CONFIG)
     with Journal(tmp_path, CONFIG, track=name) as log:
         log.log({"sft_step": 1, "sft/loss": 3.0})
         log.log({"update": 0, "eval/e/accuracy": 0.5})
@@ -164,7 +165,7 @@ def test_a_tracker_gets_every_update_the_first_included(tmp_path, monkeypatch, n
 
 
 def test_tensorboard_gets_its_event_file(tmp_path):
-    create_run(tmp_path, CONFIG)
+    write_config(tmp_path, CONFIG)
     with Journal(tmp_path, CONFIG, track="tensorboard") as log:
         log.log({"update": 1, "reward/mean": 0.25})
     (events,) = (tmp_path / "tensorboard").iterdir()

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from core import journal, report
-from core.journal import Journal, create_run
+from core.folder import write_config
+from core.journal import Journal
 from core.report import compare, write_comparison, write_report
 from core.types import Rollout, Turn, UsageError
 
@@ -229,7 +230,7 @@ def test_bytes_that_are_not_utf8_and_a_line_cut_short_are_no_trouble(shown, tmp_
 
 
 def test_the_journal_writes_looks_of_rollouts_that_have_them(tmp_path):
-    create_run(tmp_path, CONFIG)
+    write_config(tmp_path, CONFIG)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
     turn = Turn([1], [5], [-0.5], "stop", 1.0)
     looked = look(["a"], [-0.5], [-0.5], [-0.25], [1.0])
