@@ -10,8 +10,11 @@ matplotlib.use("Agg")  # no window, on any machine
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from core import alarms
+
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"
+RED = "#c84820"
 LOOKS = [
     {"color": BLUE, "linestyle": "-"},  # line styles too: colour alone is lost on some
     {"color": ORANGE, "linestyle": "--"},
@@ -26,7 +29,10 @@ STYLE: Any = {
 
 
 def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
-    """Draw held-out accuracy, reward, completion length and the warm start, as far as logged."""
+    """Draw held-out accuracy, reward, completion length and the warm start, as far as logged.
+
+    Where a warning was raised stands a thin line with its name.
+    """
     updates = [r for r in records if "reward/mean" in r]
     warm = [r for r in records if "sft/loss" in r]
     shares = sorted({k for r in updates for k in r if k.startswith("info/")})
@@ -41,8 +47,23 @@ def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
         elif warm:
             axes[1, 1].plot([r["sft_step"] for r in warm], [r["sft/loss"] for r in warm], c=PURPLE)
             axes[1, 1].set_title("Warm start: loss, nats a token", loc="left", fontweight="bold")
+        _warnings([axes[0, 0], axes[0, 1], axes[1, 0], *([axes[1, 1]] if shares else [])], records)
         figure.savefig(path, dpi=110)
         plt.close(figure)
+
+
+def _warnings(panels: list[Axes], records: list[dict[str, Any]]) -> None:
+    by_update: dict[int, list[str]] = {}
+    for name, at, _ in alarms.collect(records):
+        for update in at:
+            by_update.setdefault(update, []).append(name)
+    for update, names in by_update.items():
+        for axis in panels:
+            axis.axvline(update, color=RED, linewidth=0.9, linestyle=":")
+        panels[0].annotate(
+            ", ".join(names), (update, 0.02), (2, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", rotation=90, fontsize=8, color=RED, va="bottom",
+        )  # fmt: skip
 
 
 def _accuracy(axis: Axes, records: list[dict[str, Any]]) -> None:

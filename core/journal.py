@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 import torch
 
+from core import alarms
 from core.metrics import before_after, describe
 from core.types import Rollout, UsageError
 
@@ -158,9 +159,12 @@ def write_pages(run: Path, config: dict[str, Any]) -> None:
 def summary(run: Path, config: dict[str, Any]) -> list[str]:
     """The last lines of a run: before and after, where the files are, what to try next."""
     lines = []
-    for env, first, last in before_after(read_records(run / "metrics.jsonl")):
+    records = read_records(run / "metrics.jsonl")
+    for env, first, last in before_after(records):
         lines.append(f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
                      f"{describe(env, last)} after {last['update']} updates")  # fmt: skip
+    for name, at, line in alarms.collect(records):
+        lines.append(f"warning at update {', '.join(map(str, at))}: {name}: {line}")
     other = "ppo" if config["algo"] != "ppo" else "reinforce"
     lines.append(f"curves: {run / 'curves.png'}   every rollout and token: {run / 'report.html'}")
     lines.append(f"next: python train.py --algo {other} --seed {config['seed']}")
@@ -215,7 +219,7 @@ class _Tracker:
         self.log_scalars, self.close = log, close
 
     def log(self, record: dict[str, Any]) -> None:
-        scalars = {k: v for k, v in record.items() if k != "update"}
+        scalars = {k: v for k, v in record.items() if k not in ("update", "warnings")}
         self.log_scalars(scalars, record["update"])
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from core import alarms
 from core.journal import read_records
 from core.metrics import before_after, describe
 from core.microscope import choose, cut, encode, number
@@ -111,6 +112,10 @@ def _run_data(run: Path, config: dict[str, Any], room: int) -> dict[str, Any]:
         "tokens": _tokens(records),
         "results": [[*result, _tokens_until(result[0], records)] for result in results],
         "settings": [[key, cut(str(value), 200)] for key, value in _flat(config)][:200],
+        "warnings": [
+            [cut(name, 100), at, cut(line, 500), alarms.ALARMS.get(name, [""])[0]]
+            for name, at, line in alarms.collect(records)
+        ],
         "curves": curves,
     }
     data["segments"], left = choose(run / "rollouts.jsonl", room - len(encode(data)) - 4000)

@@ -397,6 +397,39 @@ def test_a_comparison_tells_runs_apart_without_colour(tmp_path, visit):
     assert "by 2" in page.locator(".open").inner_text()
 
 
+def test_warnings_are_listed_and_marked_in_the_curves(tmp_path, visit):
+    metrics = [{"update": u, "reward/mean": u / 9, "sft/loss": 1.0} for u in range(1, 9)]
+    metrics[4]["warnings"] = {"kl_runaway": f"KL 0.3 {EVIL}", EVIL: "new here"}
+    metrics[6]["warnings"] = {"kl_runaway": "KL 0.4"}
+    page = visit(write_report(write_run(tmp_path / "wrong", metrics), CONFIG))
+    first, second = page.locator("#warnings li").all_inner_texts()
+    assert "kl_runaway at update 5, 7: the policy moves away too fast" in first
+    assert "KL 0.3 </script><script>" in first and "new here" in second
+    assert "2 warnings, below" in page.locator("#about").inner_text()
+    chart = page.locator("#charts .card").nth(1)
+    marks = chart.locator(".alarm")
+    assert marks.locator("text").all_text_contents() == ["1", "1", "2"]
+    at = [
+        float(x)
+        for x in marks.locator("line").evaluate_all("a => a.map(e => e.getAttribute('x1'))")
+    ]
+    assert at[0] == at[2] < at[1]
+    boxes = [marks.locator("text").nth(i).bounding_box() for i in (0, 2)]
+    assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]  # both can be read
+    chart.locator("svg").focus()
+    page.keyboard.press("ArrowLeft")
+    assert chart.locator("output").inner_text() == "update 7: 0.778 · warning 1: kl_runaway"
+    page.locator("#charts select").select_option("sft/loss")  # its axis is of warm-start steps
+    assert page.locator("#charts .card").last.locator(".alarm").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def test_a_run_without_warnings_shows_none(run, visit):
+    page = visit(run[0])
+    assert page.locator("#warnings li").count() == page.locator(".alarm").count() == 0
+    assert "warning" not in page.locator("#about").inner_text()
+
+
 def test_nothing_was_left_out_of_the_page_under_test(run):
     path, rows = run
     (data,) = data_of(path.read_text(encoding="utf-8"))
