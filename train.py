@@ -77,10 +77,11 @@ class Config:
     eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
     cache: bool = True  # reuse what the same warm start made of tiny before; --no-cache: anew
     microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
+    stop_on: tuple[str, ...] = ()  # warnings at which the run is saved and stops; any: at each
     save_every: int = 20  # updates between checkpoints; 0: only at the end
     run_name: str = ""  # folder under runs/; empty: <algo>-<env>-<number>
     config: str = ""  # a config.yaml to start from; other flags win over it
-    resume: str = ""  # a run folder to go on with; only num_updates, save_every, track may change
+    resume: str = ""  # a run folder to go on with; num_updates, save_every, .. may change
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"  # send the metrics there too
     reinforce: ReinforceOptions = field(default_factory=ReinforceOptions)
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
@@ -130,7 +131,7 @@ def main(cfg: Config) -> int:
 
     with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
         try:
-            try_longest(cfg, run)
+            memory.try_longest(run, cfg.max_model_len, partial(imitation, run))
             if run.progress["sft_step"] < cfg.sft_steps:
                 if not warm_cache.reuse(cfg, run, train_envs):
                     warm_start(cfg, run, train_envs)
@@ -144,15 +145,6 @@ def main(cfg: Config) -> int:
             run.display.say(f"stopped and saved; go on with: python train.py --resume {run.folder}")
             run.code = 130
     return run.code
-
-
-def try_longest(cfg: Config, run: Run) -> None:
-    """The largest micro-batch that may come, where memory is scarce: now, not in the third hour."""
-    longest = min(cfg.max_model_len, run.policy.max_length)
-    if memory.is_scarce(run.policy, max(longest, run.policy.tokens_at_once)):
-        shown = batching.longest_update(longest, run.policy.tokens_at_once)
-        memory.attempt(run, longest, partial(imitation, run, shown))
-        run.optimizer.zero_grad()
 
 
 def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
@@ -183,12 +175,8 @@ def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list
                 phase.advance(quiet=True)
             if held_out and is_due(update, cfg.eval_every, cfg.num_updates):
                 record |= evaluate(cfg, run, held_out, update)
-            run.log.log(record)
-            run.progress["update"] = update
-            if run.given_up(bool(record.get("update/skipped")), cfg.lr):
+            if not run.conclude(cfg, record):  # warns, logs and saves
                 return False
-            if not record.get("update/skipped") and is_due(update, cfg.save_every, cfg.num_updates):
-                run.save()
     return True
 
 

@@ -259,6 +259,8 @@ def checked(steps: dict[str, Step]) -> dict[str, Step]:
             raise ValueError(f"the reward of {agent} is {step.reward}")
         if step.message is not None and not isinstance(step.message.get("content"), str):
             raise TypeError(f"the message to {agent} has no text")
+        if not isinstance(step.info, dict):
+            raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
         if len(json.dumps(step.info)) > MOST_INFO:  # TypeError for what rollouts.jsonl can't hold
             raise ValueError(f"the info of {agent} has more than {MOST_INFO} characters")
     return steps

@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,9 +135,10 @@ def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
         save_file(tensors, part / FILES[0])
         torch.save(optimizer.state_dict(), part / FILES[1])
     except (SafetensorError, RuntimeError) as error:  # in their words, a write that failed
+        told = re.search(r"os error (\d+)", str(error))
         full = shutil.disk_usage(part).free < 1 << 20
-        number = errno.ENOSPC if full else errno.EIO
-        raise OSError(number, str(error).splitlines()[0][:200], str(part)) from None
+        number = int(told[1]) if told else errno.ENOSPC if full else errno.EIO
+        raise OSError(number, os.strerror(number), str(part)) from error
 
 
 def _read_state(folder: Path, settings: str) -> tuple[dict[str, Any], str]:

@@ -47,24 +47,30 @@ class Interrupt:
         signal.signal(number, self.previous[number])  # the second one acts as usual
 
 
+class _Late(BaseException):
+    """No Exception, for what is interrupted may catch those."""
+
+
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError inside when the seconds are over; 0, or not in the main thread: never.
+    """Raises TimeoutError when the seconds are over; 0, or not in the main thread: never.
 
-    Again each second, should what is inside catch it. Code that holds on to the interpreter, such
-    as a C library's, is stopped when it returns; for such, `remote` has a process of its own.
+    Code that holds on to the interpreter, such as a C library's, is stopped when it returns; an
+    environment like that can have a process of its own (environments/remote.py).
     """
     if seconds == 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(number: int, frame: Any) -> None:
-        raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)")
+        raise _Late
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, should it be caught
     try:
         yield
+    except _Late:
+        raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from core.batching import Update, longest_update
 from core.model import LOGITS, Policy
 from core.types import OutOfMemory
 
@@ -142,6 +143,24 @@ def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
         gc.collect()
         torch.cuda.empty_cache()
         run.display.say(f"out of memory with {_give_way(policy, longest, reason)}")
+
+
+def try_longest(run: Any, max_model_len: int, learn: Callable[[Update], Any]) -> None:
+    """Have `learn` make the largest micro-batch that may come, where memory is scarce: before the
+    first update, not in the third hour. Its gradients are dropped."""
+    policy = run.policy
+    longest = min(max_model_len, policy.max_length)
+    if not is_scarce(policy, max(longest, policy.tokens_at_once)):
+        return
+
+    def make() -> None:
+        moments = run.optimizer.memory_to_come()  # bytes that its first step will take
+        held = torch.empty(moments, dtype=torch.uint8, device=policy.device)
+        learn(longest_update(longest, policy.tokens_at_once))
+        del held
+
+    attempt(run, longest, make)
+    run.optimizer.zero_grad()
 
 
 def ran_out(error: BaseException) -> bool:

@@ -3,12 +3,12 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core import checkpoint, distributed, exercises, journal, memory, selection
+from core import alarms, checkpoint, distributed, exercises, journal, memory, selection, settings
 from core import folder as run_folder
 from core.batched_env import BatchedEnv
 from core.console import Display
@@ -39,6 +39,7 @@ class Run:
     progress: dict[str, Any]  # what a checkpoint remembers
     exercises: ModuleType | None = None  # scratch.py, with --algo scratch
     reference: Policy | None = None  # what --kl-coef holds on to
+    past: list[dict[str, Any]] = field(default_factory=list)  # what warnings look at of each record
     code: int = 1  # the exit code that the run has come to
 
     def save(self) -> None:
@@ -63,6 +64,33 @@ class Run:
         for remark in remarks:
             self.display.say(remark)
         return good
+
+    def conclude(self, cfg: Any, record: dict[str, Any]) -> bool:
+        """What follows an update: warnings, the journal, a checkpoint when one is due. False: the
+        run stops here, for --stop-on or because its losses aren't finite."""
+        update, skipped = record["update"], bool(record.get("update/skipped"))
+        stopping = self.warn(record, cfg.stop_on, settings.compares(cfg))
+        self.log.log(record)
+        self.progress["update"] = update
+        given_up = self.given_up(skipped, cfg.lr)
+        due = stopping or is_due(update, cfg.save_every, cfg.num_updates)
+        if due and not skipped and not given_up:
+            self.save()
+        return not (given_up or stopping)
+
+    def warn(self, record: dict[str, Any], stop_on: tuple[str, ...], by_group: bool) -> bool:
+        """Say and note what begins to go wrong; whether --stop-on has it."""
+        self.past.append(alarms.essence(record))
+        found = distributed.agreed(lambda: alarms.new(self.past, by_group))
+        for name, line in found.items():
+            self.display.say(f"warning: {name}: {line}")
+        if found:
+            record["warnings"] = found
+        named = [name for name in found if name in stop_on or "any" in stop_on]
+        if named:
+            self.display.say(f"--stop-on {named[0]}: stopped; go on with: "
+                             f"python train.py --resume {self.folder}")  # fmt: skip
+        return bool(named)
 
     def given_up(self, skipped: bool, lr: float) -> bool:
         """Count the updates in a row without a finite loss; say so when they are too many."""
@@ -141,6 +169,8 @@ def _opened(
     remarks = [*remarks, *memory.fit(policy, cfg, to_come)]
     journal.rewind(own, found.progress)
     run_folder.write_config(own, config)
+    done = own / "metrics.jsonl"  # rank 0's, which decides for all
+    past = [alarms.essence(r) for r in journal.read_records(done)] if done.exists() else []
     if mine:
         exercises.keep(mine, folder)
         remarks = [*remarks, *exercises.remarks(mine)]
@@ -156,7 +186,7 @@ def _opened(
         drop_thinking = cfg.thinking == "drop"
         batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking, cfg.env_timeout)
         yield Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
-                  dict(found.progress), mine)  # fmt: skip
+                  dict(found.progress), mine, past=past)  # fmt: skip
 
 
 def title(cfg: Any, policy: Policy) -> str:

@@ -5,6 +5,7 @@ import math
 from dataclasses import fields, replace
 from typing import Any
 
+from core import alarms
 from core.types import UsageError
 
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
@@ -12,7 +13,7 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
     gpu_memory_utilization""".split()
 NOT_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
-    overlong_buffer sft_best microscope""".split()
+    overlong_buffer sft_best microscope env_timeout""".split()
 NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated gamma credit entropy_coef
     kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler
     gradient_checkpointing""".split()
@@ -43,9 +44,10 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
     _check_unused(cfg, algorithms)
     if not cfg.env:
         raise UsageError("--env names no environment")
-    by_group = cfg.reinforce.baseline in ("group", "leave_one_out")
-    compares = cfg.algo in ("grpo", "scratch") or by_group
-    if (compares or cfg.filter_groups) and cfg.group_size < 2:
+    known = [*alarms.ALARMS, "any"]
+    if wrong := [name for name in cfg.stop_on if name not in known]:
+        raise UsageError(f"--stop-on {wrong[0]}: no such warning; there are {', '.join(known)}")
+    if (compares(cfg) or cfg.filter_groups) and cfg.group_size < 2:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":
         raise UsageError("--credit episode: PPO credits each token by its values; leave it out")
@@ -62,6 +64,12 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
         raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
+
+
+def compares(cfg: Any) -> bool:
+    """Whether rollouts are compared within their group."""
+    by_group = cfg.algo == "reinforce" and cfg.reinforce.baseline in ("group", "leave_one_out")
+    return by_group or cfg.algo in ("grpo", "scratch")
 
 
 def _check_ranges(cfg: Any) -> None:

@@ -1,5 +1,7 @@
 """Many episodes at once: contexts exact, groups on one task, every episode kept."""
 
+import contextlib
+import time
 from dataclasses import replace
 
 import pytest
@@ -173,8 +175,8 @@ def test_a_demonstration_is_the_environments_own_text_and_ends_its_turn(policy):
 
 
 def test_an_environment_without_demonstrations_says_so(policy):
-    with pytest.raises(ValueError, match="no demonstrations"):
-        BatchedEnv(policy, max_turns=4).demonstrate([Task("countdown", 1, 0)])
+    (rollout,) = BatchedEnv(policy, max_turns=4).demonstrate([Task("countdown", 1, 0)])
+    assert "no demonstration to give" in rollout.error
 
 
 def test_each_seat_of_a_game_is_compared_with_its_like(policy):
@@ -188,11 +190,29 @@ def test_each_seat_of_a_game_is_compared_with_its_like(policy):
     assert [r.group_id for r in rollouts] == [0, 1, 0, 1, 2, 3, 4]
 
 
+def stubborn():
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(60)
+            return
+
+
 MISDEEDS = {
     "raises": lambda: 1 / 0,
     "no step": lambda: (None, 1.0, True),
     "infinite": lambda: Step(None, float("inf"), True),
+    "not a number": lambda: Step(None, float("nan"), True),
+    "no reward": lambda: Step(None, None, True),
+    "a word for a reward": lambda: Step(None, "much", True),
     "no text": lambda: Step({"role": "user", "content": 5}, 0.0, False),
+    "no message": lambda: Step("hello", 0.0, False),
+    "a megabyte": lambda: Step({"role": "user", "content": "no! " * 250_000}, 0.0, False),
+    "half a character": lambda: Step({"role": "user", "content": "\ud800"}, 0.0, False),
+    "what no journal can hold": lambda: Step(None, 1.0, True, {"board": object()}),
+    "a megabyte of info": lambda: Step(None, 1.0, True, {"board": "x" * 1_000_000}),
+    "no info": lambda: Step(None, 1.0, True, None),
+    "hangs": lambda: time.sleep(60),
+    "hangs and won't be told": stubborn,
 }
 
 
@@ -207,9 +227,10 @@ def test_an_environment_that_fails_costs_its_own_episode(policy, misdeed):
             return MISDEEDS[misdeed]()
 
     tasks = [Task("countdown", 3, 0), Task("faulty", 1, 1), Task("countdown", 3, 0)]
-    table = BatchedEnv(policy, 4)
+    table = BatchedEnv(policy, 4, patience=0.2)
     rollouts = table.collect(tasks, Scripted(policy), PARAMS)
     assert [bool(r.error) for r in rollouts] == [False, True, False]
+    assert len(rollouts[1].error) < 600
     assert [r.episode_return for r in rollouts] == [3.0, 0.0, 3.0]
     assert not table.idle["faulty"]  # it is not used again
     kept, told = without_failed(rollouts)
@@ -219,17 +240,32 @@ def test_an_environment_that_fails_costs_its_own_episode(policy, misdeed):
     ]
 
 
-def test_an_environment_that_cannot_begin_is_counted_too(policy):
+def no_disk():
+    raise OSError("no disk")
+
+
+@pytest.mark.parametrize(
+    ("begin", "error"),
+    [
+        (no_disk, "OSError: no disk"),
+        (lambda: time.sleep(60), "TimeoutError: no answer in 0.2 seconds (--env-timeout)"),
+        (lambda: [{"role": "user", "content": "read! " * 200_000}], "tokens at once"),
+        (lambda: None, "TypeError"),
+        (lambda: [{"role": "user"}], "Error"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_counted_too(policy, begin, error):
     @register("unborn")
     class Unborn(Env):
         def reset(self, seed):
-            raise OSError("no disk")
+            return begin()
 
         def step(self, response):
             raise AssertionError
 
-    rollouts = BatchedEnv(policy, 4).collect([Task("unborn", 1, 0)], Scripted(policy), PARAMS)
-    assert [r.error for r in rollouts] == ["OSError: no disk"]
+    table = BatchedEnv(policy, 4, patience=0.2)
+    rollouts = table.collect([Task("unborn", 1, 0)], Scripted(policy), PARAMS)
+    assert len(rollouts) == 1 and error in rollouts[0].error
     with pytest.raises(UsageError, match="1 of 1 episodes failed"):
         without_failed(rollouts)
 
