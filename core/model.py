@@ -4,6 +4,9 @@
 it can spell) besides some common words. It is saved to a folder and loaded from there, by the same
 `from_pretrained` as any other model.
 
+Weights are read from safetensors alone, and code that comes with a model runs only if asked for:
+without, transformers' own is used where it has some for that type of model.
+
 Precision. Weights have `dtype`; LoRA adapters and the value head are always float32. What full
 fine-tuning below float32 needs besides is in core/optimizer.py.
 """
@@ -24,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from core import attention
@@ -59,6 +63,7 @@ class Policy:
     value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
     tokens_at_once: int = 2048  # of a micro-batch, padding included
     recomputed: list[nn.Module] = field(default_factory=list)  # layers that keep their input only
+    trust_remote_code: bool = False  # whether the model's own code may run
 
     @property
     def causal_lm(self) -> Any:
@@ -136,13 +141,15 @@ def load_policy(
     max_length: int | None = None,
     seed: int = 0,
     tiny_folder: str | os.PathLike[str] = "tiny",
+    trust_remote_code: bool = False,
 ) -> Policy:
     """Load `model_id` (hub id, folder or "tiny") for training on `device`.
 
     `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` limits the
     tokens of prompt and completion together, below the model's own limit. "tiny" is written to
     `tiny_folder` first, if it isn't there. The seed decides the weights of tiny, of the adapters
-    and of nothing else. Raises UsageError when the model, the device or the precision is not there.
+    and of nothing else. `trust_remote_code` runs the code that comes with a model. Raises
+    UsageError when the model, the device or the precision is not there, or such code not trusted.
     """
     where = pick_device(device)
     precision = _pick_dtype(dtype, where)
@@ -152,7 +159,7 @@ def load_policy(
             save_tiny(part, seed)
             os.rename(part, tiny_folder)  # whole or not at all
         model_id = str(tiny_folder)
-    model, tokenizer = _from_pretrained(model_id, precision)
+    model, tokenizer = _from_pretrained(model_id, precision, trust_remote_code)
     torch.manual_seed(seed)
     if lora_rank > 0:
         from peft import LoraConfig, get_peft_model
@@ -172,6 +179,7 @@ def load_policy(
         stop_ids=_stop_ids(model, tokenizer, closing),
         end_of_turn_id=closing,
         max_length=min(limit, max_length or limit),
+        trust_remote_code=trust_remote_code,
     )
     if value_head:
         width = model.config.get_text_config().hidden_size
@@ -258,23 +266,29 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _from_pretrained(model_id: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_pretrained(model_id: str, dtype: torch.dtype, trusted: bool) -> tuple[Any, Any]:
     looks_local = model_id.startswith((".", "/", "~")) or Path(model_id).exists()
     if looks_local and not Path(model_id, "config.json").exists():
         adapter = Path(model_id, "adapter_config.json").exists()
         hint = "; it holds a LoRA adapter: name the base model instead" if adapter else ""
         raise UsageError(f"--model-id {model_id}: no model in this folder (config.json){hint}")
     try:
-        AutoConfig.from_pretrained(model_id)
-        tokenizer = AutoTokenizer.from_pretrained(model_id)
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype)
-    except (OSError, ValueError) as error:
+        AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
+        if not trusted and "auto_map" in get_tokenizer_config(model_id):
+            raise ValueError("trust_remote_code")  # without it other ids might come, unsaid
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True
+        )
+    except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
+        if not trusted and "trust_remote_code" in str(error):
+            reason = "it needs code of its own; --trust-remote-code, if you trust its author"
         raise UsageError(f"--model-id {model_id}: can't be loaded: {reason}") from None
     model.config.use_cache = False  # sampling passes a cache of its own
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"
-    if full and model.config.model_type in TREES:
+    if full and model.config.model_type in TREES and not model._auto_class:  # not its own code
         model.set_attn_implementation(attention.TREES)
     return model, tokenizer
 
