@@ -27,6 +27,7 @@ class Config:
 
     algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"  # scratch: your scratch.py
     model_id: str = "tiny"  # hub id or folder; tiny: a Qwen3 of 0.8M random weights, from the seed
+    trust_remote_code: bool = False  # run the code in --model-id; only if you trust its author
     env: tuple[str, ...] = ("letter_counting",)  # name[:key=value,...]; several are mixed evenly
     eval_env: tuple[str, ...] = ()  # environments to evaluate on; none given: those of --env
     train_difficulty: int = 0  # difficulty, level, n_hops or length of --env; 0: as it says itself
@@ -75,7 +76,7 @@ class Config:
     seed: int = 0  # decides everything: the same command with the same seed gives the same run
     eval_every: int = 10  # updates between evaluations; 0: only before and after
     eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
-    cache: bool = True  # reuse what the same warm start made of tiny before; --no-cache: anew
+    cache: bool = True  # reuse what the same warm start of tiny made; --no-cache: make it anew
     microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
     stop_on: tuple[str, ...] = ()  # warnings at which the run is saved and stops; any: at each
     save_every: int = 20  # updates between checkpoints; 0: only at the end

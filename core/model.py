@@ -1,8 +1,7 @@
-"""Load a policy: a hub id, a local folder, or `tiny`, which is built here from code.
+"""Load a policy: a hub id, a local folder, or `tiny`, which core/tiny.py builds from code.
 
-`tiny` is a Qwen3 of 0.8 million random weights with a tokenizer in which every byte is a token (so
-it can spell) besides some common words. It is saved to a folder and loaded from there, by the same
-`from_pretrained` as any other model.
+Weights are read from safetensors alone, and code that comes with a model runs only if asked for:
+without, transformers' own is used where it has some for that type of model.
 
 Precision. Weights have `dtype`; LoRA adapters and the value head are always float32. What full
 fine-tuning below float32 needs besides is in core/optimizer.py.
@@ -14,36 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
 from core import attention
 from core.chat import end_of_turn_id
+from core.tiny import save_tiny
 from core.types import UsageError
 
 disable_progress_bar()  # it would draw over our display; downloads keep theirs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LOGITS = 2**25  # float32 ones that exist at one time: 128 MiB, and some copies in a softmax
 TREES = ("llama", "qwen2", "qwen3")  # model types that are trained on trees, where tests hold it
-TINY_WORDS = """
-How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
-to by for from with and or not out then end many much your you that this as at one two three each
-all letter letters word words number answer page link board row column turn game choose move left
-right up down state reward count reply write reverse order next start target
-""".split()
-TINY_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 
 
 @dataclass
@@ -60,6 +47,7 @@ class Policy:
     tokens_at_once: int = 2048  # of a micro-batch, padding included
     recomputed: list[nn.Module] = field(default_factory=list)  # layers that keep their input only
     may_recompute: bool = True  # whether memory may ask for that
+    trust_remote_code: bool = False  # whether the model's own code may run
 
     @property
     def causal_lm(self) -> Any:
@@ -137,13 +125,15 @@ def load_policy(
     max_length: int | None = None,
     seed: int = 0,
     tiny_folder: str | os.PathLike[str] = "tiny",
+    trust_remote_code: bool = False,
 ) -> Policy:
     """Load `model_id` (hub id, folder or "tiny") for training on `device`.
 
     `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` limits the
     tokens of prompt and completion together, below the model's own limit. "tiny" is written to
     `tiny_folder` first, if it isn't there. The seed decides the weights of tiny, of the adapters
-    and of nothing else. Raises UsageError when the model, the device or the precision is not there.
+    and of nothing else. `trust_remote_code` runs the code that comes with a model. Raises
+    UsageError when the model, the device or the precision is not there, or such code not trusted.
     """
     where = pick_device(device)
     precision = _pick_dtype(dtype, where)
@@ -153,7 +143,7 @@ def load_policy(
             save_tiny(part, seed)
             os.rename(part, tiny_folder)  # whole or not at all
         model_id = str(tiny_folder)
-    model, tokenizer = _from_pretrained(model_id, precision)
+    model, tokenizer = _from_pretrained(model_id, precision, trust_remote_code)
     torch.manual_seed(seed)
     if lora_rank > 0:
         from peft import LoraConfig, get_peft_model
@@ -173,6 +163,7 @@ def load_policy(
         stop_ids=_stop_ids(model, tokenizer, closing),
         end_of_turn_id=closing,
         max_length=min(limit, max_length or limit),
+        trust_remote_code=trust_remote_code,
     )
     if value_head:
         width = model.config.get_text_config().hidden_size
@@ -180,59 +171,6 @@ def load_policy(
         nn.init.zeros_(policy.value_head.weight)  # the first values are 0, not noise
         nn.init.zeros_(policy.value_head.bias)
     return policy
-
-
-def save_tiny(folder: str | os.PathLike[str], seed: int) -> None:
-    """Write the embedded policy to `folder`, as `save_pretrained` does; the seed decides it all."""
-    tokenizer = tiny_tokenizer()
-    config = Qwen3Config(
-        vocab_size=-(-len(tokenizer) // 64) * 64,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        # 0.02, right for a width of thousands, is so small at 128 that learning takes twice as long
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, so any text can be written and read back; so are some whole words.
-
-    >>> tok = tiny_tokenizer()
-    >>> tok.tokenize('How many r in "cherry"?')
-    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ', '"', 'c', 'h', 'e', 'r', 'r', 'y', '"', '?']
-    """
-    words = [w if w[0].isupper() else f"Ġ{w}" for w in TINY_WORDS]  # Ġ: the space before it
-    vocab = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
-    ids = {token: i for i, token in enumerate(vocab)}
-    # without merges, a stretch of text is either a whole word of the vocabulary or single bytes
-    core = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tags = ["<answer>", "</answer>", "<think>", "</think>"]
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
-    roles = ["<|system|>", "<|user|>", "<|assistant|>"]
-    core.add_special_tokens([AddedToken(t, special=True) for t in ["<|pad|>", "<|end|>", *roles]])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        chat_template=TINY_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def pick_device(name: str) -> torch.device:
@@ -259,23 +197,29 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def _from_pretrained(model_id: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_pretrained(model_id: str, dtype: torch.dtype, trusted: bool) -> tuple[Any, Any]:
     looks_local = model_id.startswith((".", "/", "~")) or Path(model_id).exists()
     if looks_local and not Path(model_id, "config.json").exists():
         adapter = Path(model_id, "adapter_config.json").exists()
         hint = "; it holds a LoRA adapter: name the base model instead" if adapter else ""
         raise UsageError(f"--model-id {model_id}: no model in this folder (config.json){hint}")
     try:
-        AutoConfig.from_pretrained(model_id)
-        tokenizer = AutoTokenizer.from_pretrained(model_id)
-        model = AutoModelForCausalLM.from_pretrained(model_id, dtype=dtype)
-    except (OSError, ValueError) as error:
+        AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
+        if not trusted and "auto_map" in get_tokenizer_config(model_id):
+            raise ValueError("trust_remote_code")  # without it other ids might come, unsaid
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True
+        )
+    except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
+        if not trusted and "trust_remote_code" in str(error):
+            reason = "it needs code of its own; --trust-remote-code, if you trust its author"
         raise UsageError(f"--model-id {model_id}: can't be loaded: {reason}") from None
     model.config.use_cache = False  # sampling passes a cache of its own
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"
-    if full and model.config.model_type in TREES:
+    if full and model.config.model_type in TREES and not model._auto_class:  # not its own code
         model.set_attn_implementation(attention.TREES)
     return model, tokenizer
 

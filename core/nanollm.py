@@ -190,6 +190,7 @@ class NanoLLM(Sampler):
             model=_config_folder(policy, envs.VLLM_CACHE_ROOT),
             hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
             load_format=sharing.register_loader(self.shared),
+            trust_remote_code=policy.trust_remote_code,
             dtype=str(policy.dtype).removeprefix("torch."),
             max_model_len=policy.max_length,
             skip_tokenizer_init=True,  # ids in, ids out

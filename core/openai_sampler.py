@@ -6,7 +6,8 @@
 Ollama, vLLM, llama.cpp and others speak this protocol. The chats go there as messages and the
 answers come back as a stream of text; the server applies its own template and returns neither ids
 nor log-probs that training could rely on, so there is nothing to train. A key, where one is needed,
-is read from the environment variable OPENAI_API_KEY and written nowhere.
+is read from the environment variable OPENAI_API_KEY and written nowhere; an address with a password
+or a query in it is refused, since config.yaml would keep it.
 """
 
 import json
@@ -31,8 +32,7 @@ class OpenAISampler(Sampler):
     """Asks `model` at `base_url`; ids in its completions are those of the policy's tokenizer."""
 
     def __init__(self, policy: Policy, base_url: str, model: str):
-        if not base_url.startswith(("http://", "https://")):
-            raise UsageError(f"--base-url begins with http:// or https://, not {base_url!r}")
+        _check_address(base_url)
         self.policy, self.model = policy, model
         policy.max_length = 1 << 30  # the server has a limit of its own
         self.url = base_url.rstrip("/") + "/chat/completions"
@@ -84,7 +84,8 @@ class OpenAISampler(Sampler):
                     if answer.status_code == 200:
                         return self._read(answer.iter_lines())
                     answer.read()
-                    reason = f"status {answer.status_code}: {answer.text[:200]}"
+                    told = answer.text.replace(key, "[key]") if key else answer.text
+                    reason = f"status {answer.status_code}: {told[:200]}"
                     if answer.status_code not in (408, 429) and answer.status_code < 500:
                         break  # asking again would bring the same
             except httpx.HTTPError as error:
@@ -117,6 +118,21 @@ class OpenAISampler(Sampler):
         ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         ids.append(self.policy.end_of_turn_id)
         return Completion(ids, [0.0] * len(ids), text, "length" if finish == "length" else "stop")
+
+
+def _check_address(base_url: str) -> None:
+    """UsageError for what is no address, or may hold a secret, which no message repeats."""
+    import httpx
+
+    if set("@?#") & set(base_url):
+        raise UsageError("--base-url takes no user, password or query: config.yaml would keep it; "
+                         "a key goes into the environment variable OPENAI_API_KEY")  # fmt: skip
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL as error:
+        raise UsageError(f"--base-url {base_url!r} is no address: {error}") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise UsageError(f"--base-url is http://HOST/.. or https://HOST/.., not {base_url!r}")
 
 
 def _wait(asked: list[Future], on_progress: Callable[[], None]) -> None:

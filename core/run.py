@@ -155,6 +155,7 @@ def _opened(
         "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo",
         max_length=cfg.max_model_len, tiny_folder=folder / "base",
+        trust_remote_code=cfg.trust_remote_code,
     ))  # fmt: skip
     in_warm_start = found.progress["sft_step"] < cfg.sft_steps
     optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 import train
-from core.model import load_policy, tiny_tokenizer
+from core.model import load_policy
+from core.tiny import tiny_tokenizer
 
 torch.set_num_threads(1)  # for tensors so small, and on busy cores a second one waits
 FAMILIES = {  # that both samplers take

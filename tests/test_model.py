@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint import export_model
-from core.model import load_policy, pick_device, save_tiny
+from core.model import load_policy, pick_device
+from core.tiny import save_tiny
 from core.optimizer import MasterAdamW, make_optimizer
 from core.types import UsageError
 

@@ -22,6 +22,18 @@ FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-ba
 UPDATES, GROUPS, TRIES, TOKENS = 100, 8, 8, 16
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'>&lt; \ud800"
 NAME = "a<img src=x onerror=window.pwned=3>"  # of the run: it may hold what a folder's name may
+TRICKS = [
+    "<script>window.pwned = 4</script>",
+    "</SCRIPT\t><script>window.pwned = 5</script >",
+    "<!--", "<!--<script>", "--><script>window.pwned = 6</script><!--", "--!>", "]]>", "<?x ?>",
+    "&lt;script&gt;window.pwned = 7&lt;/script&gt;", "&#60;img src=x onerror=window.pwned=8&#x3E;",
+    "&amp;lt;b&amp;gt; &ltb&gt &nbsp; &", "\\u003cscript\\u003ewindow.pwned=9\\u003c/script\\u003e",
+    "\u2028window.pwned = 10\u2029", "\\", "\"}]};window.pwned=11//", "`${window.pwned = 12}`",
+    "'\"><svg onload=window.pwned=13>", "<style>*{display:none}</style><base href=//evil.example/>",
+    "<iframe srcdoc='<script>parent.pwned=14</script>'>", "</div></article></body></html><b>x</b>",
+    "<math><mi//xlink:href='data:x,<script>window.pwned=15</script>'>", "$data {{7*7}} $&", "\0<b>",
+    "javascript:window.pwned=16", "\u202e<b>\ufeff\u200b", "__proto__", "constructor",
+]  # fmt: skip
 
 
 def synthetic(seed):
@@ -332,6 +344,58 @@ def test_no_text_becomes_markup(run, visit):
     assert EVIL in page.locator("#pairs").text_content()
     page.locator("#charts select").select_option(f"info/{EVIL}")
     assert f"info/{EVIL}" in page.locator("#charts h3").last.text_content()
+
+
+def tricky_page(folder, texts):
+    """Write a page of two runs with each text wherever a text may stand; returns its path."""
+    folder.mkdir()
+    names = [text.replace("/", "|").replace("\0", "0") for text in texts]
+    runs = []
+    for i, (text, name) in enumerate(zip(texts, names, strict=True)):
+        seen = look([text, "b"], *[[-0.5, -0.25]] * 4)
+        shared = {"asked": text, "info": {"correct": i > 3, text: text}, "env": text, "agent": text}
+        rows = [
+            row("eval", 0, 1, text, **shared),
+            row("train", 1, 1, text, error=text, looks=[seen], **shared),
+            row("eval", 1, 1, text, 1.0, **shared),
+        ]
+        metrics = [
+            {"update": update, f"info/{text}": 1.0, f"eval/{text}/accuracy": 0.5,
+             f"eval/{text}/ci_low": 0.25, f"eval/{text}/ci_high": 0.75}
+            for update in (0, 1)
+        ]  # fmt: skip
+        config = {"algo": text, "env": [text], "model_id": text, "seed": 0, "device": text}
+        runs.append(write_run(folder / f"{i} {name}", metrics, rows, config))
+    return write_comparison(runs, folder / "compare.html")
+
+
+def test_no_trick_in_any_text_becomes_markup(tmp_path, visit):
+    """The page has the very elements that it has with harmless texts, and shows each to the letter.
+
+    The texts are those of prompts, completions, tokens, environments, agents, metrics, settings and
+    runs.
+    """
+    elements = []
+    for name, texts in (("tricky", TRICKS), ("plain", [f"plain {i}" for i in range(len(TRICKS))])):
+        page = visit(tricky_page(tmp_path / name, texts))
+        page.locator("details summary").first.click()
+        tags = []
+        for i, text in enumerate(texts):
+            page.select_option("#left", str(2 * i))
+            page.select_option("#right", str(2 * i + 1))
+            assert page.locator("#pairs .text").all_text_contents() == [text] * 3
+            page.select_option("#run", str(i))
+            page.locator("#groups .marks button").first.click()
+            shown = page.locator("#groups").text_content()
+            assert shown.count(text.replace("\t", "⇥\t")) >= 2, text
+            assert page.locator(".open .text").first.text_content() == text
+            assert f"Its environment failed: {text}" in page.locator(".open").text_content()
+            tags.append(page.evaluate("[...document.querySelectorAll('*')].map(e => e.localName)"))
+        about = page.locator("#about").text_content()
+        assert all(text in about for text in texts)
+        elements.append(tags)
+    assert elements[0] == elements[1]
+    assert len(elements[0][0]) > 500
 
 
 def test_pairs_show_the_same_task_before_and_after(run, visit):

@@ -256,7 +256,7 @@ def make(args: Args) -> dict[str, Any]:
     """A model of random weights and the tokenizer of `tiny`, saved as any other model is."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from core.model import tiny_tokenizer
+    from core.tiny import tiny_tokenizer
 
     size, tokenizer = Path(args.folder).name, tiny_tokenizer()
     config = Qwen3Config(

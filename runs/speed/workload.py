@@ -66,7 +66,7 @@ def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from core.model import tiny_tokenizer
+    from core.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
