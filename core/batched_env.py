@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from core import distributed
-from core.chat import following_ids, prompt_ids, without_thinking
+from core.chat import clean, following_ids, prompt_ids, without_thinking
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
@@ -176,8 +176,8 @@ class _Seat:
     ):
         self.policy, self.drop_thinking = table.policy, table.drop_thinking
         self.number, self.task, self.env, self.agent = number, task, env, agent
-        self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
-        self.chat = list(messages)  # those that the policy sees
+        self.chat = [clean(message) for message in messages]  # those that the policy sees
+        self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(self.chat))
         self.context: list[int] = []  # their ids, up to the last one sampled
         # []: don't ask
         self.prompt = prompt_ids(self.policy.tokenizer, self.chat) if self.chat else []
@@ -185,6 +185,7 @@ class _Seat:
         self.error = ""
         self.done = False
         self.ended_turn = False
+        self.full = False  # a message did not fit: what comes after it would lack it
 
     def write(self, completion: Completion) -> None:
         """Record what was sampled in the context of `self.prompt`."""
@@ -208,16 +209,16 @@ class _Seat:
         if step.message is None:
             return
         if step.fresh:
-            self.chat, self.context = [], []
-        self._add(step.message)
-        if step.done:
+            self.chat, self.context, self.full = [], [], False
+        self._add(clean(step.message))
+        if step.done or self.full:
             return
         if self.context:
             more = following_ids(self.policy.tokenizer, self.chat, self.ended_turn)
         else:
             more = prompt_ids(self.policy.tokenizer, self.chat)
-        if len(self.context) + len(more) < self.policy.max_length:  # room to write at least one
-            self.prompt = self.context + more
+        self.full = len(self.context) + len(more) >= self.policy.max_length  # no room to write
+        self.prompt = [] if self.full else self.context + more
 
     def _add(self, message: Message) -> None:
         self.rollout.messages.append(message)
