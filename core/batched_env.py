@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from core import distributed
-from core.chat import following_ids, prompt_ids, without_thinking
+from core.chat import clean, following_ids, prompt_ids, without_thinking
 from core.interrupt import limited
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
@@ -188,8 +188,8 @@ class _Seat:
         self.policy, self.drop_thinking = episode.table.policy, episode.table.drop_thinking
         self.episode, self.task, self.env = episode, episode.task, episode.env
         self.number, self.agent, task = number, agent, episode.task
-        self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(messages))
-        self.chat = list(messages)  # those that the policy sees
+        self.chat = [clean(message) for message in messages]  # those that the policy sees
+        self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(self.chat))
         self.context: list[int] = []  # their ids, up to the last one sampled
         # []: don't ask
         self.prompt = self._fitting(prompt_ids) if self.chat else []
@@ -197,6 +197,7 @@ class _Seat:
         self.error = ""
         self.done = False
         self.ended_turn = False
+        self.full = False  # a message did not fit: what comes after it would lack it
 
     def write(self, completion: Completion) -> None:
         """Record what was sampled in the context of `self.prompt`."""
@@ -220,17 +221,14 @@ class _Seat:
         if step.message is None:
             return
         if step.fresh:
-            self.chat, self.context = [], []
-        self._add(step.message)
-        if step.done:
+            self.chat, self.context, self.full = [], [], False
+        self._add(clean(step.message))
+        if step.done or self.full:
             return
-        more = (
-            self._fitting(following_ids, self.ended_turn)
-            if self.context
-            else self._fitting(prompt_ids)
-        )
-        if len(self.context) + len(more) < self.policy.max_length:  # room to write at least one
-            self.prompt = self.context + more
+        render, how = (following_ids, [self.ended_turn]) if self.context else (prompt_ids, [])
+        more = self._fitting(render, *how)
+        self.full = len(self.context) + len(more) >= self.policy.max_length  # no room to write
+        self.prompt = [] if self.full else self.context + more
 
     def _fitting(self, render: Callable, *how: Any) -> list[int]:
         """The ids of what the policy is told; ValueError if they alone are more than fits."""

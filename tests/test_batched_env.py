@@ -207,7 +207,6 @@ MISDEEDS = {
     "no text": lambda: Step({"role": "user", "content": 5}, 0.0, False),
     "no message": lambda: Step("hello", 0.0, False),
     "a megabyte": lambda: Step({"role": "user", "content": "no! " * 250_000}, 0.0, False),
-    "half a character": lambda: Step({"role": "user", "content": "\ud800"}, 0.0, False),
     "what no journal can hold": lambda: Step(None, 1.0, True, {"board": object()}),
     "a megabyte of info": lambda: Step(None, 1.0, True, {"board": "x" * 1_000_000}),
     "no info": lambda: Step(None, 1.0, True, None),

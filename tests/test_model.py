@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint import export_model
 from core.model import load_policy, pick_device
-from core.tiny import save_tiny
 from core.optimizer import MasterAdamW, make_optimizer
+from core.tiny import save_tiny
 from core.types import UsageError
 
 IDS = torch.tensor([[65, 66, 67, 68]])
