@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from core import attention
 from core.chat import end_of_turn_id
+from core.model_files import check_folder, check_whole, in_one_line
 from core.tiny import save_tiny
 from core.types import UsageError
 
@@ -152,9 +153,11 @@ def load_policy(
         config = LoraConfig(
             task_type="CAUSAL_LM", r=lora_rank, lora_alpha=alpha, target_modules="all-linear"
         )
-        model = get_peft_model(model, config)  # adapters in float32: PEFT's autocast_adapter_dtype
+        with in_one_line(f"--lora-rank {lora_rank}"):
+            model = get_peft_model(model, config)  # in float32: PEFT's autocast_adapter_dtype
     model.to(where)
-    closing = end_of_turn_id(tokenizer)
+    with in_one_line(f"--model-id {model_id}"):
+        closing = end_of_turn_id(tokenizer)
     limit = model.config.get_text_config().max_position_embeddings
     policy = Policy(
         model=model,
@@ -198,24 +201,18 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _from_pretrained(model_id: str, dtype: torch.dtype, trusted: bool) -> tuple[Any, Any]:
-    looks_local = model_id.startswith((".", "/", "~")) or Path(model_id).exists()
-    if looks_local and not Path(model_id, "config.json").exists():
-        adapter = Path(model_id, "adapter_config.json").exists()
-        hint = "; it holds a LoRA adapter: name the base model instead" if adapter else ""
-        raise UsageError(f"--model-id {model_id}: no model in this folder (config.json){hint}")
-    try:
+    check_folder(model_id)
+    with in_one_line(f"--model-id {model_id}: can't be loaded", trusted):
         AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
         if not trusted and "auto_map" in get_tokenizer_config(model_id):
             raise ValueError("trust_remote_code")  # without it other ids might come, unsaid
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
-        model = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True
-        )
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        if not trusted and "trust_remote_code" in str(error):
-            reason = "it needs code of its own; --trust-remote-code, if you trust its author"
-        raise UsageError(f"--model-id {model_id}: can't be loaded: {reason}") from None
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    model, report = loaded
+    check_whole(model_id, report, tokenizer)
     model.config.use_cache = False  # sampling passes a cache of its own
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"

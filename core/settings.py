@@ -4,8 +4,9 @@ import importlib.util
 import math
 from dataclasses import fields, replace
 from typing import Any
+from urllib.parse import urlsplit
 
-from core import alarms
+from core import alarms, tasks
 from core.types import UsageError
 
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
@@ -18,6 +19,8 @@ NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated gamma c
     kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler
     gradient_checkpointing""".split()
 SHARES = "sft_hasty top_p gpu_memory_utilization gamma curriculum".split()
+LARGEST_SEED = 2**32 - 1
+LONGEST_NAME = 100  # bytes of a run's name; a file system takes 255
 
 
 def resolve(cfg: Any) -> Any:
@@ -40,10 +43,9 @@ def resolve(cfg: Any) -> Any:
 
 def check(cfg: Any, algorithms: dict[str, Any]) -> None:
     """Raise UsageError for the first setting that can't be meant."""
+    _check_texts(cfg)
     _check_ranges(cfg)
     _check_unused(cfg, algorithms)
-    if not cfg.env:
-        raise UsageError("--env names no environment")
     known = [*alarms.ALARMS, "any"]
     if wrong := [name for name in cfg.stop_on if name not in known]:
         raise UsageError(f"--stop-on {wrong[0]}: no such warning; there are {', '.join(known)}")
@@ -51,6 +53,9 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
         raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":
         raise UsageError("--credit episode: PPO credits each token by its values; leave it out")
+    if cfg.num_minibatches > (rollouts := cfg.num_prompts * cfg.group_size):
+        raise UsageError(f"--num-minibatches {cfg.num_minibatches}: an update has {rollouts} "
+                         "rollouts, one for each at most")  # fmt: skip
     if cfg.overlong_buffer > cfg.max_tokens:
         raise UsageError(f"--overlong-buffer is at most --max-tokens, {cfg.max_tokens}")
     if 0 < cfg.tis_cap < 1:
@@ -62,6 +67,11 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
         raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
     if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
         raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
+    if cfg.sampler == "openai" and not _is_address(cfg.base_url):
+        raise UsageError(f"--base-url is like http://127.0.0.1:8000/v1, not {cfg.base_url!r}")
+    if cfg.max_model_len <= cfg.max_tokens:
+        raise UsageError(f"--max-model-len {cfg.max_model_len} leaves no room for a prompt beside "
+                         f"--max-tokens {cfg.max_tokens}")  # fmt: skip
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
 
@@ -72,12 +82,32 @@ def compares(cfg: Any) -> bool:
     return by_group or cfg.algo in ("grpo", "scratch")
 
 
+def _check_texts(cfg: Any) -> None:
+    if not cfg.env:
+        raise UsageError("--env names no environment")
+    for flag in ("model_id", "device"):
+        if not getattr(cfg, flag):
+            raise UsageError(f"--{flag.replace('_', '-')} is empty")
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        for text in value if isinstance(value, tuple) else [value]:
+            if isinstance(text, str) and not text.isprintable():
+                flag = field.name.replace("_", "-")
+                raise UsageError(f"--{flag} has characters that can't be shown: {text!a}")
+    if cfg.run_name != cfg.run_name.strip():
+        raise UsageError(f"--run-name {cfg.run_name!r} begins or ends with a space")
+    if len(cfg.run_name.encode()) > LONGEST_NAME:
+        raise UsageError(f"--run-name is at most {LONGEST_NAME} bytes long")
+
+
 def _check_ranges(cfg: Any) -> None:
     for name in POSITIVE + NOT_NEGATIVE:
         _check_number(f"--{name}", getattr(cfg, name), positive=name in POSITIVE)
     for name in SHARES:
         if not 0 <= (value := getattr(cfg, name)) <= 1:
             raise UsageError(f"--{name.replace('_', '-')} is a share from 0 to 1, not {value}")
+    if cfg.seed > LARGEST_SEED:
+        raise UsageError(f"--seed is at most {LARGEST_SEED}, not {cfg.seed}")
     for field in fields(getattr(cfg, cfg.algo)) if cfg.algo != "scratch" else ():
         value = getattr(getattr(cfg, cfg.algo), field.name)
         if type(value) in (int, float):
@@ -110,13 +140,26 @@ def _check_unused(cfg: Any, algorithms: dict[str, Any]) -> None:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag} has no effect with --algo scratch: it does as you wrote it")
     needs = {"kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap",
-             "tis_mode": "tis_cap", "base_url": "sampler"}  # fmt: skip
+             "tis_mode": "tis_cap", "base_url": "sampler", "lora_alpha": "lora_rank",
+             "eval_env": "eval_num_tasks"}  # fmt: skip
     for name, other in needs.items():
         off = cfg.sampler != "openai" if other == "sampler" else getattr(cfg, other) == 0
         if off and getattr(cfg, name) != defaults[name]:
             flag, condition = name.replace("_", "-"), other.replace("_", "-")
             hint = " openai" if other == "sampler" else ""
             raise UsageError(f"--{flag} has no effect without --{condition}{hint}")
+    for name in ("train_difficulty", "curriculum"):
+        if getattr(cfg, name) and not any(map(tasks.difficulty_key, cfg.env)):
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} has no effect: no environment of --env can be made harder")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def remarks(cfg: Any) -> list[str]:

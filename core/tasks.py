@@ -71,7 +71,7 @@ def with_difficulty(spec: str, difficulty: int) -> str:
     ('letter_counting:difficulty=6', 'math_qa:level=3')
     """
     make(spec)  # an unknown name or key is refused before anything else
-    key = _difficulty_key(spec)
+    key = difficulty_key(spec)
     if difficulty == 0 or key is None:
         return spec
     name, _, options = spec.partition(":")
@@ -87,7 +87,7 @@ def harder(spec: str, by: int) -> str:
     >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
     ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
     """
-    key = _difficulty_key(spec)
+    key = difficulty_key(spec)
     if key is None or by == 0:
         return spec
     start = int(base.options_of(spec)[key])
@@ -114,11 +114,20 @@ def check_demonstrations(envs: Sequence[str]) -> None:
     """Raise UsageError for an environment that can't show how it is done."""
     for spec in envs:
         env = make(spec)
-        if isinstance(env, Env):
-            env.reset(DEMO_SEEDS[0])
-        if not isinstance(env, Env) or env.demonstrate() is None:
+        if not isinstance(env, Env) or _first_demonstration(spec, env) is None:
             raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
 
 
-def _difficulty_key(spec: str) -> str | None:
+def difficulty_key(spec: str) -> str | None:
+    """The key by which the environment gets harder, if it has one."""
     return next((key for key in DIFFICULTIES if base.accepts(spec, key)), None)
+
+
+def _first_demonstration(spec: str, env: Env) -> str | None:
+    try:
+        env.reset(DEMO_SEEDS[0])
+        return env.demonstrate()
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from None
+    except Exception as error:  # then it would fail in every warm-start step
+        raise UsageError(f"--env {spec} fails: {type(error).__name__}: {error}") from error

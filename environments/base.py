@@ -12,7 +12,9 @@ Seeds come from three ranges that don't meet, so nothing that is evaluated was t
 'user'
 """
 
+import difflib
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,7 +110,10 @@ def options_of(spec: str) -> dict[str, Any]:
     """
     parameters = inspect.signature(constructor(spec), eval_str=True).parameters
     options: dict[str, Any] = {}
-    for item in filter(None, spec.partition(":")[2].split(",")):
+    given = spec.partition(":")[2]
+    for item in given.split(",") if given else ():
+        if not item.strip():
+            raise UsageError(f"--env {spec}: there is a comma too many")
         key, equals, text = (part.strip() for part in item.partition("="))
         if not equals:
             raise UsageError(f"--env {spec}: write options as key=value, not {item!r}")
@@ -134,13 +139,18 @@ def make(spec: str) -> Env | MultiAgentEnv:
         return constructor(spec)(**options)
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
+    except (ValueError, OSError) as error:  # of a library that was given the value
+        raise UsageError(f"--env {spec}: {type(error).__name__}: {error}") from error
 
 
 def constructor(spec: str) -> Callable[..., Env | MultiAgentEnv]:
     """What `spec` names: a class, or a function that picks one."""
     name = spec.partition(":")[0]
     if name not in _REGISTRY:
-        raise UsageError(f"unknown environment {name!r}; there are: {', '.join(list_envs())}")
+        near = difflib.get_close_matches(name.strip().lower(), list_envs(), n=1)
+        hint = f"perhaps you meant {near[0]}; " if near else ""
+        known = ", ".join(list_envs())
+        raise UsageError(f"unknown environment {name!r}; {hint}there are: {known}")
     return _REGISTRY[name]
 
 
@@ -152,7 +162,10 @@ def _convert(spec: str, key: str, text: str, annotation: Any) -> Any:
     if annotation not in (int, float):
         return text
     try:
-        return annotation(text)
+        value = annotation(text)
+        if math.isfinite(value):
+            return value
     except ValueError:
-        kind = "a whole number" if annotation is int else "a number"
-        raise UsageError(f"--env {spec}: {key} is {kind}, not {text!r}") from None
+        pass
+    kind = "a whole number" if annotation is int else "a number"
+    raise UsageError(f"--env {spec}: {key} is {kind}, not {text!r}")

@@ -13,8 +13,8 @@ Each request is a line, and so is each answer:
     anything that went wrong there          {"error": ".."}
 
 Reward, observations and actions are those of the environment that is served. A process that is
-late, dies, floods its stdout or sends what is no answer is ended, and the episode fails with a
-RemoteError that says why; the next episode gets a fresh process.
+late, dies, floods its stdout or sends no answer is ended, and the episode fails with a RemoteError
+that says why; the next episode gets a fresh process.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]
@@ -65,7 +65,8 @@ class Remote(Env):
         self.process: subprocess.Popen | None = None
 
     def reset(self, seed: int) -> list[Message]:
-        return self._ask({"do": "reset", "seed": seed}, _messages)
+        return self._ask({"do": "reset", "seed": seed},
+                         lambda a: [_message(m) for m in _field(a, "messages", list)])  # fmt: skip
 
     def step(self, response: str) -> Step:
         return self._ask({"do": "step", "response": response}, _step)
@@ -96,10 +97,10 @@ class Remote(Env):
 
     def _start(self) -> subprocess.Popen:
         try:
+            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             process = subprocess.Popen(
-                self.arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                self.arguments, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True
+            )
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
         os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
@@ -134,10 +135,9 @@ def _exchange(process: subprocess.Popen, request: dict, deadline: float) -> dict
     line, _, more = bytes(incoming).partition(b"\n")
     if more:
         raise RemoteError("more than one answer to a request")
-    try:
+    answer = None
+    with contextlib.suppress(ValueError, RecursionError):
         answer = json.loads(line)
-    except (ValueError, RecursionError):
-        answer = None
     if not isinstance(answer, dict):
         raise RemoteError("the answer is no JSON object")
     return answer
@@ -146,10 +146,6 @@ def _exchange(process: subprocess.Popen, request: dict, deadline: float) -> dict
 def _end(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError), process:  # which closes its pipes and waits
         os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-
-
-def _messages(answer: dict[str, Any]) -> list[Message]:
-    return [_message(found) for found in _field(answer, "messages", list)]
 
 
 def _step(answer: dict[str, Any]) -> Step:
@@ -179,13 +175,14 @@ def _field(answer: dict[str, Any], key: str, kind: Any) -> Any:
 def serve(spec: str) -> None:
     """Answer requests on stdin until it closes; what the environment prints goes to stderr."""
     env = make(spec)
-    assert isinstance(env, Env), "remote serves environments for one player"
+    if not isinstance(env, Env):
+        raise UsageError(f"{spec} has several players; remote serves environments of one")
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
             request = json.loads(line)
             if request["do"] == "reset":
-                answer: dict[str, Any] = {"messages": env.reset(request["seed"])}
+                answer: dict = {"messages": env.reset(request["seed"])}
             elif request["do"] == "step":
                 answer = vars(env.step(request["response"]))
             else:
@@ -196,4 +193,8 @@ def serve(spec: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    try:
+        serve(" ".join(sys.argv[1:]))
+    except UsageError as error:
+        print(f"environments.remote: {error}", file=sys.stderr)
+        sys.exit(2)

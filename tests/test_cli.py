@@ -48,12 +48,44 @@ def test_a_bad_file_is_one_line(tmp_path, text, message):
         cli.parse(Config, ["--config", str(file)])
 
 
-def test_a_value_of_the_wrong_type_in_a_file_is_refused_as_a_flag_is(tmp_path, capsys):
+def test_a_value_of_the_wrong_type_in_a_file_is_refused_as_a_flag_is(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("num_updates: many")
-    with pytest.raises(SystemExit) as exit_:
-        cli.parse(Config, ["--config", str(file)])
-    assert exit_.value.code == 2
+    for args, where in ((["--config", str(file)], f"{file}: "), (["--num-updates", "many"], "")):
+        with pytest.raises(UsageError) as error:
+            cli.parse(Config, args)
+        told = "--num-updates is a whole number, not 'many'; see python train.py --help"
+        assert str(error.value) == f"{where}{told}"
+
+
+def test_a_file_keeps_texts_that_look_like_flags_and_the_on_and_off_of_yaml(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("run_name: --lr\ngradient_checkpointing: off\nlr:\ncache: no\nenv: snake\n")
+    config = cli.parse(Config, ["--config", str(file)])
+    assert (config.run_name, config.gradient_checkpointing, config.lr) == ("--lr", "off", None)
+    assert (config.cache, config.env) == (False, ("snake",))
+
+
+def test_of_a_flag_given_twice_the_last_counts(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / name).write_text(f"lr: {lr}\n")
+    args = ["--config", str(tmp_path / "a"), f"--config={tmp_path / 'b'}"]
+    assert cli.parse(Config, args).lr == 0.2
+    assert cli.parse(Config, ["--lr", "1", "--lr", "3"]).lr == 3
+
+
+def test_every_flag_of_the_help_has_words_for_what_it_takes():
+    from core.settings import NOT_NEGATIVE, POSITIVE
+
+    flags = cli._flags(Config)
+    assert {f"--{n.replace('_', '-')}" for n in POSITIVE + NOT_NEGATIVE} <= set(flags)
+    assert all(cli._takes(kind) for kind in flags.values() if kind != tuple[str, ...])
+
+
+def test_what_tyro_says_without_a_flag_is_passed_on_in_one_line():
+    rows = ["two", "lines", "For full helptext, run train.py --help"]
+    box = "\n".join(["\u256d\u2500 Title \u2500\u256e", *(f"\u2502 {row} \u2502" for row in rows)])
+    assert cli._refused({}, [], box) == "Title two lines"
 
 
 @pytest.mark.parametrize(

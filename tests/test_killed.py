@@ -25,8 +25,8 @@ import pytest
 from conftest import save_small
 
 SMALL = """--run-name a --sft-steps 3 --sft-batch-size 2 --num-updates 5 --num-prompts 2
-    --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10 --max-model-len 256
-    --device cpu""".split()
+    --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
+    --max-model-len 256 --device cpu""".split()
 SETTINGS = {
     "full": "--algo grpo --sft-best 2",
     "lora": "--algo reinforce --lora-rank 2 --kl-coef 0.1",
