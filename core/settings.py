@@ -67,8 +67,8 @@ def check(cfg: Any, algorithms: dict[str, Any]) -> None:
         raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
     if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
         raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
-    if cfg.sampler == "openai" and not _is_address(cfg.base_url):
-        raise UsageError(f"--base-url is like http://127.0.0.1:8000/v1, not {cfg.base_url!r}")
+    if cfg.sampler == "openai":
+        _check_address(cfg.base_url)
     if cfg.max_model_len <= cfg.max_tokens:
         raise UsageError(f"--max-model-len {cfg.max_model_len} leaves no room for a prompt beside "
                          f"--max-tokens {cfg.max_tokens}")  # fmt: skip
@@ -154,12 +154,18 @@ def _check_unused(cfg: Any, algorithms: dict[str, Any]) -> None:
             raise UsageError(f"--{flag} has no effect: no environment of --env can be made harder")
 
 
-def _is_address(url: str) -> bool:
+def _check_address(url: str) -> None:
+    """UsageError for what is no address, or may hold a secret, which no message repeats."""
+    if set("@?#") & set(url):
+        raise UsageError("--base-url takes no user, password or query: config.yaml would keep it; "
+                         "a key goes into the environment variable OPENAI_API_KEY")  # fmt: skip
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        fit = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number
-        return False
+        fit = False
+    if not fit:
+        raise UsageError(f"--base-url is like http://127.0.0.1:8000/v1, not {url!r}")
 
 
 def remarks(cfg: Any) -> list[str]:

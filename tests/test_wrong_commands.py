@@ -231,7 +231,7 @@ MODELS = [  # a folder of `models`, and what is said of it
     ("without_tokenizer", "no tokenizer beside the model (tokenizer.json)"),
     ("cut_tokenizer", "can't be loaded"),
     ("without_template", "the tokenizer has no chat template; use an instruct model"),
-    ("broken_template", "TemplateSyntaxError"),
+    ("broken_template", "the chat template refuses"),
     ("nothing_to_adapt", "--lora-rank 4: No `target_modules`"),
 ]
 
