@@ -10,6 +10,7 @@ middle of a write, at a random byte; at a random time.
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import resource
@@ -36,7 +37,7 @@ SETTINGS = {
     "two ranks, ppo and lora": "--algo ppo --lora-rank 2",
 }
 TOUCHES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-PATIENCE = 120  # seconds that a life may take
+PATIENCE, GRACE = 120, 3  # seconds that a life may take, and that the others of a dead rank have
 
 
 def live(args, folder, environment, fate, touches):
@@ -108,8 +109,13 @@ def lives():
             victim.join(fate["time"])
             if victim.is_alive():
                 victim.kill()
-        for child in children:
-            child.join(PATIENCE)
+        ended = [child.sentinel for child in children]
+        assert multiprocessing.connection.wait(ended, PATIENCE), "it hangs"
+        for child in children:  # one that lost another ends by itself, or as torchrun would end it
+            child.join(GRACE if any(c.exitcode for c in children) else PATIENCE)
+            if any(c.exitcode for c in children):
+                child.kill()
+                child.join()
             assert not child.is_alive(), "it hangs"
         return [child.exitcode for child in children], list(touches)
 
