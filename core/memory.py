@@ -134,7 +134,7 @@ def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
-            reason = str(error).strip().splitlines()[0][:200]
+            reason = (str(error).strip() or "MemoryError").splitlines()[0][:200]
         else:
             if not optimizer.overflowed():
                 return made

@@ -11,7 +11,9 @@ from test_tree import EVERYTHING, gradients_of, grouped
 import train
 from core import batching, memory, settings
 from core.memory import fit, kept_bytes, recompute_layers
-from core.model import load_policy
+from core.model import Policy, load_policy
+from core.optimizer import make_optimizer
+from core.types import OutOfMemory
 
 
 def test_kept_bytes_are_those_of_a_linear_map_and_its_activation(policy):
@@ -113,3 +115,150 @@ def test_a_run_with_gradient_checkpointing_is_the_same_run(command):
         lines = Path(f"runs/{mode}/metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line).get("loss") for line in lines])
     assert losses[0] == losses[1] and losses[0][-1] is not None
+
+
+RAN_OUT = {
+    "the GPU": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "the host": lambda: RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"
+    ),
+    "Python": lambda: MemoryError(),
+    "Apple's GPU": lambda: RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
+}
+
+
+def scarce(monkeypatch, most, error=RAN_OUT["the GPU"]):
+    """Let passes of more than `most` tokens run out of memory, after a part of their work."""
+    plain, sizes = Policy.hidden_states, []
+
+    def hidden_states(self, input_ids, tree=None):
+        hidden = plain(self, input_ids, tree)
+        tokens = input_ids.numel() if tree is None else tree.input_ids.numel()
+        if torch.is_grad_enabled():
+            sizes.append(tokens)
+            if tokens > most:
+                raise error()
+        return hidden
+
+    monkeypatch.setattr(Policy, "hidden_states", hidden_states)
+    return sizes
+
+
+def here(policy):
+    said = []
+    display = SimpleNamespace(say=said.append)
+    return SimpleNamespace(
+        policy=policy, optimizer=make_optimizer(policy, 0.1), display=display
+    ), said
+
+
+def passes(run, update):
+    """A training pass in micro-batches, as the loop makes it."""
+
+    def make():
+        for batch in train.micro_batches(run.policy, update.sequences):
+            logprobs, _, _ = train.forward(run.policy, batch, 1.0)
+            run.optimizer.backward((logprobs * batch.completion_mask).sum())
+        return "made"
+
+    return make
+
+
+@pytest.mark.parametrize("whose", RAN_OUT)
+def test_a_pass_that_runs_out_of_memory_is_made_again_in_smaller_parts(
+    qwen3_folder, monkeypatch, whose
+):
+    update = batching.to_update(grouped(later_turns=1))
+    longest = batching.longest(update.sequences)
+    gradients = []
+    for most in (10**9, longest + 5):
+        run, said = here(load_policy(str(qwen3_folder), device="cpu"))
+        run.policy.tokens_at_once = 8 * longest
+        with monkeypatch.context() as patch:
+            sizes = scarce(patch, most, RAN_OUT[whose])
+            assert memory.attempt(run, longest, passes(run, update)) == "made"
+        gradients.append([p.grad for p in run.optimizer.masters])
+    assert run.policy.tokens_at_once < 2 * longest < max(sizes)
+    assert 1 <= len(said) <= 3 and all("out of memory with" in line for line in said)
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_when_a_sequence_alone_is_too_much_layers_are_computed_twice_and_then_it_ends(
+    policy, monkeypatch
+):
+    update = batching.to_update(grouped(later_turns=0))
+    run, said = here(policy)
+    policy.tokens_at_once = longest = batching.longest(update.sequences)
+    scarce(monkeypatch, longest - 1)
+    with pytest.raises(OutOfMemory, match=f"a sequence of {longest} tokens.*--max-tokens"):
+        memory.attempt(run, longest, passes(run, update))
+    assert "computed twice" in said[0] and policy.recomputed
+    assert all(p.grad is None for p in run.optimizer.masters)
+
+    run, said = here(policy)
+    policy.recomputed, policy.may_recompute = [], False  # --gradient-checkpointing off
+    with pytest.raises(OutOfMemory):
+        memory.attempt(run, longest, passes(run, update))
+    assert not said and not policy.recomputed
+
+
+def test_other_errors_are_not_taken_for_want_of_memory(policy):
+    run, said = here(policy)
+
+    def wrong():
+        raise RuntimeError("shapes cannot be multiplied")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        memory.attempt(run, 10, wrong)
+    assert not said
+
+
+SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2
+    --group-size 4 --eval-num-tasks 0 --max-tokens 12 --max-model-len 200 --device cpu --no-cache
+    """.split()
+
+
+def losses_of(run):
+    lines = Path("runs", run, "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line).get("loss") for line in lines]
+
+
+def test_a_run_goes_on_when_memory_runs_out_and_learns_the_same(command, monkeypatch):
+    assert command(*SMALL)[0] == 0
+    plain = losses_of("a")
+    scarce(monkeypatch, 90)
+    code, out, err = command(*SMALL, "--run-name", "b")
+    assert (code, err) == (0, "") and "out of memory with 2048 tokens at one time" in out
+    assert losses_of("b") == pytest.approx(plain, abs=1e-5)
+
+
+def test_a_run_whose_memory_is_never_enough_ends_with_one_line(command, monkeypatch):
+    scarce(monkeypatch, 20)
+    code, _, err = command(*SMALL)
+    assert code == 1 and err.count("\n") == 1 and err.startswith("train.py: a sequence of")
+    assert "--lora-rank 16" in err and Path("runs/a/config.yaml").exists()
+
+
+@pytest.mark.parametrize(("free", "tried"), [(10**12, False), (10**6, True), (None, False)])
+def test_the_longest_batch_is_tried_first_where_memory_is_scarce(command, monkeypatch, free, tried):
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: free)
+    sizes = scarce(monkeypatch, 10**9)
+    args = ["--sft-steps", "0", "--max-tokens-per-micro-batch", "500", "--num-updates", "1"]
+    assert command(*SMALL, *args)[0] == 0
+    # two sequences of 200 tokens, as a tree: 399 of their own and one that they share
+    assert (sizes[0] == memory.PROBE, sizes[1] == 2 * 200 - 1) == (free is not None, tried)
+    assert max(sizes) == 399 if tried else max(sizes) < 399
+
+
+def test_a_longest_batch_that_does_not_fit_ends_the_run_before_it_begins(command, monkeypatch):
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 10**6)
+    scarce(monkeypatch, 150)
+    code, _, err = command(*SMALL)
+    assert code == 1 and err.startswith("train.py: a sequence of 200 tokens, alone")
+    assert "update" not in Path("runs/a/metrics.jsonl").read_text()
+
+
+def test_free_memory_of_the_host_is_told_in_bytes():
+    free = memory.host_free_bytes()
+    assert free is None or 10**7 < free < 10**14

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from algorithms.common import token_logprobs
+from core import sampler as sampler_module
 from core.batching import micro_batches, put, to_update
 from core.contexts import make_context
 from core.model import load_policy
 from core.nanollm import make_sampler
 from core.sampler import SamplingParams, TorchSampler, draw, uniforms
-from core.types import Rollout, Turn, UsageError
+from core.types import OutOfMemory, Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
 
@@ -215,3 +216,38 @@ def test_prompts_are_kept_once_and_dropped_with_their_last_row(small_folder):
         logits = policy.causal_lm(whole).logits
         assert torch.allclose(expected, logits[:, -2], atol=1e-5)
         assert torch.allclose(context.logits, logits[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS * 5])
+def test_fewer_are_written_at_one_time_when_memory_runs_out(policy, monkeypatch, prompts):
+    """Those already written stay, and each draws what it would have drawn among all."""
+    params = SamplingParams(max_tokens=12, seed=4)
+    expected = TorchSampler(policy).sample(prompts, params)
+    sampler, said, sizes = TorchSampler(policy), [], []
+    sampler.say = said.append
+    plain = sampler_module.make_context
+
+    def scarce(policy, some, room):
+        sizes.append(len(some))
+        if len(some) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(policy, some, room)
+
+    monkeypatch.setattr(sampler_module, "make_context", scarce)
+    found = sampler.sample(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert said and "at one time: from here on" in said[-1]
+    before = len(sizes)
+    assert len(sampler.sample(prompts, params)) == len(prompts)
+    assert max(sizes[before:]) <= 2  # it is remembered
+
+
+def test_one_completion_that_does_not_fit_is_one_line(policy, monkeypatch):
+    def never(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+
+    monkeypatch.setattr(sampler_module, "make_context", never)
+    sampler = TorchSampler(policy)
+    sampler.say = lambda line: None
+    with pytest.raises(OutOfMemory, match="one completion of 12 tokens behind a prompt of"):
+        sampler.sample(PROMPTS, SamplingParams(max_tokens=12))
