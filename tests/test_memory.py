@@ -234,7 +234,8 @@ def test_a_run_goes_on_when_memory_runs_out_and_learns_the_same(command, monkeyp
 
 
 def test_a_run_whose_memory_is_never_enough_ends_with_one_line(command, monkeypatch):
-    scarce(monkeypatch, memory.PROBE)
+    monkeypatch.setattr(memory, "PROBE", 8)
+    scarce(monkeypatch, 20)
     code, _, err = command(*SMALL)
     assert code == 1 and err.count("\n") == 1 and err.startswith("train.py: a sequence of")
     assert "--lora-rank 16" in err and Path("runs/a/config.yaml").exists()
