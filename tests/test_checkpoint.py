@@ -51,16 +51,40 @@ def test_the_newest_is_found_and_only_two_are_kept(run):
     assert len(list((folder / "checkpoint").iterdir())) == 2
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing", "state", "state_kind"])
-def test_a_damaged_one_is_passed_over(run, damage):
+@pytest.mark.parametrize("name", checkpoint.FILES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
+def test_a_damaged_file_is_found_out(run, name, damage):
+    check_passed_over(run, name, damage)
+
+
+@pytest.mark.parametrize("damage", ["empty", "missing", "state", "state_kind", "progress"])
+def test_a_damaged_state_is_found_out(run, damage):
+    check_passed_over(run, "state.json", damage)
+
+
+def test_one_of_other_settings_is_passed_over(run):
+    folder, _, _, save = run
+    older = save(1)
+    (folder / "config.yaml").write_text("algo: ppo\n")
+    newest = save(2)
+    (folder / "config.yaml").write_text("algo: grpo\nnum_updates: 9\n")  # which may change
+    found = find_checkpoint(folder)
+    assert (found.folder, found.progress) == (older, progress(1))
+    assert found.remarks == [
+        f"{newest} is of other settings than config.yaml has: using an older one"
+    ]
+
+
+def check_passed_over(run, name, damage):
     folder, _, _, save = run
     save(1)
     newest = save(2)
-    file = newest / ("state.json" if "state" in damage else "optimizer.pt")
+    file = newest / name
     content = file.read_bytes()
     file.write_bytes({
         "flip": content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], "cut": content[:-9],
         "empty": b"", "missing": content, "state": b"{", "state_kind": b"[]",
+        "progress": content.replace(b'"update": 2', b'"update": 3'),
     }[damage])  # fmt: skip
     if damage == "missing":
         file.unlink()

@@ -374,7 +374,17 @@ def test_resume_refuses_weights_of_another_model(command, qwen3_folder):
     config = Path("runs/a/config.yaml")
     config.write_text(config.read_text().replace("model_id: tiny", f"model_id: {qwen3_folder}"))
     code, _, err = command("--resume", "runs/a")
-    assert code == 2 and "differs from the one configured" in err
+    assert code == 2 and "no whole checkpoint of its settings" in err
+
+
+def test_resume_refuses_a_folder_whose_model_has_changed(command, tmp_path):
+    from conftest import save_small
+
+    folder = save_small("qwen3", tmp_path / "model")
+    assert command("--run-name", "a", "--model-id", folder, *SMALL)[0] == 0
+    save_small("qwen3", folder, hidden_size=64)
+    code, _, err = command("--resume", "runs/a")
+    assert code == 2 and err.count("\n") == 1 and "differs from the one configured" in err
 
 
 def test_a_local_model_trains_with_lora_as_the_readme_says(command, qwen3_folder):
