@@ -8,6 +8,7 @@ since the last look, what the run's folder holds. Exit code 1 if memory or time 
 grew without bound.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -117,7 +118,7 @@ def judge(looks: list[dict]) -> dict[str, dict]:
 
 def seconds_each(looks: list[dict]) -> list[float]:
     """Seconds of an update, between one look and the next, evaluations and checkpoints included."""
-    pairs = zip(looks, looks[1:], strict=False)
+    pairs = itertools.pairwise(looks)
     return [(b["at_s"] - a["at_s"]) / (b["update"] - a["update"]) for a, b in pairs]
 
 
