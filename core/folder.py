@@ -50,6 +50,8 @@ def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
             except UsageError:
                 if new and not (run / "metrics.jsonl").exists():  # nothing has begun
                     shutil.rmtree(run)
+                    with suppress(OSError):  # other runs are in it
+                        run.parent.rmdir()
                 raise
     except OSError as error:
         if error.errno not in DISK:

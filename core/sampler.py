@@ -124,7 +124,7 @@ class TorchSampler(Sampler):
         self.say(f"out of memory with {at_once} completions at one time: from here on "
                  f"{self.at_once}")  # fmt: skip
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def _write(
         self, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[], None]
     ) -> list[Completion]:

@@ -14,7 +14,7 @@ import torch
 from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import train
+from core import journal
 from environments import base
 from environments.base import Env, Step, register
 
@@ -71,7 +71,7 @@ def bandit(monkeypatch):
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors so small
-    monkeypatch.setattr(train.journal, "write_pages", lambda *args: None)  # longer than the updates
+    monkeypatch.setattr(journal, "write_pages", lambda *args: None)  # longer than the updates
     yield
     torch.set_num_threads(threads)
     base._REGISTRY.clear()
