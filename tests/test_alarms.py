@@ -9,9 +9,13 @@ from matplotlib.axes import Axes
 from test_report import CONFIG, data_of, write_run
 
 from core import alarms, curves, journal, report
+from core.checkpoint import find_checkpoint
+from environments import base
 
 ROOT = Path(__file__).parent.parent
-RUNS = sorted(p for p in (ROOT / "runs").glob("*/*.jsonl") if '"update"' in p.read_text())
+FOLDERS = """algorithms_tiny environments_tiny letter_counting_tiny letter_counting_vllm
+    what_goes_wrong""".split()
+RUNS = sorted(path for folder in FOLDERS for path in (ROOT / "runs" / folder).glob("*.jsonl"))
 DESERVED = {  # (name, update) in the order in which they are raised; all other runs: none
     "what_goes_wrong/no_spread": [("entropy_collapse", 5), ("dead_groups", 5)],
     "what_goes_wrong/high_rate": [("dead_groups", 16), ("entropy_collapse", 23)],
@@ -248,3 +252,60 @@ def test_the_picture_marks_warnings_with_their_names(tmp_path, warned, monkeypat
     curves.draw_curves(tmp_path / "curves.png", warned, "x")
     assert {"kl_runaway, sampler_gap", "kl_runaway"} < set(written)
     assert sorted(lines) == [9, 9, 9, 30, 30, 30]
+
+
+@pytest.fixture
+def hopeless():
+    """An environment in which nobody is ever paid."""
+    known = dict(base._REGISTRY)
+
+    @base.register("hopeless")
+    class Hopeless(base.Env):
+        def reset(self, seed):
+            return [{"role": "user", "content": f"{seed}?"}]
+
+        def step(self, response):
+            return base.Step(None, 0.0, True, {"correct": False})
+
+    yield
+    base._REGISTRY.clear()
+    base._REGISTRY.update(known)
+
+
+HOPELESS = """--env hopeless --sft-steps 0 --num-updates 7 --num-prompts 2 --group-size 2
+    --eval-num-tasks 2 --eval-every 0 --save-every 0 --max-tokens 4 --device cpu""".split()
+
+
+def metrics_of(run):
+    records = map(json.loads, Path(run, "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
+
+
+def test_a_run_warns_once_and_goes_on(command, hopeless):
+    code, out, err = command(*HOPELESS, "--run-name", "a")
+    assert (code, err) == (0, "")
+    assert out.count("\nwarning: dead_groups: ") == 1
+    raised = {r["update"]: r["warnings"] for r in metrics_of("runs/a") if "warnings" in r}
+    assert list(raised) == [5] and list(raised[5]) == ["dead_groups"]
+    assert f"dead_groups: {raised[5]['dead_groups']}" in out
+
+
+@pytest.mark.parametrize("named", [["dead_groups"], ["any"], ["sampler_gap", "dead_groups"]])
+def test_stop_on_saves_and_stops_and_the_run_can_go_on(command, hopeless, named):
+    assert command(*HOPELESS, "--run-name", "whole")[0] == 0
+    code, out, _ = command(*HOPELESS, "--run-name", "a", "--stop-on", *named)
+    assert code == 1 and "--stop-on dead_groups: stopped; go on with: python train.py" in out
+    assert [r["update"] for r in metrics_of("runs/a")] == list(range(6))
+    assert find_checkpoint(Path("runs/a")).progress["update"] == 5
+    assert not Path("runs/a/model").exists() and Path("runs/a/report.html").exists()
+    assert command("--resume", "runs/a")[0] == 0  # what was raised isn't raised again
+    assert metrics_of("runs/a") == metrics_of("runs/whole")
+
+
+def test_stop_on_something_else_does_not_stop(command, hopeless):
+    assert command(*HOPELESS, "--run-name", "a", "--stop-on", "sampler_gap")[0] == 0
+
+
+def test_an_unknown_warning_is_one_line(command):
+    code, _, err = command("--stop-on", "boredom")
+    assert code == 2 and err.count("\n") == 1 and "no such warning; there are" in err

@@ -27,7 +27,7 @@ def test_a_new_folder_appears_with_its_config(tmp_path):
 
 
 def test_what_can_not_begin_leaves_nothing(tmp_path):
-    run = tmp_path / "a"
+    run = tmp_path / "runs" / "a"
     with pytest.raises(UsageError), claimed(run, CONFIG, new=True):
         raise UsageError("no such model")
     assert list(tmp_path.iterdir()) == []
