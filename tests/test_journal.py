@@ -21,6 +21,7 @@ from core.metrics import (
     weight_metrics,
     wilson,
 )  # fmt: skip
+from core.microscope import choose
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {
@@ -122,6 +123,24 @@ def test_rewind_drops_what_will_be_done_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     rewind(tmp_path, {"sft_step": 40, "update": 1})
     assert read_records(tmp_path / "metrics.jsonl") == lines[:4]
+
+
+def test_rollouts_are_bounded_the_newest_kept_and_rewound(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal, "ROLLOUTS_BYTES", 2000)
+    write_config(tmp_path, CONFIG)
+    with Journal(tmp_path, CONFIG) as log:
+        for update in range(60):
+            log.log_rollouts("train", update, [rollout(1.0, correct=True)])
+    files = [tmp_path / name for name in ("rollouts.old.jsonl", "rollouts.jsonl")]
+    sizes = [file.stat().st_size for file in files]
+    one = max(len(line) for file in files for line in file.read_text().splitlines())
+    assert 2000 < sizes[0] <= 2000 + one + 1 and 0 < sizes[1] <= 2000 + one + 1
+    kept = [r["update"] for file in files for r in read_records(file)]
+    assert kept == list(range(kept[0], 60)) and kept[0] > 0
+    segments, left = choose(tmp_path / "rollouts.jsonl", 10**6)
+    assert [s["u"] for s in segments] == kept and not left
+    rewind(tmp_path, {"sft_step": 0, "update": kept[0]})  # back into the older file
+    assert [r["update"] for file in files for r in read_records(file)] == kept[:1]
 
 
 def test_before_and_after_are_the_first_and_last_evaluations(tmp_path):
