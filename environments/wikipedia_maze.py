@@ -22,7 +22,8 @@ Links: Sahara, Wheat, Egypt, Paper
 A text of more than `max_chunk` characters comes in parts: {"action": "next_part"} reads on, and is
 no visit; the page's line then ends in `, part 1/3; for the next: {"action": "next_part"}`. Any link
 of the page may be visited, those of other parts too; the case of its title is free, and on a live
-wiki its address will do. `text=false` shows the links alone.
+wiki its address will do. For a policy as small as tiny there is `brief`: no rules and no text, only
+links to pages not seen yet, and each page for itself, without those before.
 
 Reward of a response:
 
@@ -37,6 +38,7 @@ A pair (start, target) whose checksum divides by eight is met under evaluation s
 import json
 import random
 import zlib
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
@@ -61,17 +63,10 @@ class WikipediaMaze(Env):
     """`n_hops`: clicks at best. `max_visits`: 0 for n_hops + 3. With `live`: the last three."""
 
     def __init__(
-        self,
-        n_hops: int = 2,
-        max_chunk: int = 600,
-        dense: bool = False,
-        max_visits: int = 0,
-        text: bool = True,
-        live: bool = False,
-        base_url: str = "https://en.wikipedia.org/w/api.php",
-        start: str = "",
-        target: str = "",
-    ):
+        self, n_hops: int = 2, max_chunk: int = 600, dense: bool = False, max_visits: int = 0,
+        brief: bool = False, live: bool = False,
+        base_url: str = "https://en.wikipedia.org/w/api.php", start: str = "", target: str = "",
+    ):  # fmt: skip
         if not 1 <= n_hops <= MOST_HOPS:
             raise UsageError(f"n_hops is 1 to {MOST_HOPS}, not {n_hops}")
         if max_chunk < 100:
@@ -85,7 +80,7 @@ class WikipediaMaze(Env):
         if live and find_spec("httpx") is None:
             raise UsageError('live=true needs httpx: pip install -e ".[envs]"')
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
-        self.max_chunk, self.dense, self.text = max_chunk, dense, text
+        self.max_chunk, self.dense, self.brief = max_chunk, dense, brief
         self.live, self.base_url = live, base_url
         self.address = wikipedia.article_address(base_url) if live else ""
         pairs = _live_pairs(start, target) if live else pages.pairs_apart(n_hops)
@@ -99,11 +94,14 @@ class WikipediaMaze(Env):
         start, target = self.rng.choice(self.pairs[seed in EVAL_SEEDS])
         self.retries = Retries()
         self.visits, self.nearest, self.title, self.error = 0, self.n_hops, "", ""
+        self.seen: set[str] = set()
         self._open(target)
         self.target = self.title  # a live wiki may have its own title for it
+        self.seen.clear()
         self._open(start)
         self.clicks = {} if self.live else pages.clicks_to(target)
         opening = f"Click links to the target. Think, then end with {FORM}.\n{self._show()}"
+        opening = self._show() if self.brief else opening
         return [user(self.error or opening)]  # after an error, the first step ends the episode
 
     def step(self, response: str) -> Step:
@@ -114,7 +112,7 @@ class WikipediaMaze(Env):
             if self.part + 1 == len(self.parts):
                 return self._refuse("This is the last part.")
             self.part += 1
-            return Step(user(self._show()), 0.0, False, {"correct": False})
+            return Step(user(self._show()), 0.0, False, {"correct": False}, self.brief)
         link = {pages.fold(link): link for link in self.links}.get(action or "")
         if link is None:
             return self._refuse("No link of this page." if action else "No action found.")
@@ -128,7 +126,7 @@ class WikipediaMaze(Env):
             reward = 0.5 / (self.n_hops - 1)
         if self.visits == self.max_visits or not self.links:
             return self._end(reward)
-        return Step(user(self._show()), reward, False, {"correct": False})
+        return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """The path, then its first link; `hasty`: any link. None on a live wiki: no path known."""
@@ -149,8 +147,11 @@ class WikipediaMaze(Env):
                 self.title, sections = title, pages.bundled()[title]
         except wikipedia.FetchError as error:
             self.error = str(error)
-        self.links = pages.find_links(sections)
-        shown = sections if self.text else tuple(("", f"[[{link}]]") for link in self.links)
+        self.links, shown = pages.find_links(sections), sections
+        self.seen.add(self.title)
+        if self.brief:
+            self.links = [link for link in self.links if link not in self.seen]
+            shown = tuple(("", f"[[{link}]]") for link in self.links)
         self.parts, self.part = pages.split_parts(shown, self.max_chunk), 0
         self.guess = self.rng.choice(self.links or [""])
 
@@ -160,7 +161,7 @@ class WikipediaMaze(Env):
         more = f"; for the next: {NEXT_PART}" if number < last else ""
         left = self.max_visits - self.visits
         lines = [f"Target: {self.target}, {left} left", f"Page: {self.title}{which}{more}"]
-        if self.text:
+        if not self.brief:
             lines += [f"{heading}: {text}".removeprefix(": ") for heading, text in part]
         return "\n".join([*lines, f"Links: {', '.join(pages.find_links(part))}"])
 
@@ -180,7 +181,10 @@ class WikipediaMaze(Env):
         return pages.fold(title) or None
 
     def _refuse(self, problem: str) -> Step:
-        return self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
+        step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
+        # the page for itself, again, in the place of a hint at one that is out of sight
+        again = self.brief and not step.done
+        return replace(step, message=user(self._show()), fresh=True) if again else step
 
     def _end(self, reward: float) -> Step:
         info = {"correct": self.title == self.target and not self.error, "visits": self.visits}

@@ -38,7 +38,7 @@ SPECS = {
     "reward_hacking:world=renewable,proxy_weight=0": (-1.0, 1.0, 1.0, True),
     "reward_hacking": (-1.0, 1.0, 1.0, False),
     "wikipedia_maze": (-1.0, 1.0, 1.0, True),
-    "wikipedia_maze:n_hops=3,dense=true,text=false": (-1.0, 1.0, 1.5, True),
+    "wikipedia_maze:n_hops=3,dense=true,brief=true": (-1.0, 1.0, 1.5, True),
     "remote:env=letter_counting": (0.0, 1.0, 1.0, True),
     "gymnasium": (-1.0, 1.0, 500.0, False),
     "gymnasium:id=Blackjack-v1": (-1.0, 1.0, 1.0, False),

@@ -85,17 +85,30 @@ def test_opening_shows_rules_target_page_text_and_links():
     ]
 
 
-def test_without_text_only_titles_are_shown_and_messages_are_short():
-    env = WikipediaMaze(text=False)
-    assert env.reset(401)[0]["content"].splitlines()[1:] == [
+def test_in_brief_each_page_stands_alone_with_the_links_to_pages_not_seen():
+    env = WikipediaMaze(brief=True)
+    assert env.reset(401)[0]["content"].splitlines() == [
         "Target: Sahara, 5 left",
         "Page: Egypt",
         "Links: Nile, Desert, Pyramid, Cleopatra, Cat",
     ]
-    assert env.step(visit("Nile")).message["content"] == (
-        "Target: Sahara, 4 left\nPage: Nile\nLinks: Sahara, Wheat, Egypt, Paper"
+    step = env.step(visit("Nile"))
+    assert step.fresh and step.message["content"] == (
+        "Target: Sahara, 4 left\nPage: Nile\nLinks: Sahara, Wheat, Paper"
     )
-    assert max(len(env.reset(seed)[0]["content"]) for seed in range(300)) < 250
+    for invalid in (visit("Egypt"), "no idea"):  # seen already; no action
+        again = env.step(invalid)
+        assert again.fresh and again.reward == -0.1 and again.message == step.message
+    assert env.step(visit("Sahara")).info["correct"]
+    assert max(len(env.reset(seed)[0]["content"]) for seed in range(300)) < 170
+
+
+def test_at_length_nothing_is_fresh_and_seen_pages_stay():
+    env = WikipediaMaze()
+    env.reset(401)
+    step = env.step(visit("Nile"))
+    assert not step.fresh and "[[Egypt]]" in step.message["content"]
+    assert not env.step("no idea").fresh and env.step(visit("Egypt")).reward == 0
 
 
 def test_same_seed_is_the_same_episode_and_reset_clears_everything():
@@ -271,7 +284,7 @@ def test_parts_keep_to_their_size_and_lose_no_link():
 @pytest.mark.parametrize(
     "options",
     [{"n_hops": n} for n in range(1, 7)]
-    + [{"text": False}, {"dense": True}, {"n_hops": 3, "max_visits": 3}],
+    + [{"brief": True}, {"dense": True}, {"n_hops": 3, "max_visits": 3}],
 )
 def test_demonstrations_reach_the_target_in_n_hops_visits(options):
     env = WikipediaMaze(**options)
