@@ -11,11 +11,9 @@ whole or not at all. The two newest are kept; one whose checksums don't fit is p
 numbers need no saving: each update derives its own from the seed and its number.
 """
 
-import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from core.cli import FREE_ON_RESUME
+from core.folder import write_error
 from core.model import Policy
 from core.optimizer import MasterAdamW
 from core.types import UsageError
@@ -135,10 +134,7 @@ def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
         save_file(tensors, part / FILES[0])
         torch.save(optimizer.state_dict(), part / FILES[1])
     except (SafetensorError, RuntimeError) as error:  # in their words, a write that failed
-        told = re.search(r"os error (\d+)", str(error))
-        full = shutil.disk_usage(part).free < 1 << 20
-        number = int(told[1]) if told else errno.ENOSPC if full else errno.EIO
-        raise OSError(number, os.strerror(number), str(part)) from error
+        raise write_error(error, part) from error
 
 
 def _read_state(folder: Path, settings: str) -> tuple[dict[str, Any], str]:

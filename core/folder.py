@@ -11,6 +11,7 @@ import errno
 import fcntl
 import itertools
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from core.types import CannotWrite, UsageError
 
@@ -53,7 +55,8 @@ def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
                     with suppress(OSError):  # other runs are in it
                         run.parent.rmdir()
                 raise
-    except OSError as error:
+    except (OSError, SafetensorError) as raised:
+        error = raised if isinstance(raised, OSError) else write_error(raised, run)
         if error.errno not in DISK:
             raise
         hint = f"python train.py --resume {run}" if run.exists() else "the same command again"
@@ -61,6 +64,20 @@ def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
             f"{error.filename or run}: {error.strerror or error}; what was saved before is whole: "
             f"see to the disk, then {hint}"
         ) from None
+
+
+def write_error(error: Exception, where: Path) -> OSError:
+    """What the operating system said, where a library that writes files made its own words of it.
+
+    >>> write_error(ValueError("I/O error: No space left (os error 28)"), Path("runs")).strerror
+    'No space left on device'
+    """
+    told = re.search(r"os error (\d+)", str(error))
+    while not where.exists():
+        where = where.parent
+    full = shutil.disk_usage(where).free < 1 << 20
+    number = int(told[1]) if told else errno.ENOSPC if full else errno.EIO
+    return OSError(number, os.strerror(number), str(where))
 
 
 def create_run(run: Path, config: dict[str, Any]) -> None:

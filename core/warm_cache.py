@@ -68,19 +68,19 @@ def keep(cfg: Any, run: Any, envs: list[str]) -> None:
     except OSError as error:
         run.display.say(f"warm start: not kept for other runs ({error})")
         return
-    save_file(
-        {n: p.detach().cpu().contiguous() for n, p in run.policy.trainable().items()},
-        part / "weights.safetensors",
-    )
+    tensors = {n: p.detach().cpu().contiguous() for n, p in run.policy.trainable().items()}
     records = [r for r in read_records(run.folder / "metrics.jsonl") if "sft_step" in r]
-    with (part / "metrics.jsonl").open("w") as file:
-        for record in records:
-            untimed = {k: v for k, v in record.items() if not k.startswith("time/")}
-            file.write(json.dumps(untimed) + "\n")
     try:
+        save_file(tensors, part / "weights.safetensors")
+        with (part / "metrics.jsonl").open("w") as file:
+            for record in records:
+                untimed = {k: v for k, v in record.items() if not k.startswith("time/")}
+                file.write(json.dumps(untimed) + "\n")
         os.rename(part, folder)
-    except OSError:  # another run was faster
-        shutil.rmtree(part)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if not folder.exists():  # or another run was faster
+            run.display.say(f"warm start: not kept for other runs ({error})")
 
 
 def folder_of(cfg: Any, policy: Policy, envs: list[str]) -> Path | None:

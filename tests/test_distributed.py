@@ -48,7 +48,7 @@ def assert_alike(ours, theirs, tolerance=1e-4):
 
 
 CASES = {
-    "grpo": "--algo grpo",
+    "grpo": "--algo grpo --num-updates 10",
     "several turns, filtered": "--env reverse:turns=2 --filter-groups 1 --max-turns 2",
     "ppo in minibatches": "--algo ppo --num-epochs 2 --num-minibatches 2 --sft-best 2",
     "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4 --overlong-buffer 8",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from core import checkpoint, folder
 from core.folder import claimed, create_run, new_folder
@@ -85,6 +86,14 @@ def test_a_disk_that_takes_no_more_is_one_line(tmp_path, number):
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
     assert os.strerror(number) in str(told.value) and "--resume" in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_a_library_s_own_words_for_it_are_understood(tmp_path):
+    with (
+        pytest.raises(CannotWrite, match="No space left on device"),
+        claimed(tmp_path / "a", CONFIG, new=True),
+    ):
+        raise SafetensorError("Error while serializing: I/O error: .. (os error 28)")
 
 
 def test_other_errors_pass(tmp_path):

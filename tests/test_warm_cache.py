@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
+
+from core import warm_cache
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 1 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --max-tokens 12 --device cpu""".split()
@@ -66,3 +69,13 @@ def test_a_resumed_warm_start_is_kept_but_none_is_reused(command, cache):
     assert not cache.exists()
     code, out, _ = command("--resume", "runs/a", "--num-updates", "1")
     assert code == 0 and "reused" not in out and not cache.exists()
+
+
+def test_a_disk_that_is_full_costs_the_cache_and_not_the_run(command, cache, monkeypatch):
+    def full(*args):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(warm_cache, "save_file", full)
+    code, out, err = command(*SMALL, "--seed", "77")
+    assert (code, err) == (0, "") and "warm start: not kept for other runs (I/O error" in out
+    assert not list(cache.glob(".part-*"))
