@@ -8,7 +8,7 @@ Observation: the opening is one line of rules and then, as after each visit, the
 >>> env = WikipediaMaze(n_hops=2)
 >>> opening = env.reset(seed=401)
 >>> env.demonstrate()
-'Egypt > Nile > Sahara {"action": "visit_url", "url": "Nile"}'
+'Sahara is not here. {"action": "visit_url", "url": "Nile"}'
 >>> print(env.step(env.demonstrate()).message["content"])
 Target: Sahara, 4 left
 Page: Nile
@@ -100,9 +100,8 @@ class WikipediaMaze(Env):
         self.seen.clear()
         self._open(start)
         self.clicks = {} if self.live else pages.clicks_to(target)
-        opening = f"Click links to the target. Think, then end with {FORM}.\n{self._show()}"
-        opening = self._show() if self.brief else opening
-        return [user(self.error or opening)]  # after an error, the first step ends the episode
+        rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
+        return [user(self.error or rules + self._show())]  # an error: step 1 ends it
 
     def step(self, response: str) -> Step:
         if self.error or not self.links:
@@ -129,14 +128,15 @@ class WikipediaMaze(Env):
         return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """The path, then its first link; `hasty`: any link. None on a live wiki: no path known."""
+        """Whether the target is linked, then the path; `hasty`: any link. None on a live wiki."""
         if hasty:
             return _visit(self.guess)
         if self.live:
             return None
         path = pages.shortest_path(self.title, self.target)
         seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
-        return f"{' > '.join(path)} {_visit(path[1]) if path[1] in seen else NEXT_PART}"
+        here = "here" if self.target in seen else "not here"
+        return f"{self.target} is {here}. {_visit(path[1]) if path[1] in seen else NEXT_PART}"
 
     def _open(self, title: str) -> None:
         sections: pages.Sections = ()
@@ -182,9 +182,9 @@ class WikipediaMaze(Env):
 
     def _refuse(self, problem: str) -> Step:
         step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
-        # the page for itself, again, in the place of a hint at one that is out of sight
-        again = self.brief and not step.done
-        return replace(step, message=user(self._show()), fresh=True) if again else step
+        if step.done or not self.brief:
+            return step
+        return replace(step, message=user(self._show()), fresh=True)  # for a hint: the page again
 
     def _end(self, reward: float) -> Step:
         info = {"correct": self.title == self.target and not self.error, "visits": self.visits}

@@ -162,7 +162,8 @@ def draw(looks: list[dict], found: dict[str, dict]) -> None:
             sizes = [look["files_mb"].get(name, 0) for look in looks]
             files.plot(at, sizes, style, color=BLUE, label=label)
         files.set_title("files, MB", loc="left", fontsize=11, fontweight="bold")
-        files.legend(frameon=False)
+        files.set_ylim(0, 80)
+        files.legend(frameon=False, loc="upper left", ncols=2)
         for axis, name in zip((memory, seconds, files), found, strict=True):
             axis.set_xlabel("update")
             axis.annotate(found[name]["figure"], (0.98, 0.04), xycoords="axes fraction", ha="right")
