@@ -44,7 +44,9 @@ class Config:
     top_k: int = 0  # sample from so many of the likeliest tokens; 0: from all
     max_tokens: int | None = None  # longest completion, in tokens; None: 64 for tiny, 1024 else
     max_turns: int = 8  # turns after which an episode is cut
-    env_timeout: float = 60.0  # seconds an environment may think; then its episode fails; 0: ever
+    env_timeout: float = (
+        60.0  # seconds an environment may think; then its episode fails; 0: no limit
+    )
     thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
     max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
     max_tokens_per_micro_batch: int | None = None  # None: 2048 for tiny, else as memory allows
@@ -95,20 +97,11 @@ if __name__ == "__main__":
 import torch
 
 from algorithms import common, grpo, ppo, reinforce, sft
-from core import (
-    batching,
-    distributed,
-    exercises,
-    memory,
-    metrics,
-    selection,
-    settings,
-    tasks,
-    warm_cache,
-)
+from core import batching, distributed, exercises, metrics, selection, settings, tasks, warm_cache
 from core.evaluation import evaluate
 from core.interrupt import Stopped
 from core.looks import look
+from core.memory import attempt, try_longest
 from core.model import Policy
 from core.reference import as_reference
 from core.run import Run, is_due, open_run
@@ -132,7 +125,7 @@ def main(cfg: Config) -> int:
 
     with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
         try:
-            memory.try_longest(run, cfg.max_model_len, partial(imitation, run))
+            try_longest(cfg, run, partial(imitation, run))
             if run.progress["sft_step"] < cfg.sft_steps:
                 if not warm_cache.reuse(cfg, run, train_envs):
                     warm_start(cfg, run, train_envs)
@@ -212,12 +205,12 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
     rollouts were all paid alike, and plays others instead, so many times."""
     played: list[Rollout] = []
     kept: list[Rollout] = []
-    for attempt in range(1 + cfg.filter_groups):
+    for again in range(1 + cfg.filter_groups):
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
             break
-        drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
-        seed = cfg.seed * 1_000_003 + update + attempt * 1009
+        drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, again)
+        seed = cfg.seed * 1_000_003 + update + again * 1009
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
             watch = phase.tick_and(run.stop.check_alone)
@@ -236,7 +229,7 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
         return exercises.learn(run, rollouts, cfg.temperature, cfg.microscope)
     update = batching.to_update(rollouts)
     longest = batching.longest(update.sequences)
-    known = memory.attempt(run, longest, partial(score, cfg, run, update))
+    known = attempt(run, longest, partial(score, cfg, run, update))
     assign_credit(cfg, update, known)
     learnt = update.mask & ~update.cut_off if cfg.mask_truncated else update.mask
     aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
@@ -248,7 +241,7 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
         known["scale"][rows] = common.token_scale(learnt[rows], aggregation, cfg.max_tokens)
         first = step == 0 and not known["old_logprobs"].any()
         one_pass = partial(backward, cfg, run, update, known, rows, first)
-        found = memory.attempt(run, longest, one_pass)
+        found = attempt(run, longest, one_pass)
         if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/old_policy"]:
             run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
             break
@@ -321,6 +314,8 @@ def backward(
     """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
     sums: Any = Counter()  # its `update` adds up
+    if first:
+        known["old_logprobs"].zero_()  # the ranks' parts are added up below
     chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
     for batch in micro_batches(run.policy, chosen):
         mask = batch.completion_mask
@@ -356,7 +351,7 @@ def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
     shown = batching.to_update(rollouts)
     longest = batching.longest(shown.sequences)
-    total = memory.attempt(run, longest, partial(imitation, run, shown))
+    total = attempt(run, longest, partial(imitation, run, shown))
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
 

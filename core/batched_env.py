@@ -19,12 +19,12 @@ from core.interrupt import limited
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
-from core.types import Completion, Message, Rollout, Turn, UsageError
+from core.types import Completion, Message, Rollout, Turn
 from environments.base import Env, MultiAgentEnv, Step, make
 
 T = TypeVar("T")
 PLAYER = "player"  # the one agent of a single-player environment
-MOST_INFO = 100_000  # characters of a step's, as JSON
+MOST_TEXT, MOST_INFO = 500_000, 100_000  # characters of a step's message; of its info, as JSON
 MOST_SEATS = 1000  # of an episode; their numbers don't run into the next one's
 ROUND = 1_000_000_007  # between the seeds of two rounds
 
@@ -77,7 +77,8 @@ class BatchedEnv:
         def respond(seats: list["_Seat"], round_: int) -> list[Completion | None]:
             return [seat.episode.attempt(partial(show, seat)) for seat in seats]
 
-        return _numbered(self._play(list(enumerate(tasks)), respond))
+        mine = distributed.share(list(enumerate(tasks)))
+        return _numbered(distributed.gather(self._play(mine, respond)))
 
     def _play(self, tasks: list[tuple[int, Task]], respond: Callable) -> list[Rollout]:
         episodes = [_Episode(self, number, task) for number, task in tasks]
@@ -118,15 +119,13 @@ class _Episode:
         """What `act` makes; None if it fails, and then the episode has."""
         try:
             return act()
-        except UsageError:
-            raise  # the person's to mend, not the episode's
-        except Exception as error:
+        except Exception as error:  # what is everybody's mistake ends the run by its number
             self.fail(error)
             return None
 
     def begin(self) -> None:
-        self.env = self.table.take(self.task.env)
         with limited(self.table.patience):
+            self.env = self.table.take(self.task.env)
             openings = self.env.reset(self.task.seed)
         for agent, messages in openings.items():
             self.sit(agent, messages)
@@ -257,6 +256,8 @@ def checked(steps: dict[str, Step]) -> dict[str, Step]:
             raise ValueError(f"the reward of {agent} is {step.reward}")
         if step.message is not None and not isinstance(step.message.get("content"), str):
             raise TypeError(f"the message to {agent} has no text")
+        if step.message is not None and len(step.message["content"]) > MOST_TEXT:
+            raise ValueError(f"the message to {agent} has more than {MOST_TEXT} characters")
         if not isinstance(step.info, dict):
             raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
         if len(json.dumps(step.info)) > MOST_INFO:  # TypeError for what rollouts.jsonl can't hold

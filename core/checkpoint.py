@@ -3,8 +3,8 @@
     <run>/checkpoint/000800-000021/      800 warm-start steps done, then updates 0 to 20
         weights.safetensors              every trainable parameter
         optimizer.pt                     moments, and float32 masters where there are any
-        state.json                       progress, and checksums: of the other two, of the settings
-                                         that may not change, and of all this
+        state.json                       progress, the settings that may not change, and checksums:
+                                         of the other two, and of all this
 
 A folder is written under another name, flushed to disk and then renamed, so a checkpoint is there
 whole or not at all. The two newest are kept; one whose checksums don't fit is passed over. Random
@@ -56,14 +56,12 @@ def save_checkpoint(
     """
     root = run / "checkpoint"
     target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
-    if target.exists():  # the same point of the same run, but perhaps a damaged file of it
-        shutil.rmtree(target)
     part = root / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         _write(part, policy, optimizer)
-        state = {"progress": progress, "settings": _settings(run)}
+        state: dict[str, Any] = {"progress": progress, "settings": _settings(run)}
         state["sha256"] = {name: _sha256(part / name) for name in FILES}
         state["whole"] = _digest(state)
         (part / "state.json").write_text(json.dumps(state, indent=1) + "\n")
@@ -72,6 +70,8 @@ def save_checkpoint(
     except OSError:
         shutil.rmtree(part, ignore_errors=True)  # room, perhaps for what tells of it
         raise
+    if target.exists():  # the same point of the same run, but perhaps a damaged file of it
+        shutil.rmtree(target)
     os.rename(part, target)
     _flush(root)
     for old in sorted(_candidates(root))[:-KEEP]:
@@ -134,10 +134,10 @@ def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
         save_file(tensors, part / FILES[0])
         torch.save(optimizer.state_dict(), part / FILES[1])
     except (SafetensorError, RuntimeError) as error:  # in their words, a write that failed
-        raise write_error(error, part) from error
+        raise write_error(error, part) or error from error
 
 
-def _read_state(folder: Path, settings: str) -> tuple[dict[str, Any], str]:
+def _read_state(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What was done by this checkpoint, and what is wrong with it, if anything is."""
     try:
         state = json.loads((folder / "state.json").read_text())
@@ -146,17 +146,18 @@ def _read_state(folder: Path, settings: str) -> tuple[dict[str, Any], str]:
         damaged += [n for n in FILES if _sha256(folder / n) != state["sha256"][n]]
         if damaged:
             return {}, f"is damaged ({', '.join(damaged)})"
-        if state["settings"] != settings:
+        shared = settings.keys() & state["settings"].keys()  # another version may have others
+        if any(state["settings"][key] != settings[key] for key in shared):
             return {}, "is of other settings than config.yaml has"
         return state["progress"], ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {}, f"can't be read ({error})"
 
 
-def _settings(run: Path) -> str:
-    """The digest of the settings that a resumed run has to share."""
+def _settings(run: Path) -> dict[str, Any]:
+    """The settings that a resumed run has to share."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    return _digest({k: v for k, v in settings.items() if k not in FREE_ON_RESUME})
+    return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
 
 
 def _digest(data: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
                 raise
     except (OSError, SafetensorError) as raised:
         error = raised if isinstance(raised, OSError) else write_error(raised, run)
-        if error.errno not in DISK:
+        if error is None or error.errno not in DISK:
             raise
         hint = f"python train.py --resume {run}" if run.exists() else "the same command again"
         raise CannotWrite(
@@ -66,8 +66,9 @@ def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
         ) from None
 
 
-def write_error(error: Exception, where: Path) -> OSError:
-    """What the operating system said, where a library that writes files made its own words of it.
+def write_error(error: Exception, where: Path) -> OSError | None:
+    """What the operating system said, where a library that writes files made its own words of it;
+    None where it is about something else.
 
     >>> write_error(ValueError("I/O error: No space left (os error 28)"), Path("runs")).strerror
     'No space left on device'
@@ -75,14 +76,16 @@ def write_error(error: Exception, where: Path) -> OSError:
     told = re.search(r"os error (\d+)", str(error))
     while not where.exists():
         where = where.parent
-    full = shutil.disk_usage(where).free < 1 << 20
-    number = int(told[1]) if told else errno.ENOSPC if full else errno.EIO
+    if not told and shutil.disk_usage(where).free > 1 << 20:
+        return None
+    number = int(told[1]) if told else errno.ENOSPC
     return OSError(number, os.strerror(number), str(where))
 
 
 def create_run(run: Path, config: dict[str, Any]) -> None:
     """Make the folder of a new run, with its config.yaml. Raises UsageError if it is there."""
     part = run.with_name(f".part-{run.name}-{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)  # of a process that had our number, and was killed
     part.mkdir(parents=True)
     write_config(part, config)
     try:

@@ -62,13 +62,17 @@ def limited(seconds: float) -> Iterator[None]:
         yield
         return
 
+    over = False
+
     def late(number: int, frame: Any) -> None:
-        raise _Late
+        if not over:
+            raise _Late
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, should it be caught
     try:
         yield
+        over = True
     except _Late:
         raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
     finally:

@@ -37,7 +37,8 @@ def look(
     rows = first_groups(rollouts, budget)
     known = known | {"new_logprobs": torch.zeros_like(update.rewards)}
     chosen = [sequence for sequence in update.sequences if sequence.rollout in rows]
-    for batch in batching.micro_batches(chosen, MICRO_BATCH, policy.device):
+    at_once = min(MICRO_BATCH, policy.tokens_at_once)
+    for batch in batching.micro_batches(chosen, at_once, policy.device):
         with torch.no_grad():
             batching.put(forward(batch)[0], batch, into=known["new_logprobs"])
     for row in rows:

@@ -11,8 +11,8 @@ losses are sums, so its gradients are the same.
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from core import distributed
 from core.batching import Update, longest_update
 from core.model import LOGITS, Policy
-from core.types import OutOfMemory
+from core.types import Fault, OutOfMemory
 
 T = TypeVar("T")
 
@@ -145,22 +146,42 @@ def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
         run.display.say(f"out of memory with {_give_way(policy, longest, reason)}")
 
 
-def try_longest(run: Any, max_model_len: int, learn: Callable[[Update], Any]) -> None:
+def try_longest(cfg: Any, run: Any, learn: Callable[[Update], Any]) -> None:
     """Have `learn` make the largest micro-batch that may come, where memory is scarce: before the
     first update, not in the third hour. Its gradients are dropped."""
-    policy = run.policy
-    longest = min(max_model_len, policy.max_length)
-    if not is_scarce(policy, max(longest, policy.tokens_at_once)):
+    policy, optimizer = run.policy, run.optimizer
+    longest = min(cfg.max_model_len, policy.max_length)
+    if not cfg.num_updates and not cfg.sft_steps:
+        return  # nothing is learnt
+    scarce = is_scarce(policy, max(longest, policy.tokens_at_once))
+    if not any(distributed.gather([scarce])):
         return
+    scale = optimizer.scale, optimizer.steps_at_scale
 
     def make() -> None:
-        moments = run.optimizer.memory_to_come()  # bytes that its first step will take
+        moments = optimizer.memory_to_come()  # bytes that its first step will take
         held = torch.empty(moments, dtype=torch.uint8, device=policy.device)
         learn(longest_update(longest, policy.tokens_at_once))
         del held
 
     attempt(run, longest, make)
-    run.optimizer.zero_grad()
+    optimizer.zero_grad()
+    optimizer.scale, optimizer.steps_at_scale = scale  # what has no meaning teaches nothing
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Memory that runs out inside, where nothing can give way, is one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, Fault) or not ran_out(error):
+            raise
+        reason = (str(error).strip() or "MemoryError").splitlines()[0][:200]
+        raise OutOfMemory(
+            f"out of memory ({reason}); what was saved is whole. Take --lora-rank 16, a lower "
+            "--gpu-memory-utilization or --max-model-len, or a smaller model"
+        ) from error
 
 
 def ran_out(error: BaseException) -> bool:

@@ -156,7 +156,7 @@ def _pack(kind: str, update: int, rows: list[Row], level: int) -> dict[str, Any]
             "w": [number(reward) for reward in row["rewards"]],
             "n": row["tokens"],
             "m": _messages(row["messages"][start:], chars),
-            "v": row["info"].get("correct"),
+            "v": number(row["info"].get("correct")),
             "c": row["cut_off"],
             "t": row["truncated"],
             "i": cut(", ".join(f"{k} {v}" for k, v in others.items()), 300),

@@ -37,6 +37,7 @@ class MasterAdamW:
         self.param_groups = self.adamw.param_groups
         self.masters = [p for g in self.param_groups for p in g["params"]]
         self.scale, self.steps_at_scale = 1.0, 0
+        self.finite = True  # all losses since the last step
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype == torch.float32:
@@ -59,15 +60,18 @@ class MasterAdamW:
 
     def backward(self, loss: Tensor) -> None:
         """Add up the gradients of a loss, `scale` times as large until `clip_and_step`."""
+        self.finite = self.finite and (self.scale == 1 or bool(loss.isfinite()))
         (loss * self.scale).backward()
 
     def overflowed(self) -> bool:
         """Whether some rank's gradients grew too large for float16; they are dropped then, and the
-        next ones half as large."""
+        next ones half as large. A loss that isn't finite is no fault of the scale."""
         if self.scale <= LEAST_SCALE:  # or 1, where it isn't needed
             return False
         finite = all(bool(p.grad.isfinite().all()) for p in self.masters if p.grad is not None)
-        if distributed.total({"overflows": float(not finite)})["overflows"] == 0:
+        told = {"overflows": float(not finite), "lost": float(not self.finite)}
+        told = distributed.total(told)
+        if told["overflows"] == 0 or told["lost"] > 0:
             return False
         self.zero_grad()
         self.scale, self.steps_at_scale = self.scale / 2, 0
@@ -111,6 +115,9 @@ class MasterAdamW:
 
     def zero_grad(self) -> None:
         self.adamw.zero_grad()
+        for weight, _ in self.pairs:
+            weight.grad = None  # of a backward that broke off
+        self.finite = True
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -73,8 +73,8 @@ class Run:
         self.log.log(record)
         self.progress["update"] = update
         given_up = self.given_up(skipped, cfg.lr)
-        due = stopping or is_due(update, cfg.save_every, cfg.num_updates)
-        if due and not skipped and not given_up:
+        due = is_due(update, cfg.save_every, cfg.num_updates) and not skipped and not given_up
+        if due or stopping:
             self.save()
         return not (given_up or stopping)
 
@@ -117,7 +117,7 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
         with run_folder.claimed(folder, config, new) if writes else nullcontext():
             # what the other ranks would write is rank 0's to write
             own = folder if writes else Path(aside)
-            with _opened(cfg, config, folder, own, new, remarks) as run:
+            with memory.told(), _opened(cfg, config, folder, own, new, remarks) as run:
                 yield run
             if writes:
                 finish(run, config, exported=cfg.sampler != "openai")
@@ -137,10 +137,10 @@ def folder_of(cfg: Any, runs: Path) -> tuple[Path, bool]:
 
 def finish(run: Run, config: dict[str, Any], exported: bool) -> None:
     """Write what people look at and, of a run that came to its end, the model; say where."""
+    if run.code == 0 and exported:
+        checkpoint.export_model(run.folder, run.policy)
     journal.write_pages(run.folder, config)
     if run.code == 0:
-        if exported:
-            checkpoint.export_model(run.folder, run.policy)
         print("\n".join(journal.summary(run.folder, config)))
 
 

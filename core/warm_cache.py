@@ -28,7 +28,7 @@ from core.journal import read_records
 from core.model import Policy
 
 SETTINGS = """seed lora_rank lora_alpha sft_steps sft_batch_size sft_hasty sft_lr max_turns
-    max_grad_norm max_model_len thinking""".split()
+    max_grad_norm max_model_len max_tokens_per_micro_batch thinking""".split()
 ELSEWHERE = ("remote", "openenv", "data=", "live=")  # in a spec: it's played by what isn't ours
 ROOT = Path(__file__).parent.parent
 
@@ -91,7 +91,7 @@ def folder_of(cfg: Any, policy: Policy, envs: list[str]) -> Path | None:
     recipe = {
         "settings": {name: getattr(cfg, name) for name in SETTINGS},
         "envs": envs,
-        "policy": [str(policy.dtype), policy.value_head is not None, policy.tokens_at_once],
+        "policy": [str(policy.dtype), policy.value_head is not None],
         "machine": [str(policy.device), platform.machine(), torch.get_num_threads()],
         "ranks": distributed.num_ranks(),
         "packages": sorted(f"{d.name} {d.version}" for d in distributions()),

@@ -13,8 +13,8 @@ Each request is a line, and so is each answer:
     anything that went wrong there          {"error": ".."}
 
 Reward, observations and actions are those of the environment that is served. A process that is
-late, dies, floods its stdout or sends no answer is ended, and the episode fails with a RemoteError
-that says why; the next episode gets a fresh process.
+late (--env-timeout counts too), dies, floods its stdout or sends no answer is ended; the episode
+fails with a RemoteError that says why, and the next one gets a fresh process.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]

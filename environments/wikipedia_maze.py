@@ -8,7 +8,7 @@ Observation: the opening is one line of rules and then, as after each visit, the
 >>> env = WikipediaMaze(n_hops=2)
 >>> opening = env.reset(seed=401)
 >>> env.demonstrate()
-'Sahara is not here. {"action": "visit_url", "url": "Nile"}'
+'The target is not here. {"action": "visit_url", "url": "Nile"}'
 >>> print(env.step(env.demonstrate()).message["content"])
 Target: Sahara, 4 left
 Page: Nile
@@ -136,7 +136,7 @@ class WikipediaMaze(Env):
         path = pages.shortest_path(self.title, self.target)
         seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
         here = "here" if self.target in seen else "not here"
-        return f"{self.target} is {here}. {_visit(path[1]) if path[1] in seen else NEXT_PART}"
+        return f"The target is {here}. {_visit(path[1]) if path[1] in seen else NEXT_PART}"
 
     def _open(self, title: str) -> None:
         sections: pages.Sections = ()

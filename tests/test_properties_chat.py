@@ -334,7 +334,13 @@ def test_each_turn_is_played_on_the_very_ids_of_the_one_before(
 
 
 def test_a_message_too_long_for_the_context_ends_an_agents_part(small_policy):
-    """Else a later, shorter one would be answered without it."""
+    """Else a later, shorter one would be answered without it. Alone it would just fit."""
+
+    def fits(text):
+        chat = [{"role": "user", "content": text}]
+        return len(prompt_ids(small_policy.tokenizer, chat)) < small_policy.max_length - 2
+
+    longest = next("x" * n for n in range(2000, 0, -1) if fits("x" * n))
 
     @register("patient")
     class Patient(MultiAgentEnv):
@@ -344,7 +350,7 @@ def test_a_message_too_long_for_the_context_ends_an_agents_part(small_policy):
 
         def step(self, responses):
             self.round += 1
-            long = {"role": "user", "content": "x" * 600 if self.round == 1 else "short"}
+            long = {"role": "user", "content": longest if self.round == 1 else "short"}
             next_ = {"role": "user", "content": "?"}
             return {"Ann": Step(long, 0.0, False), "Bob": Step(next_, 0.0, self.round == 3)}
 

@@ -314,14 +314,14 @@ def test_a_demonstration_reads_on_until_it_has_seen_the_link():
     assert read > 20
 
 
-def test_a_demonstration_works_the_path_out_and_a_hasty_one_only_picks_a_link():
+def test_a_demonstration_looks_for_the_target_and_a_hasty_one_only_picks_a_link():
     env = started("Egypt", "Sahara")
-    assert env.demonstrate() == "Sahara is not here. " + visit("Nile")
+    assert env.demonstrate() == "The target is not here. " + visit("Nile")
     hasty = env.demonstrate(hasty=True)
     assert hasty == env.demonstrate(hasty=True)
     assert json.loads(hasty)["url"] in LINKS["Egypt"]
     env.step(visit("Cat"))
-    assert env.demonstrate() == "Sahara is not here. " + visit("Egypt")
+    assert env.demonstrate() == "The target is not here. " + visit("Egypt")
 
 
 def test_hasty_demonstrations_are_valid_and_mostly_miss():

@@ -31,8 +31,8 @@ RUNS = {
     "--num-updates 60 --lr 5e-5 --entropy-coef 0.02 --eval-num-tasks 2048 --eval-every 20",
     "math_qa": "--env math_qa:level=1 --sft-steps 450 --num-updates 70",
     "wikipedia_maze": "--env wikipedia_maze:n_hops=1,brief=true wikipedia_maze:n_hops=2,brief=true "
-    "--eval-env wikipedia_maze:n_hops=2,brief=true --max-tokens 112 --max-turns 6 --sft-steps 350 "
-    "--sft-batch-size 24 --sft-hasty 0.5 --num-updates 40 --num-prompts 8 --lr 2e-4 --credit turn "
+    "--eval-env wikipedia_maze:n_hops=2,brief=true --max-tokens 80 --max-turns 6 --sft-steps 400 "
+    "--sft-batch-size 24 --sft-hasty 0.5 --num-updates 30 --num-prompts 8 --lr 2e-4 "
     "--eval-num-tasks 128",
     "mixed": "--env letter_counting reverse:turns=1 math_qa:level=1 --sft-steps 800 "
     "--num-updates 40",
