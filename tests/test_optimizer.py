@@ -142,3 +142,33 @@ def test_a_run_in_float16_learns_and_resumes_to_the_same(command):
     assert whole == metrics("part")
     assert all(r["update/skipped"] == 0 and r["grad/norm"] >= 0 for r in whole[-3:])
     assert whole[0]["sft/loss"] > 0
+
+
+def test_a_loss_that_is_not_finite_leaves_the_scale_and_takes_no_step():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = MasterAdamW([{"params": [weight], "lr": 0.1}], weight_decay=0.0)
+    optimizer.scale = SCALE
+    optimizer.backward((weight.float() * torch.nan).sum())
+    assert not optimizer.overflowed() and optimizer.scale == SCALE
+    assert not optimizer.clip_and_step(0)[1] and (weight == 1).all()
+    optimizer.backward((weight.float() * 1e-3).sum())  # the next one is a new one
+    assert not optimizer.overflowed() and optimizer.clip_and_step(0)[1] and (weight < 1).all()
+
+
+def test_a_backward_that_breaks_off_leaves_no_gradient_behind():
+    """Memory may run out in the very hook that takes the gradient over."""
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = MasterAdamW([{"params": weights, "lr": 0.1}], weight_decay=0.0)
+
+    def full(p):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    hooks = [w.register_post_accumulate_grad_hook(full) for w in weights]
+    weights[0].grad = torch.full((3,), 7.0, dtype=torch.bfloat16)  # taken over by no hook
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.backward(sum(w.float().sum() for w in weights))
+    for hook in hooks:
+        hook.remove()
+    optimizer.zero_grad()
+    optimizer.backward(sum(w.float().sum() for w in weights))
+    assert [p.grad.tolist() for p in optimizer.masters] == [[1, 1, 1]] * 2
