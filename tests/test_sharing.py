@@ -82,6 +82,7 @@ def test_shared_weights_are_saved_loaded_and_exported_as_any_others(tmp_path, sm
     optimizer = make_optimizer(policy, lr=0.1)
     progress = {"update": 0, "sft_step": 0, "skipped_in_a_row": 0}
     before, places = hidden(policy), [storage(p) for p in policy.model.parameters()]
+    (tmp_path / "config.yaml").write_text("algo: grpo\n")
     saved = save_checkpoint(tmp_path, policy, optimizer, progress)
     with torch.no_grad():
         for parameter in policy.model.parameters():
