@@ -130,7 +130,9 @@ def run_mounted(tmp_path, size, mode, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kib", [8_000, 20_000, 30_000])  # 4 MB, and 10 MB a checkpoint
+@pytest.mark.parametrize(  # 4 MB, and 10 MB a checkpoint
+    "kib", [20_000, *(pytest.param(kib, marks=pytest.mark.seeds) for kib in (8_000, 30_000))]
+)
 def test_a_full_disk_stops_the_run_with_one_line_and_its_checkpoint(tmp_path, kib):
     code, err = run_mounted(tmp_path, kib, "rw", *SMALL)
     assert code == 1 and err.count("\n") == 1, err
