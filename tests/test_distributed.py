@@ -56,7 +56,7 @@ CASES = {
 }
 
 
-MORE = ("several turns, filtered", "self-play")  # minutes that CI hasn't got
+MORE = ("several turns, filtered", "kl, lora", "self-play")  # minutes that CI hasn't got
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def run_mounted(tmp_path, size, mode, *args):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(  # 4 MB, and 10 MB a checkpoint
-    "kib", [20_000, *(pytest.param(kib, marks=pytest.mark.seeds) for kib in (8_000, 30_000))]
+    "kib", [20_000, *(pytest.param(kib, marks=pytest.mark.seeds) for kib in (5_000, 30_000))]
 )
 def test_a_full_disk_stops_the_run_with_one_line_and_its_checkpoint(tmp_path, kib):
     code, err = run_mounted(tmp_path, kib, "rw", *SMALL)
@@ -139,7 +139,7 @@ def test_a_full_disk_stops_the_run_with_one_line_and_its_checkpoint(tmp_path, ki
     assert "No space left on device" in err and "Traceback" not in err
     left = tmp_path / "after" / "a"
     found = checkpoint.find_checkpoint(left)
-    assert (found.folder is not None) == (kib > 8_000)
+    assert (found.folder is not None) == (kib > 5_000)
     assert not list(left.glob("checkpoint/.part*"))
     (tmp_path / "runs").rmdir()
     (tmp_path / "after").rename(tmp_path / "runs")
