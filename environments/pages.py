@@ -52,6 +52,18 @@ def shortest_path(start: str, target: str) -> list[str]:
 
 
 @cache
+def linking_to(target: str) -> list[str]:
+    """The bundled pages with a link to `target`, those first that most pages link to.
+
+    >>> linking_to("Sahara")
+    ['Salt', 'Desert', 'Camel', 'Nile', 'Elephant']
+    """
+    links = [find_links(sections) for sections in bundled().values()]
+    found = [title for title, own in zip(bundled(), links, strict=True) if target in own]
+    return sorted(found, key=lambda title: -sum(title in own for own in links))
+
+
+@cache
 def pairs_apart(n_hops: int) -> list[tuple[str, str]]:
     """All (start, target) of the bundled web whose shortest path takes `n_hops` clicks."""
     pages = bundled()

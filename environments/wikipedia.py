@@ -22,6 +22,10 @@ MAX_BYTES = 8_000_000  # of an answer; the longest articles are about half of it
 USER_AGENT = {"User-Agent": "picoRL/0.1 (wikipedia_maze: reinforcement learning environment)"}
 ARTICLE = "/wiki/"  # where MediaWiki keeps its articles
 HOST = re.compile(r"(https://[\w.-]+(?::\d+)?|http://(?:127\.0\.0\.1|localhost)(?::\d+)?)/")
+TITLES = [  # to walk between, where none is given
+    *("Albert Einstein", "Brazil", "Chess", "Chocolate", "Coffee", "DNA", "Elephant", "Gold"),
+    *("Japan", "Jazz", "Jupiter", "London", "Mathematics", "Moon", "Opera", "Volcano"),
+]
 SKIPPED = {"table", "style", "script", "math", "sup"}  # "sup" holds the numbers of notes
 
 
@@ -39,6 +43,12 @@ def article_address(base_url: str) -> str:
     if host is None:
         raise UsageError(f"base_url is https://HOST/../api.php, not {base_url!r}")
     return host[1] + ARTICLE
+
+
+def pairs(start: str, target: str) -> list[tuple[str, str]]:
+    """All (start, target) of two different articles; "": any of TITLES."""
+    starts, targets = ([title] if title else TITLES for title in (start, target))
+    return [(a, b) for a in starts for b in targets if a != b]
 
 
 @lru_cache(maxsize=256)  # a group's rollouts ask for the same article, and shall see the same text

@@ -6,24 +6,24 @@ live=true on Wikipedia, or another wiki, over the MediaWiki API (environments/wi
 Observation: the opening is one line of rules and then, as after each visit, the present page.
 
 >>> env = WikipediaMaze(n_hops=2)
->>> opening = env.reset(seed=401)
+>>> opening = env.reset(seed=409)
 >>> env.demonstrate()
-'The target is not here. {"action": "visit_url", "url": "Nile"}'
+'The target is not on this page, it is on Sun. {"action": "visit_url", "url": "Sun"}'
 >>> print(env.step(env.demonstrate()).message["content"])
-Target: Sahara, 4 left
-Page: Nile
-Course: The Nile runs about 6,650 kilometres north, at last through the [[Sahara]].
-Floods: Its yearly flood fed the fields of [[Wheat]] in [[Egypt]].
-Writing: Its reeds gave papyrus, a forerunner of [[Paper]].
-Links: Sahara, Wheat, Egypt, Paper
->>> env.step("<visit_url>sahara</visit_url>").reward
+Target: Star, 4 left
+Page: Sun
+Star: The Sun is the [[Star]] at the centre of our planetary system.
+Rays: Its [[Light]] takes about eight minutes to reach us.
+Worship: In ancient [[Egypt]] the sun god Ra was among the greatest gods.
+Links: Star, Light, Egypt
+>>> env.step("<visit_url>star</visit_url>").reward
 1.0
 
 A text of more than `max_chunk` characters comes in parts: {"action": "next_part"} reads on, and is
 no visit; the page's line then ends in `, part 1/3; for the next: {"action": "next_part"}`. Any link
 of the page may be visited, those of other parts too; the case of its title is free, and on a live
 wiki its address will do. For a policy as small as tiny there is `brief`: no rules and no text, only
-links to pages not seen yet, and each page for itself, without those before.
+links to pages not seen yet, shuffled, and each page for itself, without those before.
 
 Reward of a response:
 
@@ -51,11 +51,8 @@ from environments.base import EVAL_SEEDS, Env, Step, register
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 NEXT_PART = '{"action": "next_part"}'
 PLAIN = r"visit_url[\"'`:=(\s]{1,9}([^\n\"'`)]{1,300})"  # visit_url: TITLE
+MOST_NAMED = 4  # pages in a demonstration; a tiny policy has no room for more
 MOST_HOPS = 6  # pairs farther apart are too few
-LIVE_TITLES = [
-    *("Albert Einstein", "Brazil", "Chess", "Chocolate", "Coffee", "DNA", "Elephant", "Gold"),
-    *("Japan", "Jazz", "Jupiter", "London", "Mathematics", "Moon", "Opera", "Volcano"),
-]
 
 
 @register("wikipedia_maze")
@@ -83,7 +80,7 @@ class WikipediaMaze(Env):
         self.max_chunk, self.dense, self.brief = max_chunk, dense, brief
         self.live, self.base_url = live, base_url
         self.address = wikipedia.article_address(base_url) if live else ""
-        pairs = _live_pairs(start, target) if live else pages.pairs_apart(n_hops)
+        pairs = wikipedia.pairs(start, target) if live else pages.pairs_apart(n_hops)
         kept = [(a, b) for a, b in pairs if zlib.crc32(f"{a}>{b}".encode()) % 8 == 0]
         rest = sorted({*pairs} - {*kept})
         # a `start` or `target` of one's own may leave one of them empty: then all pairs are drawn
@@ -128,15 +125,19 @@ class WikipediaMaze(Env):
         return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """Whether the target is linked, then the path; `hasty`: any link. None on a live wiki."""
+        """Is the target linked here, else where; then on. `hasty`: any link. None on live wikis."""
         if hasty:
             return _visit(self.guess)
         if self.live:
             return None
-        path = pages.shortest_path(self.title, self.target)
         seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
-        here = "here" if self.target in seen else "not here"
-        return f"The target is {here}. {_visit(path[1]) if path[1] in seen else NEXT_PART}"
+        nearer = [link for link in seen if self.clicks[link] < self.clicks[self.title]]
+        if not nearer:
+            return f"Nothing nearer in this part. {NEXT_PART}"
+        if self.target in nearer:
+            return f"The target is on this page. {_visit(self.target)}"
+        named = ", ".join(pages.linking_to(self.target)[:MOST_NAMED])
+        return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
         sections: pages.Sections = ()
@@ -151,6 +152,7 @@ class WikipediaMaze(Env):
         self.seen.add(self.title)
         if self.brief:
             self.links = [link for link in self.links if link not in self.seen]
+            self.rng.shuffle(self.links)
             shown = tuple(("", f"[[{link}]]") for link in self.links)
         self.parts, self.part = pages.split_parts(shown, self.max_chunk), 0
         self.guess = self.rng.choice(self.links or [""])
@@ -161,9 +163,9 @@ class WikipediaMaze(Env):
         more = f"; for the next: {NEXT_PART}" if number < last else ""
         left = self.max_visits - self.visits
         lines = [f"Target: {self.target}, {left} left", f"Page: {self.title}{which}{more}"]
-        if not self.brief:
-            lines += [f"{heading}: {text}".removeprefix(": ") for heading, text in part]
-        return "\n".join([*lines, f"Links: {', '.join(pages.find_links(part))}"])
+        lines += [f"{heading}: {text}".removeprefix(": ") for heading, text in part]
+        shown = [lines[0] + which + more] if self.brief else lines
+        return "\n".join([*shown, f"Links: {', '.join(pages.find_links(part))}"])
 
     def _read(self, response: str) -> str | None:
         """The title named, folded; or "next_part", which no folded title can be."""
@@ -189,11 +191,6 @@ class WikipediaMaze(Env):
     def _end(self, reward: float) -> Step:
         info = {"correct": self.title == self.target and not self.error, "visits": self.visits}
         return Step(None, reward, True, info | ({"error": self.error} if self.error else {}))
-
-
-def _live_pairs(start: str, target: str) -> list[tuple[str, str]]:
-    starts, targets = ([title] if title else LIVE_TITLES for title in (start, target))
-    return [(a, b) for a in starts for b in targets if a != b]
 
 
 def _visit(link: str) -> str:

@@ -86,21 +86,28 @@ def test_opening_shows_rules_target_page_text_and_links():
 
 
 def test_in_brief_each_page_stands_alone_with_the_links_to_pages_not_seen():
-    env = WikipediaMaze(brief=True)
-    assert env.reset(401)[0]["content"].splitlines() == [
-        "Target: Sahara, 5 left",
-        "Page: Egypt",
-        "Links: Nile, Desert, Pyramid, Cleopatra, Cat",
-    ]
+    def read(text):
+        target, links = text.removeprefix("Target: ").split("\nLinks: ")
+        return target, links.split(", ")
+
+    env, orders = WikipediaMaze(brief=True), set()
+    target, links = read(env.reset(401)[0]["content"])
+    assert target == "Sahara, 5 left"
+    assert sorted(links) == ["Cat", "Cleopatra", "Desert", "Nile", "Pyramid"]
     step = env.step(visit("Nile"))
-    assert step.fresh and step.message["content"] == (
-        "Target: Sahara, 4 left\nPage: Nile\nLinks: Sahara, Wheat, Paper"
-    )
+    target, links = read(step.message["content"])
+    assert step.fresh and target == "Sahara, 4 left"
+    assert sorted(links) == ["Paper", "Sahara", "Wheat"]  # but not Egypt
     for invalid in (visit("Egypt"), "no idea"):  # seen already; no action
         again = env.step(invalid)
         assert again.fresh and again.reward == -0.1 and again.message == step.message
     assert env.step(visit("Sahara")).info["correct"]
-    assert max(len(env.reset(seed)[0]["content"]) for seed in range(300)) < 170
+    for seed in range(300):
+        opening = env.reset(seed)[0]["content"]
+        assert len(opening) < 170
+        orders |= {tuple(env.links)} if env.title == "Egypt" else set()
+        assert read(opening)[1] == env.links
+    assert len(orders) > 1  # the links are shuffled
 
 
 def test_at_length_nothing_is_fresh_and_seen_pages_stay():
@@ -314,14 +321,19 @@ def test_a_demonstration_reads_on_until_it_has_seen_the_link():
     assert read > 20
 
 
-def test_a_demonstration_looks_for_the_target_and_a_hasty_one_only_picks_a_link():
+def test_a_demonstration_says_where_the_target_is_and_a_hasty_one_only_picks_a_link():
     env = started("Egypt", "Sahara")
-    assert env.demonstrate() == "The target is not here. " + visit("Nile")
+    known = "The target is not on this page, it is on Salt, Desert, Camel, Nile. "
+    assert all("Sahara" in LINKS[page] for page in ("Salt", "Desert", "Camel", "Nile"))
+    assert env.demonstrate() == known + visit("Nile")
     hasty = env.demonstrate(hasty=True)
     assert hasty == env.demonstrate(hasty=True)
     assert json.loads(hasty)["url"] in LINKS["Egypt"]
     env.step(visit("Cat"))
-    assert env.demonstrate() == "The target is not here. " + visit("Egypt")
+    assert env.demonstrate() == known + visit("Egypt")
+    env.step(visit("Egypt"))
+    env.step(visit("Nile"))
+    assert env.demonstrate() == "The target is on this page. " + visit("Sahara")
 
 
 def test_hasty_demonstrations_are_valid_and_mostly_miss():
