@@ -30,10 +30,9 @@ RUNS = {
     "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --sft-steps 250 --sft-hasty 0.75 "
     "--num-updates 60 --lr 5e-5 --entropy-coef 0.02 --eval-num-tasks 2048 --eval-every 20",
     "math_qa": "--env math_qa:level=1 --sft-steps 450 --num-updates 70",
-    "wikipedia_maze": "--env wikipedia_maze:n_hops=1,brief=true wikipedia_maze:n_hops=2,brief=true "
-    "--eval-env wikipedia_maze:n_hops=2,brief=true --max-tokens 80 --max-turns 6 --sft-steps 400 "
-    "--sft-batch-size 24 --sft-hasty 0.5 --num-updates 30 --num-prompts 8 --lr 2e-4 "
-    "--eval-num-tasks 128",
+    "wikipedia_maze": "--env wikipedia_maze:n_hops=2,max_visits=2,brief=true --max-tokens 112 "
+    "--max-turns 6 --sft-steps 1050 --sft-batch-size 16 --num-updates 24 --temperature 0.7 "
+    "--lr 1.5e-4 --eval-every 8",
     "mixed": "--env letter_counting reverse:turns=1 math_qa:level=1 --sft-steps 800 "
     "--num-updates 40",
 }
