@@ -6,7 +6,11 @@ python -m environments show snake --seed 3   # watch an episode, played by its d
 """
 
 import inspect
+import io
+import re
 import sys
+from contextlib import redirect_stderr
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import tyro
@@ -21,24 +25,38 @@ CONSOLE = Console()
 MOST_TURNS = 50
 
 
-def main(
-    what: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list",
-    env: Annotated[str, tyro.conf.Positional] = "",
-    seed: int = 0,
-) -> None:
-    """List the environments, play one, or watch one.
+@dataclass(frozen=True)
+class Asked:
+    """List the environments, play one, or watch one."""
 
-    Args:
-        what: list them all, play one yourself, or show an episode.
-        env: name[:key=value,...]
-        seed: decides the episode
-    """
-    if what == "list":
+    what: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list"
+    env: Annotated[str, tyro.conf.Positional] = ""  # name[:key=value,...]
+    seed: int = 0  # decides the episode
+
+
+def main(args: list[str]) -> None:
+    """Do what the command line asks for; UsageError for what can't be done."""
+    asked = read(args)
+    if asked.what == "list":
         CONSOLE.print(overview())
         return
-    if not env:
-        raise UsageError(f"which environment? python -m environments {what} NAME")
-    episode(make(env), seed, by_hand=what == "play")
+    if not asked.env:
+        raise UsageError(f"which environment? python -m environments {asked.what} NAME")
+    episode(make(asked.env), asked.seed, by_hand=asked.what == "play")
+
+
+def read(args: list[str]) -> Asked:
+    """What tyro reads; what it refuses, in a box of several lines, is a UsageError of one."""
+    box = io.StringIO()
+    try:
+        with redirect_stderr(box):
+            return tyro.cli(Asked, prog="python -m environments", args=args)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        lines = re.findall("\u2502 (.*)\u2502", box.getvalue().partition("\u2502 \u2500")[0])
+        problem = " ".join(" ".join(lines).split())
+        raise UsageError(f"{problem.rstrip('.')}; see python -m environments --help") from None
 
 
 def overview() -> Table:
@@ -97,7 +115,7 @@ def respond(env: Env | MultiAgentEnv, by_hand: bool) -> str:
 
 if __name__ == "__main__":
     try:
-        tyro.cli(main)
+        main(sys.argv[1:])
     except UsageError as error:
         print(f"environments: {error}", file=sys.stderr)
         sys.exit(2)

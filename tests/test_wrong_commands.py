@@ -366,6 +366,10 @@ def test_what_a_shell_gets_is_one_line_and_code_2(place, args, message):
     [
         ("play", "which environment? python -m environments play NAME"),
         ("play chess", "unknown environment 'chess'; there are: connect4"),
+        ("plaiy chess", "invalid choice 'plaiy' for argument 'what'. Expected one of ('list', "),
+        ("show snake --seed x", "Error parsing --seed: invalid literal for int()"),
+        ("show snake --sed 3", "Unrecognized options: --sed, 3; see python -m environments --help"),
+        ("show snake now", "Unrecognized options: now; see"),
         ("show snaek", "perhaps you meant snake"),
         ("show snake:size=x", "size is a whole number, not 'x'"),
         ("show snake:size=99", "size is 4 to 20, not 99"),
