@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -167,7 +168,9 @@ def summary(run: Path, config: dict[str, Any]) -> list[str]:
         lines.append(f"warning at update {', '.join(map(str, at))}: {name}: {line}")
     other = "ppo" if config["algo"] != "ppo" else "reinforce"
     lines.append(f"curves: {run / 'curves.png'}   every rollout and token: {run / 'report.html'}")
-    lines.append(f"next: python train.py --algo {other} --seed {config['seed']}")
+    of = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
+    of += ["--env", *config["env"], "--algo", other, "--seed", str(config["seed"])]
+    lines.append(f"next: python train.py {shlex.join(of)}")
     return lines
 
 
