@@ -10,7 +10,9 @@ Should memory run out all the same, the pass is made again with half as many tok
 losses are sums, so its gradients are the same.
 """
 
+import ctypes
 import gc
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,7 @@ from core.types import Fault, OutOfMemory
 
 T = TypeVar("T")
 
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # as glibc's malloc.h numbers them
 PROBE = 64  # tokens of the short pass
 ON_CPU = 8192  # tokens in a micro-batch where memory isn't asked
 LEAST, MOST = 1024, 65536  # more at once is no faster
@@ -37,6 +40,18 @@ SHARE = (
 LOGIT_COPIES = 5  # float32, of those that exist at one time
 # what PyTorch's allocators say, on the CPU and on Apple's GPUs
 RAN_OUT = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+def keep_freed() -> None:
+    """Have the C library keep what tensors give back, for the next ones, instead of the system.
+
+    The system clears every page that it hands out, which takes longer than most operations on it.
+    What a process held at its peak it then holds to its end. glibc only; others stay as they are.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MMAP_THRESHOLD, 32 << 20)  # bytes; more it doesn't take
+        libc.mallopt(TRIM_THRESHOLD, 2**31 - 1)
 
 
 def fit(policy: Policy, cfg: Any, to_come: int) -> list[str]:
@@ -170,7 +185,7 @@ def try_longest(cfg: Any, run: Any, learn: Callable[[Update], Any]) -> None:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def explained() -> Iterator[None]:
     """Memory that runs out inside, where nothing can give way, is one line."""
     try:
         yield
@@ -186,8 +201,8 @@ def told() -> Iterator[None]:
 
 def ran_out(error: BaseException) -> bool:
     """Whether it says that there is no memory left, on the GPU or on the host."""
-    told = any(words in str(error).lower() for words in RAN_OUT)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or told
+    says_so = any(words in str(error).lower() for words in RAN_OUT)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or says_so
 
 
 def _give_way(policy: Policy, longest: int, reason: str) -> str:

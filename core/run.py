@@ -117,7 +117,7 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
         with run_folder.claimed(folder, config, new) if writes else nullcontext():
             # what the other ranks would write is rank 0's to write
             own = folder if writes else Path(aside)
-            with memory.told(), _opened(cfg, config, folder, own, new, remarks) as run:
+            with memory.explained(), _opened(cfg, config, folder, own, new, remarks) as run:
                 yield run
             if writes:
                 finish(run, config, exported=cfg.sampler != "openai")
@@ -148,6 +148,7 @@ def finish(run: Run, config: dict[str, Any], exported: bool) -> None:
 def _opened(
     cfg: Any, config: dict[str, Any], folder: Path, own: Path, new: bool, remarks: list[str]
 ) -> Iterator[Run]:
+    memory.keep_freed()
     found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
     mine = exercises.open_exercises() if cfg.algo == "scratch" else None
     served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
