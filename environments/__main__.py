@@ -2,11 +2,12 @@
 
 python -m environments                       # all of them, with their keys and defaults
 python -m environments play tic_tac_toe      # play it yourself; the reward is shown
-python -m environments show snake --seed 3   # watch an episode, played by its demonstrator
+python -m environments show snake --seed 3   # watch an episode: its demonstrator's, or by chance
 """
 
 import inspect
 import io
+import random
 import re
 import sys
 from contextlib import redirect_stderr
@@ -23,6 +24,7 @@ from environments.base import Env, MultiAgentEnv, Step, constructor, list_envs, 
 
 CONSOLE = Console()
 MOST_TURNS = 50
+MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,20 @@ def overview() -> Table:
 
 def episode(env: Env | MultiAgentEnv, seed: int, by_hand: bool) -> float:
     """Play one episode in the terminal; returns the sum of all rewards."""
-    total = 0.0
+    total, rng = 0.0, random.Random(seed)
+    told: dict[str, list[str]] = {}
     messages = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
     for _ in range(MOST_TURNS):
         responses = {}
         for agent, new in messages.items():
+            told.setdefault(agent, []).extend(message["content"] for message in new)
             for message in new:
                 CONSOLE.print(f"[bold]{escape(agent or message['role'])}:[/] ", end="")
                 CONSOLE.print(escape(message["content"]))
-            responses[agent] = respond(env, by_hand)
+            if by_hand:
+                responses[agent] = CONSOLE.input("[bold green]you:[/] ")
+            else:
+                responses[agent] = watched(env, agent, told[agent], rng)
         steps: dict[str, Step]
         steps = {"": env.step(responses[""])} if isinstance(env, Env) else env.step(responses)
         messages = {}
@@ -101,16 +108,29 @@ def episode(env: Env | MultiAgentEnv, seed: int, by_hand: bool) -> float:
     return total
 
 
-def respond(env: Env | MultiAgentEnv, by_hand: bool) -> str:
-    """What the person types, or what the environment demonstrates."""
-    if by_hand:
-        return CONSOLE.input("[bold green]you:[/] ")
-    text = env.demonstrate() if isinstance(env, Env) else None
+def watched(env: Env | MultiAgentEnv, agent: str, told: list[str], rng: random.Random) -> str:
+    """What the environment demonstrates, or else a random player, who was `told` so much."""
+    who, text = "demonstrator", env.demonstrate() if isinstance(env, Env) else None
     if text is None:
-        raise UsageError("it has no demonstrator to watch: play it instead")
-    CONSOLE.print("[bold green]demonstrator:[/] ", end="")
+        who = "random player"
+        text = env.demonstrate(hasty=True) if isinstance(env, Env) else env.guess(agent, rng)
+    if text is None:
+        text = listed(told, rng)
+    if text is None:
+        raise UsageError("it has no demonstrator to watch, and no random player: play it instead")
+    CONSOLE.print(f"[bold green]{who}:[/] ", end="")
     CONSOLE.print(escape(text))
     return text
+
+
+def listed(told: list[str], rng: random.Random) -> str | None:
+    """A move in brackets, as TextArena's games write them, of the latest text that has any.
+
+    >>> listed(["[Player 1] hello. Say [pass] or [quit]", "Your turn."], random.Random(0))
+    '[quit]'
+    """
+    found = [moves for moves in map(MOVE.findall, reversed(told)) if moves]
+    return rng.choice(found[0]) if found else None
 
 
 if __name__ == "__main__":

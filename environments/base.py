@@ -15,6 +15,7 @@ Seeds come from three ranges that don't meet, so nothing that is evaluated was t
 import difflib
 import inspect
 import math
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,6 +76,10 @@ class MultiAgentEnv(ABC):
 
         A Step with `message` asks that agent to act next; `done` ends its episode.
         """
+
+    def guess(self, agent: str, rng: random.Random) -> str | None:
+        """A random player's well-formed response for an agent that is asked; None: unknown."""
+        return None
 
 
 _REGISTRY: dict[str, Callable[..., Env | MultiAgentEnv]] = {}

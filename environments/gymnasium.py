@@ -89,10 +89,10 @@ class Gymnasium(Env):
         return Step(message, paid * self.scale, done, info, fresh=not self.memory)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """The player's action, or if `hasty` by chance, the last mostly; None without a player."""
-        if self.game.play is None:
-            return None
-        return self.game.actions[self.guess if hasty else self.game.play(self.observation)]
+        """The player's action, None without one; `hasty`: one by chance, the last mostly."""
+        if hasty or self.game.play is None:
+            return self.game.actions[self.guess] if hasty else None
+        return self.game.actions[self.game.play(self.observation)]
 
     def _see(self, observation: Any, rules: bool) -> str:
         self.observation = observation

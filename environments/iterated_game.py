@@ -61,12 +61,9 @@ class Game:
 
 @register("iterated_game")
 def iterated_game(
-    opponent: str = "tit_for_tat",
-    payoffs: str = "3/3_0/5_5/0_1/1",
-    rounds: int = 5,
-    end: str = "fixed",
-    continue_probability: float = 0.8,
-) -> Env | MultiAgentEnv:
+    opponent: str = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5,
+    end: str = "fixed", continue_probability: float = 0.8,
+) -> Env | MultiAgentEnv:  # fmt: skip
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
 
     `payoffs`: CC_CD_DC_DD, each own/other. `end`: fixed (after `rounds`, 1 to 50) or random (on
@@ -156,6 +153,9 @@ class SelfPlay(MultiAgentEnv):
         self.correct &= points[row[-1], column[-1]] >= max(points.values()) - 1e-9
         seats = (("row", row, column[-1]), ("column", column, row[-1]))
         return {a: _settle(self.games[a], own, o, self.length, self.correct) for a, own, o in seats}
+
+    def guess(self, agent: str, rng: random.Random) -> str:
+        return f"<choice>{rng.choice(CHOICES)}</choice>"
 
 
 def worth_of_choices(game: Game) -> list[dict[str, dict[str, tuple[float, float]]]]:

@@ -99,8 +99,7 @@ class SelfPlay(MultiAgentEnv):
     """One policy, or two, in both seats. Nothing is drawn, so every seed is the same game."""
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        self.board = EMPTY
-        self.turn = "X"
+        self.board, self.turn = EMPTY, "X"
         self.retries = {"X": Retries(), "O": Retries()}
         return {"X": [user(_opening("X", self.board))]}
 
@@ -120,6 +119,9 @@ class SelfPlay(MultiAgentEnv):
         ask = _opening("O", self.board) if first else _later(mover, cell, self.board)
         info = {"correct": False}
         return {mover: Step(None, 0.0, False, info), other: Step(user(ask), 0.0, False, info)}
+
+    def guess(self, agent: str, rng: random.Random) -> str:
+        return f"<move>{rng.choice(free(self.board))}</move>"
 
 
 def free(board: str) -> list[int]:
