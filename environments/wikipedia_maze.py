@@ -132,6 +132,8 @@ class WikipediaMaze(Env):
             return None
         seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
         nearer = [link for link in seen if self.clicks[link] < self.clicks[self.title]]
+        if not nearer and self.part + 1 == len(self.parts):  # in brief: what was nearer is seen
+            return f"Nothing nearer is left. {_visit(self.guess)}"
         if not nearer:
             return f"Nothing nearer in this part. {NEXT_PART}"
         if self.target in nearer:

@@ -336,6 +336,21 @@ def test_a_demonstration_says_where_the_target_is_and_a_hasty_one_only_picks_a_l
     assert env.demonstrate() == "The target is on this page. " + visit("Sahara")
 
 
+@pytest.mark.parametrize("brief", [False, True])
+def test_whoever_wandered_is_shown_a_valid_way_on(brief):
+    env, lost = WikipediaMaze(max_visits=12, max_chunk=100, brief=brief), 0
+    for seed in range(150):
+        env.reset(seed)
+        step, turn = None, 0
+        while step is None or not step.done:
+            text = env.demonstrate(hasty=turn % 2 == 0)
+            lost += "Nothing nearer is left" in text
+            step = env.step(text)
+            assert step.reward >= 0
+            turn += 1
+    assert (lost > 0) == brief
+
+
 def test_hasty_demonstrations_are_valid_and_mostly_miss():
     env, reached = WikipediaMaze(), 0
     for seed in range(300):
