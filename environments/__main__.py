@@ -12,6 +12,8 @@ import re
 import sys
 from contextlib import redirect_stderr
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
+from operator import not_
 from typing import Annotated, Literal
 
 import tyro
@@ -56,8 +58,10 @@ def read(args: list[str]) -> Asked:
     except SystemExit as end:
         if not end.code:  # --help
             raise
-        lines = re.findall("\u2502 (.*)\u2502", box.getvalue().partition("\u2502 \u2500")[0])
-        problem = " ".join(" ".join(lines).split())
+        # the box: a title, the problem, a rule, what may help; its lines as the terminal allows
+        frame = re.compile("[\u2500-\u257f]|-{5,}")
+        _, *lines = (frame.sub("", line).strip() for line in box.getvalue().splitlines())
+        problem = " ".join(takewhile(bool, dropwhile(not_, lines)))
         raise UsageError(f"{problem.rstrip('.')}; see python -m environments --help") from None
 
 
