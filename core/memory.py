@@ -45,7 +45,7 @@ RAN_OUT = ("can't allocate memory", "not enough memory", "out of memory")
 def keep_freed() -> None:
     """Have the C library keep what tensors give back, for the next ones, instead of the system.
 
-    The system clears every page that it hands out, which takes longer than most operations on it.
+    The system clears every page that it hands out anew, and that is time of the first to use it.
     What a process held at its peak it then holds to its end. glibc only; others stay as they are.
     """
     if platform.libc_ver()[0] == "glibc":

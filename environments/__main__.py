@@ -33,6 +33,7 @@ MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 class Asked:
     """List the environments, play one, or watch one."""
 
+    # list them all, play one yourself, or show an episode
     what: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list"
     env: Annotated[str, tyro.conf.Positional] = ""  # name[:key=value,...]
     seed: int = 0  # decides the episode

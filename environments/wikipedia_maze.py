@@ -125,7 +125,7 @@ class WikipediaMaze(Env):
         return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """Is the target linked here, else where; then on. `hasty`: any link. None on live wikis."""
+        """Where the target is linked, and a visit nearer; `hasty`: any. None on a live wiki."""
         if hasty:
             return _visit(self.guess)
         if self.live:

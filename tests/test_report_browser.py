@@ -184,8 +184,7 @@ def test_filters_keep_what_they_say(run, visit, name, keep):
     choose_update(page, 41)
     page.select_option("#filter", name)
     kept = [[r for r in group if keep(r)] for group in of_update(rows, 41)]
-    number = sum(map(len, kept))
-    groups = sum(map(bool, kept))
+    number, groups = sum(map(len, kept)), sum(map(bool, kept))
     assert page.locator("#groups .marks button").count() == number
     plural = ["group" + "s" * (groups != 1), "rollout" + "s" * (number != 1)]
     assert page.locator("#count").inner_text() == f"{groups} {plural[0]}, {number} {plural[1]}"
