@@ -11,7 +11,7 @@ same mathematics, with fewer tokens. Where no prompt is shared, a sequence is a 
 The function is registered with transformers under the name TREES; without a tree it is their sdpa.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,19 +26,19 @@ TREES = "trees"
 
 @dataclass
 class Tree:
-    """L tokens: p prompts of at most n, and b branches of at most t. Indices point into the L."""
+    """L tokens: those of p prompts, at most n each, and then of b branches, at most t each."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [1, L] int64: where the token stands in its sequence
-    prompts: Tensor  # [p, n] int64: the tokens of each prompt, padded to the right by any
-    branches: Tensor  # [b, t] int64: so for each branch
+    num_prompts: int  # p
     prompt_of: Tensor  # [b] int64: the prompt that a branch follows
     mask: Tensor  # [b, 1, t, n + t] bool: what a branch's token attends to
-    back: Tensor  # [L] int64: where a token stands in the flattened prompts and then branches
+    padded: Tensor  # [L] int64: where a token stands once prompts and branches are padded
     places: Tensor  # [b, T] int64: where the tokens of whole sequences stand in the L
 
     def to(self, device: torch.device | str) -> "Tree":
-        return Tree(*(getattr(self, f.name).to(device) for f in fields(self)))
+        moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Tree(**(vars(self) | moved))
 
 
 def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tree:
@@ -56,9 +56,8 @@ def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tr
     lengths = torch.tensor([len(part) for part in parts])
     begins = lengths.cumsum(0) - lengths
     positions = torch.cat([torch.arange(s, s + len(x)) for s, x in zip(starts, parts, strict=True)])
-    p = len(prompts)
-    prompt_at, branch_at = _table(begins[:p], lengths[:p]), _table(begins[p:], lengths[p:])
-    (n, t), b = (prompt_at.shape[1], branch_at.shape[1]), len(branches)
+    p, b = len(prompts), len(branches)
+    n, t = max(map(len, prompts), default=0), int(lengths[p:].max())
 
     number = torch.tensor([number for number, _ in branches])
     reach = torch.tensor(shared)  # tokens of its prompt that a branch sees
@@ -66,17 +65,17 @@ def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tr
     mask[..., :n] = (torch.arange(n) < reach[:, None])[:, None, None]
     mask[..., n:] = torch.ones(t, t, dtype=torch.bool).tril()
 
-    back = torch.zeros(int(lengths.sum()), dtype=torch.int64)
+    padded = torch.zeros(int(lengths.sum()), dtype=torch.int64)
     places = torch.zeros(b, int((reach + lengths[p:]).max()), dtype=torch.int64)
     for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
         flat = row * n if row < p else p * n + (row - p) * t
-        back[begin : begin + length] = flat + torch.arange(length)
+        padded[begin : begin + length] = flat + torch.arange(length)
         if row >= p:
             before = shared[row - p]
-            places[row - p, :before] = prompt_at[number[row - p], :before] if before else 0
+            places[row - p, :before] = begins[number[row - p]] + torch.arange(before)
             places[row - p, before : before + length] = begin + torch.arange(length)
     ids = torch.tensor([[token for part in parts for token in part]])
-    return Tree(ids, positions[None], prompt_at, branch_at, number.clamp(min=0), mask, back, places)
+    return Tree(ids, positions[None], p, number.clamp(min=0), mask, padded, places)
 
 
 def attend(
@@ -85,7 +84,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
+    scaling: float,
     tree: Tree | None = None,
     context: Any = None,
     **kwargs,
@@ -101,30 +100,30 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    q, k, v = query[0], key[0], value[0]
+    (q_p, q), (k_p, k), (v_p, v) = (_padded(x, tree) for x in (query, key, value))
     pieces = []
-    keys, values = (x[:, tree.branches].transpose(0, 1) for x in (k, v))  # [b, h, t, d]
-    if len(tree.prompts) > 0:
-        q_p, k_p, v_p = (x[:, tree.prompts].transpose(0, 1) for x in (q, k, v))  # [p, ., n, d]
-        out = scaled_dot_product_attention(
+    if tree.num_prompts:
+        pieces.append(scaled_dot_product_attention(
             q_p, k_p, v_p, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        pieces.append(out.transpose(0, 1).flatten(1, 2))
-        keys = torch.cat([k_p[tree.prompt_of], keys], 2)  # [b, h, n + t, d]
-        values = torch.cat([v_p[tree.prompt_of], values], 2)
-    q_b = q[:, tree.branches].transpose(0, 1)  # [b, H, t, d]
-    out = scaled_dot_product_attention(
-        q_b, keys, values, attn_mask=tree.mask, scale=scaling, enable_gqa=True
-    )
-    pieces.append(out.transpose(0, 1).flatten(1, 2))
-    return torch.cat(pieces, 1)[:, tree.back].transpose(0, 1)[None], None
+        ))  # fmt: skip
+        k = torch.cat([k_p[tree.prompt_of], k], 2)  # [b, h, n + t, d]
+        v = torch.cat([v_p[tree.prompt_of], v], 2)
+    pieces.append(scaled_dot_product_attention(
+        q, k, v, attn_mask=tree.mask, scale=scaling, enable_gqa=True
+    ))  # fmt: skip
+    out = torch.cat([piece.transpose(1, 2).flatten(0, 1) for piece in pieces])
+    return out.index_select(0, tree.padded)[None], None
 
 
-def _table(begins: Tensor, lengths: Tensor) -> Tensor:
-    """[r, longest]: begin, begin + 1, .. of each row; padded with its last."""
-    longest = int(lengths.max()) if len(lengths) else 0
-    steps = torch.arange(longest)
-    return begins[:, None] + torch.minimum(steps, lengths[:, None] - 1)
+def _padded(x: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+    """[1, heads, L, d] -> prompts [p, heads, n, d] and branches [b, heads, t, d], padded with 0."""
+    (b, _, t, n_and_t), p = tree.mask.shape, tree.num_prompts
+    n = n_and_t - t
+    x = x[0].transpose(0, 1)  # [L, heads, d]
+    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy(0, tree.padded, x)
+    prompts, branches = x.split([p * n, b * t])
+    shape = prompts.shape[1:]
+    return prompts.view(p, n, *shape).transpose(1, 2), branches.view(b, t, *shape).transpose(1, 2)
 
 
 AttentionInterface.register(TREES, attend)

@@ -68,6 +68,25 @@ def test_packed_and_unpacked_gradients_are_equal(small_folder, lora_rank, max_to
         assert (ours - theirs).abs().max() < 1e-5 * largest
 
 
+def test_the_gradient_of_a_sum_over_a_group_is_the_sum_over_its_completions(small_folder):
+    policy = load_policy(str(small_folder), device="cpu", seed=1)
+    rollouts = grouped(num_groups=1, size=5, prompt=300)
+    together = gradients_of(policy, batching.to_update(rollouts), EVERYTHING, policy.takes_trees)
+    alone = torch.zeros(5, together[0].shape[1])
+    added = [torch.zeros_like(gradient) for gradient in together[1]]
+    total = batching.to_update(rollouts).num_tokens
+    for row, rollout in enumerate(rollouts):
+        update = batching.to_update([rollout])
+        logprobs, gradients, _ = gradients_of(policy, update, EVERYTHING, trees=False)
+        alone[row, : logprobs.shape[1]] = logprobs[0]
+        for sum_, gradient in zip(added, gradients, strict=True):
+            sum_ += gradient * update.num_tokens / total
+    assert (together[0] - alone).abs().max() < 1e-5
+    largest = max(gradient.abs().max() for gradient in added)
+    for ours, theirs in zip(together[1], added, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * largest
+
+
 def test_a_prompt_is_computed_once_and_every_token_finds_its_place():
     update = batching.to_update(grouped(num_groups=2, size=3, prompt=40))
     (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
@@ -99,7 +118,7 @@ def test_a_branch_sees_its_prompt_and_itself_and_nothing_else():
 def test_sequences_that_share_nothing_are_branches_of_nothing():
     update = batching.to_update(grouped(num_groups=5, size=1))
     (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
-    assert batch.tree.prompts.numel() == 0
+    assert batch.tree.num_prompts == 0
     assert batch.tree.input_ids.numel() == sum(len(s.token_ids) for s in update.sequences)
 
 
