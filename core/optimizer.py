@@ -33,7 +33,7 @@ class MasterAdamW:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
-        self.adamw = torch.optim.AdamW(groups, **options)
+        self.adamw = torch.optim.AdamW(groups, fused=True, **options)  # without temporaries
         self.param_groups = self.adamw.param_groups
         self.masters = [p for g in self.param_groups for p in g["params"]]
         self.scale, self.steps_at_scale = 1.0, 0
