@@ -17,7 +17,8 @@ T; L layers of width D, queries Q, keys K, MLP F; W weights of all layers' matri
     optimiser                               AdamW: 4 floats of a weight read, 3 written
 
 Logits that are made again in the backward, the sampler's cache as it is copied to grow, norms,
-softmax and all that Python does are not in the floor: they are what could be saved.
+softmax and all that Python does are not in the floor: they are what could be saved. Where the time
+went instead is asked of PyTorch's profiler, in a step of its own, which it slows.
 """
 
 import os
@@ -25,6 +26,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,10 @@ from pairs import in_child, play_part, publish, spread
 from workload import SHAPES, Shape
 
 FLOAT = 4  # bytes
+KINDS = {  # PyTorch's operations, by a part of their names
+    "matrices": ("aten::mm", "aten::addmm"),
+    "attention": ("aten::bmm", "scaled_dot_product", "aten::_softmax"),
+}
 
 
 @dataclass
@@ -76,21 +83,13 @@ def main(args: Args) -> None:
         for tokens in args.prompt_tokens:
             sizes = {"num_prompts": args.num_prompts, "group_size": args.group_size,
                      "prompt_tokens": tokens, "max_tokens": args.max_tokens}  # fmt: skip
-            measured = [
-                in_child(
-                    script,
-                    "picorl",
-                    folder=folder,
-                    gpu=False,
-                    tokens=args.our_tokens,
-                    lora_rank=0,
-                    steps=3,
-                    **sizes,
-                )
-                for _ in range(args.rounds)
-            ]
+            run = sizes | {"folder": folder, "gpu": False, "tokens": args.our_tokens,
+                           "lora_rank": 0, "steps": 3}  # fmt: skip
+            measured = [in_child(script, "picorl", **run) for _ in range(args.rounds)]
             floor = {n: vars(work) for n, work in count(shape, **sizes).items()}
-            cases.append(sizes | {"rates": rates, "floor": floor, "measured": measured})
+            spent = in_child(__file__, "profiled", **run)
+            cases.append(sizes | {"rates": rates, "floor": floor, "measured": measured,
+                                  "spent": spent})  # fmt: skip
             print(f"prompts of {tokens} tokens measured", flush=True)
     publish("floor", cases, table, args.write)
 
@@ -179,12 +178,51 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                      f"{statistics.median(seconds) / least:.2f}"]  # fmt: skip
             lines.append(f"| {case['prompt_tokens']} | **{name}** | {' | '.join(cells)} |")
     rates = cases[0]["rates"]
+    lines += ["", "| prompt | phase | " + " | ".join(cases[0]["spent"]["sampling"]) + " |",
+              "| --- |" + " --- |" * 5]  # fmt: skip
+    for case in cases:
+        for phase, seconds in case["spent"].items():
+            shares = [f"{s / sum(seconds.values()):.0%}" for s in seconds.values()]
+            lines.append(f"| {case['prompt_tokens']} | {phase} | {' | '.join(shares)} |")
     return [*lines, "", f"Measured rates: {rates['many'] / 1e9:,.1f} Gop/s in matrices of many "
             f"rows, {rates['decode'] / 1e9:,.1f} in those of decoding, {rates['copy'] / 1e9:,.1f} "
             "GB/s in copying (read and written)."]  # fmt: skip
 
 
 # --- the child -----------------------------------------------------------------------------------
+
+
+def profiled(**run: Any) -> dict[str, dict[str, float]]:
+    """Seconds of the last step of vs_trl's picorl, by phase and kind of operation."""
+    import vs_trl
+
+    import train
+
+    spent: dict[str, dict[str, float]] = {}
+    train.play = watched(train.play, "sampling", spent)
+    train.learn = watched(train.learn, "learning", spent)
+    vs_trl.picorl(**run)
+    return spent
+
+
+def watched(call: Callable, phase: str, spent: dict[str, dict[str, float]]) -> Callable:
+    """The call; what it spent last time is put into `spent`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def profiled_call(*args: Any) -> Any:
+        started = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            result = call(*args)
+            took = time.perf_counter() - started
+        found: Counter[str] = Counter()
+        for event in profiler.key_averages():
+            kinds = (k for k, names in KINDS.items() if any(name in event.key for name in names))
+            found[next(kinds, "other operations")] += event.self_cpu_time_total / 1e6
+        rest = {"Python and the rest": max(0.0, took - sum(found.values()))}
+        spent[phase] = {kind: found[kind] for kind in (*KINDS, "other operations")} | rest
+        return result
+
+    return profiled_call
 
 
 def measure_rates(shape: str, rows: int, many: int) -> dict[str, Any]:
@@ -227,7 +265,7 @@ def best(call: Any, seconds: float = 2.0) -> float:
     return min(times)
 
 
-PARTS = {"measure_rates": measure_rates}
+PARTS = {"measure_rates": measure_rates, "profiled": profiled}
 
 if __name__ == "__main__":
     if not play_part(PARTS):
