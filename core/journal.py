@@ -106,13 +106,16 @@ def rewind(run: Path, progress: dict[str, int]) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file; a last line cut short by a crash is left out."""
-    records = []
+    """The objects of a .jsonl file, up to a line that isn't one: the last, cut short by a crash."""
+    records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             break
+        if not isinstance(record, dict):
+            break
+        records.append(record)
     return records
 
 

@@ -132,7 +132,7 @@ def folder_of(cfg: Any, runs: Path) -> tuple[Path, bool]:
     if distributed.is_restarted() and (runs / cfg.run_name).exists():
         return runs / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    return run_folder.new_folder(runs, cfg.run_name, stem), True
+    return run_folder.new_folder(runs, cfg.run_name, stem[: settings.LONGEST_NAME]), True
 
 
 def finish(run: Run, config: dict[str, Any], exported: bool) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train
 from core import journal
 from core.folder import new_folder, write_config
 from core.journal import Journal, read_records, rewind, summary
@@ -22,6 +23,7 @@ from core.metrics import (
     wilson,
 )  # fmt: skip
 from core.microscope import choose
+from core.run import folder_of
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {
@@ -114,6 +116,12 @@ def test_records_hold_no_nan_and_a_line_cut_short_is_left_out(tmp_path):
     assert (row["return"], row["rewards"], row["tokens"]) == (1.0, [1.0], 2)
 
 
+@pytest.mark.parametrize("line", ["[1]", "3", "null", '"update"'])
+def test_a_line_that_is_no_object_ends_the_records(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{line}\n{{"update": 1}}\n')
+    assert read_records(tmp_path / "metrics.jsonl") == [{"update": 0}]
+
+
 def test_rewind_drops_what_will_be_done_again(tmp_path):
     lines = [{"sft_step": 20}, {"sft_step": 40}, {"update": 0}, {"update": 1}, {"update": 2}]
     for name in ("metrics.jsonl", "rollouts.jsonl"):
@@ -163,6 +171,14 @@ def test_a_run_without_a_name_takes_the_next_number(tmp_path):
     assert new_folder(tmp_path, "", "grpo-x").name == "grpo-x-2"
     with pytest.raises(UsageError, match="exists"):
         new_folder(tmp_path, "grpo-x-1", "")
+
+
+def test_many_environments_make_no_name_that_a_disk_would_refuse(tmp_path):
+    cfg = train.Config(env=("letter_counting",) * 40)
+    folder, new = folder_of(cfg, tmp_path)
+    folder.mkdir()
+    assert new and folder.name.startswith("grpo-letter_counting+letter_counting+")
+    assert folder_of(cfg, tmp_path)[0].name == folder.name[:-1] + "2"
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
