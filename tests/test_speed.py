@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,8 @@ def test_tables_have_a_cell_for_each_heading():
     passes = {"vocab": 150_000, "group_size": 2, "prompt_tokens": 3, "completion_tokens": 4}
     counted = {name: vars(work) for name, work in floor.count(HAND, **WORK).items()}
     rates = {"many": 1e9, "decode": 1e9, "copy": 1e9}
+    spent = {"spent": {"learning": {"matrices": 3.0, "attention": 0.0, "the rest": 1.0}}}
+    limits = sizes | spent | {"rates": rates, "floor": counted, "measured": [step]}
     devices = {"1": [step], "8": [step]}
     shared = sizes | {"shape": "4M", "devices": devices, "gradient_bytes": 8, "lora_rank": 4}
     launched = {"update_s": 3.0, "sampling_s": 1.0, "learning_s": 2.0}
@@ -213,7 +216,8 @@ def test_tables_have_a_cell_for_each_heading():
             [sizes | {"shape": "4M", "sides": {"TorchSampler": [rate], "generate": [rate]}}]
         ),
         memory.table([passes | {"sides": {"picoRL": [{"peak_mb": 1}], "plain": [{"peak_mb": 2}]}}]),
-        floor.table([sizes | {"rates": rates, "floor": counted, "measured": [step]}]),
+        floor.table([limits])[:-6],
+        floor.spent_table([limits]),
         scaling.model_table([shared | {"links": vars(scaling.Links())}]),
         scaling.ranks_table(
             [sizes | {"shape": "4M", "ranks": 2, "sides": {"1": [launched], "2": [launched]}}]
@@ -223,6 +227,26 @@ def test_tables_have_a_cell_for_each_heading():
         rows = [line for line in lines if line.startswith("|")]
         assert len(rows) > 2 and len({row.count("|") for row in rows}) == 1, rows
     assert "1.00 [1.00, 1.00] of it | at most 0.6: missed" in tables[0][-1]
+    assert floor.table([limits])[-5:-2] == floor.spent_table([limits])
+    assert floor.spent_table([limits])[-1] == "| 50 | learning | 75% | 0% | 25% |"
+
+
+def test_what_is_profiled_is_all_of_the_time_by_kind():
+    spent: dict = {}
+    square = torch.ones(300, 300)
+
+    def multiply(times):
+        for _ in range(times):
+            (square @ square).add_(1).softmax(-1)
+        return times
+
+    started = time.perf_counter()
+    assert floor.watched(multiply, "learning", spent)(100) == 100
+    took = time.perf_counter() - started
+    seconds = spent["learning"]
+    assert list(seconds) == ["matrices", "attention", "other operations", "Python and the rest"]
+    assert seconds["matrices"] > seconds["other operations"] > 0 < seconds["attention"]
+    assert sum(seconds.values()) <= took + 0.001
 
 
 def test_page_has_marks_for_every_table(tmp_path):

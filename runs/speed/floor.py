@@ -178,15 +178,21 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                      f"{statistics.median(seconds) / least:.2f}"]  # fmt: skip
             lines.append(f"| {case['prompt_tokens']} | **{name}** | {' | '.join(cells)} |")
     rates = cases[0]["rates"]
-    lines += ["", "| prompt | phase | " + " | ".join(cases[0]["spent"]["sampling"]) + " |",
-              "| --- |" + " --- |" * 5]  # fmt: skip
+    return [*lines, "", *spent_table(cases), "",
+            f"Measured rates: {rates['many'] / 1e9:,.1f} Gop/s in matrices of many "
+            f"rows, {rates['decode'] / 1e9:,.1f} in those of decoding, {rates['copy'] / 1e9:,.1f} "
+            "GB/s in copying (read and written)."]  # fmt: skip
+
+
+def spent_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Markdown lines: the share of each kind of operation in a phase."""
+    kinds = next(iter(cases[0]["spent"].values()))
+    lines = [f"| prompt | phase | {' | '.join(kinds)} |", "| --- |" + " --- |" * (1 + len(kinds))]
     for case in cases:
         for phase, seconds in case["spent"].items():
             shares = [f"{s / sum(seconds.values()):.0%}" for s in seconds.values()]
             lines.append(f"| {case['prompt_tokens']} | {phase} | {' | '.join(shares)} |")
-    return [*lines, "", f"Measured rates: {rates['many'] / 1e9:,.1f} Gop/s in matrices of many "
-            f"rows, {rates['decode'] / 1e9:,.1f} in those of decoding, {rates['copy'] / 1e9:,.1f} "
-            "GB/s in copying (read and written)."]  # fmt: skip
+    return lines
 
 
 # --- the child -----------------------------------------------------------------------------------
