@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core.chat import prompt_ids
 from core.model import load_policy
 from core.sampler import SamplingParams, TorchSampler
+from core.tiny import save_tiny
 
 FOLDER = Path(__file__).parent.parent / "runs/speed"
 sys.path.append(str(FOLDER))
@@ -19,6 +20,7 @@ import floor  # noqa: E402
 import memory  # noqa: E402
 import pairs  # noqa: E402
 import scaling  # noqa: E402
+import startup  # noqa: E402
 import vs_generate  # noqa: E402
 import vs_trl  # noqa: E402
 from workload import LETTERS, SHAPES, Shape, grouped, prompt, save_model  # noqa: E402
@@ -26,7 +28,9 @@ from workload import LETTERS, SHAPES, Shape, grouped, prompt, save_model  # noqa
 #                width 2, MLP 3, 1 layer, 1 head and 1 of keys of size 2, vocabulary 5
 HAND = Shape(2, 3, 1, 1, 1, 2, 5)
 WORK = {"num_prompts": 2, "group_size": 2, "prompt_tokens": 3, "max_tokens": 3}
-SCRIPTS = ("vs_trl", "vs_generate", "memory", "floor", "scaling_ranks", "scaling_model")
+SCRIPTS = (
+    "vs_trl", "vs_generate", "memory", "floor", "scaling_ranks", "scaling_model", "startup",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +210,7 @@ def test_tables_have_a_cell_for_each_heading():
     rates = {"many": 1e9, "decode": 1e9, "copy": 1e9}
     spent = {"spent": {"learning": {"matrices": 3.0, "attention": 0.0, "the rest": 1.0}}}
     limits = sizes | spent | {"rates": rates, "floor": counted, "measured": [step]}
+    waits = {"`--help`": [{"seconds": 1.4}], "first update": [{"seconds": 70, "warm_start": 60}]}
     devices = {"1": [step], "8": [step]}
     shared = sizes | {"shape": "4M", "devices": devices, "gradient_bytes": 8, "lora_rank": 4}
     launched = {"update_s": 3.0, "sampling_s": 1.0, "learning_s": 2.0}
@@ -218,6 +223,7 @@ def test_tables_have_a_cell_for_each_heading():
         memory.table([passes | {"sides": {"picoRL": [{"peak_mb": 1}], "plain": [{"peak_mb": 2}]}}]),
         floor.table([limits])[:-6],
         floor.spent_table([limits]),
+        startup.table([{"waits": waits, "operations": 3e9, "rate": 2e9}]),
         scaling.model_table([shared | {"links": vars(scaling.Links())}]),
         scaling.ranks_table(
             [sizes | {"shape": "4M", "ranks": 2, "sides": {"1": [launched], "2": [launched]}}]
@@ -229,6 +235,17 @@ def test_tables_have_a_cell_for_each_heading():
     assert "1.00 [1.00, 1.00] of it | at most 0.6: missed" in tables[0][-1]
     assert floor.table([limits])[-5:-2] == floor.spent_table([limits])
     assert floor.spent_table([limits])[-1] == "| 50 | learning | 75% | 0% | 25% |"
+
+
+def test_the_floor_of_the_warm_start_counts_the_tiny_policy_as_it_is(tmp_path):
+    save_tiny(tmp_path, 0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = startup.warm_start()
+    assert SHAPES["tiny"].vocab == model.config.vocab_size
+    trained = sum(p.numel() for p in model.model.layers.parameters() if p.ndim == 2)
+    tokens_of_a_step = 32 * 44  # about, by hand: a prompt of 38, an answer of 4 or 16
+    assert SHAPES["tiny"].layer_weights == trained
+    assert found["operations"] == pytest.approx(6 * trained * 800 * tokens_of_a_step, rel=0.25)
 
 
 def test_what_is_profiled_is_all_of_the_time_by_kind():
@@ -261,7 +278,7 @@ def test_page_has_marks_for_every_table(tmp_path):
 
 
 def test_page_commands_are_understood():
-    for script in ("vs_trl", "vs_generate", "memory", "floor", "scaling"):
+    for script in ("vs_trl", "vs_generate", "memory", "floor", "scaling", "startup"):
         done = subprocess.run(
             [sys.executable, str(FOLDER / f"{script}.py"), "--help"], capture_output=True, text=True
         )

@@ -261,13 +261,13 @@ def best(call: Any, seconds: float = 2.0) -> float:
     """The least time of one call, of as many as fit: the machine's own, without its other work."""
     import torch
 
-    torch.set_grad_enabled(False)
-    call()
-    times, until = [], time.perf_counter() + seconds
-    while time.perf_counter() < until or len(times) < 5:
-        started = time.perf_counter()
+    with torch.no_grad():
         call()
-        times.append(time.perf_counter() - started)
+        times, until = [], time.perf_counter() + seconds
+        while time.perf_counter() < until or len(times) < 5:
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
     return min(times)
 
 
