@@ -120,7 +120,7 @@ def _padded(x: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     (b, _, t, n_and_t), p = tree.mask.shape, tree.num_prompts
     n = n_and_t - t
     x = x[0].transpose(0, 1)  # [L, heads, d]
-    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy(0, tree.padded, x)
+    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy_(0, tree.padded, x)
     prompts, branches = x.split([p * n, b * t])
     shape = prompts.shape[1:]
     return prompts.view(p, n, *shape).transpose(1, 2), branches.view(b, t, *shape).transpose(1, 2)
