@@ -219,7 +219,7 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 #
 #     python train.py --run-name reference                 # GRPO as this project has it
 #     python train.py --algo scratch --run-name mine       # your training_step, the same start
-#     python -m core.journal runs/reference runs/mine      # who needs fewer tokens to 0.90?
+#     python -m core.run_log runs/reference runs/mine      # who needs fewer tokens to 0.90?
 #
 # From here on `training_step` is yours: two steps on the same rollouts, another clip, exercise 10
 # for exercise 3, a KL to where you began, another optimiser setting. The budget is 20,000 sampled
@@ -227,6 +227,6 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 
 
 if __name__ == "__main__":
-    from core.workshop import run_command
+    from core.workshop.checker import run_command
 
     sys.exit(run_command(sys.argv[1:]))

@@ -12,84 +12,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from algorithms.options import KL, GrpoOptions, Level, PpoOptions, ReinforceOptions
 from core import cli
-
-
-@dataclass(frozen=True)
-class Config:
-    """picoRL: reinforcement learning for language models."""
-
-    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"  # scratch: your scratch.py
-    model_id: str = "tiny"  # hub id or folder; tiny: a Qwen3 of 0.8M random weights, from the seed
-    trust_remote_code: bool = False  # run the code in --model-id; only if you trust its author
-    env: tuple[str, ...] = ("letter_counting",)  # name[:key=value,...]; several are mixed evenly
-    eval_env: tuple[str, ...] = ()  # environments to evaluate on; none given: those of --env
-    train_difficulty: int = 0  # difficulty, level, n_hops or length of --env; 0: as it says itself
-    curriculum: float = 0.0  # share right at which tasks get harder, half: easier again; 0: off
-    num_updates: int = 50  # updates of RL; 0: only the warm start and the evaluation
-    num_prompts: int = 16  # P, tasks in an update
-    group_size: int = 8  # G, rollouts of each task
-    num_epochs: int = 1  # times that each update's rollouts are learnt from
-    num_minibatches: int = 1  # parts of the rollouts in an epoch, each with a step of its own
-    lr: float | None = None  # learning rate of RL; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 else
-    max_grad_norm: float = 1.0  # gradients are scaled down to this norm; 0: never
-    temperature: float = 1.0  # of sampling in training; evaluation is greedy
-    top_p: float = 1.0  # sample from the likeliest tokens of this mass; 1: from all
-    top_k: int = 0  # sample from so many of the likeliest tokens; 0: from all
-    max_tokens: int | None = None  # longest completion, in tokens; None: 64 for tiny, 1024 else
-    max_turns: int = 8  # turns after which an episode is cut
-    env_timeout: float = (
-        60.0  # seconds an environment may think; then its episode fails; 0: no limit
-    )
-    thinking: Literal["keep", "drop"] = "keep"  # drop: later turns don't see earlier <think> text
-    max_model_len: int | None = None  # tokens of an episode; None: max_turns * max_tokens + 4096
-    max_tokens_per_micro_batch: int | None = None  # None: 2048 for tiny, else as memory allows
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # auto: when memory asks for it
-    filter_groups: int = 0  # rounds in which groups without spread in reward are replaced; 0: none
-    overlong_buffer: int = 0  # tokens before --max-tokens over which a penalty grows to 1; 0: none
-    mask_truncated: bool = False  # whether completions cut off at --max-tokens aren't learnt from
-    gamma: float = 1.0  # what is paid a turn later counts so much; 1: as much
-    credit: Literal["episode", "turn"] | None = None  # a turn for all, or its own; None: episode
-    entropy_coef: float = 0.0  # weight of the entropy of each token in the loss; 0: none
-    kl_coef: float = 0.0  # weight of the KL to the policy before RL or without adapters; 0: none
-    kl_estimator: KL = "k2"  # k2 in the loss and k1 in the reward have the gradient of KL
-    kl_in: Literal["loss", "reward"] = "loss"  # where the KL is counted
-    tis_cap: float = 2.0  # cap of the importance weights between sampler and trainer; 0: no weights
-    tis_level: Level = "token"  # a weight a token; or the geometric mean over its sequence
-    tis_mode: Literal["truncate", "mask"] = "truncate"  # mask: out of 1/cap..cap counts nothing
-    sft_best: int = 0  # best rollouts, one a task, kept and imitated after each update; 0: none
-    lora_rank: int = 0  # rank of LoRA adapters on all linear layers; 0: train all weights
-    lora_alpha: float = 0.0  # adapters count alpha/rank; 0: alpha is twice the rank
-    sft_steps: int | None = None  # warm-start steps on demonstrations; None: 800 for tiny, 0 else
-    sft_batch_size: int = 32  # demonstrations in a warm-start step
-    sft_hasty: float = 0.6  # share of demonstrations that only guess; 0: all are worked out
-    sft_lr: float | None = None  # peak in the warm start; None: 2e-3 for tiny, 1e-4 LoRA, 1e-5 else
-    sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"  # auto: vllm on a GPU, or torch
-    base_url: str = ""  # of the server that plays with --sampler openai, which evaluates only
-    gpu_memory_utilization: float = 0.9  # share of the GPU in use while vLLM samples, at most
-    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: the fastest there is
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA
-    seed: int = 0  # decides everything: the same command with the same seed gives the same run
-    eval_every: int = 10  # updates between evaluations; 0: only before and after
-    eval_num_tasks: int = 256  # held-out tasks of an evaluation, always the same; 0: never evaluate
-    cache: bool = True  # reuse what the same warm start of tiny made; --no-cache: make it anew
-    microscope: int = 4096  # sampled tokens an update that report.html looks at one by one; 0: none
-    stop_on: tuple[str, ...] = ()  # warnings at which the run is saved and stops; any: at each
-    save_every: int = 20  # updates between checkpoints; 0: only at the end
-    run_name: str = ""  # folder under runs/; empty: <algo>-<env>-<number>
-    config: str = ""  # a config.yaml to start from; other flags win over it
-    resume: str = ""  # a run folder to go on with; num_updates, save_every, .. may change
-    track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"  # send the metrics there too
-    reinforce: ReinforceOptions = field(default_factory=ReinforceOptions)
-    grpo: GrpoOptions = field(default_factory=GrpoOptions)
-    ppo: PpoOptions = field(default_factory=PpoOptions)
-
+from core.config import Config
 
 if __name__ == "__main__":
     cli.answer_at_once(Config, sys.argv[1:])  # --help, or a mistake: the next imports take seconds
@@ -97,16 +26,17 @@ if __name__ == "__main__":
 import torch
 
 from algorithms import common, grpo, ppo, reinforce, sft
-from core import batching, distributed, exercises, metrics, selection, settings, tasks, warm_cache
+from core import batching, config, distributed, metrics, selection, tasks, warm_cache
 from core.evaluation import evaluate
 from core.interrupt import Stopped
-from core.looks import look
-from core.memory import attempt, try_longest
+from core.memory import attempt, probe_peak_memory
 from core.model import Policy
 from core.reference import as_reference
+from core.report.token_traces import trace_tokens
 from core.run import Run, is_due, open_run
 from core.sampler import SamplingParams
 from core.types import Rollout
+from core.workshop import as_algorithm
 
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
 Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
@@ -114,18 +44,18 @@ Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name;
 
 def main(cfg: Config) -> int:
     """The whole run: warm start, then updates of RL with evaluations. Returns the exit code."""
-    cfg = settings.resolve(cfg)
-    cfg = replace(cfg, grpo=grpo.with_variant(cfg.grpo)) if cfg.algo == "grpo" else cfg
-    settings.check(cfg, ALGORITHMS)
+    cfg = config.resolve(cfg)
+    cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo)) if cfg.algo == "grpo" else cfg
+    config.check(cfg, ALGORITHMS)
     train_envs = [tasks.with_difficulty(spec, cfg.train_difficulty) for spec in cfg.env]
     eval_envs = [tasks.with_difficulty(spec, 0) for spec in cfg.eval_env] or train_envs
     if cfg.sft_steps:
         tasks.check_demonstrations(train_envs)
-    config = cli.to_dict(cfg, ALGORITHMS)
+    settings = cli.to_dict(cfg, ALGORITHMS)
 
-    with open_run(cfg, config, Path("runs"), settings.remarks(cfg)) as run:
+    with open_run(cfg, settings, Path("runs"), config.remarks(cfg)) as run:
         try:
-            try_longest(cfg, run, partial(imitation, run))
+            probe_peak_memory(cfg, run, partial(imitation, run))
             if run.progress["sft_step"] < cfg.sft_steps:
                 if not warm_cache.reuse(cfg, run, train_envs):
                     warm_start(cfg, run, train_envs)
@@ -149,7 +79,7 @@ def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
             for group in run.optimizer.param_groups:
                 group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            loss = imitate(cfg, run, run.told(run.batched_env.demonstrate(drawn)))
+            loss = imitate(cfg, run, run.drop_failed(run.batched_env.demonstrate(drawn)))
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss:.3f}")
             if is_due(step + 1, 20, cfg.sft_steps):
@@ -218,7 +148,7 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
         for rollout in fresh:
             rollout.group_id += len(played)  # a number that no group has yet
         played += fresh
-        good = run.told(fresh)
+        good = run.drop_failed(fresh)
         kept += selection.with_spread(good) if cfg.filter_groups else good
     return played, kept or good
 
@@ -226,12 +156,14 @@ def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, lis
 def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
     """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
     if run.exercises is not None:
-        return exercises.learn(run, rollouts, cfg.temperature, cfg.microscope)
-    update = batching.to_update(rollouts)
+        return as_algorithm.learn(run, rollouts, cfg.temperature, cfg.microscope)
+    update = batching.to_rollout_batch(rollouts)
     longest = batching.longest(update.sequences)
     known = attempt(run, longest, partial(score, cfg, run, update))
     assign_credit(cfg, update, known)
-    learnt = update.mask & ~update.cut_off if cfg.mask_truncated else update.mask
+    learnt = (
+        update.mask & ~update.hit_token_limit if cfg.mask_truncated_completions else update.mask
+    )
     aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
     totals, sums = dict[str, float](), Counter[str]()
     seed = (cfg.seed * 1_000_003 + number) * 101
@@ -242,7 +174,7 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
         first = step == 0 and not known["old_logprobs"].any()
         one_pass = partial(backward, cfg, run, update, known, rows, first)
         found = attempt(run, longest, one_pass)
-        if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/old_policy"]:
+        if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/approx"]:
             run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
             break
         head_only = cfg.algo == "ppo" and number <= cfg.ppo.value_warmup
@@ -257,13 +189,13 @@ def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[s
             break
     if cfg.microscope and distributed.rank() == 0:
         now = partial(forward, run.policy, temperature=cfg.temperature)
-        look(run.policy, rollouts, update, known, cfg.microscope, now)
+        trace_tokens(run.policy, rollouts, update, known, cfg.microscope, now)
     totals |= {k: v / sums["tokens"] for k, v in sums.items() if k not in ("loss", "tokens")}
     totals |= metrics.token_metrics(known, update.mask)
     return {**totals, "tokens/trained": int(learnt.sum())}
 
 
-def score(cfg: Config, run: Run, update: batching.Update) -> Known:
+def score(cfg: Config, run: Run, update: batching.RolloutBatch) -> Known:
     """What has to be known before the first step: log-probs under the weights that sampled, under
     the reference, and values. What isn't needed so early, the first pass of learning makes."""
     known = {"sampler_logprobs": update.sampler_logprobs}
@@ -282,11 +214,11 @@ def score(cfg: Config, run: Run, update: batching.Update) -> Known:
             with as_reference(run.reference) as reference:
                 logprobs, _, _ = forward(reference, batch, cfg.temperature)
             batching.put(logprobs, batch, into=known["ref_logprobs"])
-    distributed.add_up([known[name] for name in names])
+    distributed.all_reduce_sum([known[name] for name in names])
     return known
 
 
-def assign_credit(cfg: Config, update: batching.Update, known: Known) -> None:
+def assign_credit(cfg: Config, update: batching.RolloutBatch, known: Known) -> None:
     """From rewards to the advantage of each token; for PPO, what its value should have been."""
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
     rewards, turn_ids = update.rewards, update.turn_ids
@@ -299,17 +231,23 @@ def assign_credit(cfg: Config, update: batching.Update, known: Known) -> None:
     if cfg.credit == "episode":  # as if it were one turn, paid what the whole is worth
         rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
     known["advantages"] = algorithm.compute_advantages(
-        rewards, update.mask, turn_ids, update.group_ids, known.get("values"), update.truncated,
-        cfg.gamma, options,
+        rewards, update.mask, turn_ids, update.group_ids, known.get("values"),
+        update.episode_truncated, cfg.gamma, options,
     )  # fmt: skip
     if cfg.algo == "ppo":
         known["targets"] = ppo.value_targets(
-            rewards, update.mask, turn_ids, known["values"], update.truncated, cfg.gamma, options
+            rewards,
+            update.mask,
+            turn_ids,
+            known["values"],
+            update.episode_truncated,
+            cfg.gamma,
+            options,
         )
 
 
 def backward(
-    cfg: Config, run: Run, update: batching.Update, known: Known, rows: list[int], first: bool
+    cfg: Config, run: Run, update: batching.RolloutBatch, known: Known, rows: list[int], first: bool
 ) -> dict[str, float]:
     """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
     algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
@@ -343,20 +281,20 @@ def backward(
         parts |= metrics.weight_metrics(ratio[mask], cfg.tis_cap, cfg.tis_mode)
         sums.update(parts)
     if first:
-        distributed.add_up([known["old_logprobs"]])
-    return distributed.total(sums)
+        distributed.all_reduce_sum([known["old_logprobs"]])
+    return distributed.all_reduce_metrics(sums)
 
 
 def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
-    shown = batching.to_update(rollouts)
+    shown = batching.to_rollout_batch(rollouts)
     longest = batching.longest(shown.sequences)
     total = attempt(run, longest, partial(imitation, run, shown))
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
 
 
-def imitation(run: Run, shown: batching.Update) -> float:
+def imitation(run: Run, shown: batching.RolloutBatch) -> float:
     """The gradient of a supervised step. Returns the loss."""
     total = 0.0
     for batch in micro_batches(run.policy, shown.sequences):
@@ -364,11 +302,11 @@ def imitation(run: Run, shown: batching.Update) -> float:
         loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
         run.optimizer.backward(loss)
         total += loss.item()
-    return distributed.total({"loss": total})["loss"]
+    return distributed.all_reduce_metrics({"loss": total})["loss"]
 
 
 def forward(
-    policy: Policy, batch: batching.Batch, temperature: float
+    policy: Policy, batch: batching.MicroBatch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values if there is a head: [b, T-1]."""
     hidden = policy.hidden_states(batch.input_ids, batch.tree)
@@ -381,9 +319,11 @@ def forward(
     return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
 
 
-def micro_batches(policy: Policy, sequences: list) -> Iterator[batching.Batch]:
-    mine = distributed.share(sequences, batching.length)
-    return batching.micro_batches(mine, policy.tokens_at_once, policy.device, policy.takes_trees)
+def micro_batches(policy: Policy, sequences: list) -> Iterator[batching.MicroBatch]:
+    mine = distributed.shard(sequences, batching.length)
+    return batching.micro_batches(
+        mine, policy.micro_batch_tokens, policy.device, policy.packs_groups
+    )
 
 
 run_command = partial(cli.run, Config, main)  # what `python train.py ARGS` does with the ARGS

@@ -190,5 +190,5 @@ def surrogate_metrics(
     return {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),
-        "kl/old_policy": kl.sum().item(),
+        "kl/approx": kl.sum().item(),
     }

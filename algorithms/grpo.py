@@ -15,9 +15,9 @@ The default is dapo: each token counts the same, whatever the length of its comp
 
 Differences from the papers: no KL term unless --kl-coef asks for one; DAPO's dynamic sampling,
 overlong penalty and overlong filtering are the flags of all algorithms --filter-groups,
---overlong-buffer and --mask-truncated.
+--overlong-buffer and --mask-episode_truncated-completions.
 
-    python train.py --algo grpo --grpo.variant dapo --grpo.clip-high 0.3
+    python train.py --algo grpo --grpo.loss-type dapo --grpo.clip-high 0.3
 """
 
 from dataclasses import replace
@@ -30,16 +30,16 @@ from algorithms import common
 from algorithms.options import GrpoOptions as Options
 
 EPS = 1e-4  # keeps a group without spread at advantage 0
-VARIANTS: dict[str, dict[str, Any]] = {
-    "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2, "ratio": "token",
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2, "ratio_level": "token",
              "surrogate": "min", "aggregation": "sequence"},
-    "dr_grpo": {"scale_rewards": "none", "clip_low": 0.2, "clip_high": 0.2, "ratio": "token",
+    "dr_grpo": {"scale_rewards": "none", "clip_low": 0.2, "clip_high": 0.2, "ratio_level": "token",
                 "surrogate": "min", "aggregation": "constant"},
-    "dapo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.28, "ratio": "token",
+    "dapo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.28, "ratio_level": "token",
              "surrogate": "min", "aggregation": "token"},
-    "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4, "ratio": "sequence",
-             "surrogate": "min", "aggregation": "sequence"},
-    "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0, "ratio": "token",
+    "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4,
+             "ratio_level": "sequence", "surrogate": "min", "aggregation": "sequence"},
+    "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0, "ratio_level": "token",
               "surrogate": "cispo", "aggregation": "token"},
 }  # fmt: skip
 
@@ -50,7 +50,7 @@ def compute_advantages(
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    truncated: Tensor,
+    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> Tensor:
@@ -58,11 +58,11 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` and `turn_ids` [B, N] over sampled tokens, all of
     one turn if the episode is credited as a whole; `group_ids` [B]; `gamma` discounts a turn;
-    `values` and `truncated` are PPO's. Returns [B, N] float32, 0 off the mask.
+    `values` and `episode_truncated` are PPO's. Returns [B, N] float32, 0 off the mask.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> options = with_variant(Options("dr_grpo"))
+    >>> options = with_loss_type(Options("dr_grpo"))
     >>> compute_advantages(r, mask, turn_ids, group_ids, None, group_ids, 1.0, options)
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
@@ -96,16 +96,16 @@ def compute_loss(
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` alone. `weights`
     are importance weights of the sampler, `scale` from `token_scale`; `options` from
-    `with_variant`. Metrics are sums over tokens.
+    `with_loss_type`. Metrics are sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     log_ratio = logprobs - old_logprobs
-    if options.ratio == "sequence":  # every token carries the whole sequence's ratio
+    if options.ratio_level == "sequence":  # every token carries the whole sequence's ratio
         mean = common.masked_mean(log_ratio, completion_mask, dim=1)  # [b, 1]
         log_ratio = torch.where(completion_mask, mean, 0.0)
     # exp(0) = 1 in value on the first pass, but its gradient is that of log π
     ratio = log_ratio.exp()
-    assert options.clip_low is not None and options.clip_high is not None, "see with_variant"
+    assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.surrogate == "cispo":
         gain = clipped.detach() * advantages * logprobs
@@ -122,12 +122,12 @@ def compute_loss(
     return loss, metrics
 
 
-def with_variant(options: Options) -> Options:
+def with_loss_type(options: Options) -> Options:
     """The options with every field that isn't given as the variant has it.
 
-    >>> options = with_variant(Options("dapo", clip_low=0.1))
+    >>> options = with_loss_type(Options("dapo", clip_low=0.1))
     >>> options.clip_low, options.clip_high
     (0.1, 0.28)
     """
-    preset = VARIANTS[options.variant]
+    preset = LOSS_TYPES[options.loss_type]
     return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})

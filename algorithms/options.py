@@ -27,7 +27,7 @@ class ReinforceOptions:
 class GrpoOptions:
     """Options of GRPO; None: as the variant has it."""
 
-    variant: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
     """A name for the values of the fields below that aren't given; grpo: as first published."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Which standard deviation of returns advantages are divided by."""
@@ -35,7 +35,7 @@ class GrpoOptions:
     """Ratio below 1 - this: no further push down."""
     clip_high: float | None = None
     """Ratio above 1 + this: no further push up."""
-    ratio: Level | None = None
+    ratio_level: Level | None = None
     """Of each token, or the geometric mean over its sequence."""
     surrogate: Literal["min", "cispo"] | None = None
     """The smaller of clipped and unclipped; or log-probs under clipped weights."""
@@ -49,7 +49,7 @@ class GrpoOptions:
 class PpoOptions:
     """Options of PPO."""
 
-    lam: float = 0.95
+    gae_lambda: float = 0.95
     """GAE's λ, a token: 1 trusts the rewards alone, 0 the value head alone."""
     clip: float = 0.2
     """Ratio outside of 1 ± this: no further push away."""

@@ -24,18 +24,20 @@ def compute_advantages(
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    truncated: Tensor,
+    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> Tensor:
     """GAE of every sampled token, normalised over the batch.
 
     `rewards`, `values` [B, N] float32, `completion_mask` and `turn_ids` [B, N] over sampled tokens;
-    `gamma` discounts a turn; `truncated` [B] bool; `group_ids` is GRPO's. Returns [B, N] float32, 0
-    off the mask. No gradient flows.
+    `gamma` discounts a turn; `episode_truncated` [B] bool; `group_ids` is GRPO's.
+    Returns [B, N] float32, 0 off the mask. No gradient flows.
     """
     assert values is not None, "PPO needs the values of the sampled tokens"
-    advantages = gae(rewards, completion_mask, turn_ids, values, truncated, gamma, options.lam)
+    advantages = gae(
+        rewards, completion_mask, turn_ids, values, episode_truncated, gamma, options.gae_lambda
+    )
     return common.normalize(advantages, completion_mask)
 
 
@@ -79,17 +81,19 @@ def compute_loss(
 
 
 def value_targets(
-    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor, truncated: Tensor,
-    gamma: float, options: Options,
+    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor,
+    episode_truncated: Tensor,    gamma: float, options: Options,
 ) -> Tensor:  # fmt: skip
     """What the values should have been: GAE + old value, [B, N] float32, 0 off the mask."""
-    advantages = gae(rewards, completion_mask, turn_ids, values, truncated, gamma, options.lam)
+    advantages = gae(
+        rewards, completion_mask, turn_ids, values, episode_truncated, gamma, options.gae_lambda
+    )
     return torch.where(completion_mask, advantages + values, 0.0)
 
 
 def gae(
-    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor, truncated: Tensor,
-    gamma: float, lam: float,
+    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, values: Tensor,
+    episode_truncated: Tensor,    gamma: float, lam: float,
 ) -> Tensor:  # fmt: skip
     """Generalised advantage estimates, [B, N], 0 off the mask.
 
@@ -105,7 +109,7 @@ def gae(
     # V after the last token: 0 at a real end; where the episode was cut, the last value goes on
     columns = torch.arange(rewards.shape[1], device=rewards.device)
     last = torch.where(completion_mask, columns, 0).amax(1, keepdim=True)  # [B, 1]
-    next_value = torch.where(truncated, values.gather(1, last).squeeze(1), 0.0)
+    next_value = torch.where(episode_truncated, values.gather(1, last).squeeze(1), 0.0)
     for t in reversed(range(rewards.shape[1])):
         here = completion_mask[:, t]
         discount = torch.where(turn_ids[:, t] == next_turn, torch.ones_like(next_value), gamma)

@@ -23,7 +23,7 @@ def compute_advantages(
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    truncated: Tensor,
+    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> Tensor:
@@ -31,7 +31,7 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` and `turn_ids` [B, N] over sampled tokens, all of
     one turn if the episode is credited as a whole; `group_ids` [B]; `gamma` discounts a turn;
-    `values` and `truncated` are PPO's. Returns [B, N] float32, 0 off the mask.
+    `values` and `episode_truncated` are PPO's. Returns [B, N] float32, 0 off the mask.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)

@@ -11,7 +11,7 @@ Turn i+1 goes on in the sequence of turn i when its prompt begins with turn i's 
 completion, and starts a new sequence when it doesn't; so each token is trained in the context that
 it was sampled in.
 
-With `trees`, sequences of a micro-batch that open alike share the opening (core/attention.py).
+With `trees`, sequences of a micro-batch that open alike share the opening (core/prefix_sharing.py).
 """
 
 import itertools
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from core import distributed
-from core.attention import Tree, plant
+from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Rollout, Turn
 
 
@@ -37,13 +37,13 @@ class Sequence:
 
 
 @dataclass
-class Batch:
+class MicroBatch:
     """One micro-batch: b right-padded sequences; T-1 because the first token is never predicted."""
 
     input_ids: Tensor  # [b, T] int64
     completion_mask: Tensor  # [b, T-1] bool: the *next* token was sampled
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
-    tree: Tree | None = None  # None: every prompt is computed with each of its completions
+    tree: PackedGroups | None = None  # None: every prompt is computed with each of its completions
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass
-class Update:
+class RolloutBatch:
     """What the rollouts of one update brought, as tensors of [B, N] or [B] on the CPU."""
 
     sequences: list[Sequence]
@@ -60,10 +60,10 @@ class Update:
     rewards: Tensor  # [B, N] float32: each turn's reward stands on its last token
     lengths: Tensor  # [B, N] int64: so does the length of its completion; 0 elsewhere
     turn_ids: Tensor  # [B, N] int64: which turn of its rollout, from 0
-    cut_off: Tensor  # [B, N] bool: of a completion that ran into the token limit
+    hit_token_limit: Tensor  # [B, N] bool: of a completion that ran into the token limit
     sampler_logprobs: Tensor  # [B, N] float32, nats
     group_ids: Tensor  # [B] int64
-    truncated: Tensor  # [B] bool: cut, not ended
+    episode_truncated: Tensor  # [B] bool: cut, not ended
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +71,7 @@ class Update:
         return int(self.mask.sum())
 
 
-def to_update(rollouts: list[Rollout]) -> Update:
+def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
     """Lay the rollouts out. Raises ValueError if there is no sampled token at all."""
     width = max((rollout.num_tokens for rollout in rollouts), default=0)
     if width == 0:
@@ -79,7 +79,7 @@ def to_update(rollouts: list[Rollout]) -> Update:
     shape = (len(rollouts), width)
     rewards, logprobs = torch.zeros(shape), torch.zeros(shape)
     lengths, turn_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    mask, cut_off = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
+    mask, hit_token_limit = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
     sequences: list[Sequence] = []
     for row, rollout in enumerate(rollouts):
         column = 0
@@ -98,26 +98,26 @@ def to_update(rollouts: list[Rollout]) -> Update:
             rewards[row, end - 1] = turn.reward
             lengths[row, end - 1] = end - column
             turn_ids[row, column:end] = number
-            cut_off[row, column:end] = turn.finish_reason == "length"
+            hit_token_limit[row, column:end] = turn.finish_reason == "length"
             column = end
-    return Update(
+    return RolloutBatch(
         sequences,
         mask,
         rewards,
         lengths,
         turn_ids,
-        cut_off,
+        hit_token_limit,
         logprobs,
         group_ids=torch.tensor([rollout.group_id for rollout in rollouts]),
-        truncated=torch.tensor([rollout.truncated for rollout in rollouts]),
+        episode_truncated=torch.tensor([rollout.episode_truncated for rollout in rollouts]),
     )
 
 
-def longest_update(longest: int, tokens: int) -> Update:
+def longest_update(longest: int, tokens: int) -> RolloutBatch:
     """As many sequences of `longest` tokens as a micro-batch of `tokens` takes, of no meaning."""
     count = max(1, tokens // longest) * distributed.num_ranks()
     turn = Turn([0], [0] * (longest - 1), [0.0] * (longest - 1), "length")
-    return to_update([Rollout("", "", 0, 0, turns=[turn]) for _ in range(count)])
+    return to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for _ in range(count)])
 
 
 def minibatches(num_rollouts: int, epochs: int, count: int, seed: int) -> list[list[int]]:
@@ -142,7 +142,7 @@ def micro_batches(
     max_tokens: int,
     device: torch.device | str = "cpu",
     trees: bool = False,
-) -> Iterator[Batch]:
+) -> Iterator[MicroBatch]:
     """Cut the sequences, longest first, into batches of at most `max_tokens` tokens.
 
     A sequence longer than that gets a batch of its own. Padding counts; with `trees` there is none,
@@ -171,19 +171,19 @@ def longest(sequences: list[Sequence]) -> int:
     return max(map(length, sequences), default=0)
 
 
-def rows(values: Tensor, batch: Batch) -> Tensor:
+def rows(values: Tensor, batch: MicroBatch) -> Tensor:
     """Look up [B, N] at a micro-batch's sampled tokens: [b, T-1], 0 off the mask."""
     found = values.flatten().to(batch.index.device)[batch.index]
     return torch.where(batch.completion_mask, found, 0)
 
 
-def put(values: Tensor, batch: Batch, into: Tensor) -> None:
+def put(values: Tensor, batch: MicroBatch, into: Tensor) -> None:
     """Write a micro-batch's [b, T-1] to where its sampled tokens stand in `into` [B, N]."""
     mask = batch.completion_mask
     into.view(-1)[batch.index[mask].to(into.device)] = values[mask].to(into.device, into.dtype)
 
 
-def _pad(sequences: list[Sequence], device: torch.device | str) -> Batch:
+def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
     width = max(len(sequence.token_ids) for sequence in sequences)
     ids = torch.zeros(len(sequences), width, dtype=torch.int64)
     places = torch.full((len(sequences), width), -1)
@@ -192,7 +192,7 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> Batch:
         places[row, : len(sequence.places)] = torch.tensor(sequence.places)
     mask = places[:, 1:] >= 0  # the causal shift: position t predicts token t+1
     index = places[:, 1:].clamp(min=0)
-    return Batch(ids.to(device), mask.to(device), index.to(device))
+    return MicroBatch(ids.to(device), mask.to(device), index.to(device))
 
 
 def _opening(sequence: Sequence) -> int:
@@ -234,7 +234,7 @@ def _parts(group: list[Sequence], shared: int, max_tokens: int) -> Iterator[list
     yield part
 
 
-def _tree(bundle: list[list[Sequence]]) -> Tree:
+def _tree(bundle: list[list[Sequence]]) -> PackedGroups:
     """A part of one sequence has nothing to share: it is a branch from its first token on."""
     prompts: list[list[int]] = []
     branches: list[tuple[int, list[int]]] = []
@@ -244,4 +244,4 @@ def _tree(bundle: list[list[Sequence]]) -> Tree:
             prompts.append(part[0].token_ids[:shared])
         number = len(prompts) - 1 if shared else -1
         branches += [(number, sequence.token_ids[shared:]) for sequence in part]
-    return plant(prompts, branches)
+    return pack_groups(prompts, branches)

@@ -25,9 +25,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from core.cli import FREE_ON_RESUME
-from core.folder import write_error
 from core.model import Policy
 from core.optimizer import MasterAdamW
+from core.run_dir import write_error
 from core.types import UsageError
 
 KEEP = 2  # checkpoints

@@ -49,7 +49,7 @@ def may_restart() -> bool:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[None]:
+def process_group(device: str) -> Iterator[None]:
     """Inside, the ranks can talk to each other; each sees one GPU, its own, as GPU 0."""
     if num_ranks() == 1:
         yield
@@ -74,7 +74,7 @@ def joined(device: str) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def share(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> list[T]:
+def shard(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> list[T]:
     """This rank's part of a list that all ranks hold: neighbours stay together, and the parts weigh
     about the same."""
     if num_ranks() == 1:
@@ -86,8 +86,8 @@ def share(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> li
     ]
 
 
-def gather(mine: list[T]) -> list[T]:
-    """What all ranks have, in the order of `share`."""
+def all_gather(mine: list[T]) -> list[T]:
+    """What all ranks have, in the order of `shard`."""
     if num_ranks() == 1:
         return mine
     parts: list[list[T]] = [[] for _ in range(num_ranks())]
@@ -96,7 +96,7 @@ def gather(mine: list[T]) -> list[T]:
     return [item for part in parts for item in part]
 
 
-def agreed(decide: Callable[[], T]) -> T:
+def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
     """What rank 0 decides; a UsageError of its is raised on all."""
     if num_ranks() == 1:
         return decide()
@@ -117,13 +117,13 @@ def rank_0_first(make: Callable[[], T]) -> T:
     """What `make` makes on each rank; rank 0 has done so, and written its files, before others."""
     if rank() == 0:
         made = make()
-        gather([0])
+        all_gather([0])
         return made
-    gather([0])
+    all_gather([0])
     return make()
 
 
-def add_up(tensors: list[Tensor]) -> None:
+def all_reduce_sum(tensors: list[Tensor]) -> None:
     """Each tensor becomes its sum over the ranks, in place."""
     if num_ranks() == 1:
         return
@@ -133,25 +133,25 @@ def add_up(tensors: list[Tensor]) -> None:
             work.wait()
 
 
-def add_up_gradients(parameters: list[Tensor]) -> None:
+def all_reduce_gradients(parameters: list[Tensor]) -> None:
     """The gradients become those of all ranks' losses; one that no rank has stays None."""
     if num_ranks() == 1:
         return
     has = torch.tensor([float(p.grad is not None) for p in parameters])
-    add_up([has])
+    all_reduce_sum([has])
     learnt = [p for p, n in zip(parameters, has.tolist(), strict=True) if n > 0]
     for parameter in learnt:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    add_up([p.grad for p in learnt])  # type: ignore[misc]
+    all_reduce_sum([p.grad for p in learnt])  # type: ignore[misc]
 
 
-def total(numbers: dict[str, float]) -> dict[str, float]:
+def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
     """The sums over the ranks, number by number."""
     if num_ranks() == 1:
         return numbers
     sums: dict[str, float] = defaultdict(float)
-    for part in gather([dict(numbers)]):
+    for part in all_gather([dict(numbers)]):
         for name, value in part.items():
             sums[name] += value
     return sums

@@ -16,7 +16,7 @@ def evaluate(cfg: Any, run: Run, held_out: list[Task], update: int) -> dict[str,
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
         watch = phase.tick_and(lambda: phase.show(run.sampler.latest))
         rollouts = run.batched_env.collect(held_out, run.sampler, params, watch)
-    run.told(rollouts)  # a failed one counts as wrong
+    run.drop_failed(rollouts)  # a failed one counts as wrong
     run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
     found = metrics.eval_metrics(rollouts)
     for env in dict.fromkeys(task.env for task in held_out):

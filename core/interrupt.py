@@ -34,7 +34,7 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise Stopped if a signal came to any rank; all of them ask at the same point."""
-        if any(distributed.gather([self.requested])):
+        if any(distributed.all_gather([self.requested])):
             raise Stopped
 
     def check_alone(self) -> None:
@@ -56,7 +56,7 @@ def limited(seconds: float) -> Iterator[None]:
     """Raises TimeoutError when the seconds are over; 0, or not in the main thread: never.
 
     Code that holds on to the interpreter, such as a C library's, is stopped when it returns; an
-    environment like that can have a process of its own (environments/remote.py).
+    environment like that can have a process of its own (environments/adapters/remote.py).
     """
     if seconds == 0 or threading.current_thread() is not threading.main_thread():
         yield

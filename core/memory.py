@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import distributed
-from core.batching import Update, longest_update
+from core.batching import RolloutBatch, longest_update
 from core.model import LOGITS, Policy
 from core.types import Fault, OutOfMemory
 
@@ -60,22 +60,22 @@ def fit(policy: Policy, cfg: Any, to_come: int) -> list[str]:
     `to_come`: bytes that optimizer and reference will take later.
     """
     free = free_bytes(policy.device)
-    policy.may_recompute = cfg.gradient_checkpointing == "auto"
+    policy.may_checkpoint_layers = cfg.gradient_checkpointing == "auto"
     if cfg.gradient_checkpointing == "on":
-        recompute_layers(policy)
+        checkpoint_layers(policy)
     if free is None:
-        policy.tokens_at_once = cfg.max_tokens_per_micro_batch or ON_CPU
+        policy.micro_batch_tokens = cfg.max_tokens_per_micro_batch or ON_CPU
         return []
     room = SHARE * (free - to_come - LOGIT_COPIES * 4 * LOGITS)
     needed = max(cfg.max_model_len, cfg.max_tokens_per_micro_batch or 0)
     if cfg.gradient_checkpointing == "auto" and room < needed * kept_bytes(policy):
-        recompute_layers(policy)
+        checkpoint_layers(policy)
     a_token = kept_bytes(policy)
     fitting = min(MOST, max(LEAST, int(room / a_token)))
-    policy.tokens_at_once = cfg.max_tokens_per_micro_batch or fitting
-    again = ", every layer computed again in the backward" if policy.recomputed else ""
-    return [f"micro-batches of up to {policy.tokens_at_once} tokens: {a_token / 1e6:.2f} MB each, "
-            f"{free / 1e9:.1f} GB free{again}"]  # fmt: skip
+    policy.micro_batch_tokens = cfg.max_tokens_per_micro_batch or fitting
+    again = ", every layer computed again in the backward" if policy.checkpointed_layers else ""
+    return [f"micro-batches of up to {policy.micro_batch_tokens} tokens: "
+            f"{a_token / 1e6:.2f} MB each, {free / 1e9:.1f} GB free{again}"]  # fmt: skip
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -128,13 +128,13 @@ def kept_bytes(policy: Policy) -> float:
         hidden = policy.hidden_states(ids)  # held until all is counted, or storages would be reused
     bytes_ = sum(kept.values()) / PROBE
     del hidden
-    if not policy.recomputed:
+    if not policy.checkpointed_layers:
         return bytes_
-    layers, policy.recomputed = policy.recomputed, []
+    layers, policy.checkpointed_layers = policy.checkpointed_layers, []
     try:
         return bytes_ + kept_bytes(policy) / len(layers)
     finally:
-        policy.recomputed = layers
+        policy.checkpointed_layers = layers
 
 
 def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
@@ -161,22 +161,22 @@ def attempt(run: Any, longest: int, make: Callable[[], T]) -> T:
         run.display.say(f"out of memory with {_give_way(policy, longest, reason)}")
 
 
-def try_longest(cfg: Any, run: Any, learn: Callable[[Update], Any]) -> None:
+def probe_peak_memory(cfg: Any, run: Any, learn: Callable[[RolloutBatch], Any]) -> None:
     """Have `learn` make the largest micro-batch that may come, where memory is scarce: before the
     first update, not in the third hour. Its gradients are dropped."""
     policy, optimizer = run.policy, run.optimizer
     longest = min(cfg.max_model_len, policy.max_length)
     if not cfg.num_updates and not cfg.sft_steps:
         return  # nothing is learnt
-    scarce = is_scarce(policy, max(longest, policy.tokens_at_once))
-    if not any(distributed.gather([scarce])):
+    scarce = is_scarce(policy, max(longest, policy.micro_batch_tokens))
+    if not any(distributed.all_gather([scarce])):
         return
     scale = optimizer.scale, optimizer.steps_at_scale
 
     def make() -> None:
         moments = optimizer.memory_to_come()  # bytes that its first step will take
         held = torch.empty(moments, dtype=torch.uint8, device=policy.device)
-        learn(longest_update(longest, policy.tokens_at_once))
+        learn(longest_update(longest, policy.micro_batch_tokens))
         del held
 
     attempt(run, longest, make)
@@ -207,12 +207,12 @@ def ran_out(error: BaseException) -> bool:
 
 def _give_way(policy: Policy, longest: int, reason: str) -> str:
     """Make the next pass smaller; what with, in words. Raises OutOfMemory if there is no way."""
-    before = policy.tokens_at_once
+    before = policy.micro_batch_tokens
     if before > longest:
-        policy.tokens_at_once = max(longest, before // 2)
-        return f"{before} tokens at one time: from here on {policy.tokens_at_once}"
-    if policy.may_recompute and not policy.recomputed:
-        recompute_layers(policy)
+        policy.micro_batch_tokens = max(longest, before // 2)
+        return f"{before} tokens at one time: from here on {policy.micro_batch_tokens}"
+    if policy.may_checkpoint_layers and not policy.checkpointed_layers:
+        checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: from here on layers are computed twice"
     raise OutOfMemory(
         f"a sequence of {longest} tokens, alone, does not fit in memory ({reason}); what was saved "
@@ -221,9 +221,9 @@ def _give_way(policy: Policy, longest: int, reason: str) -> str:
     )
 
 
-def recompute_layers(policy: Policy) -> None:
+def checkpoint_layers(policy: Policy) -> None:
     """Gradient checkpointing, from here on, in every pass that makes gradients."""
     policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-    policy.recomputed = [
+    policy.checkpointed_layers = [
         m for m in policy.causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)
     ]

@@ -22,7 +22,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         groups[rollout.group_id].append(rollout)
     means = {i: statistics.fmean(r.episode_return for r in g) for i, g in groups.items()}
     foreseen = torch.tensor([means[r.group_id] for r in rollouts])
-    spread = [len({r.episode_return for r in group}) > 1 for group in groups.values()]
+    alike = [len({r.episode_return for r in group}) == 1 for group in groups.values()]
     right = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
         "reward/mean": returns.mean().item(),
@@ -30,14 +30,16 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
         "reward/correct": statistics.fmean(itertools.chain(*right)),
-        "groups/with_spread": statistics.fmean(spread),
+        "groups/zero_std_fraction": statistics.fmean(alike),
         "groups/all_right": statistics.fmean(map(all, right)),
         "groups/all_wrong": statistics.fmean(not any(group) for group in right),
         "length/mean": statistics.fmean(lengths),
         "length/max": max(lengths),
-        "length/cut_off": statistics.fmean(turn.finish_reason == "length" for turn in turns),
+        "length/hit_token_limit": statistics.fmean(
+            turn.finish_reason == "length" for turn in turns
+        ),
         "episodes/turns": len(turns) / len(rollouts),
-        "episodes/truncated": statistics.fmean(r.truncated for r in rollouts),
+        "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
         **explained_variance(
             returns, foreseen
         ),  # PPO puts its value head's in the place of the group's

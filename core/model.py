@@ -22,8 +22,8 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.logging import disable_progress_bar
 
-from core import attention
-from core.chat import end_of_turn_id
+from core import prefix_sharing
+from core.chat_template import end_of_turn_id
 from core.model_files import check_folder, check_whole, in_one_line
 from core.tiny import save_tiny
 from core.types import UsageError
@@ -45,9 +45,11 @@ class Policy:
     end_of_turn_id: int  # the one that ends a demonstration
     max_length: int  # tokens of prompt and completion together
     value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
-    tokens_at_once: int = 2048  # of a micro-batch, padding included
-    recomputed: list[nn.Module] = field(default_factory=list)  # layers that keep their input only
-    may_recompute: bool = True  # whether memory may ask for that
+    micro_batch_tokens: int = 2048  # of a micro-batch, padding included
+    checkpointed_layers: list[nn.Module] = field(
+        default_factory=list
+    )  # layers that keep their input only
+    may_checkpoint_layers: bool = True  # whether memory may ask for that
     trust_remote_code: bool = False  # whether the model's own code may run
 
     @property
@@ -66,17 +68,19 @@ class Policy:
         return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
 
     @property
-    def takes_trees(self) -> bool:
+    def packs_groups(self) -> bool:
         """Whether `hidden_states` can be given a tree; the batches are then made as such."""
-        return self.causal_lm.config.get_text_config()._attn_implementation == attention.TREES
+        return self.causal_lm.config.get_text_config()._attn_implementation == prefix_sharing.TREES
 
-    def hidden_states(self, input_ids: Tensor, tree: attention.Tree | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, tree: prefix_sharing.PackedGroups | None = None
+    ) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
 
         Causal attention never looks at the padding behind a token, so no mask is needed. With a
         `tree` of the same sequences, each of its tokens is computed once.
         """
-        for layer in self.recomputed:  # the layer alone: dropout inside it stays off
+        for layer in self.checkpointed_layers:  # the layer alone: dropout inside it stays off
             layer.training = torch.is_grad_enabled()
         decoder = self.causal_lm.get_decoder()
         if tree is None:
@@ -217,7 +221,7 @@ def _from_pretrained(model_id: str, dtype: torch.dtype, trusted: bool) -> tuple[
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
     full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"
     if full and model.config.model_type in TREES and not model._auto_class:  # not its own code
-        model.set_attn_implementation(attention.TREES)
+        model.set_attn_implementation(prefix_sharing.TREES)
     return model, tokenizer
 
 

@@ -1,8 +1,9 @@
 """NanoLLM: a vLLM engine that samples from the training model's own weights.
 
-A loader registered with vLLM hands it the training tensors, laid out by core/sharing.py, before it
-captures CUDA graphs. vLLM runs its own model code at its own speed, and after `optimizer.step()`
-there is nothing to send: the next sample reads the new weights. LoRA adapters are copied into the
+A loader registered with vLLM hands it the training tensors, laid out by
+core/weight_sharing.py, before it captures CUDA graphs. vLLM runs its own model code at its own
+speed, and after `optimizer.step()` there is nothing to send: the next sample reads the new weights.
+LoRA adapters are copied into the
 engine's slots by `sync`; nothing is ever merged into the base.
 
 Memory. The weights stay where they are, once. The cache of keys and values is there only inside
@@ -24,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from core import distributed, host, sharing
+from core import distributed, process_state, weight_sharing
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams, TorchSampler, room, to_completions
 from core.types import Completion, UsageError
@@ -78,13 +79,13 @@ class NanoLLM(Sampler):
         self.engine: Any = None
         self.engine_model: Any = None  # vLLM's own module
         self.adapter: Any = None  # vLLM's request for the LoRA adapter
-        self.slots: list[sharing.Slot] = []
+        self.slots: list[weight_sharing.Slot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # with the bytes of each
         self.awake = True
-        self.shared = sharing.share_weights(policy.causal_lm)
+        self.shared = weight_sharing.share_weights(policy.causal_lm)
         self.folder = tempfile.TemporaryDirectory(prefix="nanollm-")  # for the adapter
         try:
-            with host.unchanged(**ENVIRONMENT):
+            with process_state.preserve_process_state(**ENVIRONMENT):
                 self._start(memory)
         except Exception as error:
             self.close()
@@ -119,7 +120,7 @@ class NanoLLM(Sampler):
         written: dict[str, Any] = {}
         names = [str(i) for i in range(len(prompts))]
         # one seed for the whole call: one for each request costs a loop over them at every token
-        with host.random_state_kept(params.seed + distributed.rank() * RANK_SEED):
+        with process_state.random_state_kept(params.seed + distributed.rank() * RANK_SEED):
             for name, prompt in zip(names, prompts, strict=True):
                 tokens = vllm.TokensPrompt(prompt_token_ids=prompt)
                 self.engine.add_request(name, tokens, how, lora_request=self.adapter)
@@ -142,7 +143,7 @@ class NanoLLM(Sampler):
     def sync(self) -> None:
         """Copy the adapters, if there are any, and forget what the old weights made of prompts."""
         if self.slots:
-            sharing.copy_adapters(self.slots)
+            weight_sharing.copy_adapters(self.slots)
         if not self.engine.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache: a completion is still being written")
 
@@ -189,7 +190,7 @@ class NanoLLM(Sampler):
         arguments = vllm.EngineArgs(
             model=_config_folder(policy, envs.VLLM_CACHE_ROOT),
             hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
-            load_format=sharing.register_loader(self.shared),
+            load_format=weight_sharing.register_loader(self.shared),
             trust_remote_code=policy.trust_remote_code,
             dtype=str(policy.dtype).removeprefix("torch."),
             max_model_len=policy.max_length,
@@ -219,12 +220,12 @@ class NanoLLM(Sampler):
             policy.model.save_pretrained(adapter, save_embedding_layers=False)
             self.adapter = LoRARequest("policy", 1, adapter)
             self.engine.add_lora(self.adapter)
-            self.slots = sharing.adapter_slots(policy.causal_lm, self.engine_model)
+            self.slots = weight_sharing.adapter_slots(policy.causal_lm, self.engine_model)
         if on_cpu:  # whose build of vLLM has no sleep
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
             self.cpu_cache = [(storage, storage.nbytes()) for storage in storages.values()]
-        sharing.check_bound(self.engine_model, self.shared)
+        weight_sharing.check_bound(self.engine_model, self.shared)
 
 
 def check_shareable(policy: Policy) -> None:
@@ -245,7 +246,7 @@ def check_shareable(policy: Policy) -> None:
     if policy.device.index:
         gpu = policy.device.index
         raise UsageError(f"vLLM takes the first GPU: set CUDA_VISIBLE_DEVICES={gpu}, --device cuda")
-    with host.unchanged(**ENVIRONMENT):
+    with process_state.preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
 
         build = current_platform.device_type or "no device of this machine"

@@ -70,7 +70,7 @@ class MasterAdamW:
             return False
         finite = all(bool(p.grad.isfinite().all()) for p in self.masters if p.grad is not None)
         told = {"overflows": float(not finite), "lost": float(not self.finite)}
-        told = distributed.total(told)
+        told = distributed.all_reduce_metrics(told)
         if told["overflows"] == 0 or told["lost"] > 0:
             return False
         self.zero_grad()
@@ -95,7 +95,7 @@ class MasterAdamW:
         if head_only:
             for p in self.param_groups[0]["params"]:
                 p.grad = None
-        distributed.add_up_gradients(self.masters)
+        distributed.all_reduce_gradients(self.masters)
         if self.scale != 1:
             for p in self.masters:
                 p.grad = None if p.grad is None else p.grad / self.scale

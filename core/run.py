@@ -8,9 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from core import alarms, checkpoint, distributed, exercises, journal, memory, selection, settings
-from core import folder as run_folder
-from core.batched_env import BatchedEnv
+from core import checkpoint, config, diagnostics, distributed, memory, run_log, selection
+from core import run_dir as run_folder
 from core.console import Display
 from core.interrupt import Interrupt
 from core.model import Policy, load_policy
@@ -18,8 +17,10 @@ from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import make_reference, reference_memory
+from core.rollouts import BatchedEnv
 from core.sampler import Sampler, TorchSampler
 from core.types import Rollout, UsageError
+from core.workshop import as_algorithm
 
 SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
 
@@ -33,7 +34,7 @@ class Run:
     optimizer: MasterAdamW
     batched_env: BatchedEnv  # plays
     sampler: Sampler  # writes
-    log: journal.Journal
+    log: run_log.Journal
     display: Display
     stop: Interrupt
     progress: dict[str, Any]  # what a checkpoint remembers
@@ -55,7 +56,7 @@ class Run:
     def keep_reference(self) -> None:
         self.reference = make_reference(self.policy, self.folder, self.progress["update"])
 
-    def told(self, rollouts: list[Rollout]) -> list[Rollout]:
+    def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts whose environments didn't fail; the person is told of the others.
 
         Raises UsageError when too many failed.
@@ -69,7 +70,7 @@ class Run:
         """What follows an update: warnings, the journal, a checkpoint when one is due. False: the
         run stops here, for --stop-on or because its losses aren't finite."""
         update, skipped = record["update"], bool(record.get("update/skipped"))
-        stopping = self.warn(record, cfg.stop_on, settings.compares(cfg))
+        stopping = self.warn(record, cfg.stop_on, config.compares(cfg))
         self.log.log(record)
         self.progress["update"] = update
         given_up = self.given_up(skipped, cfg.lr)
@@ -80,8 +81,8 @@ class Run:
 
     def warn(self, record: dict[str, Any], stop_on: tuple[str, ...], by_group: bool) -> bool:
         """Say and note what begins to go wrong; whether --stop-on has it."""
-        self.past.append(alarms.essence(record))
-        found = distributed.agreed(lambda: alarms.new(self.past, by_group))
+        self.past.append(diagnostics.warning_inputs(record))
+        found = distributed.broadcast_from_rank_0(lambda: diagnostics.new(self.past, by_group))
         for name, line in found.items():
             self.display.say(f"warning: {name}: {line}")
         if found:
@@ -111,10 +112,10 @@ def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -
     `config` is what its config.yaml says, `remarks` are lines to show. What people look at is
     written at the end. Raises UsageError for what can't be had; then no new folder is left.
     """
-    with distributed.joined(cfg.device), tempfile.TemporaryDirectory() as aside:
-        folder, new = distributed.agreed(lambda: folder_of(cfg, runs))
+    with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as aside:
+        folder, new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, runs))
         writes = distributed.rank() == 0
-        with run_folder.claimed(folder, config, new) if writes else nullcontext():
+        with run_folder.lock_run_dir(folder, config, new) if writes else nullcontext():
             # what the other ranks would write is rank 0's to write
             own = folder if writes else Path(aside)
             with memory.explained(), _opened(cfg, config, folder, own, new, remarks) as run:
@@ -132,16 +133,16 @@ def folder_of(cfg: Any, runs: Path) -> tuple[Path, bool]:
     if distributed.is_restarted() and (runs / cfg.run_name).exists():
         return runs / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    return run_folder.new_folder(runs, cfg.run_name, stem[: settings.LONGEST_NAME]), True
+    return run_folder.new_folder(runs, cfg.run_name, stem[: config.LONGEST_NAME]), True
 
 
 def finish(run: Run, config: dict[str, Any], exported: bool) -> None:
     """Write what people look at and, of a run that came to its end, the model; say where."""
     if run.code == 0 and exported:
         checkpoint.export_model(run.folder, run.policy)
-    journal.write_pages(run.folder, config)
+    run_log.write_pages(run.folder, config)
     if run.code == 0:
-        print("\n".join(journal.summary(run.folder, config)))
+        print("\n".join(run_log.summary(run.folder, config)))
 
 
 @contextmanager
@@ -150,7 +151,7 @@ def _opened(
 ) -> Iterator[Run]:
     memory.keep_freed()
     found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
-    mine = exercises.open_exercises() if cfg.algo == "scratch" else None
+    mine = as_algorithm.open_exercises() if cfg.algo == "scratch" else None
     served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
     policy = distributed.rank_0_first(lambda: load_policy(
         "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
@@ -165,21 +166,23 @@ def _opened(
     to_come = optimizer.memory_to_come() + (reference_memory(policy) if cfg.kl_coef else 0)
     sampler: Sampler = (
         OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
-        TorchSampler(policy, exercises.drawing(mine)) if mine else
+        TorchSampler(policy, as_algorithm.drawing(mine)) if mine else
         make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, to_come)
     )  # fmt: skip
     remarks = [*remarks, *memory.fit(policy, cfg, to_come)]
-    journal.rewind(own, found.progress)
+    run_log.rewind(own, found.progress)
     run_folder.write_config(own, config)
     done = own / "metrics.jsonl"  # rank 0's, which decides for all
-    past = [alarms.essence(r) for r in journal.read_records(done)] if done.exists() else []
+    past = (
+        [diagnostics.warning_inputs(r) for r in run_log.read_records(done)] if done.exists() else []
+    )
     if mine:
-        exercises.keep(mine, folder)
-        remarks = [*remarks, *exercises.remarks(mine)]
+        as_algorithm.keep(mine, folder)
+        remarks = [*remarks, *as_algorithm.remarks(mine)]
     with (
         closing(sampler),
         Interrupt() as stop,
-        journal.Journal(own, config, cfg.track if own == folder else "none") as log,
+        run_log.Journal(own, config, cfg.track if own == folder else "none") as log,
         Display(title(cfg, policy), quiet=own != folder) as display,
     ):
         sampler.say = display.say

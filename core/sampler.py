@@ -1,7 +1,7 @@
 """Sampling: the interface, and TorchSampler in plain PyTorch.
 
 TorchSampler prefills each distinct prompt once and drops finished rows as it goes; what the rows
-stand on meanwhile is in core/contexts.py. The log-probs that it returns are those of the
+stand on meanwhile is in core/kv_cache.py. The log-probs that it returns are those of the
 distribution it drew from: temperature, top-k and top-p included.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.contexts import make_context
+from core.kv_cache import make_context
 from core.memory import ran_out
 from core.model import Policy
 from core.types import Completion, Message, OutOfMemory, UsageError

@@ -55,7 +55,7 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
     Of equal ones the newer is kept. What is kept is plain data, for a checkpoint: a rollout without
     its messages, which only people read.
     """
-    new = [asdict(r) | {"messages": [], "info": {}, "looks": []} for r in rollouts]
+    new = [asdict(r) | {"messages": [], "info": {}, "token_traces": []} for r in rollouts]
     first: dict[tuple[str, int, str], dict] = {}
     for one in sorted([*new, *best], key=lambda r: -sum(turn["reward"] for turn in r["turns"])):
         first.setdefault((one["env"], one["seed"], one["agent"]), one)

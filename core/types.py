@@ -71,12 +71,12 @@ class Rollout:
     group_id: int
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    truncated: bool = False  # the episode was cut by --max-turns or the context, not ended
+    episode_truncated: bool = False  # the episode was cut by --max-turns or the context, not ended
     error: str = ""  # why its environment failed; such an episode is counted and not learnt from
     info: dict[str, Any] = field(default_factory=dict)  # of the last step; "correct": bool if known
     # of each turn, a value a token: its "text", log-probs (nats) by the "sampler", by the "trainer"
     # before and "after" the update, and its "advantage"; no turns: its tokens weren't looked at
-    looks: list[dict[str, list]] = field(default_factory=list)
+    token_traces: list[dict[str, list]] = field(default_factory=list)
 
     @property
     def episode_return(self) -> float:

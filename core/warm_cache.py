@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from core import distributed
-from core.journal import read_records
 from core.model import Policy
+from core.run_log import read_records
 
 SETTINGS = """seed lora_rank lora_alpha sft_steps sft_batch_size sft_hasty sft_lr max_turns
     max_grad_norm max_model_len max_tokens_per_micro_batch thinking""".split()
@@ -38,7 +38,7 @@ def reuse(cfg: Any, run: Any, envs: list[str]) -> bool:
     done. `cfg` is train.Config, `run` core.run.Run."""
     folder = folder_of(cfg, run.policy, envs)
     there = folder is not None and folder.exists()
-    if folder is None or run.progress["sft_step"] > 0 or not all(distributed.gather([there])):
+    if folder is None or run.progress["sft_step"] > 0 or not all(distributed.all_gather([there])):
         return False
     try:
         saved = load_file(folder / "weights.safetensors")
@@ -98,7 +98,7 @@ def folder_of(cfg: Any, policy: Policy, envs: list[str]) -> Path | None:
         "source": [
             hashlib.sha256(file.read_bytes()).hexdigest()
             for room in ("algorithms", "core", "environments")
-            for file in [ROOT / "train.py", *sorted((ROOT / room).glob("*.*"))]
+            for file in [ROOT / "train.py", *sorted((ROOT / room).rglob("*.*"))]
         ],
     }
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()

@@ -2,21 +2,16 @@
 
 from environments import (
     connect4,
-    gymnasium,
     iterated_game,
     letter_counting,
     math_qa,
-    openenv,
-    reasoning_gym,
-    remote,
     reverse,
     reward_hacking,
     snake,
-    textarena,
-    textworld,
     tic_tac_toe,
     wikipedia_maze,
 )
+from environments.adapters import gymnasium, openenv, reasoning_gym, remote, textarena, textworld
 from environments.base import Env, MultiAgentEnv, Step, list_envs, make, register
 
 __all__ = [

@@ -35,8 +35,8 @@ makes it more than ten: see that --max-turns allows them. Reward of each respons
 import random
 
 from core.types import Message, UsageError
-from environments.actions import Retries, read_action, user, whole_number
 from environments.base import Env, Step, register
+from environments.parsing import Retries, read_action, user, whole_number
 
 # A side's stones are the bits of one number: bit 7 * column + row, row 0 at the bottom. The seventh
 # row stays empty, so that no line runs from the top of a column into the next one.

@@ -34,8 +34,8 @@ import re
 from dataclasses import dataclass, replace
 
 from core.types import Message, UsageError
-from environments.actions import Retries, one_of, read_action, user
 from environments.base import Env, MultiAgentEnv, Step, register
+from environments.parsing import Retries, one_of, read_action, user
 
 OPPONENTS = {  # what is told; chance to cooperate at first or after "cooperate", after "defect"
     "tit_for_tat": ("The other cooperates first, then copies you.", (1.0, 0.0)),

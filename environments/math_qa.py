@@ -36,10 +36,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.types import Message, UsageError
-from environments.actions import user
 from environments.base import EVAL_SEEDS, Env, Step, register
 from environments.math_answers import LONGEST, find_answer, number, same
 from environments.math_expressions import LEVELS, is_held_out, make_expression
+from environments.parsing import user
 
 OFF_BY = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # what a hasty guess misses a number by
 FEWEST_LINES = 16  # of a file

@@ -34,8 +34,8 @@ import zlib
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.actions import read_action, user
 from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.parsing import read_action, user
 
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
 SHORTEST, LONGEST = 3, 50  # of words and numbers, in characters

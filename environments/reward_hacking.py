@@ -34,8 +34,8 @@ from functools import lru_cache
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.actions import Retries, one_of, read_action, user
 from environments.base import Env, Step, register
+from environments.parsing import Retries, one_of, read_action, user
 
 State = Any  # a tuple of numbers and tuples of numbers; None: the end
 Points = tuple[int, int]

@@ -32,8 +32,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from core.types import Message, UsageError
-from environments.actions import Retries, one_of, read_action, user
 from environments.base import Env, Step, register
+from environments.parsing import Retries, one_of, read_action, user
 
 MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
 FORM = "<move>up</move>, down, left or right"

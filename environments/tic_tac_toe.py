@@ -30,8 +30,8 @@ import random
 from functools import cache
 
 from core.types import Message, UsageError
-from environments.actions import Retries, read_action, user, whole_number
 from environments.base import Env, MultiAgentEnv, Step, register
+from environments.parsing import Retries, read_action, user, whole_number
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9

@@ -45,8 +45,8 @@ from urllib.parse import unquote
 
 from core.types import Message, UsageError
 from environments import pages, wikipedia
-from environments.actions import Retries, one_of, read_action, user
 from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.parsing import Retries, one_of, read_action, user
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 NEXT_PART = '{"action": "next_part"}'

@@ -30,9 +30,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
 from core import cli  # noqa: E402
-from core.folder import new_folder  # noqa: E402
-from core.journal import read_records  # noqa: E402
 from core.metrics import before_after, describe  # noqa: E402
+from core.run_dir import new_folder  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 from core.types import UsageError  # noqa: E402
 from train import Config  # noqa: E402
 

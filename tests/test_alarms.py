@@ -8,8 +8,9 @@ import pytest
 from matplotlib.axes import Axes
 from test_report import CONFIG, data_of, write_run
 
-from core import alarms, curves, journal, report
+from core import diagnostics, run_log
 from core.checkpoint import find_checkpoint
+from core.report import compare, curves
 from environments import base
 
 ROOT = Path(__file__).parent.parent
@@ -34,7 +35,7 @@ def replay(records, first=1, by_group=True, keep=dict):
     return [
         (name, records[end - 1]["update"], line)
         for end in range(first, len(records) + 1)
-        for name, line in alarms.new(kept[:end], by_group).items()
+        for name, line in diagnostics.new(kept[:end], by_group).items()
     ]
 
 
@@ -62,13 +63,13 @@ def test_there_are_recorded_runs():
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.stem}")
 def test_recorded_runs_raise_what_they_deserve(path):
-    records = journal.read_records(path)
-    assert names(records, keep=alarms.essence) == DESERVED.get(
+    records = run_log.read_records(path)
+    assert names(records, keep=diagnostics.warning_inputs) == DESERVED.get(
         f"{path.parent.name}/{path.stem}", []
     )
 
 
-KL, GAP, FAR = "kl__old_policy", "gap__logprob_mean", "gap__logprob_max"
+KL, GAP, FAR = "kl__approx", "gap__logprob_mean", "gap__logprob_max"
 
 
 @pytest.mark.parametrize(
@@ -88,11 +89,11 @@ KL, GAP, FAR = "kl__old_policy", "gap__logprob_mean", "gap__logprob_max"
          {"policy__entropy": 0.01, "reward__correct": 0.91},
          {"policy__entropy": 0.01, "reward__correct": 0.89}),
         ("dead_groups",
-         {"groups__with_spread": 0.126, "groups__all_right": 0.5},
-         {"groups__with_spread": 0.124, "groups__all_right": 0.5}),
+         {"groups__zero_std_fraction": 0.874, "groups__all_right": 0.5},
+         {"groups__zero_std_fraction": 0.876, "groups__all_right": 0.5}),
         ("dead_groups",  # solved
-         {"groups__with_spread": 0.0, "groups__all_right": 0.91},
-         {"groups__with_spread": 0.0, "groups__all_right": 0.89}),
+         {"groups__zero_std_fraction": 1.0, "groups__all_right": 0.91},
+         {"groups__zero_std_fraction": 1.0, "groups__all_right": 0.89}),
     ],
 )  # fmt: skip
 def test_each_bound_has_two_sides(name, below, above):
@@ -108,7 +109,7 @@ def test_entropy_is_compared_with_what_it_was():
 
 
 def test_one_update_raises_nothing():
-    spike = run_of(20, kl__old_policy=lambda u: 0.2 * (u == 10), gap__logprob_max=1.0,
+    spike = run_of(20, kl__approx=lambda u: 0.2 * (u == 10), gap__logprob_max=1.0,
                    weights__capped=lambda u: 0.2 * (u == 10),
                    gap__logprob_mean=lambda u: 0.2 * (u == 10))  # fmt: skip
     assert names(spike) == []
@@ -145,7 +146,7 @@ def test_another_environment_is_not_compared():
 
 
 def test_dead_groups_do_no_harm_where_no_group_is_compared():
-    records = run_of(10, groups__with_spread=0.0, groups__all_right=0.0)
+    records = run_of(10, groups__zero_std_fraction=1.0, groups__all_right=0.0)
     assert names(records, by_group=False) == []
     assert names(records) == [("dead_groups", 5)]
 
@@ -155,7 +156,7 @@ def test_a_warning_comes_again_only_after_ten_updates_without_it():
         return 0.1 if u <= 5 or u in (15, 16, 17, 18, 40, 41, 42) else 0.0
 
     ends = [u for u in range(1, 51)
-            if "weights_at_cap" in alarms.raised(run_of(u, weights__capped=high))]  # fmt: skip
+            if "weights_at_cap" in diagnostics.raised(run_of(u, weights__capped=high))]  # fmt: skip
     assert ends == [5, 6, 7, *range(17, 21), *range(42, 45)]  # two of five make 0.04 only
     assert names(run_of(50, weights__capped=high)) == [
         ("weights_at_cap", 5), ("weights_at_cap", 42),
@@ -167,18 +168,20 @@ def test_a_warning_comes_again_only_after_ten_updates_without_it():
 def test_a_resumed_run_raises_the_same(tmp_path):
     records = run_of(40, {10: 0.9, 20: 0.5, 30: 0.2}, reward__mean=lambda u: 0.01 * u,
                      weights__capped=lambda u: 0.1 * (u % 20 > 9),
-                     kl__old_policy=lambda u: math.nan if u % 7 == 0 else 0.1)  # fmt: skip
+                     kl__approx=lambda u: math.nan if u % 7 == 0 else 0.1)  # fmt: skip
     records = [{"sft_step": 20, "sft/loss": 1.0}, *records]
     whole = replay(records)
     assert {name for name, _, _ in whole} == {
         "weights_at_cap", "kl_runaway", "reward_without_accuracy",
     }  # fmt: skip
-    log = journal.Journal(tmp_path, CONFIG)
+    log = run_log.Journal(tmp_path, CONFIG)
     with log:
         for record in records:
             log.log(record)  # NaN becomes null
-    written = [alarms.essence(r) for r in journal.read_records(tmp_path / "metrics.jsonl")]
-    assert None in (r.get("kl/old_policy", 0) for r in written)
+    written = [
+        diagnostics.warning_inputs(r) for r in run_log.read_records(tmp_path / "metrics.jsonl")
+    ]
+    assert None in (r.get("kl/approx", 0) for r in written)
     for cut in (2, 15, 21, 33):
         gone_on = written[:cut] + records[cut:]
         assert replay(gone_on, first=cut) == [
@@ -187,25 +190,30 @@ def test_a_resumed_run_raises_the_same(tmp_path):
 
 
 def test_what_is_missing_or_not_finite_says_nothing():
-    everything = {k.replace("/", "__"): None for k in alarms.LOOKED_AT if k != "update"}
+    everything = {k.replace("/", "__"): None for k in diagnostics.LOOKED_AT if k != "update"}
     for value in (None, math.nan, math.inf, "much", {}):
         records = run_of(15, {0: 0.5, 10: 0.1, 15: 0.1}, **dict.fromkeys(everything, value))
         records[10]["eval/e:k=1/ci_high"] = value
         records[15]["eval/e:k=1/accuracy"] = value
         assert replay(records) == []
-    assert alarms.new([]) == alarms.new([{"sft_step": 1}]) == alarms.new([{"update": 0}]) == {}
+    assert (
+        diagnostics.new([])
+        == diagnostics.new([{"sft_step": 1}])
+        == diagnostics.new([{"update": 0}])
+        == {}
+    )
 
 
 def test_essence_keeps_all_that_is_judged_and_little_else():
     record = json.loads((ROOT / "runs/what_goes_wrong/healthy.jsonl").read_text().splitlines()[-1])
-    kept = alarms.essence(record)
+    kept = diagnostics.warning_inputs(record)
     assert len(kept) == 13 and kept.items() <= record.items() and "time/train_s" not in kept
 
 
 def test_every_line_says_what_to_try():
-    told = [f for path in RUNS for f in replay(journal.read_records(path))
+    told = [f for path in RUNS for f in replay(run_log.read_records(path))
             if f"{path.parent.name}/{path.stem}" in DESERVED]  # fmt: skip
-    assert told and all(line.endswith(f"; try {alarms.ALARMS[n][1]}") for n, _, line in told)
+    assert told and all(line.endswith(f"; try {diagnostics.WARNINGS[n][1]}") for n, _, line in told)
     assert all("\n" not in line and len(line) < 300 for _, _, line in told)
 
 
@@ -218,23 +226,23 @@ def warned():
 
 
 def test_the_end_of_a_run_repeats_its_warnings(tmp_path, warned):
-    told = journal.summary(write_run(tmp_path / "a", warned), CONFIG)
+    told = run_log.summary(write_run(tmp_path / "a", warned), CONFIG)
     assert "warning at update 9, 30: kl_runaway: KL <b>0.1" in told
     assert "warning at update 9: sampler_gap: apart" in told
-    assert not [line for line in journal.summary(write_run(tmp_path / "b"), CONFIG)
+    assert not [line for line in run_log.summary(write_run(tmp_path / "b"), CONFIG)
                 if "warning" in line]  # fmt: skip
 
 
 def test_a_tracker_is_sent_numbers_only(warned):
     sent = []
-    journal._Tracker(lambda scalars, step: sent.append((scalars, step)), None).log(warned[9])
+    run_log._Tracker(lambda scalars, step: sent.append((scalars, step)), None).log(warned[9])
     assert sent == [({"reward/mean": 0.5, "length/mean": 3.0}, 9)]
 
 
 def test_the_report_has_each_warning_with_its_updates(tmp_path, warned):
-    page = report.write_report(write_run(tmp_path, warned), CONFIG)
+    page = compare.write_report(write_run(tmp_path, warned), CONFIG)
     (data,) = data_of(page.read_text(encoding="utf-8"))
-    meant = alarms.ALARMS
+    meant = diagnostics.WARNINGS
     assert data["warnings"] == [
         ["kl_runaway", [9, 30], "KL <b>0.1", meant["kl_runaway"][0]],
         ["sampler_gap", [9], "apart", meant["sampler_gap"][0]],

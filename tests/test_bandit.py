@@ -14,7 +14,7 @@ import torch
 from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from core import journal
+from core import run_log
 from environments import base
 from environments.base import Env, Step, register
 
@@ -22,13 +22,13 @@ WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 3e-3 --num-updates 40 --num-prompts 16 --group-size 8 --num-epochs 2
     --max-tokens 2 --sft-steps 0 --eval-every 40 --eval-num-tasks 64 --save-every 0
     --device cpu""".split()
-VARIANTS = {
+LOSS_TYPES = {
     **{
         f"reinforce, {baseline}": f"--algo reinforce --reinforce.baseline {baseline}"
         for baseline in ("batch", "group", "leave_one_out", "none")
     },
     "reinforce, normalised": "--algo reinforce --reinforce.normalize",
-    **{v: f"--grpo.variant {v}" for v in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")},
+    **{v: f"--grpo.loss-type {v}" for v in ("grpo", "dr_grpo", "dapo", "gspo", "cispo")},
     "dual clip": "--grpo.dual-clip 1.2",
     "ppo": "--algo ppo",
     "kl in the loss": "--kl-coef 0.01",
@@ -71,7 +71,7 @@ def bandit(monkeypatch):
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors so small
-    monkeypatch.setattr(journal, "write_pages", lambda *args: None)  # longer than the updates
+    monkeypatch.setattr(run_log, "write_pages", lambda *args: None)  # longer than the updates
     yield
     torch.set_num_threads(threads)
     base._REGISTRY.clear()
@@ -96,15 +96,15 @@ def read(lines):
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2, 3, 4))]
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LOSS_TYPES)
 def test_the_best_actions_are_learnt_from_chance(command, bandit, tmp_path, variant, seed):
     started = time.monotonic()
     flags = ["--model-id", random_policy(tmp_path / "start", seed), "--seed", seed, *SETTINGS]
-    flags = ["--env", "bandit", *flags, *VARIANTS[variant].split()]
+    flags = ["--env", "bandit", *flags, *LOSS_TYPES[variant].split()]
     code, _, err = command("--run-name", "a", *flags)
     assert (code, err) == (0, "")
     lines = (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()
-    (before, after), turns = read(lines), 2 if "turns=2" in VARIANTS[variant] else 1
+    (before, after), turns = read(lines), 2 if "turns=2" in LOSS_TYPES[variant] else 1
     assert 0.1 <= before["return_mean"] / turns <= 0.4
     assert after["accuracy"] >= 0.95  # right in every turn
     assert time.monotonic() - started < 60

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from core.batched_env import BatchedEnv
-from core.batching import to_update
+from core.batching import to_rollout_batch
+from core.rollouts import BatchedEnv
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import without_failed
 from core.tasks import Task, train_tasks
@@ -111,7 +111,7 @@ def test_a_fresh_message_begins_a_context_without_the_turns_before(policy):
         "<|user|>2 left<|end|><|assistant|>ab<|end|><|user|>1 left<|end|><|assistant|>",
     ]
     assert len(rollout.messages) == 8  # what is looked at later is whole
-    update = to_update([rollout])
+    update = to_rollout_batch([rollout])
     assert [s.token_ids for s in update.sequences] == [
         turn.prompt_ids + turn.completion_ids for turn in (rollout.turns[1], rollout.turns[3])
     ]
@@ -124,20 +124,20 @@ def test_short_and_long_episodes_are_all_kept_and_sampled_together(policy):
     rollouts = BatchedEnv(policy, max_turns=9).collect(tasks, sampler, PARAMS)
     assert [r.episode_return for r in rollouts] == [3.0, 1.0, 2.0]
     assert [len(prompts) for prompts in sampler.batches] == [3, 2, 1]
-    assert not any(r.truncated for r in rollouts)
+    assert not any(r.episode_truncated for r in rollouts)
 
 
 def test_max_turns_cuts_an_episode_and_says_so(policy):
     batched = BatchedEnv(policy, max_turns=2)
     (rollout,) = batched.collect([Task("countdown", 5, 0)], Scripted(policy), PARAMS)
-    assert (len(rollout.turns), rollout.truncated) == (2, True)
+    assert (len(rollout.turns), rollout.episode_truncated) == (2, True)
 
 
 def test_an_episode_that_outgrows_the_context_is_cut(policy):
     policy.max_length = 60
     batched = BatchedEnv(policy, max_turns=99)
     (rollout,) = batched.collect([Task("countdown", 50, 0)], Scripted(policy), PARAMS)
-    assert rollout.truncated
+    assert rollout.episode_truncated
     assert 1 < len(rollout.turns) < 10
     assert all(len(turn.prompt_ids) < 60 for turn in rollout.turns)
 
@@ -288,7 +288,7 @@ def test_without_thoughts_a_later_turn_sees_what_was_said_and_trains_on_what_was
     assert kept.batches[1][0][: len(opening + thought)] == opening + thought
     assert dropped.batches[1][0][: len(opening + said)] == opening + said
     assert [turn.completion_ids for turn in rollout.turns] == [thought] * 3
-    update = to_update([rollout])
+    update = to_rollout_batch([rollout])
     assert len(update.sequences) == 3  # each turn in the context that it was written in
     assert update.num_tokens == 3 * len(thought)
     for sequence, prompts in zip(update.sequences, dropped.batches, strict=True):

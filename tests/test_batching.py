@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.batching import micro_batches, minibatches, put, rows, to_update
+from core.batching import micro_batches, minibatches, put, rows, to_rollout_batch
 from core.types import Rollout, Turn
 
 
@@ -30,13 +30,13 @@ DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 le
 
 
 def test_turns_that_continue_share_one_sequence():
-    update = to_update([TWO_TURNS])
+    update = to_rollout_batch([TWO_TURNS])
     assert [s.token_ids for s in update.sequences] == [[1, 2, 3, 9, 4, 5, 9]]
     assert update.sequences[0].places == [-1, -1, 0, 1, -1, 2, 3]
 
 
 def test_a_changed_context_starts_a_new_sequence():
-    update = to_update([DROPPED])
+    update = to_rollout_batch([DROPPED])
     assert [s.token_ids for s in update.sequences] == [[1, 2, 3, 9], [1, 2, 9, 4, 5, 6, 9]]
     assert [s.places for s in update.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
 
@@ -48,11 +48,11 @@ def test_tokens_trained_are_those_sampled_in_their_contexts_eos_included(episode
         for turn in episode.turns
         for i, token in enumerate(turn.completion_ids)
     ]
-    assert contexts(to_update([episode])) == sampled
+    assert contexts(to_rollout_batch([episode])) == sampled
 
 
 def test_rewards_stand_on_the_last_token_of_their_turn():
-    update = to_update([TWO_TURNS, rollout(([1], [7], 0.5), group_id=1)])
+    update = to_rollout_batch([TWO_TURNS, rollout(([1], [7], 0.5), group_id=1)])
     assert update.rewards.tolist() == [[0, 0.25, 0, 1.0], [0.5, 0, 0, 0]]
     assert update.mask.tolist() == [[True] * 4, [True, False, False, False]]
     assert update.sampler_logprobs[0].tolist() == [-1.5, -4.5, -2.5, -4.5]
@@ -61,7 +61,7 @@ def test_rewards_stand_on_the_last_token_of_their_turn():
 
 @pytest.mark.parametrize("max_tokens", [1, 8, 10_000])
 def test_rows_and_put_are_inverse_for_any_micro_batch_size(max_tokens):
-    update = to_update([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1)])
+    update = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1)])
     known = torch.arange(update.mask.numel(), dtype=torch.float32).view_as(update.mask) + 1
     back, seen = torch.zeros_like(known), 0
     for batch in micro_batches(update.sequences, max_tokens):
@@ -74,7 +74,7 @@ def test_rows_and_put_are_inverse_for_any_micro_batch_size(max_tokens):
 
 
 def test_rows_align_the_logprob_with_the_token_that_it_predicts():
-    update = to_update([TWO_TURNS])
+    update = to_rollout_batch([TWO_TURNS])
     (batch,) = micro_batches(update.sequences, 100)
     targets = batch.input_ids[:, 1:][batch.completion_mask]
     assert rows(update.sampler_logprobs, batch)[batch.completion_mask].tolist() == [
@@ -83,7 +83,9 @@ def test_rows_align_the_logprob_with_the_token_that_it_predicts():
 
 
 def test_micro_batches_stay_under_the_budget_and_lose_nothing():
-    update = to_update([rollout((list(range(1, n)), [3, 9], 0.0)) for n in (5, 50, 9, 20, 7)])
+    update = to_rollout_batch(
+        [rollout((list(range(1, n)), [3, 9], 0.0)) for n in (5, 50, 9, 20, 7)]
+    )
     batches = list(micro_batches(update.sequences, 40))
     assert sum(len(b.input_ids) for b in batches) == 5
     assert all(b.input_ids.numel() <= 40 or len(b.input_ids) == 1 for b in batches)
@@ -91,7 +93,7 @@ def test_micro_batches_stay_under_the_budget_and_lose_nothing():
 
 def test_an_update_without_tokens_is_refused():
     with pytest.raises(ValueError, match="no rollout"):
-        to_update([Rollout("env", "player", 0, 0)])
+        to_rollout_batch([Rollout("env", "player", 0, 0)])
 
 
 def test_turns_lengths_and_cut_off_completions_stand_where_their_tokens_do():
@@ -99,10 +101,10 @@ def test_turns_lengths_and_cut_off_completions_stand_where_their_tokens_do():
         Turn([1], [5, 6], [-1.0, -1.0], "stop", 0.5),
         Turn([1, 5, 6, 9], [7, 8, 4], [-1.0] * 3, "length", 2.0),
     ]
-    update = to_update([Rollout("e", "player", 0, 0, turns=turns)])
+    update = to_rollout_batch([Rollout("e", "player", 0, 0, turns=turns)])
     assert update.turn_ids.tolist() == [[0, 0, 1, 1, 1]]
     assert update.lengths.tolist() == [[0, 2, 0, 0, 3]]
-    assert update.cut_off.tolist() == [[False, False, True, True, True]]
+    assert update.hit_token_limit.tolist() == [[False, False, True, True, True]]
     assert update.rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 2.0]]
 
 

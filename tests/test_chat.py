@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.chat import end_of_turn_id, following_ids, prompt_ids, without_thinking
+from core.chat_template import end_of_turn_id, following_ids, prompt_ids, without_thinking
 from core.tiny import tiny_tokenizer
 from core.types import UsageError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core import cli
-from core.settings import check, resolve
+from core.config import check, resolve
 from core.types import UsageError
 from train import ALGORITHMS, Config
 
@@ -75,7 +75,7 @@ def test_of_a_flag_given_twice_the_last_counts(tmp_path):
 
 
 def test_every_flag_of_the_help_has_words_for_what_it_takes():
-    from core.settings import NOT_NEGATIVE, POSITIVE
+    from core.config import NOT_NEGATIVE, POSITIVE
 
     flags = cli._flags(Config)
     assert {f"--{n.replace('_', '-')}" for n in POSITIVE + NOT_NEGATIVE} <= set(flags)

@@ -143,7 +143,7 @@ def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, i
     parts = []
     for rank in range(num_ranks):
         as_rank(monkeypatch, rank, num_ranks)
-        parts.append(distributed.share(items, weight=lambda item: 1 + item % 5))
+        parts.append(distributed.shard(items, weight=lambda item: 1 + item % 5))
     assert [item for part in parts for item in part] == items
     weights = [sum(1 + item % 5 for item in part) for part in parts]
     assert max(weights) - min(weights) <= 2 * 5
@@ -155,7 +155,10 @@ def test_without_torchrun_nothing_happens(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (distributed.rank(), distributed.num_ranks()) == (0, 1)
     numbers, tensor = {"a": 1.0}, torch.ones(2)
-    assert distributed.share([1, 2]) == distributed.gather([1, 2]) == [1, 2]
-    assert distributed.total(numbers) == numbers and distributed.agreed(lambda: 7) == 7
-    distributed.add_up([tensor])
+    assert distributed.shard([1, 2]) == distributed.all_gather([1, 2]) == [1, 2]
+    assert (
+        distributed.all_reduce_metrics(numbers) == numbers
+        and distributed.broadcast_from_rank_0(lambda: 7) == 7
+    )
+    distributed.all_reduce_sum([tensor])
     assert tensor.tolist() == [1, 1]

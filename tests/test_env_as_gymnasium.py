@@ -10,10 +10,10 @@ pytest.importorskip("gymnasium")
 from gymnasium.utils.env_checker import check_env
 
 from core.types import UsageError
-from environments.actions import Retries, user
-from environments.as_gymnasium import as_gymnasium
+from environments.adapters.as_gymnasium import as_gymnasium
 from environments.base import Env, Step
 from environments.letter_counting import LetterCounting
+from environments.parsing import Retries, user
 
 
 class Echo(Env):

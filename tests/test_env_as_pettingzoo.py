@@ -10,9 +10,9 @@ pytest.importorskip("pettingzoo")
 from pettingzoo.test import parallel_api_test
 
 from core.types import UsageError
-from environments.actions import user
-from environments.as_pettingzoo import as_pettingzoo
+from environments.adapters.as_pettingzoo import as_pettingzoo
 from environments.base import MultiAgentEnv, Step
+from environments.parsing import user
 
 
 class Count(MultiAgentEnv):

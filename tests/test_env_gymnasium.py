@@ -7,11 +7,16 @@ import pytest
 
 pytest.importorskip("gymnasium")
 
-import environments.gymnasium  # noqa: F401  registers
+import environments.adapters.gymnasium  # noqa: F401  registers
 from core.types import UsageError
+from environments.adapters.gymnasium import (
+    Gymnasium,
+    extract_action,
+    format_observation,
+    system_prompt,
+)
+from environments.adapters.gymnasium_players import GAMES, best_actions
 from environments.base import make
-from environments.gymnasium import Gymnasium, extract_action, format_observation, system_prompt
-from environments.gymnasium_players import GAMES, best_actions
 
 KNOWN = list(GAMES)
 

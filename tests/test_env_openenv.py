@@ -13,8 +13,8 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 from core.types import UsageError
+from environments.adapters.openenv import LOST, OpenEnv, describe
 from environments.base import make
-from environments.openenv import LOST, OpenEnv, describe
 
 
 class Saying(Action):

@@ -11,10 +11,10 @@ pytest.importorskip("reasoning_gym")
 
 import numpy as np
 
-import environments.reasoning_gym  # noqa: F401  registers
+import environments.adapters.reasoning_gym  # noqa: F401  registers
 from core.types import UsageError
+from environments.adapters.reasoning_gym import ReasoningGym, is_safe
 from environments.base import make
-from environments.reasoning_gym import ReasoningGym, is_safe
 
 SOME = """chain_sum gcd spell_backward countdown simple_integration n_queens pool_matrix
 letter_counting maze rotate_matrix sudoku tower_of_hanoi""".split()
@@ -128,7 +128,7 @@ def test_datasets_in_the_order_of_a_set_need_a_fixed_hash_seed(monkeypatch):
     with pytest.raises(UsageError, match="set PYTHONHASHSEED=0 first: ransom_note"):
         make("reasoning_gym:dataset=ransom_note")
     code = """if True:
-        import environments.reasoning_gym
+        import environments.adapters.reasoning_gym
         from environments.base import make
         env = make("reasoning_gym:dataset=ransom_note")
         print(env.reset(1_600_000_001))

@@ -10,10 +10,10 @@ pytest.importorskip("textarena")
 
 import numpy as np
 
-import environments.textarena  # noqa: F401  registers
+import environments.adapters.textarena  # noqa: F401  registers
 from core.types import UsageError
+from environments.adapters.textarena import TextArena
 from environments.base import make
-from environments.textarena import TextArena
 
 
 def play(env, seed, *actions):

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("textworld")
 
-import environments.textworld  # registers
+import environments.adapters.textworld  # registers
 from core.types import UsageError
+from environments.adapters.textworld import FORM, LEVELS, TextWorld, read_command
 from environments.base import make
-from environments.textworld import FORM, LEVELS, TextWorld, read_command
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_same_seed_is_the_same_game_whatever_was_played_before():
 
 def test_same_seed_is_the_same_game_in_another_process():
     code = """if True:
-        from environments.textworld import TextWorld
+        from environments.adapters.textworld import TextWorld
         env = TextWorld(4)
         print([env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)])
     """
@@ -135,13 +135,15 @@ def test_hostile_responses_raise_nothing_and_are_fast():
 
 def test_a_game_is_compiled_once_and_only_the_last_ones_are_kept(monkeypatch):
     # the last test: it empties the folder
-    monkeypatch.setattr(environments.textworld, "MOST_GAMES", 1)
+    monkeypatch.setattr(environments.adapters.textworld, "MOST_GAMES", 1)
     env = TextWorld(1)
     env.reset(100)
     started = time.perf_counter()
     env.reset(100)
     assert time.perf_counter() - started < 0.5
     env.reset(101)
-    folder = environments.textworld._folder().name
-    assert {file.stem for file in environments.textworld.Path(folder).iterdir()} == {"1-101"}
+    folder = environments.adapters.textworld._folder().name
+    assert {file.stem for file in environments.adapters.textworld.Path(folder).iterdir()} == {
+        "1-101"
+    }
     assert env.step(env.demonstrate()).info["correct"]

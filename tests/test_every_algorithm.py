@@ -9,10 +9,10 @@ from algorithms.common import token_scale
 JUNK = [float("nan"), float("inf"), float("-inf")]
 LOSSES = {
     "reinforce": (reinforce, reinforce.Options()),
-    **{name: (grpo, grpo.with_variant(grpo.Options(name))) for name in grpo.VARIANTS},
-    "grpo, dual clip": (grpo, grpo.with_variant(grpo.Options(dual_clip=1.2))),
-    "gspo, clipped seldom": (grpo, grpo.with_variant(grpo.Options("gspo", clip_high=0.2))),
-    "gspo, as cispo": (grpo, grpo.with_variant(grpo.Options("gspo", surrogate="cispo"))),
+    **{name: (grpo, grpo.with_loss_type(grpo.Options(name))) for name in grpo.LOSS_TYPES},
+    "grpo, dual clip": (grpo, grpo.with_loss_type(grpo.Options(dual_clip=1.2))),
+    "gspo, clipped seldom": (grpo, grpo.with_loss_type(grpo.Options("gspo", clip_high=0.2))),
+    "gspo, as cispo": (grpo, grpo.with_loss_type(grpo.Options("gspo", surrogate="cispo"))),
     "ppo": (ppo, ppo.Options()),
     "ppo, values not clipped": (ppo, ppo.Options(value_clip=0.0)),
 }
@@ -100,7 +100,7 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
 
 def credit(name, tensors):
     module, options = CREDITS[name]
-    arguments = "rewards mask turn_ids group_ids values truncated".split()
+    arguments = "rewards mask turn_ids group_ids values episode_truncated".split()
     return module.compute_advantages(*(tensors[x] for x in arguments), 0.5, options)
 
 
@@ -114,7 +114,7 @@ def episodes():
         "values": known["old_values"],
         "turn_ids": turn_ids.repeat(2, 1),
         "group_ids": torch.tensor([0, 1, 0, 1, 0, 0, 1, 2]),
-        "truncated": torch.tensor([True, False] * 4),
+        "episode_truncated": torch.tensor([True, False] * 4),
     }
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from test_workshop import STUBS, solved
 
-from core import exercises, run, workshop
+from core import run
 from core.sampler import TorchSampler
+from core.workshop import as_algorithm, checker
 
 SHORT = """--sft-steps 20 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --max-tokens 12 --max-turns 2 --no-cache""".split()
@@ -21,10 +22,10 @@ def records(run):
 def test_the_solutions_train_exactly_as_grpo_does(command, env, monkeypatch):
     """On the same draws, which GRPO's run is given too."""
     Path("scratch.py").write_text(solved())
-    draw = exercises.drawing(workshop.load(Path("scratch.py")))
+    draw = as_algorithm.drawing(checker.load(Path("scratch.py")))
     monkeypatch.setattr(run, "make_sampler", lambda _, policy, *rest: TorchSampler(policy, draw))
     assert command(*SHORT, "--env", env, "--algo", "scratch", "--run-name", "mine")[0] == 0
-    same = ["--grpo.variant", "grpo", "--grpo.aggregation", "token", "--tis-cap", "0"]
+    same = ["--grpo.loss-type", "grpo", "--grpo.aggregation", "token", "--tis-cap", "0"]
     assert command(*SHORT, "--env", env, *same, "--run-name", "ours")[0] == 0
     ours, mine = records("ours"), records("mine")
     assert [r["sft/loss"] for r in mine if "sft/loss" in r] == [

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from core import checkpoint, folder
-from core.folder import claimed, create_run, new_folder
+from core import checkpoint, run_dir
+from core.run_dir import claimed, create_run, new_folder
 from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -58,7 +58,7 @@ def test_two_new_runs_of_one_name_are_not_mixed(tmp_path):
 def test_a_second_process_is_refused_and_the_lock_falls_with_the_first(tmp_path):
     run = tmp_path / "a"
     code = f"""
-import sys, time; from pathlib import Path; from core.folder import claimed
+import sys, time; from pathlib import Path; from core.run_dir import claimed
 with claimed(Path({str(run)!r}), {{}}, new=True): print("mine", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
@@ -165,4 +165,4 @@ def test_a_read_only_folder_is_one_line(tmp_path, command):
 
 
 def test_the_known_disk_errors_are_those_of_this_system():
-    assert {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG} <= folder.DISK
+    assert {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG} <= run_dir.DISK

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from core import host
+from core import process_state
 
 
 def state():
@@ -42,7 +42,7 @@ def disturb():
 def test_all_is_put_back_whether_the_guest_succeeds_or_fails(fails):
     before = state()
     try:
-        with host.unchanged(ONLY_INSIDE="yes"):
+        with process_state.preserve_process_state(ONLY_INSIDE="yes"):
             assert os.environ["ONLY_INSIDE"] == "yes"
             disturb()
             if fails:
@@ -57,10 +57,10 @@ def test_a_seed_decides_the_draws_inside_and_none_outside():
         return random.random(), np.random.rand(), torch.rand(1).item()
 
     before = state()
-    with host.random_state_kept(7):
+    with process_state.random_state_kept(7):
         first = draws()
     assert state() == before
-    with host.random_state_kept(7):
+    with process_state.random_state_kept(7):
         assert draws() == first
-    with host.random_state_kept(8):
+    with process_state.random_state_kept(8):
         assert draws() != first

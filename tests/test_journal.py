@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import train
-from core import journal
-from core.folder import new_folder, write_config
-from core.journal import Journal, read_records, rewind, summary
+from core import run_log
 from core.metrics import (
     before_after,
     describe,
@@ -22,8 +20,10 @@ from core.metrics import (
     weight_metrics,
     wilson,
 )  # fmt: skip
-from core.microscope import choose
+from core.report.page import choose
 from core.run import folder_of
+from core.run_dir import new_folder, write_config
+from core.run_log import Journal, read_records, rewind, summary
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {
@@ -48,9 +48,13 @@ def test_rollout_metrics_by_hand():
     assert (found["reward/mean"], found["reward/min"], found["reward/max"]) == (0.625, 0.0, 1.0)
     assert found["reward/std"] == pytest.approx(math.sqrt(0.171875))
     assert found["reward/correct"] == 0.5
-    assert (found["groups/with_spread"], found["groups/all_right"]) == (0.5, 0.5)
+    assert (found["groups/zero_std_fraction"], found["groups/all_right"]) == (0.5, 0.5)
     assert found["groups/all_wrong"] == 0.5
-    assert (found["length/mean"], found["length/max"], found["length/cut_off"]) == (2.5, 4, 0.25)
+    assert (found["length/mean"], found["length/max"], found["length/hit_token_limit"]) == (
+        2.5,
+        4,
+        0.25,
+    )
     assert found["info/worked"] == pytest.approx(1 / 3)
     assert "info/note" not in found and "info/correct" not in found
 
@@ -134,7 +138,7 @@ def test_rewind_drops_what_will_be_done_again(tmp_path):
 
 
 def test_rollouts_are_bounded_the_newest_kept_and_rewound(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "ROLLOUTS_BYTES", 2000)
+    monkeypatch.setattr(run_log, "ROLLOUTS_BYTES", 2000)
     write_config(tmp_path, CONFIG)
     with Journal(tmp_path, CONFIG) as log:
         for update in range(60):
@@ -218,13 +222,13 @@ def test_the_picture_is_drawn_for_any_journal(tmp_path):
     ):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
         (tmp_path / "rollouts.jsonl").touch()
-        journal.write_pages(tmp_path, CONFIG)
+        run_log.write_pages(tmp_path, CONFIG)
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
         assert f"# {tmp_path.name}" in (tmp_path / "README.md").read_text()
 
 
 def test_seeds_are_drawn_as_a_band(tmp_path):
-    from core.curves import draw_seeds
+    from core.report.curves import draw_seeds
 
     records = [
         {"update": i, "eval/a/accuracy": 0.1 * i, "reward/correct": 0.5, "length/mean": 3.0 + i,

@@ -86,7 +86,7 @@ def lives():
     """Start lives by `begin(args, folder, ranks, fate)`; gives their exit codes and touches."""
     context = multiprocessing.get_context("forkserver")
     os.environ["OMP_NUM_THREADS"] = "1"
-    context.set_forkserver_preload(["train", "core.report", "core.curves", "peft"])
+    context.set_forkserver_preload(["train", "core.report.compare", "core.report.curves", "peft"])
     manager = context.Manager()
 
     def begin(args, folder, ranks=1, fate=None):

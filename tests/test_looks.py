@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_workshop import solved
 
-from core.looks import first_groups, pieces
+from core.report.token_traces import first_groups, pieces
 from core.types import Rollout, Turn
 from environments import base
 from environments.base import Env, Step, register
@@ -57,8 +57,8 @@ def test_each_token_of_each_turn_is_there_and_goes_where_its_advantage_points(
     gained = 0.0
     for row in rows("a"):
         spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        assert len(row["looks"]) == len(spoken) == len(row["rewards"])
-        for look, text in zip(row["looks"], spoken, strict=True):
+        assert len(row["token_traces"]) == len(spoken) == len(row["rewards"])
+        for look, text in zip(row["token_traces"], spoken, strict=True):
             assert "".join(look["text"]).removesuffix("<|end|>") == text
             assert len({len(values) for values in look.values()}) == 1
             for a, sampler, trainer, after in zip(
@@ -68,7 +68,7 @@ def test_each_token_of_each_turn_is_there_and_goes_where_its_advantage_points(
                 assert sampler <= 0 and after <= 0
                 gained += a * (after - trainer)
         if algo == "grpo":  # one advantage for a whole rollout
-            assert len({a for look in row["looks"] for a in look["advantage"]}) == 1
+            assert len({a for look in row["token_traces"] for a in look["advantage"]}) == 1
     assert gained > 0  # the step raised what was better, lowered what was worse
 
 
@@ -80,9 +80,9 @@ def test_whole_groups_within_the_budget_are_looked_at_and_one_at_least(command):
     assert first_groups(one, 1) == {0, 2}
     assert first_groups(one, 100) == {0, 1, 2, 3, 4}
     assert command(*SHORT, "--microscope", "1", "--run-name", "b")[0] == 0
-    assert ["looks" in row for row in rows("b")] == [True] * 4 + [False] * 4
+    assert ["token_traces" in row for row in rows("b")] == [True] * 4 + [False] * 4
     assert command(*SHORT, "--microscope", "0", "--run-name", "c")[0] == 0
-    assert not any("looks" in row for row in rows("c"))
+    assert not any("token_traces" in row for row in rows("c"))
 
 
 def test_looking_changes_nothing_that_is_learnt(command):

@@ -13,8 +13,8 @@ import torch
 from test_tree import EVERYTHING, gradients_of, grouped
 
 import train
-from core import batching, memory, settings
-from core.memory import fit, kept_bytes, recompute_layers
+from core import batching, config, memory
+from core.memory import checkpoint_layers, fit, kept_bytes
 from core.model import Policy, load_policy
 from core.optimizer import make_optimizer
 from core.types import OutOfMemory
@@ -67,23 +67,23 @@ def test_kept_bytes_grow_with_the_layers_and_not_with_the_vocabulary(policy, tmp
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_layers_computed_again_keep_less_and_give_the_same_gradients(small_folder, lora_rank):
     policy = load_policy(str(small_folder), device="cpu", lora_rank=lora_rank, seed=1)
-    update = batching.to_update(grouped(later_turns=1))
-    plain, expected, _ = gradients_of(policy, update, EVERYTHING, policy.takes_trees)
+    update = batching.to_rollout_batch(grouped(later_turns=1))
+    plain, expected, _ = gradients_of(policy, update, EVERYTHING, policy.packs_groups)
     before = kept_bytes(policy)
-    recompute_layers(policy)
-    assert len(policy.recomputed) == 2
+    checkpoint_layers(policy)
+    assert len(policy.checkpointed_layers) == 2
     assert kept_bytes(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
-    again, found, _ = gradients_of(policy, update, EVERYTHING, policy.takes_trees)
+    again, found, _ = gradients_of(policy, update, EVERYTHING, policy.packs_groups)
     assert torch.equal(again, plain)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours - theirs).abs().max() < 1e-6
 
 
 def test_sampling_is_not_computed_twice(policy):
-    recompute_layers(policy)
+    checkpoint_layers(policy)
     with torch.no_grad():
         policy.hidden_states(torch.zeros(1, 4, dtype=torch.int64))
-    assert not any(layer.training for layer in policy.recomputed)
+    assert not any(layer.training for layer in policy.checkpointed_layers)
 
 
 @pytest.mark.parametrize(
@@ -106,28 +106,28 @@ def test_micro_batches_fit_into_what_is_free(
     policy, monkeypatch, free, asked, mode, at_once, again
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    cfg = settings.resolve(
+    cfg = config.resolve(
         train.Config(model_id="x", max_tokens_per_micro_batch=asked, gradient_checkpointing=mode)
     )
     assert cfg.max_model_len == 8 * 1024 + 4096
     said = fit(policy, SimpleNamespace(**vars(cfg)), to_come=0)
-    assert bool(policy.recomputed) == again
+    assert bool(policy.checkpointed_layers) == again
     if at_once == "fits":
         room = free - 4 * memory.LOGIT_COPIES * memory.LOGITS
-        assert memory.LEAST < policy.tokens_at_once < memory.MOST
-        assert policy.tokens_at_once * kept_bytes(policy) == pytest.approx(0.7 * room, rel=0.01)
+        assert memory.LEAST < policy.micro_batch_tokens < memory.MOST
+        assert policy.micro_batch_tokens * kept_bytes(policy) == pytest.approx(0.7 * room, rel=0.01)
     else:
-        assert policy.tokens_at_once == at_once
+        assert policy.micro_batch_tokens == at_once
     assert bool(said) == (free is not None)
 
 
 def test_what_is_still_to_come_is_left_free(policy, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * 10**9)
-    cfg = settings.resolve(train.Config(model_id="x"))
+    cfg = config.resolve(train.Config(model_id="x"))
     fit(policy, cfg, to_come=0)
-    most = policy.tokens_at_once
+    most = policy.micro_batch_tokens
     fit(policy, cfg, to_come=10**9)
-    assert policy.tokens_at_once < most
+    assert policy.micro_batch_tokens < most
 
 
 def test_a_run_with_gradient_checkpointing_is_the_same_run(command):
@@ -192,17 +192,17 @@ def passes(run, update):
 def test_a_pass_that_runs_out_of_memory_is_made_again_in_smaller_parts(
     qwen3_folder, monkeypatch, whose
 ):
-    update = batching.to_update(grouped(later_turns=1))
+    update = batching.to_rollout_batch(grouped(later_turns=1))
     longest = batching.longest(update.sequences)
     gradients = []
     for most in (10**9, longest + 5):
         run, said = here(load_policy(str(qwen3_folder), device="cpu"))
-        run.policy.tokens_at_once = 8 * longest
+        run.policy.micro_batch_tokens = 8 * longest
         with monkeypatch.context() as patch:
             sizes = scarce(patch, most, RAN_OUT[whose])
             assert memory.attempt(run, longest, passes(run, update)) == "made"
         gradients.append([p.grad for p in run.optimizer.masters])
-    assert run.policy.tokens_at_once < 2 * longest < max(sizes)
+    assert run.policy.micro_batch_tokens < 2 * longest < max(sizes)
     assert 1 <= len(said) <= 3 and all("out of memory with" in line for line in said)
     for ours, theirs in zip(*gradients, strict=True):
         assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
@@ -211,20 +211,23 @@ def test_a_pass_that_runs_out_of_memory_is_made_again_in_smaller_parts(
 def test_when_a_sequence_alone_is_too_much_layers_are_computed_twice_and_then_it_ends(
     policy, monkeypatch
 ):
-    update = batching.to_update(grouped(later_turns=0))
+    update = batching.to_rollout_batch(grouped(later_turns=0))
     run, said = here(policy)
-    policy.tokens_at_once = longest = batching.longest(update.sequences)
+    policy.micro_batch_tokens = longest = batching.longest(update.sequences)
     scarce(monkeypatch, longest - 1)
     with pytest.raises(OutOfMemory, match=f"a sequence of {longest} tokens.*--max-tokens"):
         memory.attempt(run, longest, passes(run, update))
-    assert "computed twice" in said[0] and policy.recomputed
+    assert "computed twice" in said[0] and policy.checkpointed_layers
     assert all(p.grad is None for p in run.optimizer.masters)
 
     run, said = here(policy)
-    policy.recomputed, policy.may_recompute = [], False  # --gradient-checkpointing off
+    policy.checkpointed_layers, policy.may_checkpoint_layers = (
+        [],
+        False,
+    )  # --gradient-checkpointing off
     with pytest.raises(OutOfMemory):
         memory.attempt(run, longest, passes(run, update))
-    assert not said and not policy.recomputed
+    assert not said and not policy.checkpointed_layers
 
 
 def test_other_errors_are_not_taken_for_want_of_memory(policy):

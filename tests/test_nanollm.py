@@ -20,7 +20,7 @@ from test_host import state
 from test_sampler import trainer_gap
 from test_train import ROOT, metrics_of
 
-from core import nanollm, sharing
+from core import nanollm, weight_sharing
 from core.model import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
@@ -114,7 +114,7 @@ def test_the_log_probs_are_the_trainers_at_the_start_and_after_20_steps(
         assert gaps.max() < (1e-4 if dtype == "float32" else torch.inf)
     changed = [not torch.equal(p, before[n]) for n, p in weights(policy).items()]
     assert not any(changed) if lora_rank else all(changed)
-    sharing.check_bound(sampler.engine_model, sampler.shared)
+    weight_sharing.check_bound(sampler.engine_model, sampler.shared)
 
 
 def test_20_steps_move_the_log_probs_far_more_than_the_gap(qwen3, start):
@@ -299,7 +299,7 @@ def test_a_start_that_fails_leaves_nothing_and_the_next_one_works(qwen3, monkeyp
     policy = load_policy(str(qwen3), device="cpu")
     folders = set(os.listdir("/tmp"))
     with monkeypatch.context() as patch:
-        patch.setattr(sharing, "FUSED_INTO", {})
+        patch.setattr(weight_sharing, "FUSED_INTO", {})
         with pytest.raises(
             UsageError, match=r"vLLM could not start: weights without a counterpart"
         ):

@@ -48,7 +48,7 @@ def test_every_import_resolves():
 
 
 def test_all_exercises_are_walked_through_in_order():
-    from core.workshop_facts import EXERCISES
+    from core.workshop.exercises import EXERCISES
 
     code = "".join(line for cell in CODE for line in cell["source"])
     places = [code.find(f"solutions.{exercise.name}(") for exercise in EXERCISES]

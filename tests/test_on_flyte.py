@@ -72,13 +72,19 @@ def test_a_sweep_is_the_cross_product_each_run_with_its_name(folder):
 
 
 def test_values_may_hold_commas_spaces_and_switches(folder):
-    sweep = ["env=reverse math_qa:level=1;gymnasium:id=CartPole-v1,repeat=3", "mask_truncated=true"]
+    sweep = [
+        "env=reverse math_qa:level=1;gymnasium:id=CartPole-v1,repeat=3",
+        "mask_truncated_completions=true",
+    ]
     configs = [on_flyte.parsed(run) for run in on_flyte.plan(sweep, [])[1]]
     assert [c.env for c in configs] == [
         ("reverse", "math_qa:level=1"), ("gymnasium:id=CartPole-v1,repeat=3",),
     ]  # fmt: skip
-    assert all(c.mask_truncated for c in configs)
-    assert on_flyte.plan(["mask_truncated=false"], [])[1][0][0] == "--no-mask_truncated"
+    assert all(c.mask_truncated_completions for c in configs)
+    assert (
+        on_flyte.plan(["mask_truncated_completions=false"], [])[1][0][0]
+        == "--no-mask_truncated_completions"
+    )
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_clip_in_each_case(case):
     assert (gradient == 0) == stopped  # not nearly
     high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
-    assert metrics["kl/old_policy"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+    assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
     assert of_value == metrics["value/loss"] == 0
 
 

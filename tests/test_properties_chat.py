@@ -18,9 +18,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from core.batched_env import BatchedEnv
-from core.chat import end_of_turn_id, following_ids, prompt_ids, without_thinking
+from core.chat_template import end_of_turn_id, following_ids, prompt_ids, without_thinking
 from core.model import load_policy
+from core.rollouts import BatchedEnv
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import UsageError
@@ -359,7 +359,7 @@ def test_a_message_too_long_for_the_context_ends_an_agents_part(small_policy):
         ann, bob = table.collect([Task("patient", 0, 0)], TorchSampler(small_policy), params)
     finally:
         del base._REGISTRY["patient"]
-    assert (len(ann.turns), len(bob.turns)) == (1, 3) and ann.truncated
+    assert (len(ann.turns), len(bob.turns)) == (1, 3) and ann.episode_truncated
 
 
 @settings(FEW, max_examples=15)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from algorithms import grpo
 from core import cli
-from core.settings import check, resolve
+from core.config import check, resolve
 from core.types import UsageError
 from train import ALGORITHMS, Config
 
@@ -118,8 +118,8 @@ def test_what_is_filled_in_once_stays(config):
     resolved = resolve(config)
     assert resolve(resolved) == resolved
     assert None not in (resolved.lr, resolved.max_tokens, resolved.sft_steps, resolved.credit)
-    named = grpo.with_variant(resolved.grpo)
-    assert grpo.with_variant(named) == named and None not in dataclasses.astuple(named)
+    named = grpo.with_loss_type(resolved.grpo)
+    assert grpo.with_loss_type(named) == named and None not in dataclasses.astuple(named)
     for field in dataclasses.fields(Config):  # and what was given is not touched
         given_ = getattr(config, field.name)
         if given_ is not None and field.name != "dtype":

@@ -9,7 +9,7 @@ import pytest
 from test_workshop import STUBS
 
 import train
-from core import cli, settings
+from core import cli, config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -26,8 +26,8 @@ def test_line_counts_are_those_of_the_files():
 def test_results_are_those_of_the_recorded_runs():
     rows = re.findall(r"^\| seed (\d), `(\w+)` \| (.+?) \| (.+?) \| (\d+) s \|$", README, re.M)
     assert len(rows) >= 3
-    from core.journal import read_records
     from core.metrics import before_after, describe
+    from core.run_log import read_records
 
     folder = ROOT / "runs/letter_counting_tiny"
     seconds = json.loads((folder / "seconds.json").read_text())
@@ -54,8 +54,8 @@ def test_every_command_is_valid(page, least):
     assert len(commands) >= least
     for flags in commands:
         if "<name>" not in flags:
-            cfg = settings.resolve(cli.parse(train.Config, flags.split()))
-            settings.check(cfg, train.ALGORITHMS)
+            cfg = config.resolve(cli.parse(train.Config, flags.split()))
+            config.check(cfg, train.ALGORITHMS)
 
 
 @pytest.mark.parametrize("page", ["README.md", "runs/README.md", "CONTRIBUTING.md"])

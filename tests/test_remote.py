@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from core.batched_env import BatchedEnv
+from core.rollouts import BatchedEnv
 from core.sampler import SamplingParams, TorchSampler
 from core.selection import without_failed
 from core.tasks import Task
 from core.types import UsageError
-from environments import remote
+from environments.adapters import remote
+from environments.adapters.remote import Remote, RemoteError
 from environments.base import make
-from environments.remote import Remote, RemoteError
 
 # answers the first request as letter_counting would, then does what its name says
 SERVER = """

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core import journal, report
-from core.folder import write_config
-from core.journal import Journal
-from core.report import compare, write_comparison, write_report
+from core import run_log
+from core.report import compare
+from core.report.compare import write_comparison, write_report
+from core.run_dir import write_config
+from core.run_log import Journal
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7}
@@ -25,18 +26,19 @@ def row(kind, update, seed, written, paid=0.0, asked=None, **changes):
     ]
     return {
         "update": update, "kind": kind, "env": "adding", "agent": "player", "seed": seed,
-        "group_id": seed, "return": paid, "rewards": [paid], "tokens": 3, "cut_off": False,
-        "truncated": False, "info": {"correct": paid == 1.0}, "messages": messages, **changes,
+        "group_id": seed, "return": paid, "rewards": [paid], "tokens": 3, "hit_token_limit": False,
+        "episode_truncated": False,
+        "info": {"correct": paid == 1.0}, "messages": messages, **changes,
     }  # fmt: skip
 
 
-def look(texts, sampler, trainer, after, advantage):
+def trace_tokens(texts, sampler, trainer, after, advantage):
     return {"text": texts, "sampler": sampler, "trainer": trainer, "after": after,
             "advantage": advantage}  # fmt: skip
 
 
-def long_look(tokens):
-    return look(["word"] * tokens, *[[-0.1234] * tokens] * 4)
+def long_trace_tokens(tokens):
+    return trace_tokens(["word"] * tokens, *[[-0.1234] * tokens] * 4)
 
 
 def evaluated(update, accuracy):
@@ -93,7 +95,7 @@ def test_text_cannot_end_the_script_and_arrives_as_it_was(shown, tmp_path):
 
 
 def test_the_page_fetches_nothing_and_never_makes_markup_of_text():
-    page = report.TEMPLATE.read_text(encoding="utf-8")
+    page = compare.TEMPLATE.read_text(encoding="utf-8")
     assert page.count("$data") == 1 and "default-src 'none'" in page
     assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}  # a name
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|src=", page)
@@ -107,7 +109,7 @@ def test_the_page_is_installed_with_the_package():
 
 def test_a_group_is_a_task_of_an_agent_and_asks_once(shown):
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
-    rows += [row("train", 1, 1, "y", 1.0, agent="white", cut_off=True)]
+    rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
     late = row("train", 1, 2, "z", None, agent="black", asked="another opening")
     (segment,) = shown(trained(1), [*rows, late])["segments"]
     assert [(g["s"], g["a"], len(g["r"])) for g in segment["g"]] == [
@@ -136,10 +138,12 @@ def test_what_the_policy_wrote_is_one_message_a_turn(shown):
 
 
 def test_looks_are_packed_without_loss(shown):
-    seen = look(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
-    other = look(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
-    uneven = look(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
-    rows = [row("train", 1, i, "x", looks=[x]) for i, x in enumerate((seen, other, uneven, {}))]
+    seen = trace_tokens(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
+    other = trace_tokens(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
+    uneven = trace_tokens(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
+    rows = [
+        row("train", 1, i, "x", token_traces=[x]) for i, x in enumerate((seen, other, uneven, {}))
+    ]
     first, second, third, fourth = (g["r"][0] for g in shown(trained(1), rows)["segments"][0]["g"])
     assert first["l"] == [[["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000]]
     assert second["l"] == [[["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]]]
@@ -170,11 +174,13 @@ def test_a_large_run_stays_below_10_mb_and_says_what_it_left_out(shown):
 
 
 def test_tokens_of_the_middle_go_first_then_updates_of_the_middle(shown, monkeypatch):
-    rows = [row("train", u, 1, "x" * 2000, looks=[long_look(400)]) for u in range(1, 10)]
-    template = report.TEMPLATE.stat().st_size
+    rows = [
+        row("train", u, 1, "x" * 2000, token_traces=[long_trace_tokens(400)]) for u in range(1, 10)
+    ]
+    template = compare.TEMPLATE.stat().st_size
     kept = {}
     for room in (100_000, 60_000, 30_000):
-        monkeypatch.setattr(report, "PAGE_BYTES", template + room)
+        monkeypatch.setattr(compare, "PAGE_BYTES", template + room)
         data = shown(trained(*range(1, 10)), rows)
         looked = [s["u"] for s in data["segments"] if "l" in s["g"][0]["r"][0]]
         kept[room] = (updates_of(data), looked, data["left"])
@@ -190,9 +196,13 @@ def test_tokens_of_the_middle_go_first_then_updates_of_the_middle(shown, monkeyp
 
 @pytest.mark.parametrize("room", [40_000, 9_000, 4_800])
 def test_the_ends_shrink_before_they_go_and_the_limit_holds(shown, monkeypatch, tmp_path, room):
-    rows = [row("train", u, s, "x" * 9000, looks=[long_look(2000)]) for u in (1, 2) for s in (1, 2)]
-    limit = report.TEMPLATE.stat().st_size + room
-    monkeypatch.setattr(report, "PAGE_BYTES", limit)
+    rows = [
+        row("train", u, s, "x" * 9000, token_traces=[long_trace_tokens(2000)])
+        for u in (1, 2)
+        for s in (1, 2)
+    ]
+    limit = compare.TEMPLATE.stat().st_size + room
+    monkeypatch.setattr(compare, "PAGE_BYTES", limit)
     data = shown(trained(1, 2), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
     assert updates_of(data) == ([1, 2] if room > 6000 else [])
@@ -233,13 +243,13 @@ def test_the_journal_writes_looks_of_rollouts_that_have_them(tmp_path):
     write_config(tmp_path, CONFIG)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
     turn = Turn([1], [5], [-0.5], "stop", 1.0)
-    looked = look(["a"], [-0.5], [-0.5], [-0.25], [1.0])
+    looked = trace_tokens(["a"], [-0.5], [-0.5], [-0.25], [1.0])
     with Journal(tmp_path, CONFIG) as log:
         plain = Rollout("adding", "player", 1, 0, messages, [turn])
         log.log_rollouts("train", 1, [plain])
-        log.log_rollouts("train", 2, [Rollout(**{**vars(plain), "looks": [looked]})])
-    first, second = journal.read_records(tmp_path / "rollouts.jsonl")
-    assert "looks" not in first and second["looks"] == [looked]
+        log.log_rollouts("train", 2, [Rollout(**{**vars(plain), "token_traces": [looked]})])
+    first, second = run_log.read_records(tmp_path / "rollouts.jsonl")
+    assert "token_traces" not in first and second["token_traces"] == [looked]
     (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
     assert data["segments"][1]["g"][0]["r"][0]["l"] == [[["a"], [-5000], [0], [2500], 10000]]
 
@@ -249,7 +259,7 @@ def two(tmp_path):
     """Two runs: one that reached 0.9 at its second update, one that was never evaluated."""
     good = [evaluated(0, 0.2), trained(1)[0] | {"time/train_s": 90.0}]
     good += [trained(2)[0] | evaluated(2, 0.95)]
-    rows = [row("train", u, 1, f"by a at {u}", looks=[long_look(9)]) for u in (1, 2)]
+    rows = [row("train", u, 1, f"by a at {u}", token_traces=[long_trace_tokens(9)]) for u in (1, 2)]
     return [
         write_run(tmp_path / "a", good, rows),
         write_run(tmp_path / "b", trained(1), [row("train", 1, 1, "by b")], CONFIG | {"seed": 8}),
@@ -264,8 +274,8 @@ def test_a_comparison_has_all_runs_in_one_page(two, tmp_path):
 
 
 def test_runs_share_the_room_of_a_page(two, tmp_path, monkeypatch):
-    limit = report.TEMPLATE.stat().st_size + 13_000
-    monkeypatch.setattr(report, "PAGE_BYTES", limit)
+    limit = compare.TEMPLATE.stat().st_size + 13_000
+    monkeypatch.setattr(compare, "PAGE_BYTES", limit)
     write_run(two[0], trained(1), [row("train", 1, s, "x" * 8000) for s in range(9)])
     path = write_comparison(two, tmp_path / "compare.html")
     assert path.stat().st_size <= limit
@@ -282,7 +292,7 @@ def test_compare_tells_each_run_and_environment(two):
 
 def test_the_command_prints_a_table_and_writes_the_page(two, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
-    assert journal.main([str(run) for run in two]) == 0
+    assert run_log.main([str(run) for run in two]) == 0
     out = capsys.readouterr().out
     assert "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]" in out and "not evaluated" in out
     assert out.splitlines()[-1] == f"side by side: {tmp_path / 'compare.html'}"
@@ -305,7 +315,7 @@ def test_what_is_not_a_run_is_one_line_and_code_2(two, tmp_path, capsys):
         ([], "which runs?"),
         (["--help"], "which runs?"),
     ):
-        assert journal.main(args) == 2
+        assert run_log.main(args) == 2
         out, err = capsys.readouterr()
         assert out == "" and told in err and err.count("\n") == 1
     assert not (tmp_path / "compare.html").exists()

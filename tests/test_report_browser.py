@@ -13,7 +13,7 @@ from collections import defaultdict
 import pytest
 from test_report import CONFIG, data_of, evaluated, look, row, write_run
 
-from core.report import write_comparison, write_report
+from core.report.compare import write_comparison, write_report
 
 pytestmark = pytest.mark.browser
 
@@ -61,8 +61,8 @@ def rollout(rng, update, group, attempt, paid):
     after = [round(x + rng.gauss(0, 0.2), 4) for x in trainer]
     tried = row("train", update, group, f"try {attempt} at {update}.{group}", paid)
     seen = look(texts, sampler, trainer, after, [round(paid - 0.4, 4)] * TOKENS)
-    cut_off = rng.random() < 0.1
-    return tried | {"looks": [seen], "tokens": TOKENS, "cut_off": cut_off}
+    hit_token_limit = rng.random() < 0.1
+    return tried | {"token_traces": [seen], "tokens": TOKENS, "hit_token_limit": hit_token_limit}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def run(tmp_path_factory):
             r["messages"][0] = {"role": EVIL, "content": EVIL}
             r["messages"][1]["content"] = EVIL
             r["agent"], r["error"], r["info"] = EVIL, EVIL, {EVIL: EVIL}
-            r["looks"][0]["text"][0] = EVIL
+            r["token_traces"][0]["text"][0] = EVIL
     return write_report(write_run(folder, metrics, rows, config), config), rows
 
 
@@ -174,7 +174,7 @@ def test_groups_are_sorted_by_return(run, visit, by, worth):
         ("", lambda r: True),
         ("right", lambda r: r["info"]["correct"]),
         ("wrong", lambda r: not r["info"]["correct"]),
-        ("cut off", lambda r: r["cut_off"]),
+        ("cut off", lambda r: r["hit_token_limit"]),
         ("with spread", lambda r: r["group_id"] != 3),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_token_shows_its_own_numbers(run, visit):
     article = page.locator("#groups article").nth(place)
     assert "task 2" in article.inner_text()
     article.get_by_role("button", name=f"rollout {attempt + 1}:").click()
-    seen = group[attempt]["looks"][0]
+    seen = group[attempt]["token_traces"][0]
     article.get_by_role("option").nth(at).click()
     lens = article.locator(".lens")
     facts = dict(
@@ -249,7 +249,7 @@ def test_tokens_differ_in_more_than_colour(run, visit):
     choose_update(page, 62)
     article = page.locator("#groups article").nth(2)
     article.get_by_role("button", name="rollout 6:").click()
-    seen = of_update(rows, 62)[2][5]["looks"][0]
+    seen = of_update(rows, 62)[2][5]["token_traces"][0]
     looks = article.get_by_role("option").evaluate_all(
         """all => all.map(token => getComputedStyle(token)).map(style => [
             style.borderBottomStyle, style.backgroundImage !== "none",
@@ -355,7 +355,7 @@ def tricky_page(folder, texts):
         shared = {"asked": text, "info": {"correct": i > 3, text: text}, "env": text, "agent": text}
         rows = [
             row("eval", 0, 1, text, **shared),
-            row("train", 1, 1, text, error=text, looks=[seen], **shared),
+            row("train", 1, 1, text, error=text, token_traces=[seen], **shared),
             row("eval", 1, 1, text, 1.0, **shared),
         ]
         metrics = [

@@ -8,8 +8,8 @@ import torch
 
 from algorithms.common import token_logprobs
 from core import sampler as sampler_module
-from core.batching import micro_batches, put, to_update
-from core.contexts import make_context
+from core.batching import micro_batches, put, to_rollout_batch
+from core.kv_cache import make_context
 from core.model import load_policy
 from core.nanollm import make_sampler
 from core.sampler import SamplingParams, TorchSampler, draw, uniforms
@@ -24,7 +24,7 @@ def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
         Rollout("e", "p", 0, 0, turns=[Turn(p, c.token_ids, c.logprobs, c.finish_reason)])
         for p, c in zip(prompts, completions, strict=True)
     ]
-    update = to_update(rollouts)
+    update = to_rollout_batch(rollouts)
     found = torch.zeros_like(update.rewards)
     with torch.no_grad():
         for batch in micro_batches(update.sequences, 64):
@@ -202,7 +202,7 @@ def test_a_length_limit_below_the_models_own_holds(qwen3_folder):
 
 def test_prompts_are_kept_once_and_dropped_with_their_last_row(small_folder):
     policy = load_policy(str(small_folder), device="cpu")
-    if not policy.takes_trees:
+    if not policy.packs_groups:
         return
     with torch.no_grad():
         context = make_context(policy, [[65, 66, 67], [70], [65, 66, 67], [65, 66, 67]], room=4)

@@ -22,8 +22,8 @@ from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkp
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import UsageError
+from environments.adapters.remote import RemoteError
 from environments.base import make
-from environments.remote import RemoteError
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,7 +122,7 @@ def test_a_type_that_transformers_knows_is_made_by_its_code(own_code, marker):
     own = load_policy(folder, device="cpu", trust_remote_code=True)
     assert type(own.model).__name__ == "OwnModel"
     # what its attention does with a tree isn't known
-    assert policy.takes_trees and not own.takes_trees
+    assert policy.packs_groups and not own.packs_groups
 
 
 def test_attention_from_elsewhere_is_not_fetched(own_code):

@@ -7,7 +7,7 @@ import torch
 from conftest import save_small
 from torch import nn
 
-from core import sharing
+from core import weight_sharing
 from core.checkpoint import export_model, load_checkpoint, save_checkpoint
 from core.model import load_policy
 from core.optimizer import make_optimizer
@@ -31,12 +31,12 @@ def family_policy(request, small_folder):
 
 def test_the_model_computes_the_same_from_shared_weights(family_policy):
     before = hidden(family_policy)
-    sharing.share_weights(family_policy.causal_lm)
+    weight_sharing.share_weights(family_policy.causal_lm)
     assert torch.equal(hidden(family_policy), before)
 
 
 def test_every_weight_lies_in_a_shared_tensor_and_nothing_else_does(family_policy):
-    shared = sharing.share_weights(family_policy.causal_lm)
+    shared = weight_sharing.share_weights(family_policy.causal_lm)
     base = {n: p for n, p in family_policy.causal_lm.named_parameters() if "lora_" not in n}
     assert {storage(p) for p in base.values()} == {storage(t) for t in shared.values()}
     assert sum(p.numel() for p in base.values()) == sum(t.numel() for t in shared.values())
@@ -46,7 +46,7 @@ def test_parts_are_rows_of_the_fused_tensor_in_vllms_order(policy):
     weights = dict(policy.causal_lm.named_parameters())
     names = ["q_proj", "k_proj", "v_proj"]
     before = [weights[f"model.layers.1.self_attn.{n}.weight"].clone() for n in names]
-    shared = sharing.share_weights(policy.causal_lm)
+    shared = weight_sharing.share_weights(policy.causal_lm)
     assert torch.equal(shared["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(before))
     assert {n for n in shared if ".mlp." in n and ".0." in n} == {
         "model.layers.0.mlp.gate_up_proj.weight",
@@ -55,7 +55,7 @@ def test_parts_are_rows_of_the_fused_tensor_in_vllms_order(policy):
 
 
 def test_an_optimiser_step_is_seen_in_the_fused_tensor(policy):
-    shared = sharing.share_weights(policy.causal_lm)
+    shared = weight_sharing.share_weights(policy.causal_lm)
     optimizer = make_optimizer(policy, lr=0.1)
     fused = shared["model.layers.0.mlp.gate_up_proj.weight"]
     before = fused.clone()
@@ -68,7 +68,7 @@ def test_an_optimiser_step_is_seen_in_the_fused_tensor(policy):
 
 def test_a_vocabulary_is_padded_with_zeros_to_the_step(tmp_path):
     policy = load_policy(str(save_small("llama", tmp_path, vocab_size=390)), device="cpu")
-    shared = sharing.share_weights(policy.causal_lm)
+    shared = weight_sharing.share_weights(policy.causal_lm)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert shared[name].shape[0] == 448
         assert not shared[name][390:].any()
@@ -78,7 +78,7 @@ def test_a_vocabulary_is_padded_with_zeros_to_the_step(tmp_path):
 
 def test_shared_weights_are_saved_loaded_and_exported_as_any_others(tmp_path, small_folder):
     policy = load_policy(str(small_folder), device="cpu")
-    sharing.share_weights(policy.causal_lm)
+    weight_sharing.share_weights(policy.causal_lm)
     optimizer = make_optimizer(policy, lr=0.1)
     progress = {"update": 0, "sft_step": 0, "skipped_in_a_row": 0}
     before, places = hidden(policy), [storage(p) for p in policy.model.parameters()]
@@ -109,18 +109,18 @@ class Engine(nn.Module):
 def test_bind_makes_the_parameters_the_tensors_themselves():
     engine = Engine()
     shared = engine.tensors()
-    sharing.bind(engine, shared)
+    weight_sharing.bind(engine, shared)
     assert all(p.data_ptr() == shared[n].data_ptr() for n, p in engine.named_parameters())
-    sharing.check_bound(engine, shared)
+    weight_sharing.check_bound(engine, shared)
 
 
 def test_a_copy_is_found_out():
     engine = Engine()
     shared = engine.tensors()
-    sharing.bind(engine, shared)
+    weight_sharing.bind(engine, shared)
     engine.norm.weight.data = engine.norm.weight.data.clone()
     with pytest.raises(RuntimeError, match=r"a copy of norm\.weight"):
-        sharing.check_bound(engine, shared)
+        weight_sharing.check_bound(engine, shared)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_what_does_not_match_is_refused_and_nothing_bound(change, message):
     shared = engine.tensors()
     change(shared)
     with pytest.raises(RuntimeError, match=message):
-        sharing.bind(engine, shared)
+        weight_sharing.bind(engine, shared)
     assert torch.equal(engine.norm.weight, before.norm.weight)
 
 
 def test_adapters_are_copied_with_their_scaling_and_padding_stays_zero():
     A, B = torch.randn(3, 5), torch.randn(7, 3)
     a, b = torch.zeros(8, 5), torch.zeros(7, 8)
-    sharing.copy_adapters([sharing.Slot(A, B, a[:3], b[:, :3], scaling=2.0)])
+    weight_sharing.copy_adapters([weight_sharing.Slot(A, B, a[:3], b[:, :3], scaling=2.0)])
     assert torch.equal(a[:3], A)
     assert torch.equal(b[:, :3], 2 * B)
     assert not a[3:].any()

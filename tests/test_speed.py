@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.chat import prompt_ids
+from core.chat_template import prompt_ids
 from core.model import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import save_tiny
@@ -164,7 +164,7 @@ def test_vs_trl_both_sides_sample_as_many_tokens(folder):
 def test_memory_both_passes_compute_the_same_loss(folder):
     policy = load_policy(folder)
     group = memory.rollouts(group_size=3, prompt_tokens=7, completion_tokens=5, vocab=384)
-    policy.tokens_at_once = 17  # two passes of ours
+    policy.micro_batch_tokens = 17  # two passes of ours
     gradients = []
     for run in (memory.ours, memory.plain):
         policy.model.zero_grad()

@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import train
-from core import checkpoint, settings
+from core import checkpoint, config
 from core.interrupt import Interrupt
 from core.types import UsageError
 from environments import base
@@ -79,7 +79,7 @@ def test_config_yaml_runs_the_same_again(command):
     assert metrics_of(Path("runs/a")) == metrics_of(Path("runs/b"))
 
 
-VARIANTS = {
+LOSS_TYPES = {
     "grpo": ["--algo", "grpo"],
     "ppo": ["--algo", "ppo", "--num-epochs", "2"],
     "lora": ["--algo", "reinforce", "--lora-rank", "2"],
@@ -89,10 +89,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LOSS_TYPES)
 @pytest.mark.parametrize("stop_at", ["sft_step 3", "sft_step 6", "update 1", "update 3"])
 def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, variant, stop_at):
-    flags = [*VARIANTS[variant], *SMALL]
+    flags = [*LOSS_TYPES[variant], *SMALL]
     assert command("--run-name", "whole", *flags)[0] == 0
     key, value = stop_at.split()
 
@@ -238,7 +238,7 @@ def test_groups_without_spread_are_replaced_up_to_the_budget(command, poisoned):
     assert command("--run-name", "a", *flags, "--filter-groups", "5")[0] == 0
     for record in metrics_of(Path("runs/a"))[1:]:
         assert record["tokens/trained"] < record["tokens/sampled"]
-        assert 0 < record["groups/with_spread"] < 1  # of all that were played
+        assert 0 < record["groups/zero_std_fraction"] < 1  # of all that were played
     rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
     first = [r for r in rollouts if r["kind"] == "train" and r["update"] == 1]
     groups = {}
@@ -318,10 +318,10 @@ BAD_INPUT = [
     ("--base-url http://127.0.0.1", "--base-url has no effect without --sampler openai"),
     ("--overlong-buffer 65", "--overlong-buffer is at most --max-tokens, 64"),
     ("--algo ppo --credit episode", "PPO credits each token by its values"),
-    ("--algo ppo --ppo.lam 1.5", "--ppo.lam is a share from 0 to 1"),
+    ("--algo ppo --ppo.gae-lambda 1.5", "--ppo.gae-lambda is a share from 0 to 1"),
     ("--algo ppo --ppo.clip -1", "--ppo.clip must be 0 or more, not -1"),
     ("--grpo.dual-clip 0.5", "--grpo.dual-clip is above 1, or 0 for none"),
-    ("--grpo.variant cispo --grpo.dual-clip 3", "no effect with the surrogate cispo"),
+    ("--grpo.loss-type cispo --grpo.dual-clip 3", "no effect with the surrogate cispo"),
     ("--grpo.clip-low nan", "--grpo.clip-low must be 0 or more"),
 ]
 
@@ -330,7 +330,7 @@ BAD_INPUT = [
 def test_bad_input_is_one_line_and_code_2(command, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     if "--track" in flags:
-        monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     Path("runs/there").mkdir(parents=True)
     before = sorted(Path().rglob("*"))
     code, out, err = command(*flags.split())

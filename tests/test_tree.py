@@ -6,8 +6,8 @@ import torch
 import train
 from algorithms import sft
 from core import batching
-from core.attention import plant
 from core.model import load_policy
+from core.prefix_sharing import pack_groups
 from core.types import Rollout, Turn
 
 EVERYTHING = 10**9
@@ -55,11 +55,11 @@ def test_packed_and_unpacked_gradients_are_equal(small_folder, lora_rank, max_to
         for name, weight in policy.trainable().items():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(1))
-    update = batching.to_update(grouped(later_turns=later_turns))
+    update = batching.to_rollout_batch(grouped(later_turns=later_turns))
     plain, expected, _ = gradients_of(policy, update, EVERYTHING, trees=False)
-    packed, found, batches = gradients_of(policy, update, max_tokens, policy.takes_trees)
+    packed, found, batches = gradients_of(policy, update, max_tokens, policy.packs_groups)
     if policy.causal_lm.config.model_type == "gemma3_text":  # some of its layers see a window only
-        assert not policy.takes_trees and all(batch.tree is None for batch in batches)
+        assert not policy.packs_groups and all(batch.tree is None for batch in batches)
     else:
         assert all(batch.tree is not None for batch in batches)
     assert (packed - plain).abs().max() < 1e-5
@@ -71,12 +71,14 @@ def test_packed_and_unpacked_gradients_are_equal(small_folder, lora_rank, max_to
 def test_the_gradient_of_a_sum_over_a_group_is_the_sum_over_its_completions(small_folder):
     policy = load_policy(str(small_folder), device="cpu", seed=1)
     rollouts = grouped(num_groups=1, size=5, prompt=300)
-    together = gradients_of(policy, batching.to_update(rollouts), EVERYTHING, policy.takes_trees)
+    together = gradients_of(
+        policy, batching.to_rollout_batch(rollouts), EVERYTHING, policy.packs_groups
+    )
     alone = torch.zeros(5, together[0].shape[1])
     added = [torch.zeros_like(gradient) for gradient in together[1]]
-    total = batching.to_update(rollouts).num_tokens
+    total = batching.to_rollout_batch(rollouts).num_tokens
     for row, rollout in enumerate(rollouts):
-        update = batching.to_update([rollout])
+        update = batching.to_rollout_batch([rollout])
         logprobs, gradients, _ = gradients_of(policy, update, EVERYTHING, trees=False)
         alone[row, : logprobs.shape[1]] = logprobs[0]
         for sum_, gradient in zip(added, gradients, strict=True):
@@ -88,7 +90,7 @@ def test_the_gradient_of_a_sum_over_a_group_is_the_sum_over_its_completions(smal
 
 
 def test_a_prompt_is_computed_once_and_every_token_finds_its_place():
-    update = batching.to_update(grouped(num_groups=2, size=3, prompt=40))
+    update = batching.to_rollout_batch(grouped(num_groups=2, size=3, prompt=40))
     (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
     found = batch.tree.input_ids[0, batch.tree.places]
     real = torch.zeros_like(batch.input_ids, dtype=torch.bool)
@@ -104,7 +106,7 @@ def test_a_prompt_is_computed_once_and_every_token_finds_its_place():
 
 
 def test_a_branch_sees_its_prompt_and_itself_and_nothing_else():
-    tree = plant([[7, 7, 7], [8]], [(0, [1, 2]), (1, [3]), (-1, [4, 5])])
+    tree = pack_groups([[7, 7, 7], [8]], [(0, [1, 2]), (1, [3]), (-1, [4, 5])])
     assert tree.input_ids.tolist() == [[7, 7, 7, 8, 1, 2, 3, 4, 5]]
     assert tree.position_ids.tolist() == [[0, 1, 2, 0, 3, 4, 1, 0, 1]]
     assert tree.mask[:, 0].int().tolist() == [
@@ -116,7 +118,7 @@ def test_a_branch_sees_its_prompt_and_itself_and_nothing_else():
 
 
 def test_sequences_that_share_nothing_are_branches_of_nothing():
-    update = batching.to_update(grouped(num_groups=5, size=1))
+    update = batching.to_rollout_batch(grouped(num_groups=5, size=1))
     (batch,) = batching.micro_batches(update.sequences, EVERYTHING, trees=True)
     assert batch.tree.num_prompts == 0
     assert batch.tree.input_ids.numel() == sum(len(s.token_ids) for s in update.sequences)
@@ -124,7 +126,7 @@ def test_sequences_that_share_nothing_are_branches_of_nothing():
 
 @pytest.mark.parametrize("budget", [1, 70, 200, 1000, EVERYTHING])
 def test_the_budget_counts_tokens_once_and_nothing_is_lost(budget):
-    update = batching.to_update(grouped(num_groups=6, size=8, prompt=40, later_turns=1))
+    update = batching.to_rollout_batch(grouped(num_groups=6, size=8, prompt=40, later_turns=1))
     batches = list(batching.micro_batches(update.sequences, budget, trees=True))
     sizes = [batch.tree.input_ids.numel() for batch in batches]
     assert all(n <= budget or len(b.input_ids) == 1 for n, b in zip(sizes, batches, strict=True))
@@ -143,5 +145,5 @@ def test_families_that_see_a_window_only_are_not_trained_on_trees(tmp_path):
     layers = ["full_attention", "sliding_attention"]
     changes = {"sliding_window": 8, "use_sliding_window": True, "layer_types": layers}
     folder = save_small("qwen2", tmp_path / "window", **changes)
-    assert not load_policy(str(folder), device="cpu").takes_trees
-    assert load_policy(str(save_small("qwen2", tmp_path / "full")), device="cpu").takes_trees
+    assert not load_policy(str(folder), device="cpu").packs_groups
+    assert load_policy(str(save_small("qwen2", tmp_path / "full")), device="cpu").packs_groups

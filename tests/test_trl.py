@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import train
 from algorithms import common, grpo, reinforce
-from core import batching, settings
+from core import batching, config
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
@@ -193,15 +193,15 @@ def their_steps(folder, weights, rollouts, **changes):
 
 def our_config(**changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
-    cfg = settings.resolve(train.Config(**{**fixed, **changes}))
-    settings.check(cfg, train.ALGORITHMS)
-    return replace(cfg, grpo=grpo.with_variant(cfg.grpo)) if cfg.algo == "grpo" else cfg
+    cfg = config.resolve(train.Config(**{**fixed, **changes}))
+    config.check(cfg, train.ALGORITHMS)
+    return replace(cfg, grpo=grpo.with_loss_type(cfg.grpo)) if cfg.algo == "grpo" else cfg
 
 
 def our_run(cfg, folder, weights):
     """As much of a run as learning needs, and where its optimiser notes the gradients."""
     policy, gradients = load_policy(str(folder), device="cpu"), []
-    policy.tokens_at_once = 100
+    policy.micro_batch_tokens = 100
     optimizer = make_optimizer(policy, 1e-3)
 
     def step():
@@ -229,7 +229,7 @@ def assert_close(ours, theirs):
     assert (ours - theirs).norm() < RELATIVE * theirs.norm()
 
 
-VARIANTS = {
+LOSS_TYPES = {
     "grpo": {"loss_type": "grpo"},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none"},
     "dapo": {"loss_type": "dapo", "epsilon_high": 0.28},
@@ -248,11 +248,11 @@ def assert_same_steps(ours, theirs):
 
 
 @pytest.mark.parametrize("beta", [0.0, BETA])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LOSS_TYPES)
 def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
     rollouts, kl = draw(), K3 if beta else {}
     ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), **kl)
-    theirs = their_steps(folder, weights, rollouts, beta=beta, **PLAIN_K3, **VARIANTS[variant])
+    theirs = their_steps(folder, weights, rollouts, beta=beta, **PLAIN_K3, **LOSS_TYPES[variant])
     assert_same_steps(ours, theirs)
     metrics, log = ours[1], theirs[1]
     high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
@@ -276,8 +276,9 @@ OPTIONS = {
     "batch": ("grpo", {"scale_rewards": "batch"}, {}, {"scale_rewards": "batch"}),
     "dual clip": ("dapo", {"dual_clip": 1.5}, {}, {"delta": 1.5}),
     "entropy": ("dapo", {}, {"entropy_coef": 0.1}, {"entropy_coef": 0.1}),
-    "truncated": ("grpo", {}, {"mask_truncated": True}, {"mask_truncated_completions": True}),
-    "truncated, by token": ("dapo", {}, {"mask_truncated": True},
+    "truncated": ("grpo", {}, {"mask_truncated_completions": True},
+                  {"mask_truncated_completions": True}),
+    "truncated, by token": ("dapo", {}, {"mask_truncated_completions": True},
                             {"mask_truncated_completions": True}),
     "weights": ("grpo", {}, {"tis_cap": 2.0}, {"mode": "token_truncate", "clip_max": 2.0}),
     "weights, masked": ("dapo", {}, {"tis_cap": 2.0, "tis_mode": "mask"},
@@ -292,18 +293,20 @@ def test_options_do_what_trl_s_do(folder, weights, draw, name):
     rollouts = draw(turns=1 if "truncated" in name else 2)
     trl_s = {"vllm": trl_s} if "weights" in name else trl_s
     ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant, **options), **changes)
-    assert_same_steps(ours, their_steps(folder, weights, rollouts, **VARIANTS[variant], **trl_s))
+    assert_same_steps(ours, their_steps(folder, weights, rollouts, **LOSS_TYPES[variant], **trl_s))
     _, without = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
     assert without["loss"] != pytest.approx(ours[1]["loss"], rel=1e-3)  # and they do it
     assert (0 < ours[1]["weights/capped"] < 1) == ("weights" in name)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", LOSS_TYPES)
 def test_trl_s_gradient_accumulation_changes_nothing(folder, weights, draw, variant):
     rollouts = draw()
     ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
     batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-    assert_same_steps(ours, their_steps(folder, weights, rollouts, **VARIANTS[variant], **batches))
+    assert_same_steps(
+        ours, their_steps(folder, weights, rollouts, **LOSS_TYPES[variant], **batches)
+    )
 
 
 @pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo"])
@@ -314,7 +317,7 @@ def test_our_k2_has_the_gradient_of_trl_s_k3_times_the_ratio(folder, weights, dr
     # multiplies each token's k3 by
     rollouts = draw()
     ours, _ = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), kl_coef=BETA)
-    theirs, _ = their_steps(folder, weights, rollouts, beta=BETA, **VARIANTS[variant])
+    theirs, _ = their_steps(folder, weights, rollouts, beta=BETA, **LOSS_TYPES[variant])
     assert_close(ours[0], theirs[0])
 
 
@@ -324,7 +327,7 @@ def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, wei
     vllm = {"mode": "sequence_mask", "clip_max": None}
     theirs = scored(make_trainer(folder, weights, rollouts, vllm=vllm))
     cfg = our_config(tis_cap=2.0, tis_level="sequence", num_minibatches=2)
-    update = batching.to_update(rollouts)
+    update = batching.to_rollout_batch(rollouts)
     old = train.score(cfg, our_run(cfg, folder, weights)[0], update)["old_logprobs"]
     ours = common.sampler_ratio(old, update.sampler_logprobs, update.mask, "sequence")[:, :1]
     product = update.mask.sum(1, keepdim=True) * ours.log()
@@ -335,7 +338,7 @@ def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, wei
 
 
 def our_advantages(folder, weights, rollouts, **changes):
-    cfg, update = our_config(**changes), batching.to_update(rollouts)
+    cfg, update = our_config(**changes), batching.to_rollout_batch(rollouts)
     known = train.score(cfg, our_run(cfg, folder, weights)[0], update)
     train.assign_credit(cfg, update, known)
     return known["advantages"][:, 0]

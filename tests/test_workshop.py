@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from algorithms import common, grpo, ppo, reinforce
-from core import workshop
-from core import workshop_solutions as solutions
 from core.sampler import SamplingParams, draw
-from core.workshop import check_all, load, run_command
-from core.workshop_facts import EXERCISES
-from core.workshop_mistakes import MISTAKES, UNTOUCHED
+from core.workshop import solutions as solutions
+from core.workshop.checker import check_all, checker, load, run_command
+from core.workshop.exercises import EXERCISES
+from core.workshop.mistakes import MISTAKES, UNTOUCHED
 
 STUBS = Path(__file__).parent.parent / "scratch.py"
 CASES = [
@@ -94,7 +93,7 @@ def test_the_solutions_are_what_the_project_itself_computes():
 
     old = logprobs.detach() + 0.5 * torch.randn(3, 6)
     advantages, scale = torch.randn(3, 6), common.token_scale(mask, "token", 8)
-    options = grpo.with_variant(grpo.Options("grpo"))
+    options = grpo.with_loss_type(grpo.Options("grpo"))
     loss, _ = grpo.compute_loss(logprobs, old, advantages, mask, mask * 1.0, scale, options)
     assert torch.allclose(solutions.clipped_loss(logprobs, old, advantages, mask), loss)
     loss, _ = reinforce.compute_loss(
@@ -141,7 +140,7 @@ def test_what_somebodys_code_raises_costs_its_own_exercise_and_names_the_line(tm
 
 
 def test_an_answer_that_never_comes_is_told_and_the_others_go_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(workshop, "PATIENCE", 3.0)  # the others share the core with it
+    monkeypatch.setattr(checker, "PATIENCE", 3.0)  # the others share the core with it
     endless = (
         "def gae(rewards, values, gamma=1.0, lam=0.95):\n"
         "    import time\n    end = time.time() + 8\n"

@@ -18,7 +18,7 @@ from conftest import save_small
 from safetensors.torch import load_file, save_file
 
 import train
-from core import journal
+from core import run_log
 
 ROOT = Path(train.__file__).parent
 LONG = "x" * 300
@@ -79,7 +79,10 @@ COMMANDS = [
     ("--dtype bf16", "perhaps you meant bfloat16"),
     ("--kl-in both", "--kl-in is loss or reward, not 'both'"),
     ("--track mlflow", "--track is none, wandb, tensorboard or trackio"),
-    ("--grpo.ratio episode", "--grpo.ratio is token or sequence, not 'episode'"),
+    (
+        "--grpo.ratio_level-level episode",
+        "--grpo.ratio_level-level is token or sequence, not 'episode'",
+    ),
     # numbers out of range
     ("--num-prompts 0", "--num-prompts must be more than 0, not 0"),
     ("--num-updates -5", "--num-updates must be 0 or more, not -5"),
@@ -93,7 +96,7 @@ COMMANDS = [
     ("--gamma 99", "--gamma is a share from 0 to 1"),
     ("--top-p 90", "--top-p is a share from 0 to 1, not 90"),
     ("--curriculum -0.5", "--curriculum is a share from 0 to 1"),
-    ("--algo ppo --ppo.lam 95", "--ppo.lam is a share from 0 to 1"),
+    ("--algo ppo --ppo.gae-lambda 95", "--ppo.gae-lambda is a share from 0 to 1"),
     ("--grpo.clip-high inf", "--grpo.clip-high must be 0 or more, not inf"),
     ("--seed -1", "--seed must be 0 or more"),
     ("--seed 99999999999999999999", "--seed is at most 4294967295"),
@@ -387,7 +390,7 @@ def test_a_wrong_environment_to_play_is_one_line(monkeypatch, capsys, args, mess
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "which runs? python -m core.journal runs/a runs/b"),
+        ([], "which runs? python -m core.run_log runs/a runs/b"),
         (["--help"], "which runs?"),
         (["runs/none"], "runs/none: not a run folder"),
         (["runs"], "runs: not a run folder"),
@@ -401,7 +404,7 @@ def test_wrong_runs_to_compare_are_one_line(monkeypatch, capsys, place, args, me
     Path("runs/bad/config.yaml").write_text("- algo")
     Path("runs/bad/metrics.jsonl").write_text("{}\n")
     before = contents(place)
-    assert journal.main(args) == 2
+    assert run_log.main(args) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
     assert contents(place) == before

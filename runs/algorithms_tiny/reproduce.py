@@ -17,8 +17,8 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 import matplotlib.pyplot as plt  # noqa: E402
 from record import machine, record, warm_policy, write_table  # noqa: E402
 
-from core.curves import BLUE, GRID, INK, STYLE  # noqa: E402
-from core.journal import read_records  # noqa: E402
+from core.report.curves import BLUE, GRID, INK, STYLE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 SEEDS = (0, 1, 2)
 BUDGET = 60_000  # sampled tokens
@@ -27,11 +27,11 @@ ONE_STEP = {
     "reinforce": "--algo reinforce",
     "reinforce, leave one out (RLOO)": "--algo reinforce --reinforce.baseline leave_one_out",
     "reinforce, normalised (REINFORCE++)": "--algo reinforce --reinforce.normalize",
-    "dapo": "--grpo.variant dapo",
-    "grpo": "--grpo.variant grpo",
-    "dr_grpo": "--grpo.variant dr_grpo",
-    "gspo": "--grpo.variant gspo",
-    "cispo": "--grpo.variant cispo",
+    "dapo": "--grpo.loss-type dapo",
+    "grpo": "--grpo.loss-type grpo",
+    "dr_grpo": "--grpo.loss-type dr_grpo",
+    "gspo": "--grpo.loss-type gspo",
+    "cispo": "--grpo.loss-type cispo",
     "ppo": "--algo ppo",
     "dapo, --kl-coef 0.05": "--kl-coef 0.05",
     "dapo, --filter-groups 2": "--filter-groups 2",
@@ -40,9 +40,9 @@ ONE_STEP = {
 }
 FOUR_STEPS = {  # where the clips have something to clip
     "reinforce, 4 steps": "--algo reinforce --num-minibatches 4",
-    "dapo, 4 steps": "--grpo.variant dapo --num-minibatches 4",
-    "gspo, 4 steps": "--grpo.variant gspo --num-minibatches 4",
-    "cispo, 4 steps": "--grpo.variant cispo --num-minibatches 4",
+    "dapo, 4 steps": "--grpo.loss-type dapo --num-minibatches 4",
+    "gspo, 4 steps": "--grpo.loss-type gspo --num-minibatches 4",
+    "cispo, 4 steps": "--grpo.loss-type cispo --num-minibatches 4",
     "ppo, 4 steps": "--algo ppo --num-minibatches 4",
 }
 ALL = ONE_STEP | FOUR_STEPS

@@ -15,9 +15,9 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 import matplotlib.pyplot as plt  # noqa: E402
 from record import machine, read_seconds, record, write_table  # noqa: E402
 
-from core.curves import BLUE, STYLE  # noqa: E402
-from core.journal import read_records  # noqa: E402
 from core.metrics import before_after  # noqa: E402
+from core.report.curves import BLUE, STYLE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 RUNS = {
     "reverse": "--env reverse --sft-steps 450 --num-updates 30",

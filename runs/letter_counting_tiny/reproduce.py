@@ -14,9 +14,9 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 from record import machine, read_seconds, record, write_table  # noqa: E402
 
-from core.curves import draw_seeds  # noqa: E402
-from core.journal import read_records  # noqa: E402
 from core.metrics import before_after, describe  # noqa: E402
+from core.report.curves import draw_seeds  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 ALGORITHMS, SEEDS = ("grpo", "reinforce", "ppo"), (0, 1, 2)
 

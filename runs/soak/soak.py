@@ -24,8 +24,8 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from record import machine, write_table  # noqa: E402
 
-from core.curves import BLUE, STYLE  # noqa: E402
-from core.journal import ROLLOUTS_BYTES  # noqa: E402
+from core.report.curves import BLUE, STYLE  # noqa: E402
+from core.run_log import ROLLOUTS_BYTES  # noqa: E402
 
 UPDATES, EVERY, WARM_UP = 2000, 20, 200
 FLAGS = f"--run-name soak-run --num-updates {UPDATES} --num-prompts 8 --eval-every 100 --lr 2e-5"

@@ -100,7 +100,7 @@ def measure(
         policy = load_policy(folder)
     run = ours if kind == "picoRL" else plain
     whole = group_size * (prompt_tokens + completion_tokens)
-    policy.tokens_at_once = whole
+    policy.micro_batch_tokens = whole
     run(policy, rollouts(2, 3, 3, shape.vocab))  # loads what has to be loaded
     policy.model.zero_grad(set_to_none=True)
     group = rollouts(group_size, prompt_tokens, completion_tokens, shape.vocab)
@@ -127,9 +127,9 @@ def rollouts(group_size: int, prompt_tokens: int, completion_tokens: int, vocab:
 
 def ours(policy: Any, group: list[Any]) -> float:
     import train
-    from core.batching import to_update
+    from core.batching import to_rollout_batch
 
-    update, total = to_update(group), 0.0
+    update, total = to_rollout_batch(group), 0.0
     for batch in train.micro_batches(policy, update.sequences):
         logprobs, _, _ = train.forward(policy, batch, temperature=1.0)
         loss = -logprobs.sum() / update.num_tokens

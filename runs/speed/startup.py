@@ -51,7 +51,7 @@ def main(args: Args) -> None:
                 print(f"round {turn + 1} of {args.rounds}: {name}: {found}", flush=True)
     work = in_child(__file__, "warm_start")
     rates = in_child(str(Path(__file__).with_name("floor.py")), "measure_rates",
-                     shape="tiny", rows=64, many=work.pop("tokens_at_once"))  # fmt: skip
+                     shape="tiny", rows=64, many=work.pop("micro_batch_tokens"))  # fmt: skip
     publish("startup", [{"waits": waits, "rate": rates["many"], **work}], table, args.write)
 
 
@@ -108,22 +108,22 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 def warm_start() -> dict[str, Any]:
     """Operations of the default warm start's matrices, and tokens of its micro-batches."""
     import train
-    from core import batching, settings, tasks
-    from core.batched_env import BatchedEnv
+    from core import batching, config, tasks
     from core.model import load_policy
+    from core.rollouts import BatchedEnv
 
-    cfg = settings.resolve(train.Config())
+    cfg = config.resolve(train.Config())
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy("tiny", device="cpu", tiny_folder=Path(folder) / "tiny")
     shape, operations = SHAPES["tiny"], 0.0
     players = BatchedEnv(policy, cfg.max_turns)
     for step in range(SAMPLED):
         drawn = tasks.demo_tasks(cfg.env, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-        shown = batching.to_update(players.demonstrate(drawn))
+        shown = batching.to_rollout_batch(players.demonstrate(drawn))
         each = sum(forward(shape, 0, batching.length(s)) for s in shown.sequences)
         operations += 3 * (each + 2 * shape.width * shape.vocab * shown.num_tokens)
     operations *= cfg.sft_steps / SAMPLED
-    return {"operations": operations, "tokens_at_once": cfg.max_tokens_per_micro_batch}
+    return {"operations": operations, "micro_batch_tokens": cfg.max_tokens_per_micro_batch}
 
 
 PARTS = {"warm_start": warm_start}

@@ -224,19 +224,19 @@ def picorl(
 
     import train
     from algorithms import grpo
-    from core import cli, settings
+    from core import cli, config
     from core.run import open_run
 
     env = f"speed:prompt_tokens={prompt_tokens}"
-    cfg = settings.resolve(train.Config(
+    cfg = config.resolve(train.Config(
         model_id=folder, env=(env,), num_updates=steps + 1, num_prompts=num_prompts,
         group_size=group_size, max_tokens=max_tokens, max_turns=1,
         max_model_len=prompt_tokens + max_tokens, max_tokens_per_micro_batch=tokens,
         lora_rank=lora_rank, sampler="vllm" if gpu else "torch", device="cuda" if gpu else "cpu",
         eval_num_tasks=0, microscope=0,
     ))  # fmt: skip
-    cfg = replace(cfg, grpo=grpo.with_variant(cfg.grpo))
-    settings.check(cfg, train.ALGORITHMS)
+    cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+    config.check(cfg, train.ALGORITHMS)
     notes = Notes()
     play = train.play
 

@@ -119,7 +119,7 @@ class Speed(Env):
 
 def grouped(policy: Any, num_prompts: int, group_size: int, tokens: int) -> list[list[int]]:
     """Token ids of P distinct prompts, each G times, side by side."""
-    from core.chat import prompt_ids
+    from core.chat_template import prompt_ids
 
     distinct = [prompt_ids(policy.tokenizer, prompt(seed, tokens)) for seed in range(num_prompts)]
     return [ids for ids in distinct for _ in range(group_size)]

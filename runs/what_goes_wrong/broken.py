@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import train
 from algorithms import grpo
-from core import batched_env, journal, sampler
+from core import rollouts, run_log, sampler
 from core.types import Completion
 
 
@@ -27,15 +27,15 @@ def wrong_clip() -> None:
 
 def retokenised() -> None:
     """The text is tokenised again, and the token that ended it, which is no text, is lost."""
-    write = batched_env._Seat.write
+    write = rollouts._Seat.write
 
-    def write_again(seat: batched_env._Seat, completion: Completion) -> None:
+    def write_again(seat: rollouts._Seat, completion: Completion) -> None:
         ids = seat.policy.tokenizer.encode(completion.text.strip(), add_special_tokens=False)
         ids = ids or completion.token_ids
         logprobs = [*completion.logprobs, *[0.0] * len(ids)][: len(ids)]
         write(seat, Completion(ids, logprobs, completion.text, completion.finish_reason))
 
-    batched_env._Seat.write = write_again
+    rollouts._Seat.write = write_again
 
 
 def merged_adapter() -> None:
@@ -53,13 +53,13 @@ def merged_adapter() -> None:
         whole = sum(float(first[n].float().norm() ** 2) for n in base)
         drifts.append((moved / whole) ** 0.5)
 
-    log = journal.Journal.log
+    log = run_log.Journal.log
 
-    def log_drift(self: journal.Journal, record: dict) -> None:
+    def log_drift(self: run_log.Journal, record: dict) -> None:
         log(self, record | ({"base/drift": drifts[-1]} if drifts else {}))
 
     sampler.TorchSampler.sync = sync
-    journal.Journal.log = log_drift
+    run_log.Journal.log = log_drift
 
 
 MISTAKES = {f.__name__: f for f in (wrong_clip, retokenised, merged_adapter)}

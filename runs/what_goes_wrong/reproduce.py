@@ -15,8 +15,8 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 import matplotlib.pyplot as plt  # noqa: E402
 from record import machine, record, warm_policy, write_table  # noqa: E402
 
-from core.curves import BLUE, INK, STYLE  # noqa: E402
-from core.journal import read_records  # noqa: E402
+from core.report.curves import BLUE, INK, STYLE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 RED = "#c8442f"
 BROKEN = "runs/what_goes_wrong/broken.py"
@@ -41,7 +41,7 @@ RUNS = {  # name: (script, flags; those of WARM begin at the default warm start)
 ACCURACY = "eval/letter_counting/accuracy"
 PANELS = (  # failure, the run without it, its name in the picture, [(metric, label)]
     ("no_spread", "healthy", "Reward without spread",
-     [(ACCURACY, "held-out accuracy"), ("groups/with_spread", "groups with spread")]),
+     [(ACCURACY, "held-out accuracy"), ("groups/zero_std_fraction", "groups without spread")]),
     ("high_rate", "healthy", "Too high a rate",
      [(ACCURACY, "held-out accuracy"), ("policy/entropy", "entropy, nats a token")]),
     ("retokenised", "healthy", "Re-tokenised text",
@@ -49,7 +49,7 @@ PANELS = (  # failure, the run without it, its name in the picture, [(metric, la
     ("merged_adapter", "adapter", "A merged adapter",
      [(ACCURACY, "held-out accuracy"), ("base/drift", "drift of the frozen base")]),
     ("wrong_clip", "clip", "A wrong clip",
-     [(ACCURACY, "held-out accuracy"), ("kl/old_policy", "KL in an update, nats a token")]),
+     [(ACCURACY, "held-out accuracy"), ("kl/approx", "KL in an update, nats a token")]),
     ("hacked_proxy", "true_reward", "A proxy reward hacked",
      [("reward/mean", "what is paid"), ("info/true_return", "what was meant")]),
 )  # fmt: skip

@@ -23,9 +23,9 @@ import random
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.actions import Retries, one_of, read_action, user
+from environments.adapters.gymnasium_players import Game, find_game
 from environments.base import Env, Step, register
-from environments.gymnasium_players import Game, find_game
+from environments.parsing import Retries, one_of, read_action, user
 
 
 def system_prompt(game: Game) -> str:

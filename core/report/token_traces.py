@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from core import batching
-from core.batching import Batch, Update
+from core.batching import MicroBatch, RolloutBatch
 from core.model import Policy
 from core.types import Rollout
 
@@ -21,13 +21,13 @@ SHOWN = {"sampler": "sampler_logprobs", "trainer": "old_logprobs", "after": "new
 MICRO_BATCH = 4096  # padded tokens
 
 
-def look(
+def trace_tokens(
     policy: Policy,
     rollouts: list[Rollout],
-    update: Update,
+    update: RolloutBatch,
     known: dict[str, Tensor],
     budget: int,
-    forward: Callable[[Batch], tuple[Tensor, Any, Any]],
+    forward: Callable[[MicroBatch], tuple[Tensor, Any, Any]],
 ) -> None:
     """Fill `looks` of the first groups, as many as have `budget` sampled tokens, one at least.
 
@@ -37,18 +37,18 @@ def look(
     rows = first_groups(rollouts, budget)
     known = known | {"new_logprobs": torch.zeros_like(update.rewards)}
     chosen = [sequence for sequence in update.sequences if sequence.rollout in rows]
-    at_once = min(MICRO_BATCH, policy.tokens_at_once)
+    at_once = min(MICRO_BATCH, policy.micro_batch_tokens)
     for batch in batching.micro_batches(chosen, at_once, policy.device):
         with torch.no_grad():
             batching.put(forward(batch)[0], batch, into=known["new_logprobs"])
     for row in rows:
-        rollouts[row].looks, column = [], 0
+        rollouts[row].token_traces, column = [], 0
         for turn in rollouts[row].turns:
             end = column + len(turn.completion_ids)
             numbers = {k: known[name][row, column:end].tolist() for k, name in SHOWN.items()}
             look: dict[str, Any] = {k: [round(x, DIGITS) for x in v] for k, v in numbers.items()}
             text = pieces(policy.tokenizer, turn.completion_ids)
-            rollouts[row].looks.append({"text": text, **look})
+            rollouts[row].token_traces.append({"text": text, **look})
             column = end
 
 

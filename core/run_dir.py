@@ -1,6 +1,6 @@
 """A run's folder: there whole or not at all, and held by one process at a time.
 
-    with claimed(Path("runs/mine"), config, new=True):   # makes it; new=False: goes on with it
+    with lock_run_dir(Path("runs/mine"), config, new=True):   # makes it; new=False: goes on with it
         ...                                              # meanwhile a second process is refused
 
 A new folder is made under another name, with its config.yaml, and then renamed: whoever sees it can
@@ -38,7 +38,7 @@ def new_folder(runs: Path, name: str, stem: str) -> Path:
 
 
 @contextmanager
-def claimed(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
+def lock_run_dir(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
     """Inside, the folder is there and nobody else's; `config` is what its config.yaml says.
 
     Raises UsageError if another process has it, CannotWrite if the disk takes no more.

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.actions import Retries, read_action, user
 from environments.base import Env, Step, register
+from environments.parsing import Retries, read_action, user
 
 # level: rooms, objects, commands on the shortest way to win
 LEVELS = {1: (1, 3, 1), 2: (2, 4, 2), 3: (3, 6, 3), 4: (4, 8, 4), 5: (6, 10, 6)}

@@ -2,7 +2,7 @@
 
 When it doesn't fit, updates in the middle go first: the numbers of their tokens, then all of them.
 The first and the last update stay, if need be with shorter texts. Lists and short names keep the
-data small; core/microscope.html reads them:
+data small; core/report/page.html reads them:
 
     update {k: kind, u: number, g: groups}
     group {e: env, a: agent, s: seed, q: messages before the policy's first, r: rollouts}
@@ -157,17 +157,17 @@ def _pack(kind: str, update: int, rows: list[Row], level: int) -> dict[str, Any]
             "n": row["tokens"],
             "m": _messages(row["messages"][start:], chars),
             "v": number(row["info"].get("correct")),
-            "c": row["cut_off"],
-            "t": row["truncated"],
+            "c": row["hit_token_limit"],
+            "t": row["episode_truncated"],
             "i": cut(", ".join(f"{k} {v}" for k, v in others.items()), 300),
             "x": cut(row.get("error") or "", 500),
             # joined late, and was asked something else than the rest of its group
             "o": asked if asked != group["q"] else None,
         }
-        looks = row.get("looks", [])
+        looks = row.get("token_traces", [])
         tokens -= sum(len(look.get("text", ())) for look in looks)
         if looks and tokens >= 0:
-            rollout["l"] = [_look(look) for look in looks]
+            rollout["l"] = [_trace_tokens(look) for look in looks]
         group["r"].append({k: v for k, v in rollout.items() if v or k in ("p", "v")})
     return {"k": kind, "u": update, "g": list(groups.values())}
 
@@ -177,7 +177,7 @@ def _messages(messages: list[Row], chars: int) -> list[list[str]]:
     return [[cut(str(m["role"]), 50), cut(str(m["content"]), limit)] for m in messages]
 
 
-def _look(look: dict[str, list]) -> list | None:
+def _trace_tokens(look: dict[str, list]) -> list | None:
     """A turn's tokens: text, log-probs in 1e-4 nats (trainer and after as steps), advantages."""
     texts, *columns = (look.get(field, []) for field in FIELDS)
     if not texts or {len(column) for column in columns} != {len(texts)}:

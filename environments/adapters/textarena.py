@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
-from environments.actions import read_action, user
 from environments.base import MultiAgentEnv, Step, register
+from environments.parsing import read_action, user
 
 LONGEST_ACTION = 2000  # characters
 MOST_PLAYERS = 20

@@ -10,7 +10,7 @@ matplotlib.use("Agg")  # no window, on any machine
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core import alarms
+from core import diagnostics
 
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"
@@ -54,7 +54,7 @@ def draw_curves(path: Path, records: list[dict[str, Any]], title: str) -> None:
 
 def _warnings(panels: list[Axes], records: list[dict[str, Any]]) -> None:
     by_update: dict[int, list[str]] = {}
-    for name, at, _ in alarms.collect(records):
+    for name, at, _ in diagnostics.collect(records):
         for update in at:
             by_update.setdefault(update, []).append(name)
     for update, names in by_update.items():

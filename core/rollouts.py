@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from core import distributed
-from core.chat import clean, following_ids, prompt_ids, without_thinking
+from core.chat_template import clean, following_ids, prompt_ids, without_thinking
 from core.interrupt import limited
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
@@ -59,7 +59,7 @@ class BatchedEnv:
             chats = [seat.chat for seat in seats]
             return sampler.reply(chats, [seat.prompt for seat in seats], now, on_progress)
 
-        return _numbered(distributed.gather(self._play(distributed.share(numbered), respond)))
+        return _numbered(distributed.all_gather(self._play(distributed.shard(numbered), respond)))
 
     def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
         """Play each task as its environment demonstrates it; single-player environments only."""
@@ -77,8 +77,8 @@ class BatchedEnv:
         def respond(seats: list["_Seat"], round_: int) -> list[Completion | None]:
             return [seat.episode.attempt(partial(show, seat)) for seat in seats]
 
-        mine = distributed.share(list(enumerate(tasks)))
-        return _numbered(distributed.gather(self._play(mine, respond)))
+        mine = distributed.shard(list(enumerate(tasks)))
+        return _numbered(distributed.all_gather(self._play(mine, respond)))
 
     def _play(self, tasks: list[tuple[int, Task]], respond: Callable) -> list[Rollout]:
         episodes = [_Episode(self, number, task) for number, task in tasks]
@@ -242,7 +242,7 @@ class _Seat:
         self.chat.append(message)
 
     def finish(self) -> Rollout:
-        self.rollout.truncated = not self.done
+        self.rollout.episode_truncated = not self.done
         self.rollout.error = self.error
         return self.rollout
 

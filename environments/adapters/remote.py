@@ -1,6 +1,6 @@
 """An environment in a process of its own, or in a container: JSON lines over stdin and stdout.
 
-    python -m environments.remote tic_tac_toe          # the serving side, for any of ours
+    python -m environments.adapters.remote tic_tac_toe          # the serving side, for any of ours
     --env remote:env=tic_tac_toe                       # the playing side, which starts it
     --env "remote:command=docker run -i my-image"      # or any program that speaks these lines
 
@@ -57,7 +57,7 @@ class Remote(Env):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
         if timeout <= 0:
             raise UsageError(f"timeout is more than 0 seconds, not {timeout:g}")
-        serve = [sys.executable, "-m", "environments.remote", env.replace(";", ",")]
+        serve = [sys.executable, "-m", "environments.adapters.remote", env.replace(";", ",")]
         if env:
             make(serve[-1])  # refuse here what would be refused there
         self.arguments = shlex.split(command) if command else serve
@@ -196,5 +196,5 @@ if __name__ == "__main__":
     try:
         serve(" ".join(sys.argv[1:]))
     except UsageError as error:
-        print(f"environments.remote: {error}", file=sys.stderr)
+        print(f"environments.adapters.remote: {error}", file=sys.stderr)
         sys.exit(2)

@@ -16,7 +16,7 @@ from typing import Any
 Record = dict[str, Any]  # a line of metrics.jsonl
 
 # name: what it means; what to try
-ALARMS = {
+WARNINGS = {
     "entropy_collapse": (
         "hardly anything is left to try, and the tasks aren't solved",
         "--entropy-coef 0.01, a lower --lr, a higher --temperature, or an earlier checkpoint",
@@ -52,8 +52,9 @@ CAPPED = 0.05  # share of tokens whose weight is cut
 OPEN, COMPARABLE = 0.1, 0.25  # share of groups not all right; of those, share with any spread
 KL_STEP, KL_REFERENCE = 0.05, 0.5  # nats a token: from the policy that sampled, from the reference
 GAP_MEAN, GAP_TOKEN = 0.05, 5.0  # nats: mean of all tokens; of one token, in two updates
-LOOKED_AT = """update reward/mean reward/correct policy/entropy weights/capped groups/with_spread
-    groups/all_right kl/old_policy kl/reference gap/logprob_mean gap/logprob_max""".split()
+LOOKED_AT = """update reward/mean reward/correct policy/entropy weights/capped
+    groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
+    gap/logprob_max""".split()
 EDGES = ("/accuracy", "/ci_low", "/ci_high")
 
 
@@ -61,7 +62,7 @@ def new(records: list[Record], by_group: bool = True) -> dict[str, str]:
     """The warnings that begin to hold with the last record, after QUIET updates in which they did
     not (and an evaluation, for what is seen there): name -> a line with the figures.
 
-    `records`: those of the run so far, or what `essence` keeps of them. `by_group`: whether
+    `records`: those of the run so far, or what `warning_inputs` keeps of them. `by_group`: whether
     rollouts are compared within their group; otherwise dead groups do no harm.
     """
     found = raised(records, by_group)
@@ -91,10 +92,10 @@ def raised(records: list[Record], by_group: bool = True) -> dict[str, str]:
         "sampler_gap": lambda: _gap(last),
     }
     seen = {name: check() for name, check in checks.items()}
-    return {name: f"{told}; try {ALARMS[name][1]}" for name, told in seen.items() if told}
+    return {name: f"{told}; try {WARNINGS[name][1]}" for name, told in seen.items() if told}
 
 
-def essence(record: Record) -> Record:
+def warning_inputs(record: Record) -> Record:
     """The part of a record that warnings look at: about 1 kB, to keep of every update."""
     return {k: v for k, v in record.items() if k in LOOKED_AT or _is_accuracy(k)}
 
@@ -168,16 +169,18 @@ def _capped(last: list[Record]) -> str:
 
 def _groups(last: list[Record]) -> str:
     """Groups that are all right need no lesson; of the others, too few have anything to compare."""
-    spread, right = _mean(last, "groups/with_spread"), _mean(last, "groups/all_right")
-    if spread is None or right is None or 1 - right <= OPEN or spread > COMPARABLE * (1 - right):
+    zero_std, right = _mean(last, "groups/zero_std_fraction"), _mean(last, "groups/all_right")
+    if zero_std is None or right is None:
         return ""
-    rest = 1 - right
+    spread, rest = 1 - zero_std, 1 - right
+    if rest <= OPEN or spread > COMPARABLE * rest:
+        return ""
     return f"of the groups not all right ({rest:.0%}) only {spread / rest:.0%} have a spread"
 
 
 def _kl(last: list[Record]) -> str:
     for name, bound, whom in (
-        ("kl/old_policy", KL_STEP, "an update"),
+        ("kl/approx", KL_STEP, "an update"),
         ("kl/reference", KL_REFERENCE, "from the reference"),
     ):
         kl = _mean(last, name)

@@ -1,6 +1,6 @@
 """`report.html`, the microscope: curves, tasks, every rollout and each of its tokens, in one page.
 
-The page is core/microscope.html with a run's data in it; it opens anywhere, without a network.
+The page is core/report/page.html with a run's data in it; it opens anywhere, without a network.
 What a model or a task wrote travels as JSON and is shown as text, never as markup. However large
 the run, the page stays below 10 MB, and it says what it left out.
 
@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from core import alarms
-from core.journal import read_records
+from core import diagnostics
 from core.metrics import before_after, describe
-from core.microscope import choose, cut, encode, number
+from core.report.page import choose, cut, encode, number
+from core.run_log import read_records
 from core.types import UsageError
 
-TEMPLATE = Path(__file__).with_name("microscope.html")
+TEMPLATE = Path(__file__).with_name("page.html")
 PAGE_BYTES = 9_500_000  # of a page; files are said to be small below 10 MB
 CURVE_POINTS = 600  # of a metric: more than a screen shows
 GOOD_ACCURACY = 0.9  # a comparison tells how many sampled tokens it took to come so far
@@ -113,8 +113,8 @@ def _run_data(run: Path, config: dict[str, Any], room: int) -> dict[str, Any]:
         "results": [[*result, _tokens_until(result[0], records)] for result in results],
         "settings": [[key, cut(str(value), 200)] for key, value in _flat(config)][:200],
         "warnings": [
-            [cut(name, 100), at, cut(line, 500), alarms.ALARMS.get(name, [""])[0]]
-            for name, at, line in alarms.collect(records)
+            [cut(name, 100), at, cut(line, 500), diagnostics.WARNINGS.get(name, [""])[0]]
+            for name, at, line in diagnostics.collect(records)
         ],
         "curves": curves,
     }

@@ -2,7 +2,7 @@
 
 >>> import random
 >>> before = random.getstate()
->>> with unchanged():
+>>> with preserve_process_state():
 ...     random.seed(1)
 >>> random.getstate() == before
 True
@@ -22,7 +22,7 @@ import torch
 
 
 @contextmanager
-def unchanged(**environment: str) -> Iterator[None]:
+def preserve_process_state(**environment: str) -> Iterator[None]:
     """Put back seeds, thread counts, signal handlers, logging and environment variables.
 
     Inside, the given environment variables are set, and warnings are not shown.

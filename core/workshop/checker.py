@@ -23,12 +23,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from core import workshop_solutions as solutions
 from core.types import UsageError
-from core.workshop_facts import EXERCISES, Exercise, Fact
-from core.workshop_mistakes import MISTAKES, UNTOUCHED
+from core.workshop import solutions as solutions
+from core.workshop.exercises import EXERCISES, Exercise, Fact
+from core.workshop.mistakes import MISTAKES, UNTOUCHED
 
-FILE = Path(__file__).parent.parent / "scratch.py"
+FILE = Path(__file__).parents[2] / "scratch.py"
 PATIENCE = 5.0  # seconds for one fact
 COLUMNS = 12  # numbers of an answer that are shown
 STATES = {"right": "[green]✓ right[/]", "wrong": "[red]✗ wrong[/]", "not yet": "[dim]· not yet[/]"}

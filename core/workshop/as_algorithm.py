@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core import batching, workshop
-from core.batching import Batch, Sequence
-from core.looks import look
+from core import batching
+from core.batching import MicroBatch, Sequence
 from core.model import Policy
+from core.report.token_traces import trace_tokens
 from core.sampler import SamplingParams
 from core.types import Rollout, UsageError
+from core.workshop import checker
 
 USED = (1, 2, 3, 5, 8, 9)
 
@@ -34,8 +35,8 @@ def open_exercises() -> ModuleType:
     Raises UsageError for a file that can't be imported, and names the exercises that are missing.
     """
     here = Path("scratch.py")
-    mine = workshop.load(here if here.exists() else workshop.FILE)
-    missing = [v.exercise for v in workshop.check_all(mine) if v.state == "not yet"]
+    mine = checker.load(here if here.exists() else checker.FILE)
+    missing = [v.exercise for v in checker.check_all(mine) if v.state == "not yet"]
     named = ", ".join(f"{e.number} ({e.name})" for e in missing if e.number in USED)
     if named:
         raise UsageError(f"--algo scratch needs exercise {named} of scratch.py: python scratch.py")
@@ -44,7 +45,7 @@ def open_exercises() -> ModuleType:
 
 def remarks(mine: ModuleType) -> list[str]:
     """What to know before training with exercises that aren't right, or not right any more."""
-    wrong = [v.exercise for v in workshop.check_all(mine) if v.state == "wrong"]
+    wrong = [v.exercise for v in checker.check_all(mine) if v.state == "wrong"]
     return [
         f"exercise {e.number} ({e.name}) is not what was asked for; training with it as it is"
         for e in wrong
@@ -90,7 +91,7 @@ def learn(run: Any, rollouts: list[Rollout], temperature: float, budget: int) ->
     Raises UsageError that names the line where somebody's code raised, or a loss that isn't finite.
     """
     mine, policy = run.exercises, run.policy
-    update = batching.to_update(rollouts)
+    update = batching.to_rollout_batch(rollouts)
     sequences = sorted(update.sequences, key=lambda s: -len(s.token_ids))  # as micro_batches does
     most = len(sequences) * len(sequences[0].token_ids)
     (batch,) = batching.micro_batches(sequences, most, policy.device)
@@ -122,11 +123,11 @@ def learn(run: Any, rollouts: list[Rollout], temperature: float, budget: int) ->
             better = mine.group_advantages(returns, group_ids)[:, None].expand_as(logprobs)
             batching.put(better, batch, into=known["advantages"])
             now = partial(_logprobs_of, mine, model)
-            look(policy, rollouts, update, known, budget, now)
+            trace_tokens(policy, rollouts, update, known, budget, now)
     return found
 
 
-def _logprobs_of(mine: ModuleType, model: Model, batch: Batch) -> tuple[Tensor, None, None]:
+def _logprobs_of(mine: ModuleType, model: Model, batch: MicroBatch) -> tuple[Tensor, None, None]:
     return mine.token_logprobs(model(batch.input_ids), batch.input_ids), None, None
 
 
@@ -151,7 +152,7 @@ def blamed(mine: ModuleType) -> Iterator[None]:
         yield
     except Exception as error:
         file = Path(str(mine.__file__))
-        line, name = workshop.line_in(file, traceback.extract_tb(error.__traceback__))
-        number = next((f" (exercise {e.number})" for e in workshop.EXERCISES if e.name == name), "")
+        line, name = checker.line_in(file, traceback.extract_tb(error.__traceback__))
+        number = next((f" (exercise {e.number})" for e in checker.EXERCISES if e.name == name), "")
         where = f", line {line}{number}" if line else ""
-        raise UsageError(f"{file.name}{where}: {workshop.named(error)}") from error
+        raise UsageError(f"{file.name}{where}: {checker.named(error)}") from error

@@ -29,8 +29,8 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
-from environments.actions import read_action, user
 from environments.base import Env, Step, register
+from environments.parsing import read_action, user
 
 ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")
 POLYNOMIAL = re.compile(r"(?:[\d\s+/()C-]|[xyzX](?:\s*\*\*\s*\d\d?(?!\d))?|\*(?!\*)){1,1000}")

@@ -25,7 +25,7 @@ TREES = "trees"
 
 
 @dataclass
-class Tree:
+class PackedGroups:
     """L tokens: those of p prompts, at most n each, and then of b branches, at most t each."""
 
     input_ids: Tensor  # [1, L] int64
@@ -36,15 +36,15 @@ class Tree:
     padded: Tensor  # [L] int64: where a token stands once prompts and branches are padded
     places: Tensor  # [b, T] int64: where the tokens of whole sequences stand in the L
 
-    def to(self, device: torch.device | str) -> "Tree":
+    def to(self, device: torch.device | str) -> "PackedGroups":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Tree(**(vars(self) | moved))
+        return PackedGroups(**(vars(self) | moved))
 
 
-def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tree:
+def pack_groups(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> PackedGroups:
     """The tree of some prompts and of branches (number of its prompt or -1 for none, its ids).
 
-    >>> tree = plant([[7, 8]], [(0, [1]), (0, [2, 3])])
+    >>> tree = pack_groups([[7, 8]], [(0, [1]), (0, [2, 3])])
     >>> tree.input_ids.tolist(), tree.position_ids.tolist()
     ([[7, 8, 1, 2, 3]], [[0, 1, 2, 2, 3]])
     >>> tree.places.tolist()
@@ -75,7 +75,7 @@ def plant(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> Tr
             places[row - p, :before] = begins[number[row - p]] + torch.arange(before)
             places[row - p, before : before + length] = begin + torch.arange(length)
     ids = torch.tensor([[token for part in parts for token in part]])
-    return Tree(ids, positions[None], p, number.clamp(min=0), mask, padded, places)
+    return PackedGroups(ids, positions[None], p, number.clamp(min=0), mask, padded, places)
 
 
 def attend(
@@ -85,14 +85,14 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    tree: Tree | None = None,
+    tree: PackedGroups | None = None,
     context: Any = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """Attention as transformers asks for it: query [1, H, L, d], key and value [1, h, L, d] of the
     tokens of `tree`; returns [1, L, H, d].
 
-    In sampling, `context` (contexts.Shared) attends. Without either, it is whatever sdpa takes.
+    In sampling, `context` (kv_cache.SharedPrefixCache) attends. Without either, it is sdpa.
     """
     if context is not None:
         return context.attend(module.layer_idx, query, key, value, scaling), None
@@ -115,7 +115,7 @@ def attend(
     return out.index_select(0, tree.padded)[None], None
 
 
-def _padded(x: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+def _padded(x: Tensor, tree: PackedGroups) -> tuple[Tensor, Tensor]:
     """[1, heads, L, d] -> prompts [p, heads, n, d] and branches [b, heads, t, d], padded with 0."""
     (b, _, t, n_and_t), p = tree.mask.shape, tree.num_prompts
     n = n_and_t - t

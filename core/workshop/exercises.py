@@ -1,6 +1,6 @@
 """What has to be true of each exercise of scratch.py: facts on tensors to check by hand.
 
-A fact asks a question of somebody's functions, `f`; right is what core/workshop_solutions.py says.
+A fact asks a question of somebody's functions, `f`; right is what core/workshop/solutions.py says.
 """
 
 import math
@@ -130,7 +130,7 @@ EXERCISES = (
         2, "completion_mask", "The completion mask of a chat",
         "a list of False and True for all T ids; then leave out the first of them, for no logits "
         "predict it; torch.tensor(.., dtype=torch.bool).",
-        "to_update and _pad in core/batching.py",
+        "to_rollout_batch and _pad in core/batching.py",
         (
             Fact("two turns of 3 + 2 and 2 + 2 ids: four of eight predictions are ours",
                  lambda f: f.completion_mask(TURNS[:2]),

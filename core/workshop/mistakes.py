@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from core import workshop_solutions as right
+from core.workshop import solutions as right
 
 MISTAKES: dict[str, list[tuple[str, Callable]]] = {}  # of each function: (hint, the wrong one)
 

@@ -1,8 +1,8 @@
 """What TorchSampler's completions stand on while they are written: keys and values of all layers.
 
-`Shared`, for the models that are trained on trees, keeps those of each prompt once, whatever number
-of completions follow it, and writes a completion's own into memory that was set aside before. All
-others get `Copied`: the cache of transformers, with a copy of the prompt for every completion.
+`SharedPrefixCache`, for the models that train on packed groups, keeps the keys and values of each
+prompt once, however many completions follow it. Other models get `RepeatedPrefixCache`: the cache
+of transformers, with a copy of the prompt for every completion.
 
     context = make_context(policy, prompts, room=64)
     context.logits                    # [R, V], of the token after each of R prompts
@@ -19,7 +19,9 @@ from transformers import DynamicCache
 from core.model import Policy
 
 
-def make_context(policy: Policy, prompts: list[list[int]], room: int) -> "Shared | Copied":
+def make_context(
+    policy: Policy, prompts: list[list[int]], room: int
+) -> "SharedPrefixCache | RepeatedPrefixCache":
     """Prefill; each distinct prompt is computed once. `room`: most tokens that will be written."""
     number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     width, device = max(map(len, number)), policy.device
@@ -37,11 +39,11 @@ def make_context(policy: Policy, prompts: list[list[int]], room: int) -> "Shared
         logits_to_keep=1,
     ).logits[:, -1]
     prompt_of = [number[tuple(prompt)] for prompt in prompts]
-    kind = Shared if policy.takes_trees else Copied
+    kind = SharedPrefixCache if policy.packs_groups else RepeatedPrefixCache
     return kind(policy.causal_lm, cache, mask, positions[:, -1], logits, prompt_of, room)
 
 
-class Copied:
+class RepeatedPrefixCache:
     """Every row has a copy of its prompt's keys and values; any model."""
 
     def __init__(
@@ -69,7 +71,7 @@ class Copied:
         self.mask, self.position = self.mask[rows], self.position[rows]
 
 
-class Shared:
+class SharedPrefixCache:
     """P prompts once, and R rows of their own, each behind one of them.
 
     Attention to the prompt is one matrix product for all rows of a prompt: `grid` [P, W] has their

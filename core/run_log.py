@@ -1,6 +1,6 @@
 """What a run leaves in `runs/<name>/`, written as it goes: readable at any moment, never rewritten.
 
-    python -m core.journal runs/a runs/b     # compares runs, as a table and as a page
+    python -m core.run_log runs/a runs/b     # compares runs, as a table and as a page
 
 config.yaml     every setting; `python train.py --config <it> --run-name other` runs it again
 metrics.jsonl   one object a warm-start report ("sft_step") or an update ("update")
@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 import torch
 
-from core import alarms
+from core import diagnostics
 from core.metrics import before_after, describe
 from core.types import Rollout, UsageError
 
@@ -76,14 +76,14 @@ class Journal:
                 "return": r.episode_return,
                 "rewards": [turn.reward for turn in r.turns],
                 "tokens": r.num_tokens,
-                "cut_off": any(turn.finish_reason == "length" for turn in r.turns),
-                "truncated": r.truncated,
+                "hit_token_limit": any(turn.finish_reason == "length" for turn in r.turns),
+                "episode_truncated": r.episode_truncated,
                 "error": r.error,
                 "info": r.info,
                 "messages": r.messages,
             }
-            if r.looks:
-                row["looks"] = r.looks
+            if r.token_traces:
+                row["token_traces"] = r.token_traces
             _append(self.rollouts_file, row)
 
 
@@ -120,9 +120,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def write_pages(run: Path, config: dict[str, Any]) -> None:
-    """Write what people look at, from the journal: curves.png, README.md and report.html."""
-    from core.curves import draw_curves  # matplotlib is slow to import
-    from core.report import write_report
+    """Write what people look at, from the journal: curves.png, README.md and compare.html."""
+    from core.report.compare import write_report
+    from core.report.curves import draw_curves  # matplotlib is slow to import
 
     records = read_records(run / "metrics.jsonl")
     updates = [r for r in records if "update" in r]
@@ -167,7 +167,7 @@ def summary(run: Path, config: dict[str, Any]) -> list[str]:
     for env, first, last in before_after(records):
         lines.append(f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
                      f"{describe(env, last)} after {last['update']} updates")  # fmt: skip
-    for name, at, line in alarms.collect(records):
+    for name, at, line in diagnostics.collect(records):
         lines.append(f"warning at update {', '.join(map(str, at))}: {name}: {line}")
     other = "ppo" if config["algo"] != "ppo" else "reinforce"
     lines.append(f"curves: {run / 'curves.png'}   every rollout and token: {run / 'report.html'}")
@@ -178,21 +178,21 @@ def summary(run: Path, config: dict[str, Any]) -> list[str]:
 
 
 def main(args: list[str]) -> int:
-    """What `python -m core.journal ARGS` does; bad input is one line and exit code 2."""
+    """What `python -m core.run_log ARGS` does; bad input is one line and exit code 2."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
-    from core import report
+    from core.report import compare
 
     runs = [Path(arg) for arg in args]
     try:
         if not runs or args[0].startswith("-"):
-            raise UsageError("which runs? python -m core.journal runs/a runs/b")
-        rows = report.compare(runs)
-        page = report.write_comparison(runs, runs[0].resolve().parent / "compare.html")
+            raise UsageError("which runs? python -m core.run_log runs/a runs/b")
+        rows = compare.compare(runs)
+        page = compare.write_comparison(runs, runs[0].resolve().parent / "compare.html")
     except UsageError as error:
-        print(f"core.journal: {error}", file=sys.stderr)
+        print(f"core.run_log: {error}", file=sys.stderr)
         return 2
     table = Table(box=None, header_style="bold")
     for title in ("run", "algo", "env", "held-out accuracy [95%], before -> after"):

@@ -22,8 +22,8 @@ from contextlib import suppress
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.actions import Retries, read_action, user
 from environments.base import Env, Step, register
+from environments.parsing import Retries, read_action, user
 
 NOT_SHOWN = ("done", "reward", "metadata")
 TIMEOUT = 10.0  # seconds to connect

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from core.types import UsageError
-from environments.as_gymnasium import join, text_space
+from environments.adapters.as_gymnasium import join, text_space
 from environments.base import TRAIN_SEEDS, MultiAgentEnv, Step
 
 IDLE = Step(None, 0.0, False)

@@ -1,0 +1,1 @@
+"""Programs that read finished or running runs: comparison, page, curves, token traces."""

@@ -1,0 +1,1 @@
+"""The program behind scratch.py: checks the exercises, and trains with them."""

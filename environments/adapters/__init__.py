@@ -1,0 +1,1 @@
+"""Third-party interfaces: each file makes environments of one library playable here."""
