@@ -120,7 +120,7 @@ def test_the_example_environment_runs(command):
 
 def test_speed_is_what_was_measured():
     def sides(name):
-        cases = json.loads((ROOT / f"runs/speed/{name}-cpu.json").read_text())["cases"]
+        cases = json.loads((ROOT / f"runs/benchmarks/speed/{name}-cpu.json").read_text())["cases"]
         for case in cases:
             ours, theirs = case["sides"].values()
             yield case, ours, theirs

@@ -1,4 +1,4 @@
-"""What runs/speed counts and computes, by hand; and that both sides of a pair do the same work."""
+"""What runs/benchmarks/speed counts and computes, by hand; and that both sides of a pair do the same work."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from core.model import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import save_tiny
 
-FOLDER = Path(__file__).parent.parent / "runs/speed"
+FOLDER = Path(__file__).parent.parent / "runs/benchmarks/speed"
 sys.path.append(str(FOLDER))
 import floor  # noqa: E402
 import memory  # noqa: E402

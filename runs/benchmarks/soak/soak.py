@@ -1,7 +1,7 @@
 """2,000 updates on the tiny policy: memory, time and files, as they go.
 
-python runs/soak/soak.py                 # half an hour on one core
-python runs/soak/soak.py --draw          # only the table and the picture again
+python runs/benchmarks/soak/soak.py                 # half an hour on one core
+python runs/benchmarks/soak/soak.py --draw          # only the table and the picture again
 
 Once in twenty updates the process is looked at from outside: resident memory (from /proc), the time
 since the last look, what the run's folder holds. Exit code 1 if memory or time grew, or a file
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
-sys.path += [str(HERE.parent), str(ROOT)]
+ROOT = HERE.parents[2]
+sys.path += [str(ROOT / "runs"), str(ROOT)]
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402

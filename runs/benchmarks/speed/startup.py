@@ -1,7 +1,7 @@
 """How long a user waits: for `--help`, and for the first update of the default run.
 
-    python runs/speed/startup.py                     # about 8 minutes on two cores
-    python runs/speed/startup.py --rounds 1 --no-write
+    python runs/benchmarks/speed/startup.py                     # about 8 minutes on two cores
+    python runs/benchmarks/speed/startup.py --rounds 1 --no-write
 
 Each is `python train.py` itself, in a fresh process and an empty folder, timed from its start until
 the journal has the first update. Without the cache it makes the tiny policy's warm start; with it,
@@ -27,7 +27,7 @@ from floor import forward
 from pairs import in_child, play_part, publish, spread, verdict
 from workload import SHAPES
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 GOALS = {"`--help`": 1.5, "first update, warm start made": 60.0}  # seconds, at most
 SAMPLED = 20  # warm-start steps whose tokens are counted
 

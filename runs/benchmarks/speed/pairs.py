@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent), str(HERE.parent.parent)]
+sys.path += [str(HERE.parents[1]), str(HERE.parents[2])]
 
 from record import machine  # noqa: E402
 
@@ -89,7 +89,7 @@ def publish(
     where, slug = described()
     result = {
         "machine": where,
-        "command": " ".join(["python", f"runs/speed/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": " ".join(["python", f"runs/benchmarks/speed/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "threads": threads(),
         "versions": versions(),
         "cases": cases,

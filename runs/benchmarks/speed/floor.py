@@ -1,7 +1,7 @@
 """What a step of vs_trl.py's case must take at least on this machine, beside what it takes.
 
-    python runs/speed/floor.py                       # about 3 minutes on two cores
-    python runs/speed/floor.py --rounds 1 --no-write
+    python runs/benchmarks/speed/floor.py                       # about 3 minutes on two cores
+    python runs/benchmarks/speed/floor.py --rounds 1 --no-write
 
 Operations and bytes are counted from the shapes (a multiplication and an addition are two), and
 divided by rates measured here: of matrix multiplication at the sizes in question, and of copying.

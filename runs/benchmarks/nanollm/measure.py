@@ -1,7 +1,7 @@
 """How fast NanoLLM samples beside what it could be replaced by, and what sharing weights costs.
 
-    python runs/nanollm_speed/measure.py                  # on a GPU: Qwen3 of 0.6B, 1.7B and 4B
-    python runs/nanollm_speed/measure.py --sizes tiny     # what a CPU runs by default
+    python runs/benchmarks/nanollm/measure.py                  # on a GPU: Qwen3 of 0.6B, 1.7B and 4B
+    python runs/benchmarks/nanollm/measure.py --sizes tiny     # what a CPU runs by default
 
 Every contestant is a process of its own with its engine warm; they take turns, so that whatever
 else the machine does falls on all of them. Weights are random, of the real shapes; no hub is
@@ -27,7 +27,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))
+sys.path.insert(0, str(HERE.parents[2]))
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
@@ -73,7 +73,7 @@ def main(args: Args) -> None:
     result: dict[str, Any] = {
         "machine": machine if on_gpu else f"CPU, {os.cpu_count()} cores",
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python runs/nanollm_speed/measure.py {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python runs/benchmarks/nanollm/measure.py {' '.join(sys.argv[1:])}".strip(),
         "versions": versions(),
         "workload": {k: getattr(args, k) for k in
                      ("num_prompts", "group_size", "prompt_tokens", "max_tokens", "rounds")},

@@ -1,7 +1,7 @@
 """Tokens a second of TorchSampler beside transformers' `generate`, on the CPU or a GPU.
 
-    python runs/speed/vs_generate.py                 # about 5 minutes on two cores
-    python runs/speed/vs_generate.py --rounds 1 --no-write
+    python runs/benchmarks/speed/vs_generate.py                 # about 5 minutes on two cores
+    python runs/benchmarks/speed/vs_generate.py --rounds 1 --no-write
 
 The same folder, the same 8 prompts 8 times each, temperature 1, as many tokens (checked). Each
 sampler is a process of its own, in turns, its first call left out. TorchSampler also returns the

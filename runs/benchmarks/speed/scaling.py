@@ -1,8 +1,8 @@
 """Data parallel: an update on 8 and 64 GPUs as computed, and on 2 ranks as measured.
 
-    python runs/speed/scaling.py ranks               # 1 against 2 ranks, a core each; 4 minutes
-    python runs/speed/scaling.py model               # on a GPU: computed from one device's times
-    python runs/speed/scaling.py model --gpus 2      # on a CPU, to hold against the measured ranks
+    python runs/benchmarks/speed/scaling.py ranks               # 1 against 2 ranks, a core each; 4 minutes
+    python runs/benchmarks/speed/scaling.py model               # on a GPU: computed from one device's times
+    python runs/benchmarks/speed/scaling.py model --gpus 2      # on a CPU, to hold against the measured ranks
 
 The model: a rank samples and learns from its share of the rollouts, then the gradients of all are
 summed. What one device needs for a share is measured, on one device, at that very share (so the
@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tyro
 from pairs import in_child, in_turn, publish, ratios, spread
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
 PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # a core for each rank
 
