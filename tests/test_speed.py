@@ -1,4 +1,4 @@
-"""What runs/benchmarks/speed counts and computes, by hand; and that both sides of a pair do the same work."""
+"""What runs/benchmarks/speed counts and computes by hand; both sides of a pair do equal work."""
 
 import subprocess
 import sys

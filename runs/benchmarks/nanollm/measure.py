@@ -1,7 +1,7 @@
 """How fast NanoLLM samples beside what it could be replaced by, and what sharing weights costs.
 
-    python runs/benchmarks/nanollm/measure.py                  # on a GPU: Qwen3 of 0.6B, 1.7B and 4B
-    python runs/benchmarks/nanollm/measure.py --sizes tiny     # what a CPU runs by default
+    python runs/benchmarks/nanollm/measure.py  # on a GPU: Qwen3 of 0.6B, 1.7B and 4B
+    python runs/benchmarks/nanollm/measure.py --sizes tiny  # what a CPU runs by default
 
 Every contestant is a process of its own with its engine warm; they take turns, so that whatever
 else the machine does falls on all of them. Weights are random, of the real shapes; no hub is

@@ -1,7 +1,7 @@
 """2,000 updates on the tiny policy: memory, time and files, as they go.
 
-python runs/benchmarks/soak/soak.py                 # half an hour on one core
-python runs/benchmarks/soak/soak.py --draw          # only the table and the picture again
+python runs/benchmarks/soak/soak.py  # half an hour on one core
+python runs/benchmarks/soak/soak.py --draw  # only the table and the picture again
 
 Once in twenty updates the process is looked at from outside: resident memory (from /proc), the time
 since the last look, what the run's folder holds. Exit code 1 if memory or time grew, or a file

@@ -1,6 +1,6 @@
 """What a step of vs_trl.py's case must take at least on this machine, beside what it takes.
 
-    python runs/benchmarks/speed/floor.py                       # about 3 minutes on two cores
+    python runs/benchmarks/speed/floor.py  # about 3 minutes on two cores
     python runs/benchmarks/speed/floor.py --rounds 1 --no-write
 
 Operations and bytes are counted from the shapes (a multiplication and an addition are two), and

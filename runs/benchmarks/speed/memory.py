@@ -1,6 +1,6 @@
 """Peak memory of a training pass, forward and backward: picoRL's beside one with all logits.
 
-    python runs/benchmarks/speed/memory.py                      # about 8 minutes on two cores; needs 16 GB
+    python runs/benchmarks/speed/memory.py  # about 8 minutes on two cores; needs 16 GB
     python runs/benchmarks/speed/memory.py --vocab 384 8000 --completion-tokens 32 --no-write
 
 One group, one micro-batch, the same token ids on both sides, a small trunk so that the vocabulary

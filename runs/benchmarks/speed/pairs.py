@@ -7,6 +7,7 @@ the tables of all machines to between the script's marks in the README.
 
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parents[1]), str(HERE.parents[2])]
+ROOT = HERE.parents[2]
+sys.path += [str(ROOT / "runs"), str(ROOT)]
 
 from record import machine  # noqa: E402
 
@@ -89,7 +91,7 @@ def publish(
     where, slug = described()
     result = {
         "machine": where,
-        "command": " ".join(["python", f"runs/benchmarks/speed/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
         "threads": threads(),
         "versions": versions(),
         "cases": cases,

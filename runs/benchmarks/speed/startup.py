@@ -1,6 +1,6 @@
 """How long a user waits: for `--help`, and for the first update of the default run.
 
-    python runs/benchmarks/speed/startup.py                     # about 8 minutes on two cores
+    python runs/benchmarks/speed/startup.py  # about 8 minutes on two cores
     python runs/benchmarks/speed/startup.py --rounds 1 --no-write
 
 Each is `python train.py` itself, in a fresh process and an empty folder, timed from its start until

@@ -1,6 +1,6 @@
 """Tokens a second of TorchSampler beside transformers' `generate`, on the CPU or a GPU.
 
-    python runs/benchmarks/speed/vs_generate.py                 # about 5 minutes on two cores
+    python runs/benchmarks/speed/vs_generate.py  # about 5 minutes on two cores
     python runs/benchmarks/speed/vs_generate.py --rounds 1 --no-write
 
 The same folder, the same 8 prompts 8 times each, temperature 1, as many tokens (checked). Each

@@ -1,8 +1,8 @@
 """A whole step of picoRL beside one of TRL's GRPOTrainer: sampling, training pass, optimiser step.
 
-    python runs/benchmarks/speed/vs_trl.py                      # on the CPU, about 10 minutes
-    python runs/benchmarks/speed/vs_trl.py --gpu                # TRL with vLLM in its process; needs vLLM
-    python runs/benchmarks/speed/vs_trl.py --rounds 1 --steps 1 --no-write      # a quick look
+    python runs/benchmarks/speed/vs_trl.py  # on the CPU, about 10 minutes
+    python runs/benchmarks/speed/vs_trl.py --gpu  # TRL with vLLM in its process; needs vLLM
+    python runs/benchmarks/speed/vs_trl.py --rounds 1 --steps 1 --no-write  # a quick look
 
 Both read the same folder, play the same prompts, sample as many tokens (checked: the run fails
 otherwise) and learn from all of them once, without a reference model or gradient checkpointing. On
