@@ -2,7 +2,7 @@
 
     python runs/benchmarks/speed/scaling.py ranks  # 1 against 2 ranks, a core each; 4 minutes
     python runs/benchmarks/speed/scaling.py model  # on a GPU: computed from one device's times
-    python runs/benchmarks/speed/scaling.py model --gpus 2  # on a CPU, to hold against the measured ranks
+    python runs/benchmarks/speed/scaling.py model --gpus 2  # on a CPU, beside `ranks`
 
 The model: a rank samples and learns from its share of the rollouts, then the gradients of all are
 summed. What one device needs for a share is measured, on one device, at that very share (so the
