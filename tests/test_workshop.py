@@ -10,8 +10,8 @@ import torch
 
 from algorithms import common, grpo, ppo, reinforce
 from core.sampler import SamplingParams, draw
-from core.workshop import solutions as solutions
-from core.workshop.checker import check_all, checker, load, run_command
+from core.workshop import checker, solutions
+from core.workshop.checker import check_all, load, run_command
 from core.workshop.exercises import EXERCISES
 from core.workshop.mistakes import MISTAKES, UNTOUCHED
 
