@@ -57,7 +57,10 @@ def test_every_command_is_valid(page, least):
             config.check(cfg, train.ALGORITHMS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "runs/README.md", "core/workshop/README.md", "CONTRIBUTING.md"])
+PAGES = "README.md runs/README.md core/workshop/README.md CONTRIBUTING.md".split()
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_file_and_script_that_is_named_is_there(page):
     text, here = (ROOT / page).read_text(), (ROOT / page).parent
     links = [link for link in re.findall(r"\]\(([^)#]*)[^)]*\)", text) if "://" not in link]
