@@ -20,7 +20,8 @@ from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn
-from environments.base import Env, MultiAgentEnv, Step, make
+from environments.base import Env, MultiAgentEnv, Step
+from environments.registry import make
 
 T = TypeVar("T")
 PLAYER = "player"  # the one agent of a single-player environment

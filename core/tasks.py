@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.types import UsageError
-from environments import base
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
+from environments.registry import accepts, make, options_of
 
 DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # the key that makes a task harder
 
@@ -90,7 +90,7 @@ def harder(spec: str, by: int) -> str:
     key = difficulty_key(spec)
     if key is None or by == 0:
         return spec
-    start = int(base.options_of(spec)[key])
+    start = int(options_of(spec)[key])
     for difficulty in range(start + 1, start + by + 1):
         try:
             spec = with_difficulty(spec, difficulty)
@@ -120,7 +120,7 @@ def check_demonstrations(envs: Sequence[str]) -> None:
 
 def difficulty_key(spec: str) -> str | None:
     """The key by which the environment gets harder, if it has one."""
-    return next((key for key in DIFFICULTIES if base.accepts(spec, key)), None)
+    return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
 
 
 def _first_demonstration(spec: str, env: Env) -> str | None:

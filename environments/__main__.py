@@ -22,7 +22,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from core.types import UsageError
-from environments.base import Env, MultiAgentEnv, Step, constructor, list_envs, make
+from environments.base import Env, MultiAgentEnv, Step
+from environments.registry import constructor, list_envs, make
 
 CONSOLE = Console()
 MOST_TURNS = 50

@@ -35,7 +35,7 @@ makes it more than ten: see that --max-turns allows them. Reward of each respons
 import random
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, read_action, user, whole_number
 
 # A side's stones are the bits of one number: bit 7 * column + row, row 0 at the bottom. The seventh
@@ -48,7 +48,6 @@ SHOWN_DEPTH = 4  # moves that a demonstration looks ahead, or as many as its opp
 PLAIN = r"(?:^|move is|move:|column|drop in|play) *([1-7])\W*$"
 
 
-@register("connect4")
 class ConnectFour(Env):
     """`opponent`: random or minimax; `depth`: the moves that minimax looks ahead, 1 to 6."""
 

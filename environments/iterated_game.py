@@ -34,7 +34,7 @@ import re
 from dataclasses import dataclass, replace
 
 from core.types import Message, UsageError
-from environments.base import Env, MultiAgentEnv, Step, register
+from environments.base import Env, MultiAgentEnv, Step
 from environments.parsing import Retries, one_of, read_action, user
 
 OPPONENTS = {  # what is told; chance to cooperate at first or after "cooperate", after "defect"
@@ -59,7 +59,6 @@ class Game:
     total: str  # " of 5", or "" where it isn't known
 
 
-@register("iterated_game")
 def iterated_game(
     opponent: str = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5,
     end: str = "fixed", continue_probability: float = 0.8,

@@ -31,7 +31,7 @@ import string
 import zlib
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.base import EVAL_SEEDS, Env, Step
 
 # tier: (shortest, longest, chance of asking for several letters, fewest, most), in letters
 TIERS = {
@@ -55,7 +55,6 @@ CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]  # half th
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@register("letter_counting")
 class LetterCounting(Env):
     """One question, one response. `difficulty`: 1 to 10."""
 

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.base import EVAL_SEEDS, Env, Step
 from environments.math_answers import LONGEST, find_answer, number, same
 from environments.math_expressions import LEVELS, is_held_out, make_expression
 from environments.parsing import user
@@ -59,7 +59,6 @@ class Problem(NamedTuple):
     working: str  # "" where only the answer is known
 
 
-@register("math_qa")
 class MathQA(Env):
     """One question, one response. `level`: 1 to 6; `data`: "gsm8k", "math" or a JSONL file."""
 

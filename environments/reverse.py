@@ -34,7 +34,7 @@ import zlib
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import read_action, user
 
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
@@ -45,7 +45,6 @@ CONSONANTS = "bcdfghjklmnprstvwz"
 PLAIN = r"(?:^|\n|answer is|answer:)[ \t]*[\"'`]?([0-9A-Za-z-]+)[\"'`.]*\s*$"
 
 
-@register("reverse")
 class Reverse(Env):
     """`kind`: words, numbers or uuids; `turns`; `length`: the longest word or number, 3 to 50."""
 
@@ -97,7 +96,6 @@ class Reverse(Env):
         return f'{NOUNS[self.kind].capitalize()}: "{self.items[self.right]}"'
 
 
-@register("reverse_echo")
 class ReverseEcho(Reverse):
     """The same to be repeated as it is, with the same options: a task that is nearly learnt."""
 

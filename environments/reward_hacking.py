@@ -34,7 +34,7 @@ from functools import lru_cache
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, one_of, read_action, user
 
 State = Any  # a tuple of numbers and tuples of numbers; None: the end
@@ -57,7 +57,6 @@ class World:
     why: Callable[[State, str], str]  # what speaks for the truly best action
 
 
-@register("reward_hacking")
 class RewardHacking(Env):
     """`world`: rescue, fragile or renewable; `proxy_weight`: 0 (pay what was meant) to 1."""
 

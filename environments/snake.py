@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, one_of, read_action, user
 
 MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
@@ -43,7 +43,6 @@ STEP_COST = 0.001
 Cell = tuple[int, int]
 
 
-@register("snake")
 class Snake(Env):
     """`size`: 4 to 20 cells a side; `fruits` to eat; `max_steps`; `grid`: add a picture."""
 

@@ -30,7 +30,7 @@ import random
 from functools import cache
 
 from core.types import Message, UsageError
-from environments.base import Env, MultiAgentEnv, Step, register
+from environments.base import Env, MultiAgentEnv, Step
 from environments.parsing import Retries, read_action, user, whole_number
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
@@ -39,7 +39,6 @@ OTHER = {"X": "O", "O": "X"}
 PLAIN = r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$"
 
 
-@register("tic_tac_toe")
 def tic_tac_toe(opponent: str = "random") -> Env | MultiAgentEnv:
     """`opponent`: random, perfect or self."""
     if opponent not in ("random", "perfect", "self"):

@@ -45,7 +45,7 @@ from urllib.parse import unquote
 
 from core.types import Message, UsageError
 from environments import pages, wikipedia
-from environments.base import EVAL_SEEDS, Env, Step, register
+from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import Retries, one_of, read_action, user
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
@@ -55,7 +55,6 @@ MOST_NAMED = 4  # pages in a demonstration; a tiny policy has no room for more
 MOST_HOPS = 6  # pairs farther apart are too few
 
 
-@register("wikipedia_maze")
 class WikipediaMaze(Env):
     """`n_hops`: clicks at best. `max_visits`: 0 for n_hops + 3. With `live`: the last three."""
 

@@ -11,7 +11,7 @@ from test_report import CONFIG, data_of, write_run
 from core import diagnostics, run_log
 from core.checkpoint import find_checkpoint
 from core.report import compare, curves
-from environments import base
+from environments import base, registry
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = """algorithms_tiny environments_tiny letter_counting_tiny letter_counting_vllm
@@ -265,9 +265,9 @@ def test_the_picture_marks_warnings_with_their_names(tmp_path, warned, monkeypat
 @pytest.fixture
 def hopeless():
     """An environment in which nobody is ever paid."""
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
-    @base.register("hopeless")
+    @registry.register("hopeless")
     class Hopeless(base.Env):
         def reset(self, seed):
             return [{"role": "user", "content": f"{seed}?"}]
@@ -276,8 +276,8 @@ def hopeless():
             return base.Step(None, 0.0, True, {"correct": False})
 
     yield
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 HOPELESS = """--env hopeless --sft-steps 0 --num-updates 7 --num-prompts 2 --group-size 2

@@ -15,8 +15,9 @@ from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import run_log
-from environments import base
-from environments.base import Env, Step, register
+from environments import registry
+from environments.base import Env, Step
+from environments.registry import register
 
 WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 3e-3 --num-updates 40 --num-prompts 16 --group-size 8 --num-epochs 2
@@ -44,7 +45,7 @@ LOSS_TYPES = {
 
 @pytest.fixture
 def bandit(monkeypatch):
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
     @register("bandit")
     class Bandit(Env):
@@ -74,8 +75,8 @@ def bandit(monkeypatch):
     monkeypatch.setattr(run_log, "write_pages", lambda *args: None)  # longer than the updates
     yield
     torch.set_num_threads(threads)
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 def random_policy(folder, seed):

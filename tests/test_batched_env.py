@@ -12,8 +12,9 @@ from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import without_failed
 from core.tasks import Task, train_tasks
 from core.types import Completion, UsageError
-from environments import base
-from environments.base import Env, MultiAgentEnv, Step, register
+from environments import registry
+from environments.base import Env, MultiAgentEnv, Step
+from environments.registry import register
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -34,7 +35,7 @@ class Scripted(Sampler):
 
 @pytest.fixture(autouse=True)
 def own_environments():
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
     @register("countdown")
     class Countdown(Env):
@@ -71,8 +72,8 @@ def own_environments():
             return {"ann": Step(None, 0.5, True), "bob": Step(None, -1.0, True)}
 
     yield
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 def test_a_group_shares_one_opening_prompt_and_groups_differ(policy):

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from core.types import UsageError
-from environments.base import make
 from environments.connect4 import (
     ConnectFour,
     best_moves,
@@ -18,6 +17,7 @@ from environments.connect4 import (
     stone,
     wins,
 )
+from environments.registry import make
 
 EMPTY = "\n".join(["......."] * 6)
 

@@ -16,7 +16,7 @@ from environments.adapters.gymnasium import (
     system_prompt,
 )
 from environments.adapters.gymnasium_players import GAMES, best_actions
-from environments.base import make
+from environments.registry import make
 
 KNOWN = list(GAMES)
 
@@ -235,7 +235,7 @@ def test_actions_may_start_at_one_and_observations_be_nested():
         ("id=Pendulum-v1", "no discrete actions"),
         ("repeat=0", "repeat 1 or more"),
         ("max_steps=-1", "max_steps"),
-        ("repeat=x", "whole number"),
+        ("repeat=x", "integer"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(options, message):

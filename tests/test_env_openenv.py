@@ -14,7 +14,7 @@ from openenv.core.env_server import Action, Environment, Observation, State, cre
 
 from core.types import UsageError
 from environments.adapters.openenv import LOST, OpenEnv, describe
-from environments.base import make
+from environments.registry import make
 
 
 class Saying(Action):

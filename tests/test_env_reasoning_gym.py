@@ -14,7 +14,7 @@ import numpy as np
 import environments.adapters.reasoning_gym  # noqa: F401  registers
 from core.types import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
-from environments.base import make
+from environments.registry import make
 
 SOME = """chain_sum gcd spell_backward countdown simple_integration n_queens pool_matrix
 letter_counting maze rotate_matrix sudoku tower_of_hanoi""".split()
@@ -129,7 +129,7 @@ def test_datasets_in_the_order_of_a_set_need_a_fixed_hash_seed(monkeypatch):
         make("reasoning_gym:dataset=ransom_note")
     code = """if True:
         import environments.adapters.reasoning_gym
-        from environments.base import make
+        from environments.registry import make
         env = make("reasoning_gym:dataset=ransom_note")
         print(env.reset(1_600_000_001))
     """

@@ -13,7 +13,7 @@ import numpy as np
 import environments.adapters.textarena  # noqa: F401  registers
 from core.types import UsageError
 from environments.adapters.textarena import TextArena
-from environments.base import make
+from environments.registry import make
 
 
 def play(env, seed, *actions):

@@ -11,7 +11,7 @@ pytest.importorskip("textworld")
 import environments.adapters.textworld  # registers
 from core.types import UsageError
 from environments.adapters.textworld import FORM, LEVELS, TextWorld, read_command
-from environments.base import make
+from environments.registry import make
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, constructor, list_envs, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env
+from environments.registry import constructor, list_envs, make
 
 ROOT = Path(__file__).parent.parent
 # spec: (least and most of a step, most of an episode, whether the demonstrator always gets that)

@@ -6,7 +6,8 @@ import pytest
 
 import environments.__main__ as command
 from core.types import UsageError
-from environments.base import MultiAgentEnv, Step, list_envs
+from environments.base import MultiAgentEnv, Step
+from environments.registry import list_envs
 
 NEEDS_A_SERVER = {"openenv", "remote"}  # the one runs elsewhere, the other plays one of these
 SHOWN = [

@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from core.types import UsageError
-from environments.base import MultiAgentEnv, make
+from environments.base import MultiAgentEnv
 from environments.iterated_game import AgainstRule, SelfPlay, iterated_game
+from environments.registry import make
 
 C, D = "cooperate", "defect"
 FIXED = ["tit_for_tat", "always_cooperate", "always_defect"]

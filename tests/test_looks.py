@@ -9,8 +9,9 @@ from test_workshop import solved
 
 from core.report.token_traces import first_groups, pieces
 from core.types import Rollout, Turn
-from environments import base
-from environments.base import Env, Step, register
+from environments import registry
+from environments.base import Env, Step
+from environments.registry import register
 
 SHORT = """--sft-steps 20 --sft-batch-size 4 --num-updates 1 --num-prompts 2 --group-size 4
     --eval-num-tasks 0 --max-tokens 12 --lr 1e-3 --max-tokens-per-micro-batch 300""".split()
@@ -18,7 +19,7 @@ SHORT = """--sft-steps 20 --sft-batch-size 4 --num-updates 1 --num-prompts 2 --g
 
 @pytest.fixture
 def even():
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
     @register("even")
     class Even(Env):
@@ -37,8 +38,8 @@ def even():
             return Step(message, float(len(response) % 2 == 0), self.left == 0)
 
     yield
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 def rows(run, kind="train"):

@@ -24,8 +24,9 @@ from core.rollouts import BatchedEnv
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import UsageError
-from environments import base
-from environments.base import Env, MultiAgentEnv, Step, register
+from environments import registry
+from environments.base import Env, MultiAgentEnv, Step
+from environments.registry import register
 from tests.conftest import save_small
 
 FEW = settings(max_examples=40, derandomize=True, deadline=None)
@@ -294,7 +295,7 @@ def small_policy(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def saying():
     """An environment of two turns that says what the list holds."""
-    known, said = dict(base._REGISTRY), []
+    known, said = dict(registry.ENVIRONMENTS), []
 
     @register("saying")
     class Saying(Env):
@@ -307,8 +308,8 @@ def saying():
             return Step(None if done else self.left.pop(0), 1.0, done)
 
     yield said
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 @settings(FEW, max_examples=25)
@@ -358,7 +359,7 @@ def test_a_message_too_long_for_the_context_ends_an_agents_part(small_policy):
     try:
         ann, bob = table.collect([Task("patient", 0, 0)], TorchSampler(small_policy), params)
     finally:
-        del base._REGISTRY["patient"]
+        del registry.ENVIRONMENTS["patient"]
     assert (len(ann.turns), len(bob.turns)) == (1, 3) and ann.episode_truncated
 
 

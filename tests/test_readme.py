@@ -93,11 +93,12 @@ def test_the_example_environment_runs(command):
     import random
 
     from core.types import Message
-    from environments import base
-    from environments.base import Env, Step, register
+    from environments import registry
+    from environments.base import Env, Step
+    from environments.registry import register
 
     (code,) = re.findall(r"```python\n(@register.*?)```", README, re.DOTALL)
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
     try:
         exec(code, {"random": random, "Message": Message, "Env": Env, "Step": Step,
                     "register": register})  # fmt: skip
@@ -105,8 +106,8 @@ def test_the_example_environment_runs(command):
             --eval-num-tasks 2 --max-tokens 4 --run-name a"""
         assert command(*flags.split())[0] == 0
     finally:
-        base._REGISTRY.clear()
-        base._REGISTRY.update(known)
+        registry.ENVIRONMENTS.clear()
+        registry.ENVIRONMENTS.update(known)
 
 
 def test_speed_is_what_was_measured():

@@ -13,7 +13,7 @@ from core.tasks import Task
 from core.types import UsageError
 from environments.adapters import remote
 from environments.adapters.remote import Remote, RemoteError
-from environments.base import make
+from environments.registry import make
 
 # answers the first request as letter_counting would, then does what its name says
 SERVER = """

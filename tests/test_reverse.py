@@ -9,7 +9,8 @@ import zlib
 import pytest
 
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
+from environments.registry import make
 from environments.reverse import Reverse, ReverseEcho
 
 ITEM = re.compile(r'(?:Word|Number|String): "([^"]+)"$')

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS
+from environments.registry import make
 from environments.reward_hacking import PROXY, TRUE, WORLDS, RewardHacking, best_action, most
 
 SEEDS = [*range(150), *DEMO_SEEDS[:100], *EVAL_SEEDS[:50]]

@@ -23,7 +23,7 @@ from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import UsageError
 from environments.adapters.remote import RemoteError
-from environments.base import make
+from environments.registry import make
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from core.types import UsageError
-from environments.base import make
+from environments.registry import make
 from environments.snake import Snake, safe_move, shortest_path
 
 

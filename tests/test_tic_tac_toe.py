@@ -8,7 +8,8 @@ import time
 import pytest
 
 from core.types import UsageError
-from environments.base import Env, MultiAgentEnv, make
+from environments.base import Env, MultiAgentEnv
+from environments.registry import make
 from environments.tic_tac_toe import (
     EMPTY,
     OTHER,

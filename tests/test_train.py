@@ -17,8 +17,9 @@ import train
 from core import checkpoint, config
 from core.interrupt import Interrupt
 from core.types import UsageError
-from environments import base
-from environments.base import Env, Step, register
+from environments import base, registry
+from environments.base import Env, Step
+from environments.registry import register
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
@@ -167,7 +168,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 @pytest.fixture
 def poisoned():
     """An environment that pays, on some training seeds, more than float32 can add up."""
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
     @register("poisoned")
     class Poisoned(Env):
@@ -184,14 +185,14 @@ def poisoned():
             return Step(None, reward, True, {"correct": reward == 1})
 
     yield
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 @pytest.fixture
 def easy():
     """An environment of four levels that any answer solves."""
-    known = dict(base._REGISTRY)
+    known = dict(registry.ENVIRONMENTS)
 
     @register("easy")
     class Easy(Env):
@@ -206,8 +207,8 @@ def easy():
             return Step(None, float(len(response)), True, {"correct": True})
 
     yield
-    base._REGISTRY.clear()
-    base._REGISTRY.update(known)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
 
 
 def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisoned):
@@ -267,9 +268,9 @@ def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, eas
 
 
 BAD_INPUT = [
-    ("--env chess", "unknown environment 'chess'; there are: connect4"),
-    ("--env letter_counting:level=3", "unknown key 'level'; it has: difficulty"),
-    ("--env letter_counting:difficulty=hard", "difficulty is a whole number, not 'hard'"),
+    ("--env chess", "unknown environment 'chess'; available: connect4"),
+    ("--env letter_counting:level=3", "unknown key 'level'; available keys: difficulty"),
+    ("--env letter_counting:difficulty=hard", "difficulty must be an integer, not 'hard'"),
     ("--env letter_counting:difficulty=11", "difficulty is 1 to 10, not 11"),
     ("--env letter_counting:difficulty", "write options as key=value"),
     ("--eval-env chess", "unknown environment 'chess'"),

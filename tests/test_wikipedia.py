@@ -12,7 +12,7 @@ from test_wikipedia_maze import visit, walk
 
 from core.types import UsageError
 from environments import pages, wikipedia
-from environments.base import make
+from environments.registry import make
 from environments.wikipedia_maze import WikipediaMaze
 
 ARTICLES = {

@@ -10,7 +10,8 @@ import pytest
 import environments.wikipedia_maze  # noqa: F401  (registers it)
 from core.types import UsageError
 from environments import pages
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, make
+from environments.base import DEMO_SEEDS, EVAL_SEEDS
+from environments.registry import make
 from environments.wikipedia_maze import WikipediaMaze
 
 LINKS = {title: pages.find_links(sections) for title, sections in pages.bundled().items()}

@@ -24,7 +24,7 @@ from typing import Any
 
 from core.types import Message, UsageError
 from environments.adapters.gymnasium_players import Game, find_game
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, one_of, read_action, user
 
 
@@ -51,7 +51,6 @@ def extract_action(game: Game, response: str) -> int | None:
     return None if name is None else names[name]
 
 
-@register("gymnasium")
 class Gymnasium(Env):
     """`id`; `max_steps` (0: its own); `repeat` of an action; reward `scale`; `memory` of turns."""
 

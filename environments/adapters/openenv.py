@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, read_action, user
 
 NOT_SHOWN = ("done", "reward", "metadata")
@@ -30,7 +30,6 @@ TIMEOUT = 10.0  # seconds to connect
 LOST = "The environment's server doesn't answer."
 
 
-@register("openenv")
 class OpenEnv(Env):
     """`url` of the server, http://..; `field` of its action that takes the text."""
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import read_action, user
 
 ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")
@@ -51,7 +51,6 @@ SET_ORDERED = (
 )
 
 
-@register("reasoning_gym")
 class ReasoningGym(Env):
     """One question, one response. `dataset`: a name of Reasoning Gym's."""
 

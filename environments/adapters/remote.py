@@ -38,7 +38,8 @@ from collections.abc import Callable
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, make, register
+from environments.base import Env, Step
+from environments.registry import make
 
 LONGEST_LINE = 4 << 20  # bytes of an answer
 START_TIMES = 3  # `timeout` of a first answer: a container has to start
@@ -48,7 +49,6 @@ class RemoteError(RuntimeError):
     """The other side failed; its episode is lost, nothing else."""
 
 
-@register("remote")
 class Remote(Env):
     """`env`: name of one of ours, `;` between its options; or `command`. `timeout`: seconds."""
 

@@ -22,14 +22,13 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
-from environments.base import MultiAgentEnv, Step, register
+from environments.base import MultiAgentEnv, Step
 from environments.parsing import read_action, user
 
 LONGEST_ACTION = 2000  # characters
 MOST_PLAYERS = 20
 
 
-@register("textarena")
 class TextArena(MultiAgentEnv):
     """`id` of the game; number of `players` (0: the fewest that it takes)."""
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import Env, Step, register
+from environments.base import Env, Step
 from environments.parsing import Retries, read_action, user
 
 # level: rooms, objects, commands on the shortest way to win
@@ -37,7 +37,6 @@ MOST_GAMES = 300  # kept in the folder, 0.4 MB each
 PROGRAM = set("q quit restart save restore undo script recording replay version restrict".split())
 
 
-@register("textworld")
 class TextWorld(Env):
     """`level`: 1 to 5; `hints`: show the commands that the game would understand."""
 

@@ -18,7 +18,8 @@ from typing import Any
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (2, 3)]
 
 from core.types import Message
-from environments.base import Env, Step, register
+from environments.base import Env, Step
+from environments.registry import register
 
 LETTERS = "bcdfghjklm"  # no word of the tiny tokenizer can be spelt with them: a token each
 TEMPLATE_TOKENS = 3  # <|user|> .. <|end|><|assistant|>
