@@ -1,317 +1,218 @@
-"""Train a language model by reinforcement learning: the whole loop, top to bottom.
+"""Train a language model with reinforcement learning: the whole loop, top to bottom.
 
-    python train.py                      # the tiny policy learns to count letters, on a laptop
+    python train.py                      # a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
-An update: P tasks, G rollouts of each; what was sampled is paid, compared and learnt from.
+Each update samples G rollouts for each of P tasks, computes advantages, takes a gradient step (or
+several), and samples the next rollouts from the new weights.
+
+Axes in shape comments: B = P·G rollouts, N sampled tokens of a rollout; b sequences of a
+micro-batch, T tokens of a sequence. The settings are in core/config.py.
 """
 
 import math
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from core import cli
 from core.config import Config
 
 if __name__ == "__main__":
-    cli.answer_at_once(Config, sys.argv[1:])  # --help, or a mistake: the next imports take seconds
+    cli.answer_at_once(Config, sys.argv[1:])  # --help and errors, before the slow imports
 
 import torch
+from torch import Tensor
 
 from algorithms import common, grpo, ppo, reinforce, sft
-from core import batching, config, distributed, metrics, selection, tasks, warm_cache
+from core import config, distributed, selection, tasks, warm_cache
+from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.evaluation import evaluate
-from core.interrupt import Stopped
-from core.memory import attempt, probe_peak_memory
+from core.memory import probe_peak_memory
+from core.metrics import Timer, UpdateStats, rollout_metrics
 from core.model import Policy
-from core.reference import as_reference
+from core.reference import freeze_reference
 from core.report.token_traces import trace_tokens
 from core.run import Run, is_due, open_run
 from core.sampler import SamplingParams
 from core.types import Rollout
-from core.workshop import as_algorithm
+from core.workshop.as_algorithm import load_scratch
 
 ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
-Known = dict[str, torch.Tensor]  # what is known of each sampled token, by name; each [B, N]
 
 
 def main(cfg: Config) -> int:
-    """The whole run: warm start, then updates of RL with evaluations. Returns the exit code."""
-    cfg = config.resolve(cfg)
-    cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo)) if cfg.algo == "grpo" else cfg
-    config.check(cfg, ALGORITHMS)
-    train_envs = [tasks.with_difficulty(spec, cfg.train_difficulty) for spec in cfg.env]
-    eval_envs = [tasks.with_difficulty(spec, 0) for spec in cfg.eval_env] or train_envs
-    if cfg.sft_steps:
-        tasks.check_demonstrations(train_envs)
-    settings = cli.to_dict(cfg, ALGORITHMS)
+    """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
+    cfg = prepare(cfg)
+    algorithm, options = algorithm_for(cfg)
 
-    with open_run(cfg, settings, Path("runs"), config.remarks(cfg)) as run:
-        try:
-            probe_peak_memory(cfg, run, partial(imitation, run))
-            if run.progress["sft_step"] < cfg.sft_steps:
-                if not warm_cache.reuse(cfg, run, train_envs):
-                    warm_start(cfg, run, train_envs)
-                    warm_cache.keep(cfg, run, train_envs)
-                run.begin_rl(cfg.lr, cfg.ppo.value_lr)
-            if cfg.kl_coef:
-                run.keep_reference()
-            run.code = 0 if reinforce_loop(cfg, run, train_envs, eval_envs) else 1
-        except Stopped:
+    with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
+        probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
+        if run.progress["sft_step"] < cfg.sft_steps:
+            warm_start(cfg, run)
+        reference = None
+        if cfg.kl_coef:
+            reference = freeze_reference(run.policy, run.folder, run.next_update)
+        if run.next_update == 0:
+            run.log(0, evaluate(cfg, run, 0), [])  # the accuracy before RL
             run.save()
-            run.display.say(f"stopped and saved; go on with: python train.py --resume {run.folder}")
-            run.code = 130
-    return run.code
+
+        for update in range(max(1, run.next_update), cfg.num_updates + 1):
+            run.check_interrupt()
+            timer = Timer()
+
+            # 1. Sample G rollouts for each of P tasks; some may be left out of training
+            sampled, rollouts = collect_rollouts(cfg, run, update)
+            batch = to_rollout_batch(rollouts)  # tensors [B, N] over the sampled tokens
+            timer.lap("time/rollout_s")
+
+            # 2. Log-probs under the weights that sampled, and under the reference
+            if needs_old_logprobs(cfg):
+                batch.old_logprobs, batch.values = score_logprobs(
+                    run.policy, batch, cfg.temperature
+                )
+            if reference is not None:
+                batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
+
+            # 3. Rewards to advantages
+            rewards, turn_ids = shape_rewards(cfg, batch)
+            batch.advantages, batch.value_targets = algorithm.compute_advantages(
+                rewards, batch.completion_mask, turn_ids, batch.group_ids, batch.values,
+                batch.episode_truncated, cfg.gamma, options,
+            )  # fmt: skip
+
+            # 4. Gradient steps. Losses are sums over tokens, so micro-batches add up
+            stats = UpdateStats(cfg, batch)
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
+            aggregation = cfg.grpo.aggregation or "token"
+            seed = (cfg.seed * 1_000_003 + update) * 101
+            for epoch, rows in minibatches(
+                len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed
+            ):
+                batch.token_weights = common.token_weights(
+                    loss_mask, aggregation, cfg.max_tokens, rows
+                )
+                for micro in micro_batches(run.policy, batch, rows):  # one graph alive at a time
+                    logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
+                    # None: this is the only step, so these are the weights that sampled
+                    old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+                    ratio = common.sampler_ratio(
+                        old, micro.sampler_logprobs, micro.completion_mask, cfg.tis_level
+                    )
+                    loss, sums = algorithm.compute_loss(
+                        logprobs, old, micro.advantages, micro.completion_mask,
+                        common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode),
+                        micro.token_weights, options, values, micro.values, micro.value_targets,
+                    )  # fmt: skip
+                    penalty, kl_sum = regularizers(cfg, logprobs, entropy, micro)
+                    run.optimizer.backward(loss + penalty)
+                    stats.add(epoch, micro, loss + penalty, old, entropy, ratio, sums | kl_sum)
+                stats.end_pass()
+                if stats.approx_kl > cfg.ppo.target_kl > 0:
+                    run.optimizer.zero_grad()  # too far from the old policy: no further steps
+                    break
+                stats.grad_norm, stepped = run.optimizer.clip_and_step(
+                    cfg.max_grad_norm, math.isfinite(stats.loss), update <= cfg.ppo.value_warmup
+                )
+                stats.num_steps += stepped
+
+            # 5. Give the sampler the new weights (nothing to send when it shares them)
+            metrics = rollout_metrics(sampled) | stats.means()
+            trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
+            if cfg.sft_best:
+                metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
+            run.sampler.sync()
+            timer.lap("time/train_s")
+
+            # 6. Evaluate, log, save
+            metrics |= timer.laps
+            if is_due(update, cfg.eval_every, cfg.num_updates):
+                metrics |= evaluate(cfg, run, update)
+            stop = run.log(update, metrics, sampled)
+            if stop or is_due(update, cfg.save_every, cfg.num_updates):
+                run.save()
+            if stop:
+                return 1
+    return 0
 
 
-def warm_start(cfg: Config, run: Run, envs: list[str]) -> None:
-    """Supervised steps on demonstrations: a share of them hasty guesses, the rest worked out."""
-    with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
-        for step in range(run.progress["sft_step"], cfg.sft_steps):
-            run.stop.check()
-            for group in run.optimizer.param_groups:
-                group["lr"] = cfg.sft_lr * sft.schedule(step, cfg.sft_steps)
-            drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            loss = imitate(cfg, run, run.drop_failed(run.batched_env.demonstrate(drawn)))
-            run.progress["sft_step"] = step + 1
-            phase.advance(f"loss {loss:.3f}")
-            if is_due(step + 1, 20, cfg.sft_steps):
-                run.log.log({"sft_step": step + 1, "sft/loss": loss, "time/sft_s": phase.lap()})
+def prepare(cfg: Config) -> Config:
+    """Fills in the defaults that depend on the model and the algorithm, and checks all settings.
+
+    Raises UsageError for an invalid setting.
+    """
+    cfg = config.resolve(cfg)
+    if cfg.algo == "grpo":
+        cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+    config.check(cfg, ALGORITHMS)
+    if cfg.sft_steps:
+        tasks.check_demonstrations(tasks.training_envs(cfg.env, cfg.train_difficulty))
+    return cfg
 
 
-def reinforce_loop(cfg: Config, run: Run, train_envs: list[str], eval_envs: list[str]) -> bool:
-    """Updates of RL, evaluated on the way; update 0 only evaluates. False: given up."""
-    held_out = tasks.eval_tasks(eval_envs, cfg.eval_num_tasks)
-    done = run.progress["update"]
-    with run.display.phase("updates", cfg.num_updates, max(0, done)) as phase:
-        for update in range(done + 1, cfg.num_updates + 1):
-            run.stop.check()
-            record: dict[str, Any] = {"update": update}
-            if update > 0:
-                record |= play_and_learn(cfg, run, train_envs, update)
-                phase.advance(quiet=True)
-            if held_out and is_due(update, cfg.eval_every, cfg.num_updates):
-                record |= evaluate(cfg, run, held_out, update)
-            if not run.conclude(cfg, record):  # warns, logs and saves
-                return False
-    return True
+def algorithm_for(cfg: Config) -> tuple[Any, Any]:
+    """The algorithm, an object with `compute_advantages` and `compute_loss`, and its options."""
+    if cfg.algo == "scratch":
+        return load_scratch(), None
+    return ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
 
 
-def play_and_learn(cfg: Config, run: Run, envs: list[str], update: int) -> dict[str, Any]:
-    """One update: P tasks, G rollouts of each; then one lesson from all of them."""
-    started = time.perf_counter()
-    level = run.progress["level"]
-    played, kept = play(cfg, run, [tasks.harder(spec, level) for spec in envs], update)
-    sampled = time.perf_counter()
-    # from here on the update is finished, whatever signal comes
-    good = [rollout for rollout in played if not rollout.error]
-    record: dict[str, Any] = metrics.rollout_metrics(good)
-    record |= {"episodes/failed": 1 - len(good) / len(played), "groups/level": level}
-    record |= learn(cfg, run, kept, update)
-    record["tokens/sampled"] = sum(rollout.num_tokens for rollout in played)
-    if cfg.curriculum:
-        success = record["reward/correct"]
-        run.progress["level"] = tasks.next_step(envs, level, success, cfg.curriculum)
-    if cfg.sft_best:
-        run.progress["best"] = selection.keep_best(run.progress["best"], kept, cfg.sft_best)
-        record["sft/best_loss"] = imitate(cfg, run, selection.as_rollouts(run.progress["best"]))
+def warm_start(cfg: Config, run: Run) -> None:
+    """Supervised steps on demonstrations; a fraction `cfg.sft_hasty` of these are hasty guesses."""
+    envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
+    if not warm_cache.reuse(cfg, run, envs):
+        with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
+            for step in range(run.progress["sft_step"], cfg.sft_steps):
+                run.check_interrupt()
+                run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
+                drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
+                loss = sft_step(cfg, run, run.drop_failed(run.batched_env.demonstrate(drawn)))
+                run.progress["sft_step"] = step + 1
+                phase.advance(f"loss {loss:.3f}")
+                if is_due(step + 1, 20, cfg.sft_steps):
+                    run.log_sft({"sft_step": step + 1, "sft/loss": loss, "time/sft_s": phase.lap()})
+        warm_cache.keep(cfg, run, envs)
+    run.reset_optimizer(cfg.lr, cfg.ppo.value_lr)
     run.sampler.sync()
-    record["time/rollout_s"] = sampled - started
-    record["time/train_s"] = time.perf_counter() - sampled
-    run.log.log_rollouts("train", update, played)
-    run.display.update(update, record, kept)
-    return record
 
 
-def play(cfg: Config, run: Run, envs: list[str], update: int) -> tuple[list, list]:
-    """All rollouts of the update, and those to learn from: --filter-groups leaves out tasks whose
-    rollouts were all paid alike, and plays others instead, so many times."""
-    played: list[Rollout] = []
+def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
+    """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
+
+    Rollouts whose environment failed are not trained on. With --filter-groups, neither are groups
+    with equal returns, whose advantages are 0; up to that many rounds sample other tasks instead.
+    """
+    envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
+    sampled: list[Rollout] = []
     kept: list[Rollout] = []
-    for again in range(1 + cfg.filter_groups):
+    for attempt in range(1 + cfg.filter_groups):
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
             break
-        drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, again)
-        seed = cfg.seed * 1_000_003 + update + again * 1009
+        drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
+        seed = cfg.seed * 1_000_003 + update + attempt * 1009
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            watch = phase.tick_and(run.stop.check_alone)
-            fresh = run.batched_env.collect(drawn, run.sampler, params, watch)
+            on_progress = phase.tick_and(run.interrupt.check_alone)
+            fresh = run.batched_env.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
-            rollout.group_id += len(played)  # a number that no group has yet
-        played += fresh
-        good = run.drop_failed(fresh)
-        kept += selection.with_spread(good) if cfg.filter_groups else good
-    return played, kept or good
-
-
-def learn(cfg: Config, run: Run, rollouts: list[Rollout], number: int) -> dict[str, float]:
-    """One update from its rollouts: advantages, loss, backward, step. Returns its metrics."""
-    if run.exercises is not None:
-        return as_algorithm.learn(run, rollouts, cfg.temperature, cfg.microscope)
-    update = batching.to_rollout_batch(rollouts)
-    longest = batching.longest(update.sequences)
-    known = attempt(run, longest, partial(score, cfg, run, update))
-    assign_credit(cfg, update, known)
-    learnt = (
-        update.mask & ~update.hit_token_limit if cfg.mask_truncated_completions else update.mask
-    )
-    aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
-    totals, sums = dict[str, float](), Counter[str]()
-    seed = (cfg.seed * 1_000_003 + number) * 101
-    steps = batching.minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
-    for step, rows in enumerate(steps):
-        known["scale"] = torch.zeros_like(update.rewards)
-        known["scale"][rows] = common.token_scale(learnt[rows], aggregation, cfg.max_tokens)
-        first = step == 0 and not known["old_logprobs"].any()
-        one_pass = partial(backward, cfg, run, update, known, rows, first)
-        found = attempt(run, longest, one_pass)
-        if cfg.algo == "ppo" and 0 < cfg.ppo.target_kl * found["tokens"] < found["kl/approx"]:
-            run.optimizer.zero_grad()  # far enough: this step isn't taken, nor any after it
-            break
-        head_only = cfg.algo == "ppo" and number <= cfg.ppo.value_warmup
-        finite = math.isfinite(found["loss"])
-        norm, stepped = run.optimizer.clip_and_step(cfg.max_grad_norm, finite, head_only)
-        totals |= {"loss": found["loss"], "grad/norm": norm, "update/skipped": float(not stepped)}
-        totals["update/steps"] = step + stepped
-        if step % cfg.num_minibatches == 0:
-            sums.clear()  # the metrics are those of the last epoch
-        sums.update(found)
-        if not stepped:
-            break
-    if cfg.microscope and distributed.rank() == 0:
-        now = partial(forward, run.policy, temperature=cfg.temperature)
-        trace_tokens(run.policy, rollouts, update, known, cfg.microscope, now)
-    totals |= {k: v / sums["tokens"] for k, v in sums.items() if k not in ("loss", "tokens")}
-    totals |= metrics.token_metrics(known, update.mask)
-    return {**totals, "tokens/trained": int(learnt.sum())}
-
-
-def score(cfg: Config, run: Run, update: batching.RolloutBatch) -> Known:
-    """What has to be known before the first step: log-probs under the weights that sampled, under
-    the reference, and values. What isn't needed so early, the first pass of learning makes."""
-    known = {"sampler_logprobs": update.sampler_logprobs}
-    names = ["old_logprobs", *(["values"] if cfg.algo == "ppo" else [])]
-    names += ["ref_logprobs"] if run.reference is not None else []
-    known |= {name: torch.zeros_like(update.rewards) for name in names}
-    if len(names) == 1 and cfg.num_minibatches == 1:
-        return known
-    for batch in micro_batches(run.policy, update.sequences):
-        with torch.no_grad():
-            logprobs, _, values = forward(run.policy, batch, cfg.temperature)
-        batching.put(logprobs, batch, into=known["old_logprobs"])
-        if values is not None:
-            batching.put(values, batch, into=known["values"])
-        if run.reference is not None:
-            with as_reference(run.reference) as reference:
-                logprobs, _, _ = forward(reference, batch, cfg.temperature)
-            batching.put(logprobs, batch, into=known["ref_logprobs"])
-    distributed.all_reduce_sum([known[name] for name in names])
-    return known
-
-
-def assign_credit(cfg: Config, update: batching.RolloutBatch, known: Known) -> None:
-    """From rewards to the advantage of each token; for PPO, what its value should have been."""
-    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
-    rewards, turn_ids = update.rewards, update.turn_ids
-    if cfg.overlong_buffer:
-        late = common.overlong_penalty(update.lengths, cfg.max_tokens, cfg.overlong_buffer)
-        rewards = rewards + late
-    if cfg.kl_coef and cfg.kl_in == "reward":
-        kl = common.kl_estimate(known["old_logprobs"], known["ref_logprobs"], cfg.kl_estimator)
-        rewards = rewards - cfg.kl_coef * kl
-    if cfg.credit == "episode":  # as if it were one turn, paid what the whole is worth
-        rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
-    known["advantages"] = algorithm.compute_advantages(
-        rewards, update.mask, turn_ids, update.group_ids, known.get("values"),
-        update.episode_truncated, cfg.gamma, options,
-    )  # fmt: skip
-    if cfg.algo == "ppo":
-        known["targets"] = ppo.value_targets(
-            rewards,
-            update.mask,
-            turn_ids,
-            known["values"],
-            update.episode_truncated,
-            cfg.gamma,
-            options,
-        )
-
-
-def backward(
-    cfg: Config, run: Run, update: batching.RolloutBatch, known: Known, rows: list[int], first: bool
-) -> dict[str, float]:
-    """The gradient of one step, from the rollouts `rows`. Returns the loss and sums over tokens."""
-    algorithm, options = ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
-    sums: Any = Counter()  # its `update` adds up
-    if first:
-        known["old_logprobs"].zero_()  # the ranks' parts are added up below
-    chosen = [sequence for sequence in update.sequences if sequence.rollout in set(rows)]
-    for batch in micro_batches(run.policy, chosen):
-        mask = batch.completion_mask
-        logprobs, entropy, values = forward(run.policy, batch, cfg.temperature)
-        if first:  # no step was taken yet: these are the weights that sampled
-            batching.put(logprobs.detach(), batch, into=known["old_logprobs"])
-        at = {name: batching.rows(tensor, batch) for name, tensor in known.items()}  # [b, T-1]
-        old = at["old_logprobs"]
-        ratio = common.sampler_ratio(old, at["sampler_logprobs"], mask, cfg.tis_level)
-        weights = common.importance_weights(ratio, cfg.tis_cap, masked=cfg.tis_mode == "mask")
-        extra = (values, at["values"], at["targets"]) if cfg.algo == "ppo" else ()
-        loss, parts = algorithm.compute_loss(
-            logprobs, old, at["advantages"], mask, weights, at["scale"], options, *extra
-        )
-        if cfg.entropy_coef:
-            loss = loss - cfg.entropy_coef * (entropy * at["scale"]).sum()
-        if "ref_logprobs" in at:
-            kl = common.kl_estimate(logprobs, at["ref_logprobs"], cfg.kl_estimator)
-            if cfg.kl_in == "loss":
-                loss = loss + cfg.kl_coef * torch.where(mask, kl * at["scale"], 0.0).sum()
-            parts["kl/reference"] = kl[mask].sum().item()
-        run.optimizer.backward(loss)  # they add up; one micro-batch's graph is alive at a time
-        parts |= {"loss": loss.item(), "tokens": batch.num_tokens}
-        parts["policy/entropy"] = entropy.sum().item()
-        parts |= metrics.weight_metrics(ratio[mask], cfg.tis_cap, cfg.tis_mode)
-        sums.update(parts)
-    if first:
-        distributed.all_reduce_sum([known["old_logprobs"]])
-    return distributed.all_reduce_metrics(sums)
-
-
-def imitate(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
-    """One supervised step on rollouts, demonstrated or our own. Returns the loss."""
-    shown = batching.to_rollout_batch(rollouts)
-    longest = batching.longest(shown.sequences)
-    total = attempt(run, longest, partial(imitation, run, shown))
-    run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
-    return total
-
-
-def imitation(run: Run, shown: batching.RolloutBatch) -> float:
-    """The gradient of a supervised step. Returns the loss."""
-    total = 0.0
-    for batch in micro_batches(run.policy, shown.sequences):
-        logprobs, _, _ = forward(run.policy, batch, temperature=1.0)
-        loss, _ = sft.compute_loss(logprobs, batch.completion_mask, shown.num_tokens)
-        run.optimizer.backward(loss)
-        total += loss.item()
-    return distributed.all_reduce_metrics({"loss": total})["loss"]
+            rollout.group_id += len(sampled)  # unique across the rounds
+        sampled += fresh
+        usable = run.drop_failed(fresh)
+        kept += selection.with_spread(usable) if cfg.filter_groups else usable
+    if not kept:
+        run.say(f"update {update}: every group has equal returns, so no gradient step is taken")
+    return sampled, kept
 
 
 def forward(
-    policy: Policy, batch: batching.MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropies of the sampled tokens, and values if there is a head: [b, T-1]."""
-    hidden = policy.hidden_states(batch.input_ids, batch.tree)
+    policy: Policy, micro: MicroBatch, temperature: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
+    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D]
     logprobs, entropy = common.token_logprobs(
-        hidden, batch.input_ids, batch.completion_mask, policy.to_logits, temperature,
+        hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
         policy.logits_chunk,
     )  # fmt: skip
     if policy.value_head is None:
@@ -319,14 +220,85 @@ def forward(
     return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
 
 
-def micro_batches(policy: Policy, sequences: list) -> Iterator[batching.MicroBatch]:
-    mine = distributed.shard(sequences, batching.length)
-    return batching.micro_batches(
-        mine, policy.micro_batch_tokens, policy.device, policy.packs_groups
-    )
+def needs_old_logprobs(cfg: Config) -> bool:
+    """Whether log-probs (and PPO's values) are needed before the first gradient step."""
+    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
+    return several_steps or cfg.algo == "ppo" or (cfg.kl_coef > 0 and cfg.kl_in == "reward")
 
 
-run_command = partial(cli.run, Config, main)  # what `python train.py ARGS` does with the ARGS
+@torch.no_grad()
+def score_logprobs(
+    policy: Policy, batch: RolloutBatch, temperature: float
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of the sampled tokens under `policy`, and values if it has a value head; [B, N]."""
+    all_logprobs = torch.zeros(batch.completion_mask.shape)
+    all_values = None if policy.value_head is None else torch.zeros(batch.completion_mask.shape)
+    for micro in micro_batches(policy, batch):
+        logprobs, _, values = forward(policy, micro, temperature)
+        micro.scatter(logprobs, into=all_logprobs)
+        if values is not None:
+            micro.scatter(values, into=all_values)
+    distributed.all_reduce_sum([x for x in (all_logprobs, all_values) if x is not None])
+    return all_logprobs, all_values
+
+
+def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
+    """Rewards [B, N] with the overlong and the KL penalty, and the turn of each token [B, N].
+
+    With --credit episode the whole episode counts as one turn with its discounted return.
+    """
+    rewards, turn_ids = batch.rewards, batch.turn_ids
+    if cfg.overlong_buffer:
+        lengths = batch.completion_lengths
+        rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
+    if cfg.kl_coef and cfg.kl_in == "reward":
+        kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
+        rewards = rewards - cfg.kl_coef * kl
+    if cfg.credit == "episode":
+        rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
+    return rewards, turn_ids
+
+
+def regularizers(
+    cfg: Config, logprobs: Tensor, entropy: Tensor, micro: MicroBatch
+) -> tuple[Tensor, dict[str, float]]:
+    """Entropy bonus and KL penalty to add to the loss; the KL to the reference as a metric."""
+    penalty = torch.zeros((), device=logprobs.device)
+    if cfg.entropy_coef:
+        penalty = penalty - cfg.entropy_coef * (entropy * micro.token_weights).sum()
+    if micro.ref_logprobs is None:
+        return penalty, {}
+    mask = micro.completion_mask
+    kl = common.kl_estimate(logprobs, micro.ref_logprobs, cfg.kl_estimator)
+    if cfg.kl_in == "loss":
+        penalty = penalty + cfg.kl_coef * torch.where(mask, kl * micro.token_weights, 0.0).sum()
+    return penalty, {"kl/reference": kl[mask].sum().item()}
+
+
+def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
+    """One supervised step on `rollouts`. Returns the loss, in nats per token."""
+    batch = to_rollout_batch(rollouts)
+    total = 0.0
+    for micro in micro_batches(run.policy, batch):
+        logprobs, _, _ = forward(run.policy, micro, temperature=1.0)
+        loss, _ = sft.compute_loss(logprobs, micro.completion_mask, batch.num_tokens)
+        run.optimizer.backward(loss)
+        total += loss.item()
+    total = distributed.all_reduce_metrics({"loss": total})["loss"]
+    run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
+    return total
+
+
+def sft_on_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
+    """One supervised step on the best rollouts so far (--sft-best). Returns the loss."""
+    run.progress["best"] = selection.keep_best(run.progress["best"], rollouts, cfg.sft_best)
+    return sft_step(cfg, run, selection.as_rollouts(run.progress["best"]))
+
+
+def run_command(args: list[str]) -> int:
+    """What `python train.py ARGS` does. Returns the exit code."""
+    return cli.run(Config, main, args)
+
 
 if __name__ == "__main__":
     sys.exit(run_command(sys.argv[1:]))

@@ -1,10 +1,11 @@
-"""What all algorithms share: log-probs, returns, KL, importance weights, what a token counts.
+"""What all algorithms share: log-probs, returns, KL, importance weights, token weights.
 
-Axes: B rollouts, N sampled tokens of each, K turns; b sequences of a micro-batch, T tokens; V
-vocabulary. A sequence is what was trained in one context: a rollout, unless its turns dropped text.
+Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
+a sequence; V vocabulary, D hidden size.
 
-Every loss is a *sum* over tokens, each times its `scale`, which is counted once for the whole step.
-So gradients of micro-batches add up to the gradient of the step, however it was cut.
+Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
+weights are computed once per gradient step, so the gradients of micro-batches add up to the
+gradient of the step, however the step was cut.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from algorithms.options import KL, Aggregation, Level
+from algorithms.options import KL, Aggregation, Level, WeightMode
 
 
 def token_logprobs(
@@ -24,16 +25,16 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each sampled token and entropy of the distribution that it was drawn from.
+    """Log-prob of each sampled token, and entropy of the distribution it was sampled from.
 
         log π(x_t+1 | x_..t) = log softmax(logits_t / temperature)[x_t+1]
 
     `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
-    [n, V]. Returns two float32 [b, T-1] in nats, 0 off the mask; gradients flow through both.
-    Logits are made only where the next token was sampled, `chunk` of them at a time, in float32,
-    and made again in the backward pass instead of being kept.
+    [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
+    both. Logits exist only where the next token was sampled, `chunk` positions at a time; the
+    backward pass recomputes them.
     """
-    # the causal shift: what stands at t predicts the token at t+1
+    # causal shift: the hidden state at t predicts the token at t+1
     predictors = hidden[:, :-1][completion_mask]  # [n, D]
     targets = input_ids[:, 1:][completion_mask]  # [n]
 
@@ -44,8 +45,8 @@ def token_logprobs(
 
     chunks = zip(predictors.split(chunk), targets.split(chunk), strict=True)
     pairs = [checkpoint(one_chunk, h, t, use_reentrant=False) for h, t in chunks]
-    zeros = torch.zeros(completion_mask.shape, device=hidden.device)
     logprobs, entropy = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    zeros = torch.zeros(completion_mask.shape, device=hidden.device)
     return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(
         completion_mask, entropy
     )
@@ -54,10 +55,10 @@ def token_logprobs(
 def turn_returns(
     rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """What was paid from each turn on, G_k = r_k + γ G_k+1, and which turns were played.
+    """Discounted return from each turn on, G_k = r_k + γ G_k+1, and which turns exist.
 
-    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn, from 0,
-    that a sampled token is of. Returns [B, K] float32 and [B, K] bool.
+    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn of each
+    sampled token, from 0. Returns [B, K] float32 and [B, K] bool.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> turn_returns(rewards, turn_ids >= 0, turn_ids, gamma=0.5)[0]
@@ -65,41 +66,58 @@ def turn_returns(
     """
     empty = rewards.new_zeros(len(rewards), int(turn_ids.max()) + 1)
     returns = empty.scatter_add(1, turn_ids, torch.where(completion_mask, rewards, 0.0))
-    played = empty.scatter_add(1, turn_ids, completion_mask.to(empty.dtype)) > 0
+    exists = empty.scatter_add(1, turn_ids, completion_mask.to(empty.dtype)) > 0
     for k in reversed(range(returns.shape[1] - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
-    return returns, played
+    return returns, exists
 
 
-def same_group(group_ids: Tensor) -> Tensor:
-    """[B, B] float32, 1 where two rollouts are of one group: `same @ x` sums x over the group."""
-    return (group_ids[:, None] == group_ids[None]).float()
+def group_sum(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Sum of `values` [B, K] over the rollouts of the same group, for each rollout: [B, K].
+
+    >>> group_sum(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([0, 0, 1])).squeeze(1)
+    tensor([3., 3., 5.])
+    """
+    same = (group_ids[:, None] == group_ids[None]).float()  # [B, B]
+    return same @ values
 
 
-def token_scale(completion_mask: Tensor, aggregation: Aggregation, max_tokens: int) -> Tensor:
-    """What each token's loss is multiplied by, so that the sum is the mean that is meant; [B, N].
+def token_weights(
+    loss_mask: Tensor,
+    aggregation: Aggregation,
+    max_tokens: int,
+    rows: list[int] | None = None,
+) -> Tensor:
+    """Weight of each token's term in the loss of one step, so that the sum is the desired mean.
 
-        token       1 / all tokens: each counts the same       DAPO, arXiv:2503.14476
-        sequence    1 / (B · tokens of its rollout)            GRPO, arXiv:2402.03300
-        constant    1 / (B · max_tokens)                       Dr. GRPO, arXiv:2503.20783
+        token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
+        sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
+        constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    The second gives a token of a long completion less weight, right or wrong: it goes easy on long
-    wrong answers. The third takes the length out, and the learning rate has to fit `max_tokens`.
+    With `sequence`, a token of a long completion weighs less, so long wrong answers are punished
+    less. `constant` removes the length; the learning rate then has to fit `max_tokens`.
 
-    >>> token_scale(torch.tensor([[True, True], [True, False]]), "sequence", 8)
+    `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
+    Returns [B, N] float32, 0 in other rows.
+
+    >>> token_weights(torch.tensor([[True, True], [True, False]]), "sequence", 8)
     tensor([[0.2500, 0.2500],
             [0.5000, 0.0000]])
     """
-    mask = completion_mask.float()
+    mask = loss_mask.float() if rows is None else loss_mask[rows].float()
     if aggregation == "token":
-        return mask / mask.sum().clamp(min=1)
-    if aggregation == "sequence":
-        return mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
-    return mask / (len(mask) * max_tokens)
+        weights = mask / mask.sum().clamp(min=1)
+    elif aggregation == "sequence":
+        weights = mask / mask.sum(1, keepdim=True).clamp(min=1) / len(mask)
+    else:
+        weights = mask / (len(mask) * max_tokens)
+    if rows is None:
+        return weights
+    return torch.zeros(loss_mask.shape).index_copy_(0, torch.tensor(rows), weights)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` is True, of all or along `dim` (kept); 0 where it never is.
+    """Mean of `values` where `mask` is True, of all or along `dim` (kept); 0 for an empty mask.
 
     >>> masked_mean(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))
     tensor(2.)
@@ -111,7 +129,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
-    """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 off it."""
+    """Shifts and scales to mean 0 and standard deviation 1 over the mask; 0 off the mask."""
     mean = masked_mean(values, mask)
     std = masked_mean((values - mean) ** 2, mask).sqrt()
     return torch.where(mask, (values - mean) / (std + eps), 0)
@@ -122,12 +140,12 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
-    As values k1 and k3 are unbiased, k3 is never negative; k2 is near them while d is small. What
-    they teach is another matter. The gradient of KL(π ‖ other), by the score function, is
-    E[d ∇ log π], so, on policy:
+    As values, k1 and k3 are unbiased, k3 is never negative, and k2 is close to both for small d.
+    Their gradients differ. The gradient of KL(π ‖ other), by the score function, is E[d ∇ log π].
+    So, on policy:
 
-        in the loss:    E[∇ k1] = 0; E[∇ k2] is right; E[∇ k3] is that of KL(other ‖ π)
-        in the reward:  k1 is right; k2 and k3 are not
+        in the loss:    E[∇ k1] = 0; E[∇ k2] is the KL's gradient; E[∇ k3] that of KL(other ‖ π)
+        in the reward:  k1 has the KL's gradient; k2 and k3 do not
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])
@@ -152,9 +170,9 @@ def sampler_ratio(
 ) -> Tensor:
     """π_trainer / π_sampler of each token, or its geometric mean over the sequence; no gradient.
 
-    The sampler computes with other kernels than the trainer, so tokens come from a slightly other
-    distribution than the one whose gradient is taken (https://fengyao.notion.site/off-policy-rl).
-    A product over the sequence would grow with its length; the geometric mean does not.
+    The sampler runs other kernels than the trainer, so its tokens come from a slightly different
+    distribution (https://fengyao.notion.site/off-policy-rl). A product over the sequence would grow
+    with its length; the geometric mean does not. All [b, T-1]; 1 off the mask.
     """
     log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if level == "sequence":
@@ -162,31 +180,37 @@ def sampler_ratio(
     return log_ratio.exp()
 
 
-def importance_weights(ratio: Tensor, cap: float, masked: bool = False) -> Tensor:
-    """The weights of `sampler_ratio`s: cut to `cap`, which bounds the variance; all 1 if cap is 0.
+def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate") -> Tensor:
+    """Weights that correct for the sampler's distribution, from `sampler_ratio`; all 1 if cap is 0.
 
-    `masked`: tokens whose ratio is not in [1/cap, cap] count nothing instead.
+    truncate: ratios above `cap` become `cap`, which bounds the variance (truncated importance
+    sampling). mask: tokens with a ratio outside [1/cap, cap] have weight 0.
 
     >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0)
     tensor([0.1000, 0.9000, 2.0000])
-    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0, masked=True)
+    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0, mode="mask")
     tensor([0.0000, 0.9000, 0.0000])
     """
     if cap == 0:
         return torch.ones_like(ratio)
-    if masked:
+    if mode == "mask":
         return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
     return ratio.clamp(max=cap)
 
 
 def surrogate_metrics(
-    ratio: Tensor, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor,
-    clip_low: float, clip_high: float,
-) -> dict[str, float]:  # fmt: skip
-    """Tokens beyond the clip on the side that it acts on, and the KL from the old policy; sums."""
+    ratio: Tensor,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, float]:
+    """Number of tokens beyond each clip where the clip acts, and the KL to the old policy; sums."""
     low = mask & (ratio < 1 - clip_low) & (advantages < 0)
     high = mask & (ratio > 1 + clip_high) & (advantages > 0)
-    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)  # drawn from the old policy
+    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)  # sampled from the old policy
     return {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),

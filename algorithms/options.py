@@ -1,15 +1,15 @@
-"""The options of each algorithm, shown under its name: `--grpo.clip-high 0.3`.
+"""The options of each algorithm, for example `--grpo.clip-high 0.3`.
 
-They stand apart from the algorithms' files because those import torch, which takes seconds, and
-`python train.py --help` or a mistyped flag should be answered at once. Each algorithm's file has
-its own as `Options`.
+They are in a file without torch, so that `python train.py --help` answers at once. Each algorithm
+file imports its own as `Options`.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-Aggregation = Literal["token", "sequence", "constant"]  # common.token_scale
+Aggregation = Literal["token", "sequence", "constant"]  # common.token_weights
 Level = Literal["token", "sequence"]  # common.sampler_ratio
+WeightMode = Literal["truncate", "mask"]  # common.importance_weights
 KL = Literal["k1", "k2", "k3"]  # common.kl_estimate
 
 
@@ -18,31 +18,32 @@ class ReinforceOptions:
     """Options of REINFORCE."""
 
     baseline: Literal["batch", "group", "leave_one_out", "none"] = "batch"
-    """What a return is compared with: a mean of the batch, of its group, or of the others there."""
+    """Subtracted from the return: the mean of the batch, of the group, or of the other rollouts of
+    the group (RLOO)."""
     normalize: bool = False
-    """Whether advantages are brought to mean 0 and standard deviation 1 over the batch."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch (REINFORCE++)."""
 
 
 @dataclass(frozen=True)
 class GrpoOptions:
-    """Options of GRPO; None: as the variant has it."""
+    """Options of GRPO; None: the value that the loss type sets."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """A name for the values of the fields below that aren't given; grpo: as first published."""
+    """Variant of GRPO; sets every option below that is not given; grpo: as first published."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Which standard deviation of returns advantages are divided by."""
+    """Divide advantages by the standard deviation of the group's or the batch's returns."""
     clip_low: float | None = None
-    """Ratio below 1 - this: no further push down."""
+    """Clip the ratio at 1 - clip_low where the advantage is negative."""
     clip_high: float | None = None
-    """Ratio above 1 + this: no further push up."""
+    """Clip the ratio at 1 + clip_high where the advantage is positive."""
     ratio_level: Level | None = None
-    """Of each token, or the geometric mean over its sequence."""
+    """One ratio per token, or the geometric mean over the sequence."""
     surrogate: Literal["min", "cispo"] | None = None
-    """The smaller of clipped and unclipped; or log-probs under clipped weights."""
+    """min: the smaller of the clipped and unclipped term; cispo: log-probs with clipped weights."""
     aggregation: Aggregation | None = None
     """Mean over all tokens, over each completion and then all, or over B·max_tokens."""
     dual_clip: float = 0.0
-    """Ratio, above 1, beyond which a negative advantage pushes no harder; 0: off."""
+    """Bound the loss of tokens with negative advantage at this ratio, above 1; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,17 @@ class PpoOptions:
     """Options of PPO."""
 
     gae_lambda: float = 0.95
-    """GAE's λ, a token: 1 trusts the rewards alone, 0 the value head alone."""
+    """GAE's λ per token; 1: advantages from rewards alone, 0: from the value head alone."""
     clip: float = 0.2
-    """Ratio outside of 1 ± this: no further push away."""
+    """Clip the ratio at 1 ± clip."""
     target_kl: float = 0.0
-    """KL from the policy that sampled, in nats a token, at which an update takes no more steps; 0:
-    never."""
+    """End an update's gradient steps when the KL to the old policy exceeds this, in nats per token;
+    0: never."""
     value_clip: float = 0.5
-    """How far a value may move from its old one in an update, in units of reward; 0: no limit."""
+    """Clip the change of a value within an update, in units of reward; 0: no clipping."""
     value_coef: float = 0.5
-    """Weight of the value loss; 0: the value head stays as it is."""
+    """Coefficient of the value loss; 0: the value head is not trained."""
     value_lr: float = 1e-3
     """Learning rate of the value head."""
     value_warmup: int = 0
-    """First updates, in which the value head alone learns; 0: none."""
+    """Number of first updates that train the value head only; 0: none."""

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import tyro
 import yaml
 
-from core.types import Fault, UsageError
+from core.types import Fault, Stopped, UsageError
 
 T = TypeVar("T")
 RANK_0_FIRST = 2  # seconds
@@ -69,6 +69,9 @@ def run(cls: type[T], main: Callable[[T], int], args: list[str]) -> int:
             time.sleep(RANK_0_FIRST)  # which ends us, if the mistake is everybody's
         print(f"train.py: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+    except Stopped as stopped:
+        print(f"train.py: {one_line(stopped)}")
+        return 130
     except KeyboardInterrupt:  # before there was anything to save, or for the second time
         return 130
 

@@ -1,14 +1,14 @@
-"""Data parallel under torchrun: each rank plays and learns from its share of every update.
+"""Data parallelism under torchrun: each rank samples and trains on its shard of every update.
 
     torchrun --nproc-per-node 2 train.py
-    torchrun --nproc-per-node 8 --max-restarts 3 train.py --run-name mine    # resumes by itself
+    torchrun --nproc-per-node 8 --max-restarts 3 train.py --run-name mine    # resumes after a crash
 
-All ranks run the same loop. A rank plays its share of the tasks; then all tell each other what was
-played, so that every rank knows all rewards, and baselines, scales and metrics are those of the
-whole batch. Each computes the gradient of its share of the sequences. Losses are sums over a
-denominator that was counted once, so the sum over the ranks is the gradient of the batch, however
-many there are. Rank 0 alone writes and speaks. Without torchrun there is one rank, and nothing here
-acts.
+All ranks run the same loop. Each rank samples the rollouts of its shard of the tasks. The ranks
+then exchange their rollouts, so every rank computes the advantages and metrics of the whole batch.
+Each rank computes the gradient of its shard of the sequences. Losses are sums over a denominator of
+the whole batch, so the sum of the ranks' gradients is the gradient of the batch, however many
+ranks there are. Only rank 0 writes files and prints. Without torchrun there is one rank, and every
+function here returns its input.
 """
 
 import itertools
@@ -27,30 +27,33 @@ from torch.distributed.rendezvous import rendezvous
 from core.types import RankLost, UsageError
 
 T = TypeVar("T")
-LAUNCHED = "TORCHELASTIC_RUN_ID"  # torchrun sets it, and RANK and WORLD_SIZE
-PATIENCE = timedelta(hours=1)  # one rank's longest lead on another
+LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
+PATIENCE = timedelta(hours=1)  # how long one rank waits for another
 
 
 def rank() -> int:
+    """Number of this process, from 0."""
     return int(os.environ["RANK"]) if LAUNCHED in os.environ else 0
 
 
 def num_ranks() -> int:
+    """Number of processes that train together."""
     return int(os.environ["WORLD_SIZE"]) if LAUNCHED in os.environ else 1
 
 
 def is_restarted() -> bool:
-    """Whether torchrun has started this run before, and a rank of it died."""
+    """Whether torchrun restarted this run after a rank died."""
     return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
 
 
 def may_restart() -> bool:
+    """Whether torchrun restarts the run if a rank dies (--max-restarts)."""
     return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0
 
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Inside, the ranks can talk to each other; each sees one GPU, its own, as GPU 0."""
+    """Connects the ranks; inside, each rank sees one GPU, its own, as GPU 0."""
     if num_ranks() == 1:
         yield
         return
@@ -61,7 +64,7 @@ def process_group(device: str) -> Iterator[None]:
     on_gpu = device != "cpu" and torch.cuda.is_available()
     with _rank_lost():
         store, number, count = next(rendezvous("env://"))
-        # torchrun keeps its store through a restart, with the addresses of the dead in it
+        # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=number, world_size=count,
@@ -75,8 +78,7 @@ def process_group(device: str) -> Iterator[None]:
 
 
 def shard(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> list[T]:
-    """This rank's part of a list that all ranks hold: neighbours stay together, and the parts weigh
-    about the same."""
+    """This rank's contiguous part of a list that all ranks hold; all parts weigh about the same."""
     if num_ranks() == 1:
         return list(items)
     ends = list(itertools.accumulate(weight(item) for item in items))
@@ -87,7 +89,7 @@ def shard(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> li
 
 
 def all_gather(mine: list[T]) -> list[T]:
-    """What all ranks have, in the order of `shard`."""
+    """The concatenated lists of all ranks, in the order of `shard`."""
     if num_ranks() == 1:
         return mine
     parts: list[list[T]] = [[] for _ in range(num_ranks())]
@@ -97,24 +99,24 @@ def all_gather(mine: list[T]) -> list[T]:
 
 
 def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
-    """What rank 0 decides; a UsageError of its is raised on all."""
+    """The result of `decide` on rank 0, on all ranks; a UsageError there is raised on all ranks."""
     if num_ranks() == 1:
         return decide()
-    told: list[Any] = [None]
+    result: list[Any] = [None]
     if rank() == 0:
         try:
-            told = [decide()]
+            result = [decide()]
         except UsageError as error:
-            told = [error]
+            result = [error]
     with _rank_lost():
-        dist.broadcast_object_list(told)
-    if isinstance(told[0], UsageError):
-        raise told[0]
-    return told[0]
+        dist.broadcast_object_list(result)
+    if isinstance(result[0], UsageError):
+        raise result[0]
+    return result[0]
 
 
 def rank_0_first(make: Callable[[], T]) -> T:
-    """What `make` makes on each rank; rank 0 has done so, and written its files, before others."""
+    """The result of `make` on each rank; the other ranks call it after rank 0."""
     if rank() == 0:
         made = make()
         all_gather([0])
@@ -124,7 +126,7 @@ def rank_0_first(make: Callable[[], T]) -> T:
 
 
 def all_reduce_sum(tensors: list[Tensor]) -> None:
-    """Each tensor becomes its sum over the ranks, in place."""
+    """Replaces each tensor by its sum over the ranks."""
     if num_ranks() == 1:
         return
     with _rank_lost():
@@ -134,20 +136,20 @@ def all_reduce_sum(tensors: list[Tensor]) -> None:
 
 
 def all_reduce_gradients(parameters: list[Tensor]) -> None:
-    """The gradients become those of all ranks' losses; one that no rank has stays None."""
+    """Replaces each gradient by its sum over the ranks; None where no rank has a gradient."""
     if num_ranks() == 1:
         return
     has = torch.tensor([float(p.grad is not None) for p in parameters])
     all_reduce_sum([has])
-    learnt = [p for p, n in zip(parameters, has.tolist(), strict=True) if n > 0]
-    for parameter in learnt:
+    trained = [p for p, n in zip(parameters, has.tolist(), strict=True) if n > 0]
+    for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    all_reduce_sum([p.grad for p in learnt])  # type: ignore[misc]
+    all_reduce_sum([p.grad for p in trained])  # type: ignore[misc]
 
 
 def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
-    """The sums over the ranks, number by number."""
+    """Sums each number over the ranks, by its name."""
     if num_ranks() == 1:
         return numbers
     sums: dict[str, float] = defaultdict(float)
@@ -163,4 +165,4 @@ def _rank_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise RankLost(f"another rank is gone, so this one ends: {reason}") from error
+        raise RankLost(f"another rank died, so this rank ends: {reason}") from error

@@ -1,25 +1,33 @@
-"""Held-out evaluation: always the same tasks, greedily, with an interval."""
+"""Held-out evaluation: the same tasks every time, greedy decoding, accuracy with its interval."""
 
 import time
-from typing import Any
 
-from core import metrics
+from core import metrics, tasks
+from core.config import Config
 from core.run import Run
 from core.sampler import SamplingParams
-from core.tasks import Task
+
+LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl
 
 
-def evaluate(cfg: Any, run: Run, held_out: list[Task], update: int) -> dict[str, float]:
-    """Play the held-out tasks greedily; log the first ones; return accuracy with its interval."""
+def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
+    """Samples one greedy rollout for each held-out task. Returns the metrics by name.
+
+    An episode whose environment failed counts as wrong. Without held-out tasks (--eval-num-tasks 0)
+    there are no metrics.
+    """
+    envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
+    if not held_out:
+        return {}
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        watch = phase.tick_and(lambda: phase.show(run.sampler.latest))
-        rollouts = run.batched_env.collect(held_out, run.sampler, params, watch)
-    run.drop_failed(rollouts)  # a failed one counts as wrong
-    run.log.log_rollouts("eval", update, rollouts[:8])  # enough to see
-    found = metrics.eval_metrics(rollouts)
-    for env in dict.fromkeys(task.env for task in held_out):
-        line = metrics.describe(env, found)
-        run.display.say(f"held-out accuracy at update {update}: {line}  {env}")
-    return found | {"time/eval_s": time.perf_counter() - started}
+        on_progress = phase.tick_and(lambda: phase.show(run.sampler.latest))
+        rollouts = run.batched_env.collect(held_out, run.sampler, params, on_progress)
+    run.drop_failed(rollouts)  # warns about failed ones
+    run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
+    results = metrics.eval_metrics(rollouts)
+    for env in envs:
+        run.say(f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}")
+    return results | {"time/eval_s": time.perf_counter() - started}

@@ -10,10 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from core import distributed
-
-
-class Stopped(Exception):
-    """Raised at a safe point after Ctrl-C or SIGTERM."""
+from core.types import Stopped
 
 
 class Interrupt:

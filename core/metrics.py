@@ -1,48 +1,158 @@
-"""What is measured of rollouts: rewards, groups, lengths; held-out accuracy with its interval."""
+"""Metrics of an update and of an evaluation; core/README.md says what each name means."""
 
 import itertools
 import math
 import statistics
+import time
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from core import distributed
+from core.batching import MicroBatch, RolloutBatch
+from core.config import Config
 from core.types import Rollout
 
 
-def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Rewards, groups and lengths of an update's rollouts; each name is in the README's table."""
+class Timer:
+    """Splits an update into timed parts.
+
+    >>> timer = Timer()
+    >>> timer.lap("time/rollout_s")
+    >>> list(timer.laps)
+    ['time/rollout_s']
+    """
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}  # name -> seconds
+        self.last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Records the seconds since the last lap, or since the start, under `name`."""
+        now = time.perf_counter()
+        self.laps[name], self.last = now - self.last, now
+
+
+class UpdateStats:
+    """The metrics of the gradient steps of one update.
+
+    `loss` and `grad_norm` are those of the last step. All other metrics are means over the sampled
+    tokens of the last epoch; they do not depend on how its steps were cut into micro-batches.
+    """
+
+    def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
+        self.cfg, self.batch = cfg, batch
+        self.epoch = 0
+        self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
+        self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
+        self.old_logprobs = torch.zeros(batch.completion_mask.shape)
+        self.loss = self.approx_kl = 0.0
+        self.grad_norm: float | None = None  # None: no gradient step was attempted
+        self.num_steps = 0
+
+    def add(
+        self,
+        epoch: int,
+        micro: MicroBatch,
+        loss: Tensor,
+        old_logprobs: Tensor,
+        entropy: Tensor,
+        ratio: Tensor,
+        sums: dict[str, float],
+    ) -> None:
+        """Adds one micro-batch of `epoch`; `sums` are over its tokens, by the metric's name.
+
+        `old_logprobs`, `entropy` and `ratio` (trainer / sampler) are [b, T-1].
+        """
+        if epoch != self.epoch:
+            self.epoch, self.epoch_sums = epoch, defaultdict(float)
+        micro.scatter(old_logprobs, into=self.old_logprobs)
+        _add(sums, to=self.step_sums)
+        _add(self._weight_sums(ratio[micro.completion_mask]), to=self.step_sums)
+        of_all = {"loss": loss.item(), "policy/entropy": entropy.sum().item()}
+        _add(of_all | {"tokens": micro.num_tokens}, to=self.step_sums)
+
+    def end_pass(self) -> None:
+        """Ends the forward and backward passes of one step; adds up the sums of all ranks."""
+        sums = distributed.all_reduce_metrics(dict(self.step_sums))
+        self.loss = sums.pop("loss", 0.0)
+        self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("tokens", 0.0))
+        _add(sums, to=self.epoch_sums)
+        self.step_sums.clear()
+        if self.batch.old_logprobs is None:  # the only step: its own pass has scored all tokens
+            distributed.all_reduce_sum([self.old_logprobs])
+            self.batch.old_logprobs = self.old_logprobs
+
+    def means(self) -> dict[str, float]:
+        """The metrics by name."""
+        tokens = self.epoch_sums.pop("tokens", 0.0)
+        batch, mask = self.batch, self.batch.completion_mask
+        metrics = {name: total / tokens for name, total in self.epoch_sums.items()}
+        metrics["update/steps"] = self.num_steps
+        metrics["update/skipped"] = float(self.num_steps == 0)
+        loss_mask = batch.loss_mask(self.cfg.mask_truncated_completions)
+        metrics["tokens/trained"] = int(loss_mask.sum())
+        if not tokens:
+            return metrics
+        metrics["loss"] = self.loss
+        if self.grad_norm is not None:
+            metrics["grad/norm"] = self.grad_norm
+        gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
+        metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
+        if batch.value_targets is not None:
+            metrics |= explained_variance(batch.value_targets[mask], batch.values[mask])
+        return metrics
+
+    def _weight_sums(self, ratio: Tensor) -> dict[str, float]:
+        """The importance weights before the cap, and the number of those that the cap changes."""
+        cap = self.cfg.tis_cap
+        beyond = ratio > cap
+        if self.cfg.tis_mode == "mask":
+            beyond |= ratio < 1 / max(cap, 1)
+        capped = beyond.sum().item() if cap else 0.0
+        return {"weights/mean": ratio.sum().item(), "weights/capped": capped}
+
+
+def _add(sums: dict[str, float], to: dict[str, float]) -> None:
+    for name, value in sums.items():
+        to[name] += value
+
+
+def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
+    """Rewards, groups and lengths of the rollouts of one update (core/README.md has every name).
+
+    Rollouts whose environment failed count in "episodes/failed" and "tokens/sampled" only.
+    """
+    rollouts = [rollout for rollout in sampled if not rollout.error]
     returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
-    means = {i: statistics.fmean(r.episode_return for r in g) for i, g in groups.items()}
-    foreseen = torch.tensor([means[r.group_id] for r in rollouts])
-    alike = [len({r.episode_return for r in group}) == 1 for group in groups.values()]
-    right = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
+    group_means = {i: statistics.fmean(r.episode_return for r in g) for i, g in groups.items()}
+    baselines = torch.tensor([group_means[r.group_id] for r in rollouts])
+    zero_std = [len({r.episode_return for r in group}) == 1 for group in groups.values()]
+    correct = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
         "reward/mean": returns.mean().item(),
         "reward/std": returns.std(correction=0).item(),
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
-        "reward/correct": statistics.fmean(itertools.chain(*right)),
-        "groups/zero_std_fraction": statistics.fmean(alike),
-        "groups/all_right": statistics.fmean(map(all, right)),
-        "groups/all_wrong": statistics.fmean(not any(group) for group in right),
+        "reward/correct": statistics.fmean(itertools.chain(*correct)),
+        "groups/zero_std_fraction": statistics.fmean(zero_std),
+        "groups/all_right": statistics.fmean(map(all, correct)),
+        "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
         "length/max": max(lengths),
-        "length/hit_token_limit": statistics.fmean(
-            turn.finish_reason == "length" for turn in turns
-        ),
+        "length/hit_token_limit": statistics.fmean(t.finish_reason == "length" for t in turns),
         "episodes/turns": len(turns) / len(rollouts),
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
-        **explained_variance(
-            returns, foreseen
-        ),  # PPO puts its value head's in the place of the group's
+        "episodes/failed": 1 - len(rollouts) / len(sampled),
+        "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
+        **explained_variance(returns, baselines),  # PPO's is that of its value head instead
         **_info_means(rollouts),
     }
 
@@ -53,25 +163,25 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         by_env[rollout.env].append(rollout)
     metrics: dict[str, float] = {}
-    for env, some in by_env.items():
-        correct = sum(bool(r.info.get("correct")) for r in some)
-        low, high = wilson(correct, len(some))
-        returns = torch.tensor([r.episode_return for r in some], dtype=torch.float64)
-        error = 1.96 * returns.std(correction=0).item() / math.sqrt(len(some))
+    for env, episodes in by_env.items():
+        correct = sum(bool(r.info.get("correct")) for r in episodes)
+        low, high = wilson(correct, len(episodes))
+        returns = torch.tensor([r.episode_return for r in episodes], dtype=torch.float64)
+        error = 1.96 * returns.std(correction=0).item() / math.sqrt(len(episodes))
         metrics |= {
-            f"eval/{env}/accuracy": correct / len(some),
+            f"eval/{env}/accuracy": correct / len(episodes),
             f"eval/{env}/ci_low": low,
             f"eval/{env}/ci_high": high,
             f"eval/{env}/return_mean": returns.mean().item(),
             f"eval/{env}/return_low": returns.mean().item() - error,
             f"eval/{env}/return_high": returns.mean().item() + error,
-            f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in some),
+            f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
         }
     return metrics
 
 
 def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
-    """For each environment evaluated: its name, and the first and last records that tell of it."""
+    """For each environment evaluated: its name, and the first and last records that evaluate it."""
     evaluated = [r for r in records if any(key.startswith("eval/") for key in r)]
     if not evaluated:
         return []
@@ -85,26 +195,8 @@ def describe(env: str, record: dict[str, Any]) -> str:
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def token_metrics(known: dict[str, Tensor], mask: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs are from the sampler's, in nats; how good values were."""
-    gap = (known["old_logprobs"] - known["sampler_logprobs"])[mask].abs()
-    found = {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-    if "targets" in known:
-        found |= explained_variance(known["targets"][mask], known["values"][mask])
-    return found
-
-
-def weight_metrics(ratio: Tensor, cap: float, mode: str) -> dict[str, float]:
-    """Sums over tokens of the importance weights before the cap, and of those that it changes."""
-    beyond = (ratio > cap) | (ratio < 1 / max(cap, 1)) if mode == "mask" else ratio > cap
-    return {
-        "weights/mean": ratio.sum().item(),
-        "weights/capped": beyond.sum().item() if cap else 0.0,
-    }
-
-
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 is a perfect baseline, 0 one that says nothing.
+    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
 
     >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
     {'baseline/explained_variance': 1.0}
@@ -115,7 +207,7 @@ def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
 
 
 def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """95% interval of a share (Wilson 1927): right near 0 and 1, where ±2 std errors isn't.
+    """95% Wilson interval of a proportion (Wilson 1927); holds near 0 and 1, unlike ±2 std errors.
 
     >>> [round(x, 3) for x in wilson(0, 256)]
     [0.0, 0.015]

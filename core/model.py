@@ -8,6 +8,7 @@ fine-tuning below float32 needs besides is in core/optimizer.py.
 """
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class Policy:
     )  # layers that keep their input only
     may_checkpoint_layers: bool = True  # whether memory may ask for that
     trust_remote_code: bool = False  # whether the model's own code may run
+    disables_adapters: bool = False  # compute without the LoRA adapters, as the reference does
 
     @property
     def causal_lm(self) -> Any:
@@ -82,6 +84,10 @@ class Policy:
         """
         for layer in self.checkpointed_layers:  # the layer alone: dropout inside it stays off
             layer.training = torch.is_grad_enabled()
+        with self.model.disable_adapter() if self.disables_adapters else nullcontext():
+            return self._decode(input_ids, tree)
+
+    def _decode(self, input_ids: Tensor, tree: prefix_sharing.PackedGroups | None) -> Tensor:
         decoder = self.causal_lm.get_decoder()
         if tree is None:
             return decoder(input_ids=input_ids, use_cache=False).last_hidden_state

@@ -1,11 +1,12 @@
 """AdamW that loses no update, whatever the precision of the weights.
 
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
-smaller than |w|/256 would be rounded away, and at a learning rate of 1e-6 nearly all are.
+smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
 
-float16 has the bits but not the range: gradients below 6e-8 would be 0. So its losses are
-multiplied by `scale` before the backward, and gradients divided by it after (arXiv:1710.03740).
-When one overflowed, the scale is halved and the pass made again; it doubles in quiet times.
+float16 has the mantissa but not the range: gradients below 6e-8 become 0. So losses are multiplied
+by `loss_scale` before the backward pass, and gradients divided by it afterwards (dynamic loss
+scaling, arXiv:1710.03740). A gradient that overflows skips its step and halves the scale; the
+scale doubles after 200 steps without overflow, as torch.amp.GradScaler does.
 """
 
 import math
@@ -18,26 +19,26 @@ from torch.nn.utils import clip_grad_norm_
 from core import distributed
 from core.model import Policy
 
-SCALE, LEAST_SCALE, PATIENCE = 2.0**16, 2.0, 200  # of float16, to begin with; steps
+FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
 
 
 class MasterAdamW:
-    """AdamW whose float32 masters stand behind low-precision weights; plain AdamW for float32 ones.
+    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    Gradients of low-precision weights are summed in float32 as each micro-batch's backward makes
-    them; `step` updates the masters and copies them into the weights in place, so that whoever
-    shares the tensors sees the new values at once.
+    The backward of each micro-batch adds the gradients of low-precision weights up in float32.
+    `step` updates the masters and copies them into the weights in place, so everything that shares
+    the tensors reads the new values.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], **options: Any):
+    def __init__(self, groups: list[dict[str, Any]], loss_scale: float = 1.0, **options: Any):
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
-        self.adamw = torch.optim.AdamW(groups, fused=True, **options)  # without temporaries
+        self.adamw = torch.optim.AdamW(groups, fused=True, **options)
         self.param_groups = self.adamw.param_groups
         self.masters = [p for g in self.param_groups for p in g["params"]]
-        self.scale, self.steps_at_scale = 1.0, 0
-        self.finite = True  # all losses since the last step
+        self.scales_loss = loss_scale != 1
+        self.loss_scale, self.steps_at_scale = loss_scale, 0
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         if weight.dtype == torch.float32:
@@ -54,92 +55,91 @@ class MasterAdamW:
         return master
 
     def release(self) -> None:
-        """Leave the weights to another optimiser."""
+        """Removes the hooks, so that another optimizer can take over the weights."""
         for hook in self.hooks:
             hook.remove()
 
-    def backward(self, loss: Tensor) -> None:
-        """Add up the gradients of a loss, `scale` times as large until `clip_and_step`."""
-        self.finite = self.finite and (self.scale == 1 or bool(loss.isfinite()))
-        (loss * self.scale).backward()
+    def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all parameters."""
+        for group in self.param_groups:
+            group["lr"] = lr
 
-    def overflowed(self) -> bool:
-        """Whether some rank's gradients grew too large for float16; they are dropped then, and the
-        next ones half as large. A loss that isn't finite is no fault of the scale."""
-        if self.scale <= LEAST_SCALE:  # or 1, where it isn't needed
-            return False
-        finite = all(bool(p.grad.isfinite().all()) for p in self.masters if p.grad is not None)
-        told = {"overflows": float(not finite), "lost": float(not self.finite)}
-        told = distributed.all_reduce_metrics(told)
-        if told["overflows"] == 0 or told["lost"] > 0:
-            return False
-        self.zero_grad()
-        self.scale, self.steps_at_scale = self.scale / 2, 0
-        return True
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of `loss` to the gradients of the current step."""
+        (loss * self.loss_scale).backward()
 
     @torch.no_grad()
     def step(self) -> None:
+        """One AdamW step of the masters, copied into the weights in place."""
         self.adamw.step()
         for weight, master in self.pairs:
             weight.copy_(master)
 
     def clip_and_step(
-        self, max_norm: float, finite: bool = True, head_only: bool = False
+        self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
     ) -> tuple[float, bool]:
-        """Scale the gradients down to `max_norm` (0: don't) and step, then drop them.
+        """Adds up the gradients of all ranks, clips them to `max_norm` (0: no clipping), and steps.
 
-        The gradients of all ranks are added up first. No step is taken unless the loss was `finite`
-        and the gradients are. `head_only`: of the value head alone. Returns (norm before clipping,
-        whether a step was taken).
+        Skips the step if the loss or a gradient is not finite. `only_value_head`: step the value
+        head alone. Drops the gradients. Returns (norm before clipping, whether a step was taken).
         """
-        if head_only:
+        if only_value_head:
             for p in self.param_groups[0]["params"]:
                 p.grad = None
         distributed.all_reduce_gradients(self.masters)
-        if self.scale != 1:
+        if self.loss_scale != 1:
             for p in self.masters:
-                p.grad = None if p.grad is None else p.grad / self.scale
+                p.grad = None if p.grad is None else p.grad / self.loss_scale
         norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
-        stepped = finite and math.isfinite(norm)
+        stepped = finite_loss and math.isfinite(norm)
         if stepped:
             self.step()
-            self.steps_at_scale += 1
-        if self.scale > 1 and self.steps_at_scale == PATIENCE:
-            self.scale, self.steps_at_scale = self.scale * 2, 0
+        if self.scales_loss and finite_loss:
+            self._adapt_loss_scale(overflow=not stepped)
         self.zero_grad()
         return norm, stepped
 
-    def memory_to_come(self) -> int:
+    def _adapt_loss_scale(self, overflow: bool) -> None:
+        self.steps_at_scale = 0 if overflow else self.steps_at_scale + 1
+        if overflow:
+            self.loss_scale = max(MIN_SCALE, self.loss_scale / 2)
+        elif self.steps_at_scale == GROWTH_INTERVAL:
+            self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
+
+    def future_bytes(self) -> int:
         """Bytes of moments that the first step will allocate: two float32 for each weight."""
         return sum(8 * p.numel() for p in self.masters if p not in self.adamw.state)
 
     def zero_grad(self) -> None:
+        """Drops all gradients, those of an interrupted backward pass included."""
         self.adamw.zero_grad()
         for weight, _ in self.pairs:
-            weight.grad = None  # of a backward that broke off
-        self.finite = True
+            weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
+        """AdamW's state, the masters, and the loss scale with its number of steps."""
         return {
             "adamw": self.adamw.state_dict(),
-            "masters": [m.data for _, m in self.pairs],
-            "scale": [self.scale, self.steps_at_scale],
+            "masters": [master.data for _, master in self.pairs],
+            "scale": [self.loss_scale, self.steps_at_scale],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned; the weights become copies of the masters."""
         self.adamw.load_state_dict(state["adamw"])
         self.param_groups = self.adamw.param_groups
         for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
             master.copy_(saved)
             weight.copy_(master)
-        self.scale, self.steps_at_scale = state["scale"]
+        self.loss_scale, self.steps_at_scale = state["scale"]
 
 
 def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
-    """AdamW (0.9, 0.999; no weight decay) over all that is trainable; the value head at `value_lr`.
+    """AdamW (betas 0.9 and 0.999, no weight decay) over all trainable parameters of `policy`.
 
-    Raises RuntimeError if a trainable parameter would be left out.
+    The value head has the learning rate `value_lr` (0: `lr`). Raises RuntimeError if a trainable
+    parameter would be left out.
     """
     trainable = policy.trainable()
     head = [p for n, p in trainable.items() if n.startswith("value_head.")]
@@ -148,8 +148,6 @@ def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAd
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
     if sum(len(g["params"]) for g in groups) != len(trainable):
-        raise RuntimeError("a trainable parameter is missing from the optimiser")
-    optimizer = MasterAdamW(groups, weight_decay=0.0)
-    if policy.dtype == torch.float16:
-        optimizer.scale = SCALE
-    return optimizer
+        raise RuntimeError("a trainable parameter is missing from the optimizer")
+    loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
+    return MasterAdamW(groups, loss_scale, weight_decay=0.0)

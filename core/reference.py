@@ -1,18 +1,16 @@
-"""The policy that `--kl-coef` holds on to: as it was when RL began, or without its adapters.
+"""The reference policy of `--kl-coef`: the policy before RL, or the model without its adapters.
 
-Under LoRA the reference is the base with the adapters switched off while it scores: no copy, and
-what a warm start taught them is not in it. In full fine-tuning it is a frozen copy of all weights,
-as much memory again; it is written to the run's folder, so that a resumed run has the same one.
+With LoRA the reference is the base model with the adapters switched off: it needs no copy of the
+weights, and it does not contain what a warm start taught the adapters. Full fine-tuning needs a
+frozen copy of all weights. The copy is saved in the run's folder, so that a resumed run has the
+same reference.
 """
 
 import copy
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file, save_file
 
 from core import distributed
@@ -22,39 +20,29 @@ from core.types import UsageError
 FILE = "reference.safetensors"
 
 
-def make_reference(policy: Policy, run: Path, update: int) -> Policy:
-    """The reference of a run that has done `update` updates: made at its beginning, read later.
+def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
+    """The reference of a run: copied from `policy` at the start of RL, loaded from then on.
 
-    Raises UsageError if RL has begun and the reference's file is gone.
+    `next_update`: the update that the run continues with. Raises UsageError if RL has begun and
+    the file of the reference is missing.
     """
     if policy.lora_rank:
-        return policy
+        return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
-    if (run / FILE).exists():
-        frozen.load_state_dict(load_file(run / FILE), strict=False)
-    elif update > 0:
-        raise UsageError(f"--resume {run}: {FILE} is gone, and without it KL has no reference")
+    if (run_dir / FILE).exists():
+        frozen.load_state_dict(load_file(run_dir / FILE), strict=False)
+    elif next_update > 1:
+        raise UsageError(f"--resume {run_dir}: {FILE}, the reference of the KL, is missing")
     elif distributed.rank() == 0:
-        names = dict(frozen.named_parameters())  # tied ones once
-        part = run / f".part-{FILE}"
-        save_file({name: p.detach().cpu().contiguous() for name, p in names.items()}, part)
-        os.replace(part, run / FILE)
+        parameters = dict(frozen.named_parameters())  # tied ones once
+        part = run_dir / f".part-{FILE}"
+        save_file({name: p.detach().cpu().contiguous() for name, p in parameters.items()}, part)
+        os.replace(part, run_dir / FILE)
     return replace(policy, model=frozen, value_head=None)
 
 
-@contextmanager
-def as_reference(reference: Policy) -> Iterator[Policy]:
-    """Inside, the policy computes as the reference: under LoRA, without its adapters."""
-    with torch.no_grad():
-        if not reference.lora_rank:
-            yield reference
-            return
-        with reference.model.disable_adapter():
-            yield replace(reference, value_head=None)
-
-
-def reference_memory(policy: Policy) -> int:
-    """Bytes that a reference will take besides the policy."""
+def reference_bytes(policy: Policy) -> int:
+    """Bytes that `freeze_reference` will allocate."""
     if policy.lora_rank:
         return 0
     return sum(p.numel() * p.element_size() for p in policy.model.parameters())

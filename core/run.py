@@ -1,204 +1,266 @@
-"""What the loop stands on, opened from the settings and closed whatever happens."""
+"""Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from core import checkpoint, config, diagnostics, distributed, memory, run_log, selection
-from core import run_dir as run_folder
+from core import (
+    checkpoint,
+    cli,
+    config,
+    diagnostics,
+    distributed,
+    memory,
+    run_dir,
+    run_log,
+    selection,
+    tasks,
+)
+from core.config import Config
 from core.console import Display
 from core.interrupt import Interrupt
 from core.model import Policy, load_policy
 from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
-from core.reference import make_reference, reference_memory
+from core.reference import reference_bytes
 from core.rollouts import BatchedEnv
 from core.sampler import Sampler, TorchSampler
-from core.types import Rollout, UsageError
-from core.workshop import as_algorithm
+from core.types import Rollout, Stopped, UsageError
 
-SKIPS_IN_A_ROW = 10  # so many updates without a finite loss, and the run stops
+RUNS = Path("runs")
+MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
 
 @dataclass
 class Run:
-    """Everything that lasts from the first step to the last."""
+    """What lasts from the first step to the last."""
 
-    folder: Path
+    cfg: Config
+    folder: Path  # runs/<name>
     policy: Policy
     optimizer: MasterAdamW
-    batched_env: BatchedEnv  # plays
-    sampler: Sampler  # writes
-    log: run_log.Journal
+    batched_env: BatchedEnv
+    sampler: Sampler
+    run_log: run_log.Journal
     display: Display
-    stop: Interrupt
-    progress: dict[str, Any]  # what a checkpoint remembers
-    exercises: ModuleType | None = None  # scratch.py, with --algo scratch
-    reference: Policy | None = None  # what --kl-coef holds on to
-    past: list[dict[str, Any]] = field(default_factory=list)  # what warnings look at of each record
-    code: int = 1  # the exit code that the run has come to
+    interrupt: Interrupt
+    progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
+    history: list[dict[str, Any]] = field(default_factory=list)  # what warnings read
+    stopped: bool = False  # ended before the last update
 
-    def save(self) -> None:
-        if distributed.rank() == 0:
-            checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+    @property
+    def next_update(self) -> int:
+        """The update to continue with; 0: the policy has not been evaluated yet."""
+        return self.progress["update"] + 1
 
-    def begin_rl(self, lr: float, value_lr: float) -> None:
-        """RL begins with fresh moments, and samples from what the warm start made."""
+    def say(self, line: str) -> None:
+        """Prints a line that stays on the screen."""
+        self.display.say(line)
+
+    def check_interrupt(self) -> None:
+        """Raises Stopped if Ctrl-C or SIGTERM came; `open_run` then saves the run."""
+        self.interrupt.check()
+
+    def reset_optimizer(self, lr: float, value_lr: float) -> None:
+        """Starts RL with a new optimizer, without the moments of the warm start."""
         self.optimizer.release()
         self.optimizer = make_optimizer(self.policy, lr, value_lr)
-        self.sampler.sync()
-
-    def keep_reference(self) -> None:
-        self.reference = make_reference(self.policy, self.folder, self.progress["update"])
 
     def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts whose environments didn't fail; the person is told of the others.
+        """The rollouts whose environment did not fail; prints a warning about the others.
 
-        Raises UsageError when too many failed.
+        Raises UsageError if more than half failed.
         """
-        good, remarks = selection.without_failed(rollouts)
-        for remark in remarks:
-            self.display.say(remark)
-        return good
+        usable, warning = selection.drop_failed(rollouts)
+        if warning:
+            self.say(warning)
+        return usable
 
-    def conclude(self, cfg: Any, record: dict[str, Any]) -> bool:
-        """What follows an update: warnings, the journal, a checkpoint when one is due. False: the
-        run stops here, for --stop-on or because its losses aren't finite."""
-        update, skipped = record["update"], bool(record.get("update/skipped"))
-        stopping = self.warn(record, cfg.stop_on, config.compares(cfg))
-        self.log.log(record)
+    def log_sft(self, record: dict[str, Any]) -> None:
+        """Appends a record of the warm start to metrics.jsonl."""
+        self.run_log.log(record)
+
+    def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
+        """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
+
+        Returns whether the run has to stop: because of --stop-on, or because too many updates in a
+        row had no finite gradient.
+        """
+        record = {"update": update, **metrics}
+        if update > 0:
+            record["groups/level"] = self.progress["level"]
+            self.run_log.log_rollouts("train", update, rollouts)
+            self.display.update(update, record, rollouts)
+            self._adapt_difficulty(record)
+        self.history.append(diagnostics.warning_inputs(record))
+        by_group = config.compares(self.cfg)
+        warnings = distributed.broadcast_from_rank_0(
+            lambda: diagnostics.new(self.history, by_group)
+        )
+        for name, line in warnings.items():
+            self.say(f"warning: {name}: {line}")
+        if warnings:
+            record["warnings"] = warnings
+        self.run_log.log(record)
         self.progress["update"] = update
-        given_up = self.given_up(skipped, cfg.lr)
-        due = is_due(update, cfg.save_every, cfg.num_updates) and not skipped and not given_up
-        if due or stopping:
-            self.save()
-        return not (given_up or stopping)
+        self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
+        return self.stopped
 
-    def warn(self, record: dict[str, Any], stop_on: tuple[str, ...], by_group: bool) -> bool:
-        """Say and note what begins to go wrong; whether --stop-on has it."""
-        self.past.append(diagnostics.warning_inputs(record))
-        found = distributed.broadcast_from_rank_0(lambda: diagnostics.new(self.past, by_group))
-        for name, line in found.items():
-            self.display.say(f"warning: {name}: {line}")
-        if found:
-            record["warnings"] = found
-        named = [name for name in found if name in stop_on or "any" in stop_on]
+    def save(self) -> None:
+        """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
+        if distributed.rank() == 0 and self.progress["skipped_in_a_row"] == 0:
+            checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+
+    def _adapt_difficulty(self, record: dict[str, Any]) -> None:
+        if self.cfg.curriculum:
+            envs = tasks.training_envs(self.cfg.env, self.cfg.train_difficulty)
+            level, accuracy = self.progress["level"], record["reward/correct"]
+            self.progress["level"] = tasks.next_level(envs, level, accuracy, self.cfg.curriculum)
+
+    def _stops_on(self, warnings: list[str]) -> bool:
+        named = [w for w in warnings if w in self.cfg.stop_on or "any" in self.cfg.stop_on]
         if named:
-            self.display.say(f"--stop-on {named[0]}: stopped; go on with: "
-                             f"python train.py --resume {self.folder}")  # fmt: skip
+            self.say(f"--stop-on {named[0]}: stopped; resume with: {self.resume_command()}")
         return bool(named)
 
-    def given_up(self, skipped: bool, lr: float) -> bool:
-        """Count the updates in a row without a finite loss; say so when they are too many."""
+    def _too_many_skipped(self, record: dict[str, Any]) -> bool:
+        skipped = bool(record.get("update/skipped")) and "grad/norm" in record
         self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
-        if self.progress["skipped_in_a_row"] < SKIPS_IN_A_ROW:
+        if self.progress["skipped_in_a_row"] < MAX_SKIPPED:
             return False
-        self.display.say(
-            f"{SKIPS_IN_A_ROW} updates in a row without a finite loss: stopped, the last good "
-            f"checkpoint kept. Try a lower --lr than {lr:g}"
+        self.say(
+            f"{MAX_SKIPPED} updates in a row without a finite gradient: stopped. The last "
+            f"checkpoint is from before; try a lower --lr than {self.cfg.lr:g}"
         )
         return True
 
+    def resume_command(self) -> str:
+        """The command that resumes this run."""
+        return f"python train.py --resume {self.folder}"
+
 
 @contextmanager
-def open_run(cfg: Any, config: dict[str, Any], runs: Path, remarks: list[str]) -> Iterator[Run]:
-    """The run that `cfg` (train.Config) asks for: a new folder in `runs`, or the one to go on with.
+def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
+    """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
-    `config` is what its config.yaml says, `remarks` are lines to show. What people look at is
-    written at the end. Raises UsageError for what can't be had; then no new folder is left.
+    Ctrl-C and SIGTERM save the run and raise Stopped. On exit, writes report.html, curves.png and,
+    for a run that reached its last update, the model. Raises UsageError for invalid settings; then
+    no new folder is left behind.
     """
-    with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as aside:
-        folder, new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, runs))
-        writes = distributed.rank() == 0
-        with run_folder.lock_run_dir(folder, config, new) if writes else nullcontext():
-            # what the other ranks would write is rank 0's to write
-            own = folder if writes else Path(aside)
-            with memory.explained(), _opened(cfg, config, folder, own, new, remarks) as run:
-                yield run
-            if writes:
-                finish(run, config, exported=cfg.sampler != "openai")
+    settings = cli.to_dict(cfg, ("reinforce", "grpo", "ppo"))
+    with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
+        folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg))
+        is_writer = distributed.rank() == 0
+        with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
+            # ranks other than 0 write into a folder that is thrown away
+            log_dir = folder if is_writer else Path(scratch_dir)
+            with _opened(cfg, algorithm, settings, folder, log_dir, is_new) as run:
+                stopped_by = None
+                try:
+                    with memory.out_of_memory_as_one_line(_smaller_micro_batches(run)):
+                        yield run
+                except Stopped as error:
+                    stopped_by = error
+                    run.save()
+            if is_writer:
+                run_log.write_pages(run.folder, settings)
+            if stopped_by is not None:
+                raise Stopped(f"stopped and saved; resume with: {run.resume_command()}")
+            if is_writer and not run.stopped:
+                if cfg.sampler != "openai":
+                    checkpoint.export_model(run.folder, run.policy)
+                print("\n".join(run_log.summary(run.folder, settings)))
 
 
-def folder_of(cfg: Any, runs: Path) -> tuple[Path, bool]:
-    """The run's folder, and whether it is a new one, not there yet, or one to go on with."""
+def folder_of(cfg: Config) -> tuple[Path, bool]:
+    """The run's folder, and whether it is new. Raises UsageError for a name that is taken."""
     if cfg.resume:
         return Path(cfg.resume), False
     if distributed.may_restart() and not cfg.run_name:
-        raise UsageError("give a --run-name, so that a restart finds the run that it goes on with")
-    if distributed.is_restarted() and (runs / cfg.run_name).exists():
-        return runs / cfg.run_name, False
+        raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
+    if distributed.is_restarted() and (RUNS / cfg.run_name).exists():
+        return RUNS / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    return run_folder.new_folder(runs, cfg.run_name, stem[: config.LONGEST_NAME]), True
-
-
-def finish(run: Run, config: dict[str, Any], exported: bool) -> None:
-    """Write what people look at and, of a run that came to its end, the model; say where."""
-    if run.code == 0 and exported:
-        checkpoint.export_model(run.folder, run.policy)
-    run_log.write_pages(run.folder, config)
-    if run.code == 0:
-        print("\n".join(run_log.summary(run.folder, config)))
+    return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.LONGEST_NAME]), True
 
 
 @contextmanager
 def _opened(
-    cfg: Any, config: dict[str, Any], folder: Path, own: Path, new: bool, remarks: list[str]
+    cfg: Config, algorithm: Any, settings: dict[str, Any], folder: Path, log_dir: Path, is_new: bool
 ) -> Iterator[Run]:
-    memory.keep_freed()
-    found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
-    mine = as_algorithm.open_exercises() if cfg.algo == "scratch" else None
-    served = cfg.sampler == "openai"  # then the model is elsewhere, and tiny its tokenizer here
-    policy = distributed.rank_0_first(lambda: load_policy(
-        "tiny" if served else cfg.model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
+    memory.keep_freed_memory()
+    found = checkpoint.NEW_RUN if is_new else checkpoint.find_checkpoint(folder)
+    advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
+    with memory.out_of_memory_as_one_line(lambda: advice):
+        policy = _load_policy(cfg, folder)
+        in_warm_start = found.progress["sft_step"] < cfg.sft_steps
+        lr = cfg.sft_lr if in_warm_start else cfg.lr
+        optimizer = make_optimizer(policy, lr, cfg.ppo.value_lr)
+        if found.folder:
+            checkpoint.load_checkpoint(found.folder, policy, optimizer)
+        future_bytes = optimizer.future_bytes() + (reference_bytes(policy) if cfg.kl_coef else 0)
+        sampler = _make_sampler(cfg, policy, algorithm, future_bytes)
+        remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
+    run_log.rewind(log_dir, found.progress)
+    run_dir.write_config(log_dir, settings)
+    metrics_file = log_dir / "metrics.jsonl"
+    records = run_log.read_records(metrics_file) if metrics_file.exists() else []
+    if cfg.algo == "scratch":
+        algorithm.save_source(folder)
+        remarks = [*remarks, *algorithm.remarks]
+    with (
+        closing(sampler),
+        Interrupt() as interrupt,
+        run_log.Journal(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
+        Display(title(cfg, policy), quiet=log_dir != folder) as display,
+    ):
+        sampler.say = display.say
+        for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
+            display.say(line)
+        batched_env = BatchedEnv(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
+        history = [diagnostics.warning_inputs(record) for record in records]
+        yield Run(cfg, folder, policy, optimizer, batched_env, sampler, log, display, interrupt,
+                  dict(found.progress), history)  # fmt: skip
+
+
+def _load_policy(cfg: Config, folder: Path) -> Policy:
+    # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
+    model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
+    return distributed.rank_0_first(lambda: load_policy(
+        model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=cfg.algo == "ppo",
         max_length=cfg.max_model_len, tiny_folder=folder / "base",
         trust_remote_code=cfg.trust_remote_code,
     ))  # fmt: skip
-    in_warm_start = found.progress["sft_step"] < cfg.sft_steps
-    optimizer = make_optimizer(policy, cfg.sft_lr if in_warm_start else cfg.lr, cfg.ppo.value_lr)
-    if found.folder:
-        checkpoint.load_checkpoint(found.folder, policy, optimizer)
-    to_come = optimizer.memory_to_come() + (reference_memory(policy) if cfg.kl_coef else 0)
-    sampler: Sampler = (
-        OpenAISampler(policy, cfg.base_url, cfg.model_id) if served else
-        TorchSampler(policy, as_algorithm.drawing(mine)) if mine else
-        make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, to_come)
-    )  # fmt: skip
-    remarks = [*remarks, *memory.fit(policy, cfg, to_come)]
-    run_log.rewind(own, found.progress)
-    run_folder.write_config(own, config)
-    done = own / "metrics.jsonl"  # rank 0's, which decides for all
-    past = (
-        [diagnostics.warning_inputs(r) for r in run_log.read_records(done)] if done.exists() else []
+
+
+def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, future_bytes: int) -> Sampler:
+    if cfg.sampler == "openai":
+        return OpenAISampler(policy, cfg.base_url, cfg.model_id)
+    if cfg.algo == "scratch":
+        return TorchSampler(policy, algorithm.draw)
+    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, future_bytes)
+
+
+def _smaller_micro_batches(run: Run) -> Callable[[], str]:
+    """What to do when memory runs out after the probe: resume with half the micro-batch budget."""
+    return lambda: (
+        f"The last checkpoint is complete; resume with: {run.resume_command()} "
+        f"--max-tokens-per-micro-batch {max(1, run.policy.micro_batch_tokens // 2)}"
     )
-    if mine:
-        as_algorithm.keep(mine, folder)
-        remarks = [*remarks, *as_algorithm.remarks(mine)]
-    with (
-        closing(sampler),
-        Interrupt() as stop,
-        run_log.Journal(own, config, cfg.track if own == folder else "none") as log,
-        Display(title(cfg, policy), quiet=own != folder) as display,
-    ):
-        sampler.say = display.say
-        for remark in filter(None, [*found.remarks, sampler.remark, *remarks]):
-            display.say(remark)
-        drop_thinking = cfg.thinking == "drop"
-        batched_env = BatchedEnv(policy, cfg.max_turns, drop_thinking, cfg.env_timeout)
-        yield Run(folder, policy, optimizer, batched_env, sampler, log, display, stop,
-                  dict(found.progress), mine, past=past)  # fmt: skip
 
 
-def title(cfg: Any, policy: Policy) -> str:
+def title(cfg: Config, policy: Policy) -> str:
+    """The first line of the display: algorithm, environments, model, device."""
+    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
-    return f"picoRL · {cfg.algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"
+    return f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"
 
 
 def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something done `every` so many steps is due; always at 0 and at the last step."""
+    """Whether something that happens every `every` steps is due; always at 0 and at the last."""
     return step in (0, last) or (every > 0 and step % every == 0)

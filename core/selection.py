@@ -1,7 +1,8 @@
-"""Which rollouts are learnt from: not the failed, perhaps none without spread, the best twice.
+"""Which rollouts to train on: without failed ones, without groups of equal returns, the best again.
 
-A group whose rollouts were all paid alike has advantages of 0: its tokens cost time and teach
-nothing. Whether it is right or wrong says nothing of that; only its spread does.
+A group whose rollouts all have the same return has advantages of 0, so its tokens cost time and
+change nothing. Filter on the spread of the returns, not on their mean: a group of partial credit
+can have a mean of 0.5 and no spread.
 """
 
 from collections import defaultdict
@@ -10,26 +11,27 @@ from typing import Any
 
 from core.types import Rollout, Turn, UsageError
 
-MOST_FAILED = 0.5  # of an update's episodes; more than that, and the environment is to be mended
+MAX_FAILED = 0.5  # fraction of an update's episodes
 
 
-def without_failed(rollouts: list[Rollout]) -> tuple[list[Rollout], list[str]]:
-    """The rollouts to learn from, and what to tell the person of those whose environment failed.
+def drop_failed(rollouts: list[Rollout]) -> tuple[list[Rollout], str]:
+    """The rollouts whose environment did not fail, and a warning about those that failed ("").
 
-    Raises UsageError when more than a half failed.
+    Raises UsageError if more than half failed.
     """
-    failed = [r for r in rollouts if r.error]
+    failed = [rollout for rollout in rollouts if rollout.error]
     if not failed:
-        return rollouts, []
-    told = f"{len(failed)} of {len(rollouts)} episodes failed; the first, of {failed[0].env} with "
-    told += f"seed {failed[0].seed}: {failed[0].error}".replace("\n", " ")
-    if len(failed) > MOST_FAILED * len(rollouts):
-        raise UsageError(told)
-    return [r for r in rollouts if not r.error], [told]
+        return rollouts, ""
+    first = failed[0]
+    warning = (f"{len(failed)} of {len(rollouts)} episodes failed; the first one, {first.env} with "
+               f"seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
+    if len(failed) > MAX_FAILED * len(rollouts):
+        raise UsageError(warning)
+    return [rollout for rollout in rollouts if not rollout.error], warning
 
 
 def by_task(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    """The rollouts of each task, all its seats and tries, in the order in which tasks came."""
+    """The rollouts of each task, those of all its agents, in the order of the tasks."""
     tasks: dict[tuple[str, int], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         tasks[rollout.env, rollout.seed].append(rollout)
@@ -37,7 +39,7 @@ def by_task(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 
 def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
-    """The rollouts of the tasks in which some group was not paid alike throughout."""
+    """The rollouts of the tasks in which the returns of at least one group differ."""
     returns: dict[int, set[float]] = defaultdict(set)
     for rollout in rollouts:
         returns[rollout.group_id].add(rollout.episode_return)
@@ -50,10 +52,10 @@ def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) -> list[dict]:
-    """The `size` rollouts of highest return among the kept and the new, at most one a task.
+    """The `size` rollouts with the highest return among `best` and `rollouts`, one per task.
 
-    Of equal ones the newer is kept. What is kept is plain data, for a checkpoint: a rollout without
-    its messages, which only people read.
+    Of equal returns the newer rollout is kept. The result is plain data, as a checkpoint needs it,
+    without the messages.
     """
     new = [asdict(r) | {"messages": [], "info": {}, "token_traces": []} for r in rollouts]
     first: dict[tuple[str, int, str], dict] = {}
@@ -62,6 +64,6 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
     return list(first.values())[:size]
 
 
-def as_rollouts(kept: list[dict[str, Any]]) -> list[Rollout]:
-    """What `keep_best` kept, to train on."""
-    return [Rollout(**(r | {"turns": [Turn(**turn) for turn in r["turns"]]})) for r in kept]
+def as_rollouts(best: list[dict[str, Any]]) -> list[Rollout]:
+    """The result of `keep_best` as rollouts to train on."""
+    return [Rollout(**(r | {"turns": [Turn(**turn) for turn in r["turns"]]})) for r in best]

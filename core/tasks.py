@@ -1,7 +1,7 @@
-"""Which tasks are played: drawn anew for each update from the seed and its number, no other state.
+"""The tasks of each update: drawn from the seed and the update's number, without other state.
 
-Each of the P tasks of an update is one environment and one seed; its G rollouts share both, so they
-share their opening prompt and can be compared.
+A task is an environment and a seed. The G rollouts of a task share both, so they share their
+opening prompt and can be compared with each other.
 """
 
 import random
@@ -12,31 +12,31 @@ from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
 from environments.registry import accepts, make, options_of
 
-DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # the key that makes a task harder
+DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # options that make a task harder
 
 
 @dataclass(frozen=True)
 class Task:
-    """One episode to play: an environment spec, the seed that decides it, the group it is of."""
+    """One episode: the spec of its environment, the seed that decides it, and its group."""
 
     env: str
     seed: int
     group_id: int
-    hasty: bool = False  # for a demonstration: show the well-formed guess, not the work
+    hasty: bool = False  # for a demonstration: a well-formed guess instead of a worked answer
 
 
 def train_tasks(
     envs: Sequence[str], seed: int, update: int, num_prompts: int, group_size: int, attempt: int = 0
 ) -> list[Task]:
-    """The P·G tasks of an update, groups side by side; environments take turns.
+    """The P·G tasks of an update, group by group; environments take turns.
 
-    `attempt` draws other tasks for the same update.
+    A higher `attempt` draws other tasks for the same update.
 
     >>> [t.group_id for t in train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=3)]
     [0, 0, 0, 1, 1, 1]
     """
-    again = f" {attempt}" if attempt else ""
-    rng = random.Random(f"train {seed} {update}{again}")  # a text seed: the same on any machine
+    suffix = f" {attempt}" if attempt else ""
+    rng = random.Random(f"train {seed} {update}{suffix}")  # a string seed: the same on any machine
     tasks = []
     for group in range(num_prompts):
         env = envs[(update * num_prompts + group) % len(envs)]
@@ -47,7 +47,7 @@ def train_tasks(
 def demo_tasks(
     envs: Sequence[str], seed: int, step: int, batch_size: int, hasty: float
 ) -> list[Task]:
-    """The demonstrations of a warm-start step; a share `hasty` of them, by chance, only guess."""
+    """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`."""
     rng = random.Random(f"demo {seed} {step}")
     return [
         Task(envs[i % len(envs)], rng.choice(DEMO_SEEDS), i, hasty=rng.random() < hasty)
@@ -56,7 +56,7 @@ def demo_tasks(
 
 
 def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
-    """The held-out tasks, the same in every evaluation of every run; `num_tasks` of each env."""
+    """The held-out tasks, `num_tasks` of each environment; every evaluation has the same."""
     return [
         Task(env, EVAL_SEEDS[i], group_id=e * num_tasks + i)
         for e, env in enumerate(envs)
@@ -64,13 +64,23 @@ def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
     ]
 
 
+def training_envs(envs: Sequence[str], difficulty: int, level: int = 0) -> list[str]:
+    """The specs to train on: at `difficulty` (0: unchanged), `level` curriculum steps harder."""
+    return [harder(with_difficulty(spec, difficulty), level) for spec in envs]
+
+
+def held_out_envs(eval_envs: Sequence[str], envs: Sequence[str], difficulty: int) -> list[str]:
+    """The specs to evaluate on: --eval-env, or those of --env at the training difficulty."""
+    return [with_difficulty(spec, 0) for spec in eval_envs] or training_envs(envs, difficulty)
+
+
 def with_difficulty(spec: str, difficulty: int) -> str:
-    """The spec at that difficulty, if it isn't 0 and the environment has such a key.
+    """The spec with its difficulty option set; unchanged if `difficulty` is 0 or it has none.
 
     >>> with_difficulty("letter_counting", 6), with_difficulty("math_qa:level=2", 3)
     ('letter_counting:difficulty=6', 'math_qa:level=3')
     """
-    make(spec)  # an unknown name or key is refused before anything else
+    make(spec)  # refuses unknown names and options
     key = difficulty_key(spec)
     if difficulty == 0 or key is None:
         return spec
@@ -82,7 +92,7 @@ def with_difficulty(spec: str, difficulty: int) -> str:
 
 
 def harder(spec: str, by: int) -> str:
-    """The spec that many steps harder, or as hard as it gets.
+    """The spec `by` steps harder, or at its highest difficulty.
 
     >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
     ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
@@ -94,24 +104,24 @@ def harder(spec: str, by: int) -> str:
     for difficulty in range(start + 1, start + by + 1):
         try:
             spec = with_difficulty(spec, difficulty)
-        except UsageError:  # there is none so hard
+        except UsageError:  # beyond the highest difficulty
             break
     return spec
 
 
-def next_step(envs: Sequence[str], step: int, success: float, aim: float) -> int:
-    """The curriculum: one step harder once a share `aim` is right, one back at half of it.
+def next_level(envs: Sequence[str], level: int, accuracy: float, target: float) -> int:
+    """The curriculum: one level up at an accuracy of `target`, one level down at half of it.
 
-    >>> [next_step(["math_qa"], step, s, aim=0.8) for step, s in ((0, 0.9), (3, 0.5), (3, 0.3))]
-    [1, 3, 2]
+    >>> [next_level(["math_qa"], 3, accuracy, target=0.8) for accuracy in (0.9, 0.5, 0.3)]
+    [4, 3, 2]
     """
-    if success >= aim and any(harder(e, step + 1) != harder(e, step) for e in envs):
-        return step + 1
-    return max(0, step - 1) if success <= aim / 2 else step
+    if accuracy >= target and any(harder(e, level + 1) != harder(e, level) for e in envs):
+        return level + 1
+    return max(0, level - 1) if accuracy <= target / 2 else level
 
 
 def check_demonstrations(envs: Sequence[str]) -> None:
-    """Raise UsageError for an environment that can't show how it is done."""
+    """Raises UsageError for an environment without demonstrations."""
     for spec in envs:
         env = make(spec)
         if not isinstance(env, Env) or _first_demonstration(spec, env) is None:
@@ -119,7 +129,7 @@ def check_demonstrations(envs: Sequence[str]) -> None:
 
 
 def difficulty_key(spec: str) -> str | None:
-    """The key by which the environment gets harder, if it has one."""
+    """The option that makes the environment harder, if it has one."""
     return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
 
 
@@ -129,5 +139,5 @@ def _first_demonstration(spec: str, env: Env) -> str | None:
         return env.demonstrate()
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
-    except Exception as error:  # then it would fail in every warm-start step
+    except Exception as error:  # it would fail in every warm-start step
         raise UsageError(f"--env {spec} fails: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""The data that passes from environment to gradient, and the one error for bad input.
+"""The data that passes from environment to gradient, and the errors that end a run.
 
     Message --> prompt ids --> Completion --> Turn --> Rollout
 
@@ -10,15 +10,15 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
-FinishReason = Literal["stop", "length"]  # the policy ended its turn, or ran into the token limit
+FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
 
 
 class UsageError(ValueError):
-    """Bad input that the person at the keyboard can mend: shown as one line, exit code 2."""
+    """Invalid user input. Printed as one line; exit code 2."""
 
 
 class Fault(RuntimeError):
-    """What ends a run and is nobody's mistake: shown as one line, exit code 1."""
+    """Ends a run for a reason other than its input. Printed as one line; exit code 1."""
 
 
 class RankLost(Fault):
@@ -26,11 +26,15 @@ class RankLost(Fault):
 
 
 class CannotWrite(Fault):
-    """The disk takes no more; what was saved before is whole."""
+    """The disk is full or read-only; everything saved before is complete."""
 
 
 class OutOfMemory(Fault):
-    """Memory ran out, and nothing more can give."""
+    """GPU or host memory ran out."""
+
+
+class Stopped(Exception):
+    """Ctrl-C or SIGTERM stopped the run at a safe point; exit code 130."""
 
 
 class Message(TypedDict):
@@ -42,17 +46,17 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Completion:
-    """What the sampler wrote: `token_ids` and `logprobs` (nats) have equal length, EOS included."""
+    """One sampled completion; `token_ids` and `logprobs` (nats) include the end-of-turn token."""
 
     token_ids: list[int]
     logprobs: list[float]
-    text: str  # without the token that ended the turn
+    text: str  # without the end-of-turn token
     finish_reason: FinishReason
 
 
 @dataclass
 class Turn:
-    """One prompt, the completion sampled in exactly that context, and what it was paid."""
+    """One prompt, the completion sampled in exactly that context, and its reward."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -63,7 +67,7 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One agent's episode: its turns in order. A `group_id` shares environment, seed and agent."""
+    """One agent's episode. Rollouts of a group share environment, seed and agent."""
 
     env: str
     agent: str
@@ -71,11 +75,11 @@ class Rollout:
     group_id: int
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    episode_truncated: bool = False  # the episode was cut by --max-turns or the context, not ended
-    error: str = ""  # why its environment failed; such an episode is counted and not learnt from
+    episode_truncated: bool = False  # cut by --max-turns or the context length before its end
+    error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     info: dict[str, Any] = field(default_factory=dict)  # of the last step; "correct": bool if known
-    # of each turn, a value a token: its "text", log-probs (nats) by the "sampler", by the "trainer"
-    # before and "after" the update, and its "advantage"; no turns: its tokens weren't looked at
+    # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
+    # the "trainer" before and "after" the update, and its "advantage"; empty: not traced
     token_traces: list[dict[str, list]] = field(default_factory=list)
 
     @property

@@ -1,12 +1,12 @@
-"""What the warm start made of the tiny policy, kept for the next run that asks for the same.
+"""A cache of the warm start of the tiny model, for the next run with the same recipe.
 
     ~/.cache/picorl/<recipe>/      or $PICORL_CACHE/<recipe>/
-        weights.safetensors        every trainable parameter after the last step
-        metrics.jsonl              what the journal said on the way
+        weights.safetensors        every trainable parameter after the last SFT step
+        metrics.jsonl              the records of the warm start
 
-A recipe is all that decides the weights: settings, our own source, the versions of all packages,
-the device, and how many threads and ranks add up its sums. A run that reuses one is, to the bit,
-the run that would have made it.
+The recipe is a hash of everything that decides the weights: the settings, our own source code, the
+versions of all packages, the device, and how many threads and ranks add up the sums. So a run that
+reuses a warm start equals, bit for bit, the run without the cache.
 """
 
 import hashlib
@@ -17,48 +17,48 @@ import shutil
 import tempfile
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from core import distributed
+from core.config import Config
 from core.model import Policy
+from core.run import Run
 from core.run_log import read_records
 
 SETTINGS = """seed lora_rank lora_alpha sft_steps sft_batch_size sft_hasty sft_lr max_turns
     max_grad_norm max_model_len max_tokens_per_micro_batch thinking""".split()
-ELSEWHERE = ("remote", "openenv", "data=", "live=")  # in a spec: it's played by what isn't ours
+FOREIGN = ("remote", "openenv", "data=", "live=")  # in a spec: the recipe cannot see what it plays
 ROOT = Path(__file__).parent.parent
 
 
-def reuse(cfg: Any, run: Any, envs: list[str]) -> bool:
-    """Put the weights of the same recipe into the run's policy, if there are any: the warm start is
-    done. `cfg` is train.Config, `run` core.run.Run."""
+def reuse(cfg: Config, run: Run, envs: list[str]) -> bool:
+    """Loads the cached warm start of this recipe into the policy. Returns whether there was one."""
     folder = folder_of(cfg, run.policy, envs)
-    there = folder is not None and folder.exists()
-    if folder is None or run.progress["sft_step"] > 0 or not all(distributed.all_gather([there])):
+    exists = folder is not None and folder.exists()
+    if folder is None or run.progress["sft_step"] > 0 or not all(distributed.all_gather([exists])):
         return False
     try:
         saved = load_file(folder / "weights.safetensors")
         records = read_records(folder / "metrics.jsonl")
     except (OSError, ValueError, SafetensorError) as error:
-        run.display.say(f"warm start: {folder} can't be read ({error}); made anew")
+        run.say(f"warm start: {folder} cannot be read ({error}); training it again")
         shutil.rmtree(folder, ignore_errors=True)
         return False
     with torch.no_grad():
         for name, parameter in run.policy.trainable().items():
             parameter.copy_(saved[name])
     for record in records:
-        run.log.log(record)
+        run.log_sft(record)
     run.progress["sft_step"] = cfg.sft_steps
-    run.display.say(f"warm start: reused, the recipe is that of {folder}; --no-cache makes it anew")
+    run.say(f"warm start: loaded from {folder} (same settings); --no-cache trains it again")
     return True
 
 
-def keep(cfg: Any, run: Any, envs: list[str]) -> None:
-    """Keep the policy, straight after its warm start, for `reuse`."""
+def keep(cfg: Config, run: Run, envs: list[str]) -> None:
+    """Writes the policy to the cache, directly after its warm start."""
     folder = folder_of(cfg, run.policy, envs)
     if folder is None or folder.exists() or distributed.rank() > 0:
         return
@@ -66,7 +66,7 @@ def keep(cfg: Any, run: Any, envs: list[str]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
     except OSError as error:
-        run.display.say(f"warm start: not kept for other runs ({error})")
+        run.say(f"warm start: not cached ({error})")
         return
     tensors = {n: p.detach().cpu().contiguous() for n, p in run.policy.trainable().items()}
     records = [r for r in read_records(run.folder / "metrics.jsonl") if "sft_step" in r]
@@ -79,14 +79,14 @@ def keep(cfg: Any, run: Any, envs: list[str]) -> None:
         os.rename(part, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
-        if not folder.exists():  # or another run was faster
-            run.display.say(f"warm start: not kept for other runs ({error})")
+        if not folder.exists():  # another run may have written the same recipe meanwhile
+            run.say(f"warm start: not cached ({error})")
 
 
-def folder_of(cfg: Any, policy: Policy, envs: list[str]) -> Path | None:
-    """Where the policy of this recipe is, or would be; None: not to be cached."""
-    elsewhere = any(word in spec for spec in envs for word in ELSEWHERE)
-    if not cfg.cache or cfg.model_id != "tiny" or elsewhere:
+def folder_of(cfg: Config, policy: Policy, envs: list[str]) -> Path | None:
+    """The folder of this recipe, whether it exists or not; None if it cannot be cached."""
+    is_foreign = any(word in spec for spec in envs for word in FOREIGN)
+    if not cfg.cache or cfg.model_id != "tiny" or is_foreign:
         return None
     recipe = {
         "settings": {name: getattr(cfg, name) for name in SETTINGS},
@@ -97,8 +97,8 @@ def folder_of(cfg: Any, policy: Policy, envs: list[str]) -> Path | None:
         "packages": sorted(f"{d.name} {d.version}" for d in distributions()),
         "source": [
             hashlib.sha256(file.read_bytes()).hexdigest()
-            for room in ("algorithms", "core", "environments")
-            for file in [ROOT / "train.py", *sorted((ROOT / room).rglob("*.*"))]
+            for package in ("algorithms", "core", "environments")
+            for file in [ROOT / "train.py", *sorted((ROOT / package).rglob("*.*"))]
         ],
     }
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()

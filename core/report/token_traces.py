@@ -1,59 +1,67 @@
-"""What became of each sampled token in an update, for report.html.
+"""What an update did to each sampled token, for report.html.
 
-Its log-prob under the sampler, under the trainer before the update and after it, and its advantage:
-where advantage and change have one sign, the update did with the token what it was meant to.
+Each token is traced with its log-prob under the sampler, under the trainer before and after the
+update, and its advantage. Where the advantage and the change of the log-prob have the same sign,
+the update moved the token in the intended direction.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from core import batching
-from core.batching import MicroBatch, RolloutBatch
+from core import distributed
+from core.batching import MicroBatch, RolloutBatch, cut
 from core.model import Policy
 from core.types import Rollout
 
-DIGITS = 4  # of a number in the journal
-SHOWN = {"sampler": "sampler_logprobs", "trainer": "old_logprobs", "after": "new_logprobs",
-         "advantage": "advantages"}  # fmt: skip
-MICRO_BATCH = 4096  # padded tokens
+DIGITS = 4  # of each number in rollouts.jsonl
+MICRO_BATCH = 4096  # tokens, padding included
+Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
 
+@torch.no_grad()
 def trace_tokens(
     policy: Policy,
     rollouts: list[Rollout],
-    update: RolloutBatch,
-    known: dict[str, Tensor],
+    batch: RolloutBatch,
     budget: int,
-    forward: Callable[[MicroBatch], tuple[Tensor, Any, Any]],
+    forward: Forward,
+    temperature: float,
 ) -> None:
-    """Fill `looks` of the first groups, as many as have `budget` sampled tokens, one at least.
+    """Fills `token_traces` of the rollouts of the first groups.
 
-    `known` are the [B, N] of the update's tokens before it; `forward` gives a micro-batch's
-    log-probs [b, T-1] (and more) under the weights after it.
+    As many whole groups as have at most `budget` sampled tokens together, at least one; none if
+    `budget` is 0. `policy` already has the weights after the update.
     """
+    if budget == 0 or not rollouts or batch.old_logprobs is None or distributed.rank() != 0:
+        return
     rows = first_groups(rollouts, budget)
-    known = known | {"new_logprobs": torch.zeros_like(update.rewards)}
-    chosen = [sequence for sequence in update.sequences if sequence.rollout in rows]
-    at_once = min(MICRO_BATCH, policy.micro_batch_tokens)
-    for batch in batching.micro_batches(chosen, at_once, policy.device):
-        with torch.no_grad():
-            batching.put(forward(batch)[0], batch, into=known["new_logprobs"])
+    new_logprobs = torch.zeros_like(batch.old_logprobs)
+    sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
+    for micro in cut(sequences, min(MICRO_BATCH, policy.micro_batch_tokens), policy.device):
+        logprobs, _, _ = forward(policy, micro, temperature)
+        micro.scatter(logprobs, into=new_logprobs)
+    columns = {
+        "sampler": batch.sampler_logprobs,
+        "trainer": batch.old_logprobs,
+        "after": new_logprobs,
+        "advantage": batch.advantages,
+    }
     for row in rows:
-        rollouts[row].token_traces, column = [], 0
+        rollouts[row].token_traces, start = [], 0
         for turn in rollouts[row].turns:
-            end = column + len(turn.completion_ids)
-            numbers = {k: known[name][row, column:end].tolist() for k, name in SHOWN.items()}
-            look: dict[str, Any] = {k: [round(x, DIGITS) for x in v] for k, v in numbers.items()}
-            text = pieces(policy.tokenizer, turn.completion_ids)
-            rollouts[row].token_traces.append({"text": text, **look})
-            column = end
+            end = start + len(turn.completion_ids)
+            trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
+            for name, tensor in columns.items():
+                trace[name] = [round(x, DIGITS) for x in tensor[row, start:end].tolist()]
+            rollouts[row].token_traces.append(trace)
+            start = end
 
 
 def first_groups(rollouts: list[Rollout], budget: int) -> set[int]:
-    """Places in the list of the first groups' rollouts: whole groups within the budget, or one."""
+    """Indices of the rollouts of the first groups within `budget` tokens; at least one group."""
     rows: set[int] = set()
     tokens = 0
     for group_id in dict.fromkeys(rollout.group_id for rollout in rollouts):
@@ -65,21 +73,24 @@ def first_groups(rollouts: list[Rollout], budget: int) -> set[int]:
     return rows
 
 
-def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
-    """The text of each token; together they are the text of all. A character made of several, and
-    what is none (shown as \ufffd), stands at the token that settles it."""
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+    """The text of each token; joined, they are the text of all tokens.
+
+    A character that spans several tokens appears at the token that completes it. Bytes that are not
+    valid UTF-8 appear as \ufffd.
+    """
     texts: list[str] = []
-    pending: list[int] = []
-    told = 0  # characters of the pending text that stand at a token already
+    pending: list[int] = []  # tokens whose text is not complete yet
+    emitted = 0  # characters of the pending text that already belong to a token
     text = ""
     for id_ in ids:
         pending.append(id_)
         text = tokenizer.decode(pending)
-        settled = len(text.rstrip("\ufffd"))  # what comes next may still change the end
-        texts.append(text[told:settled])
-        told = max(told, settled)
-        if settled == len(text):
-            pending, told, text = [], 0, ""
+        complete = len(text.rstrip("\ufffd"))  # the next token may still change the end
+        texts.append(text[emitted:complete])
+        emitted = max(emitted, complete)
+        if complete == len(text):
+            pending, emitted, text = [], 0, ""
     if texts:
-        texts[-1] += text[told:]
+        texts[-1] += text[emitted:]
     return texts
