@@ -110,7 +110,7 @@ def from_yaml(cls: type[T], file: Path) -> T:
         raise UsageError(f"{file}: {error}") from None
 
 
-def to_dict(config: Any, algorithms: dict[str, Any]) -> dict[str, Any]:
+def to_dict(config: Any, algorithms: Iterable[str]) -> dict[str, Any]:
     """The settings as plain values, without the options of algorithms that aren't used."""
     values = dataclasses.asdict(config)
     for name in algorithms:

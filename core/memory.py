@@ -94,7 +94,7 @@ def probe_peak_memory(
             _largest_pass(policy, optimizer, longest, forward)
             break
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+            if not ran_out(error):
                 raise
             reason = _reason(error)
         # outside the except clause, whose traceback keeps the tensors of the pass alive
@@ -136,12 +136,12 @@ def out_of_memory_as_one_line(advice: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, Fault) or not is_out_of_memory(error):
+        if isinstance(error, Fault) or not ran_out(error):
             raise
         raise OutOfMemory(f"out of memory ({_reason(error)}). {advice()}") from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def ran_out(error: BaseException) -> bool:
     """Whether the error says that GPU or host memory ran out."""
     says_so = any(words in str(error).lower() for words in OUT_OF_MEMORY)
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or says_so

@@ -43,7 +43,7 @@ def trace_tokens(
     for micro in cut(sequences, min(MICRO_BATCH, policy.micro_batch_tokens), policy.device):
         logprobs, _, _ = forward(policy, micro, temperature)
         micro.scatter(logprobs, into=new_logprobs)
-    columns = {
+    columns: dict[str, Tensor | None] = {
         "sampler": batch.sampler_logprobs,
         "trainer": batch.old_logprobs,
         "after": new_logprobs,
@@ -85,7 +85,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     text = ""
     for id_ in ids:
         pending.append(id_)
-        text = tokenizer.decode(pending)
+        text = str(tokenizer.decode(pending))
         complete = len(text.rstrip("\ufffd"))  # the next token may still change the end
         texts.append(text[emitted:complete])
         emitted = max(emitted, complete)

@@ -1,158 +1,179 @@
-"""`--algo scratch`: an update of RL with what somebody wrote in scratch.py.
+"""`--algo scratch`: turns the functions of scratch.py into an algorithm of train.py's loop.
 
-The sampler draws with exercise 8; exercise 2 makes the mask, and exercise 9 the step, from the log-
-probs, advantages and loss of exercises 1, 3 and 5, or whatever else it was changed to. Unlike
-train.py's, the whole update is one batch with all its logits: meant for the tiny policy.
+    compute_advantages    exercise 3, group_advantages, on the return of each episode
+    compute_loss          exercise 5, clipped_loss
+    draw                  exercise 8, sample, with which TorchSampler samples every token
+
+Everything else (batch, micro-batches, optimizer, metrics) is shared with the other algorithms.
 """
 
-import math
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from core import batching
-from core.batching import MicroBatch, Sequence
-from core.model import Policy
-from core.report.token_traces import trace_tokens
+from algorithms import common
+from core.memory import ran_out
 from core.sampler import SamplingParams
-from core.types import Rollout, UsageError
+from core.types import UsageError
 from core.workshop import checker
 
-USED = (1, 2, 3, 5, 8, 9)
+EXERCISES = (3, 5, 8)  # those that --algo scratch calls
+CLIP = 0.2  # the default clip of exercise 5, for the clip metrics
 
 
-def open_exercises() -> ModuleType:
-    """The functions of ./scratch.py, or of the one beside train.py.
+@dataclass(frozen=True)
+class ScratchAlgorithm:
+    """The exercises of a scratch.py, with the signatures of the files in algorithms/.
 
-    Raises UsageError for a file that can't be imported, and names the exercises that are missing.
+    An exception in the participant's code, or a result of the wrong shape, raises UsageError: one
+    line with the file, line and exercise.
     """
-    here = Path("scratch.py")
-    mine = checker.load(here if here.exists() else checker.FILE)
-    missing = [v.exercise for v in checker.check_all(mine) if v.state == "not yet"]
-    named = ", ".join(f"{e.number} ({e.name})" for e in missing if e.number in USED)
-    if named:
-        raise UsageError(f"--algo scratch needs exercise {named} of scratch.py: python scratch.py")
-    return mine
 
+    module: ModuleType
+    remarks: tuple[str, ...] = ()  # one line for each exercise that the checker finds wrong
 
-def remarks(mine: ModuleType) -> list[str]:
-    """What to know before training with exercises that aren't right, or not right any more."""
-    wrong = [v.exercise for v in checker.check_all(mine) if v.state == "wrong"]
-    return [
-        f"exercise {e.number} ({e.name}) is not what was asked for; training with it as it is"
-        for e in wrong
-        if e.number in USED
-    ]
+    def compute_advantages(
+        self,
+        rewards: Tensor,
+        completion_mask: Tensor,
+        turn_ids: Tensor,
+        group_ids: Tensor,
+        values: Tensor | None,
+        episode_truncated: Tensor,
+        gamma: float,
+        options: object,
+    ) -> tuple[Tensor, None]:
+        """Returns advantages [B, N] float32: exercise 3, repeated at each sampled token; 0 off the
+        mask.
 
+        `rewards` [B, N] float32; `completion_mask` [B, N] bool; `turn_ids` [B, N] int64;
+        `group_ids` [B] int64; `gamma` is the discount factor per turn. Rollouts that are alone in
+        their group have advantage 0. The other arguments are those of PPO and are ignored.
+        """
+        returns = common.turn_returns(rewards, completion_mask, turn_ids, gamma)[0][:, 0]  # [B]
+        compared = common.group_sum(torch.ones_like(returns)[:, None], group_ids)[:, 0] > 1  # [B]
+        advantages = torch.zeros_like(returns)
+        if compared.any():
+            with explain_errors(self.module):
+                result = self.module.group_advantages(returns[compared], group_ids[compared])
+            _require_tensor("group_advantages", result, returns[compared])
+            advantages[compared] = result.to(advantages)
+        return torch.where(completion_mask, advantages[:, None], 0.0), None
 
-def keep(mine: ModuleType, folder: Path) -> None:
-    """Put the scratch.py that a run is made with into its folder."""
-    shutil.copy(str(mine.__file__), folder / "scratch.py")
+    def compute_loss(
+        self,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        completion_mask: Tensor,
+        importance_weights: Tensor,
+        token_weights: Tensor,
+        options: object,
+        values: Tensor | None = None,
+        old_values: Tensor | None = None,
+        value_targets: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Returns exercise 5 times the sum of the token weights, and metrics (sums over tokens).
 
-
-def drawing(mine: ModuleType) -> Callable:
-    """Exercise 8 as the sampler calls it."""
-
-    def draw(logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
-        with blamed(mine):
-            return mine.sample(logits.float(), params.temperature, generator)
-
-    return draw
-
-
-class Model(nn.Module):
-    """The policy as exercise 9 sees it: ids in, logits out, at the temperature of sampling."""
-
-    def __init__(self, policy: Policy, temperature: float):
-        super().__init__()
-        self.lm, self.policy, self.temperature = policy.causal_lm, policy, temperature
-        self.first: Tensor | None = None  # logits under the weights that sampled
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits = self.policy.to_logits(self.policy.hidden_states(input_ids)).float()
-        logits = logits / self.temperature
-        self.first = logits.detach() if self.first is None else self.first
-        return logits
-
-
-def learn(run: Any, rollouts: list[Rollout], temperature: float, budget: int) -> dict[str, float]:
-    """One update from its rollouts, by exercise 9; looked at one by one. Returns its metrics.
-
-    `run` is core.run.Run, with exercises; `budget` as --microscope.
-    Raises UsageError that names the line where somebody's code raised, or a loss that isn't finite.
-    """
-    mine, policy = run.exercises, run.policy
-    update = batching.to_rollout_batch(rollouts)
-    sequences = sorted(update.sequences, key=lambda s: -len(s.token_ids))  # as micro_batches does
-    most = len(sequences) * len(sequences[0].token_ids)
-    (batch,) = batching.micro_batches(sequences, most, policy.device)
-    masks = torch.zeros_like(batch.completion_mask)
-    with blamed(mine):
-        for row, sequence in enumerate(sequences):
-            masks[row, : len(sequence.token_ids) - 1] = mine.completion_mask(turns_of(sequence))
-    of = [rollouts[sequence.rollout] for sequence in sequences]
-    returns = torch.tensor([r.episode_return for r in of], device=policy.device)
-    group_ids = torch.tensor([r.group_id for r in of], device=policy.device)
-    model = Model(policy, temperature)
-    with blamed(mine):
-        loss = mine.training_step(
-            model, run.optimizer.adamw, batch.input_ids, masks, returns, group_ids
+        All tensors are [b, T-1]. Exercise 5 returns a mean over the tokens of one micro-batch;
+        multiplied by Σ token_weights, the losses of the micro-batches add up to the mean over the
+        step. An importance weight w >= 0 is a factor of the advantage: min(ρwA, ρ'wA) = w min(ρA,
+        ρ'A). Tokens of weight 0 are left out. Gradients flow through `logprobs`.
+        """
+        mask = completion_mask & (token_weights > 0)
+        logprobs = torch.where(completion_mask, logprobs, 0.0)
+        if mask.any():
+            weighted = importance_weights * advantages
+            with explain_errors(self.module):
+                mean = self.module.clipped_loss(logprobs, old_logprobs, weighted, mask)
+            _require_tensor("clipped_loss", mean, logprobs.sum())
+            loss = mean * token_weights.sum()
+        else:
+            loss = 0 * logprobs.sum()
+        ratio = (logprobs.detach() - old_logprobs).exp()
+        metrics = common.surrogate_metrics(
+            ratio, logprobs, old_logprobs, advantages, completion_mask, CLIP, CLIP
         )
-        if not isinstance(loss, float) or not math.isfinite(loss):
-            raise ValueError(f"training_step returned {loss}, not a finite number")
-        found = {"loss": loss, "update/skipped": 0.0, "tokens/trained": int(masks.sum())}
-        if model.first is not None:
-            logprobs = mine.token_logprobs(model.first, batch.input_ids)
-            gap = (logprobs - batching.rows(update.sampler_logprobs, batch))[masks].abs()
-            all_logprobs = model.first[:, :-1][masks].log_softmax(-1)
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-            found |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-            found["policy/entropy"] = entropy.mean().item()
-            known = {"sampler_logprobs": update.sampler_logprobs}
-            known |= {k: torch.zeros_like(update.rewards) for k in ("old_logprobs", "advantages")}
-            batching.put(logprobs, batch, into=known["old_logprobs"])
-            better = mine.group_advantages(returns, group_ids)[:, None].expand_as(logprobs)
-            batching.put(better, batch, into=known["advantages"])
-            now = partial(_logprobs_of, mine, model)
-            trace_tokens(policy, rollouts, update, known, budget, now)
-    return found
+        return loss, metrics
+
+    def draw(self, logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
+        """Samples token ids [R] from logits [R, V] with exercise 8; returns them and log-probs [R].
+
+        `chance` [R], uniform in [0, 1), seeds the exercise's generator.
+        """
+        generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
+        with explain_errors(self.module):
+            ids, logprobs = self.module.sample(logits.float(), params.temperature, generator)
+        _require_tensor("sample", ids, chance)
+        _require_tensor("sample", logprobs, chance)
+        return ids.long(), logprobs
+
+    def save_source(self, run_dir: Path) -> None:
+        """Copies scratch.py into the run's directory."""
+        shutil.copy(str(self.module.__file__), run_dir / "scratch.py")
 
 
-def _logprobs_of(mine: ModuleType, model: Model, batch: MicroBatch) -> tuple[Tensor, None, None]:
-    return mine.token_logprobs(model(batch.input_ids), batch.input_ids), None, None
+def load_scratch() -> ScratchAlgorithm:
+    """Imports ./scratch.py, or the one beside train.py, and checks its exercises.
 
-
-def turns_of(sequence: Sequence) -> list[tuple[list[int], list[int]]]:
-    """(context, completion) of each turn of a sequence.
-
-    >>> turns_of(Sequence(0, [5, 6, 7, 8, 9, 4], [-1, -1, 0, 1, -1, 2]))
-    [([5, 6], [7, 8]), ([9], [4])]
+    Raises UsageError if the file cannot be imported, or if an exercise that training needs is not
+    written yet. An exercise that is wrong is allowed; `remarks` names it.
     """
-    turns: list[tuple[list[int], list[int]]] = []
-    for i, (token, place) in enumerate(zip(sequence.token_ids, sequence.places, strict=True)):
-        if place < 0 and (i == 0 or sequence.places[i - 1] >= 0):
-            turns.append(([], []))
-        turns[-1][place >= 0].append(token)
-    return turns
+    local = Path("scratch.py")
+    module = checker.load(local if local.exists() else checker.FILE)
+    verdicts = [v for v in checker.check_all(module) if v.exercise.number in EXERCISES]
+    missing = [f"{v.exercise.number} ({v.exercise.name})" for v in verdicts if v.state == "not yet"]
+    if missing:
+        raise UsageError(
+            f"--algo scratch needs exercise {', '.join(missing)} of scratch.py: write it, then "
+            "check it with python scratch.py"
+        )
+    wrong = [v.exercise for v in verdicts if v.state == "wrong"]
+    remarks = (
+        f"exercise {e.number} ({e.name}) is wrong; training with it anyway. Details: python "
+        "scratch.py"
+        for e in wrong
+    )
+    return ScratchAlgorithm(module, tuple(remarks))
 
 
 @contextmanager
-def blamed(mine: ModuleType) -> Iterator[None]:
-    """What somebody's code raises becomes one line that names theirs."""
+def explain_errors(module: ModuleType) -> Iterator[None]:
+    """Turns an exception of the participant's code into a UsageError that names line and exercise.
+
+    Running out of memory is passed on: the training loop handles it.
+    """
     try:
         yield
     except Exception as error:
-        file = Path(str(mine.__file__))
+        if ran_out(error):
+            raise
+        file = Path(str(module.__file__))
         line, name = checker.line_in(file, traceback.extract_tb(error.__traceback__))
         number = next((f" (exercise {e.number})" for e in checker.EXERCISES if e.name == name), "")
         where = f", line {line}{number}" if line else ""
         raise UsageError(f"{file.name}{where}: {checker.named(error)}") from error
+
+
+def _require_tensor(name: str, result: object, like: Tensor) -> None:
+    """Raises UsageError unless `result` is a finite tensor of the shape of `like`, with a gradient
+    if `like` has one."""
+    number = next(e.number for e in checker.EXERCISES if e.name == name)
+    if not isinstance(result, Tensor):
+        problem = f"{type(result).__name__}, not a tensor"
+    elif result.shape != like.shape:
+        problem = f"a tensor of shape {list(result.shape)}, not {list(like.shape)}"
+    elif like.isfinite().all() and not result.isfinite().all():
+        problem = "a value that is not finite (nan or infinity)"
+    elif like.requires_grad and not result.requires_grad:
+        problem = "a tensor without a gradient"
+    else:
+        return
+    raise UsageError(f"scratch.py: {name} (exercise {number}) returned {problem}")
