@@ -1,88 +1,94 @@
-"""Draws runs/loop.png, the picture of an update in the README: python runs/loop.py"""
+"""Draws runs/loop.png, one update of GRPO as a diagram: python runs/loop.py"""
 
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent))
+import matplotlib
 
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-GREEN, RED, GREY, INK, PAPER = "#1f7a4d", "#b5412c", "#8a8a96", "#22222a", "#f4f4f8"
-TRIES = [  # what was written, reward, advantage
-    ("c h e r1 r2 y <answer>2</answer>", 1, "+0.87"),
-    ("<answer>3</answer>", 0, "-0.87"),
-    ("c h e r1 r2 y <answer>2</answer>", 1, "+0.87"),
-    ("<answer>1</answer>", 0, "-0.87"),
+GREEN, RED, GREY, INK, PAPER, BLUE = (
+    "#1f7a4d",
+    "#b5412c",
+    "#5c5c68",
+    "#22222a",
+    "#f4f4f8",
+    "#2f6db5",
+)
+ROLLOUTS = [  # completion, reward, advantage: (reward - mean) / standard deviation of the group
+    ("c h e r1 r2 y <answer>2</answer>", 1.0, 0.87),
+    ("<answer>3</answer>", 0.1, -0.87),
+    ("c h e r1 r2 y <answer>2</answer>", 1.0, 0.87),
+    ("<answer>1</answer>", 0.1, -0.87),
+]
+STEPS = [  # left edge, width, title, what the step does
+    (0.2, 2.3, "Prompt", "one of P tasks"),
+    (2.9, 3.9, "1  Sample", "G completions of the same prompt"),
+    (6.9, 1.6, "2  Reward", "from the\nenvironment"),
+    (8.6, 2.3, "3  Advantage", "(reward − group mean)\n/ group std"),
+    (11.0, 2.6, "4  Gradient step", "change the probability\nof these tokens"),
 ]
 
 
-def box(axis, x, y, w, h, title, text=""):
-    patch = FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0.01,rounding_size=0.12",
-                           facecolor=PAPER, edgecolor=GREY, linewidth=1.2)  # fmt: skip
-    axis.add_patch(patch)
-    axis.text(x + 0.15, y + h - 0.14, title, fontsize=12, fontweight="bold", color=INK, va="top")
-    axis.text(
-        x + 0.15, y + h - 0.58, text, fontsize=9.5, color="#55555f", va="top", linespacing=1.5
-    )
-
-
-def arrow(axis, start, end, bend=0.0):
-    axis.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=16, color=INK,
-                                   linewidth=1.5, connectionstyle=f"arc3,rad={bend}"))  # fmt: skip
-
-
 def main() -> None:
-    figure, axis = plt.subplots(figsize=(12.4, 5.0), layout="constrained")
-    axis.set_xlim(0, 12.4)
-    axis.set_ylim(0, 5.0)
+    figure, axis = plt.subplots(figsize=(13.8, 6.2))
+    figure.subplots_adjust(0, 0, 1, 1)
+    axis.set(xlim=(0, 13.8), ylim=(0, 6.2))
     axis.axis("off")
-    box(axis, 0.1, 3.3, 2.5, 1.55, "1  a task", 'How many r in\n"cherry"?')
-    box(axis, 0.1, 1.4, 2.5, 1.55, "5  again", "the next tries come\nfrom the new weights")
-    box(axis, 3.1, 1.4, 5.3, 3.45, "2  play: G tries at the same task")
-    box(
-        axis,
-        8.9,
-        3.3,
-        3.4,
-        1.55,
-        "3  compare",
-        "advantage: return minus the\ngroup's mean, over its deviation",
-    )
-    box(
-        axis,
-        8.9,
-        1.4,
-        3.4,
-        1.55,
-        "4  learn",
-        "make tokens of an advantage above 0\nlikelier, the others less likely",
-    )
-    box(axis, 3.1, 0.1, 5.3, 0.85, "one set of weights")
-    axis.text(5.55, 0.72, "for sampler and trainer", fontsize=9.5, color="#55555f", va="center")
-    axis.text(3.25, 0.3, "nothing is sent or copied after a step", fontsize=9.5, color="#55555f",
-              va="center")  # fmt: skip
-    for x, word in ((7.05, "reward"), (7.85, "advantage")):
-        axis.text(x, 4.12, word, fontsize=9, color=GREY, ha="center")
-    for i, (text, reward, advantage) in enumerate(TRIES):
-        y = 3.75 - 0.6 * i
-        color, mark = (GREEN, "▲") if reward else (RED, "▼")
-        axis.text(3.32, y, text, fontsize=10, family="monospace", color=INK, va="center",
-                  bbox={"facecolor": color, "alpha": 0.14, "edgecolor": color,
-                        "linestyle": "-" if reward else ":", "pad": 4})  # fmt: skip
-        axis.text(7.05, y, str(reward), fontsize=12, color=INK, ha="center", va="center")
-        axis.text(7.85, y, f"{mark} {advantage}", fontsize=10.5, color=color, ha="center",
-                  va="center", fontweight="bold")  # fmt: skip
-    arrow(axis, (2.65, 4.1), (3.05, 4.1))
-    arrow(axis, (8.45, 4.1), (8.85, 4.1))
-    arrow(axis, (10.6, 3.25), (10.6, 3.0))
-    arrow(axis, (1.35, 3.0), (1.35, 3.25))
-    arrow(axis, (10.6, 1.35), (8.45, 0.5), bend=-0.3)
-    arrow(axis, (3.05, 0.5), (1.35, 1.35), bend=-0.3)
-    axis.text(10.35, 0.5, "optimizer.step()", fontsize=9.5, family="monospace", color=INK)
-    figure.savefig(HERE / "loop.png", dpi=110)
+    for left, width, title, text in STEPS:
+        box(axis, left, 1.85, width, 4.15)
+        axis.text(left + 0.15, 5.72, title, fontsize=14, fontweight="bold", color=INK, va="center")
+        axis.text(left + 0.15, 5.42, text, fontsize=11, color=GREY, va="top", linespacing=1.3)
+    axis.text(0.35, 3.6, 'How many r in\n"cherry"?', fontsize=13, color=INK, va="center",
+              linespacing=1.5)  # fmt: skip
+    for row, rollout in enumerate(ROLLOUTS):
+        draw_rollout(axis, 4.5 - 0.68 * row, *rollout)
+    arrow(axis, (2.52, 3.6), (2.88, 3.6), GREY)
+
+    box(axis, 0.2, 0.2, 13.4, 0.85, color="#e3ecf7", edge=BLUE)
+    axis.text(6.9, 0.74, "One set of weights in memory", fontsize=14, fontweight="bold", color=INK,
+              ha="center", va="center")  # fmt: skip
+    axis.text(6.9, 0.4, "the sampler and the trainer share it, so no weights are sent after a step",
+              fontsize=11, color=GREY, ha="center", va="center")  # fmt: skip
+    arrow(axis, (4.85, 1.08), (4.85, 1.82), BLUE)
+    axis.text(5.05, 1.44, "the sampler reads the weights", fontsize=11, color=BLUE, va="center")
+    arrow(axis, (12.3, 1.82), (12.3, 1.08), BLUE)
+    axis.text(12.1, 1.44, "optimizer.step() writes the weights", fontsize=11, color=BLUE,
+              ha="right", va="center")  # fmt: skip
+    figure.savefig(Path(__file__).with_name("loop.png"), dpi=110)
     plt.close(figure)
+
+
+def draw_rollout(axis: Axes, y: float, text: str, reward: float, advantage: float) -> None:
+    """One row: what was sampled, its reward, its advantage, and what the step does to it."""
+    color, verb = (GREEN, "▲ raise") if advantage > 0 else (RED, "▼ lower")
+    frame = {"facecolor": color, "alpha": 0.14, "edgecolor": color, "pad": 5,
+             "linestyle": "-" if advantage > 0 else ":"}  # fmt: skip
+    axis.text(3.12, y, text, fontsize=11.5, family="monospace", color=INK, va="center", bbox=frame)
+    axis.text(7.7, y, f"{reward:.1f}", fontsize=13, color=INK, ha="center", va="center")
+    for x, cell in ((9.75, f"{advantage:+.2f}".replace("-", "−")), (12.3, verb)):
+        axis.text(x, y, cell, fontsize=13, fontweight="bold", color=color, ha="center", va="center")
+
+
+def box(
+    axis: Axes,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str = PAPER,
+    edge: str = GREY,
+) -> None:
+    look = {"facecolor": color, "edgecolor": edge, "linewidth": 0.8}
+    corners = "round,pad=0,rounding_size=0.12"
+    axis.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=corners, **look))
+
+
+def arrow(axis: Axes, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
+    axis.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=20, linewidth=2,
+                                   color=color, shrinkA=0, shrinkB=0))  # fmt: skip
 
 
 if __name__ == "__main__":

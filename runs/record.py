@@ -1,8 +1,12 @@
-"""What the reproduce.py of the folders here share: train once, keep the metrics and the time.
+"""Shared by the reproduce.py scripts: run train.py, keep the metrics, write tables into a README.
 
-With --missing on its command line, a run that is recorded already is not run again.
+python runs/<folder>/reproduce.py              # make every run of the folder again
+python runs/<folder>/reproduce.py --missing    # make the runs that have no metrics file yet
+python runs/<folder>/reproduce.py --draw       # write the table and the picture; make no run
+python runs/<folder>/reproduce.py NAME ...     # make the runs with these names
 """
 
+import argparse
 import json
 import os
 import platform
@@ -10,68 +14,127 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from core.run_log import read_records  # noqa: E402
+
+RENAMED = {  # metrics of runs that were recorded up to commit 4d5175e, and their names since then
+    "kl/old_policy": "kl/approx",
+    "length/cut_off": "length/hit_token_limit",
+}
+
+
+def chosen_runs(description: str | None, folder: Path, names: Iterable[str]) -> list[str]:
+    """Returns the names of the runs that the command line asks for, out of `names`."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=style)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser.add_argument("--missing", action="store_true", help="skip runs that are recorded")
+    parser.add_argument("--draw", action="store_true", help="only write the table and the picture")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(names):
+        parser.error(f"no such run: {', '.join(sorted(unknown))}")
+    chosen = [] if args.draw else args.names or list(names)
+    return [n for n in chosen if not (args.missing and (folder / f"{n}.jsonl").exists())]
 
 
 def record(
-    here: Path, name: str, flags: str, keep: dict[str, Path] | None = None, script: str = "train.py"
+    folder: Path,
+    name: str,
+    flags: str,
+    script: str = "train.py",
+    keep: dict[str, Path] | None = None,
 ) -> None:
-    """`python train.py FLAGS`: its metrics to here/name.jsonl, its seconds to here/seconds.json.
+    """Run `python SCRIPT FLAGS` and keep its metrics in folder/NAME.jsonl.
 
-    `keep` says what else of the run's folder to copy where; `script` is run instead of train.py.
+    The wall time goes to folder/seconds.json, the machine and the version to folder/recorded.txt.
+    `keep` maps files of the run's folder to the places they are copied to.
     """
-    if "--missing" in sys.argv and (here / f"{name}.jsonl").exists():
-        return
-    folder = ROOT / "runs" / f"{here.name}-{name}"
-    shutil.rmtree(folder, ignore_errors=True)
-    command = [
-        sys.executable,
-        *script.split(),
-        *flags.split(),
-        "--no-cache",
-        "--run-name",
-        folder.name,
-    ]
+    run, seconds = train(flags, f"{folder.name}-{name}", script)
+    shutil.copy(run / "metrics.jsonl", folder / f"{name}.jsonl")
+    for source, target in (keep or {}).items():
+        shutil.copy(run / source, target)
+    shutil.rmtree(run)
+    write_atomically(
+        folder / "seconds.json", json.dumps(read_seconds(folder) | {name: seconds}, indent=1)
+    )
+    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
+    line = f"Recorded with picoRL at commit {commit.strip()} on {machine()}."
+    write_atomically(folder / "recorded.txt", line)
+
+
+def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, int]:
+    """Run train.py without the cache of warm starts. Returns the run's folder and the seconds."""
+    run = ROOT / "runs" / run_name
+    shutil.rmtree(run, ignore_errors=True)
+    command = [sys.executable, *script.split(), *flags.split(), "--no-cache"]
     started = time.monotonic()
-    subprocess.run(command, cwd=ROOT, check=True)
-    seconds = round(time.monotonic() - started)
-    shutil.copy(folder / "metrics.jsonl", here / f"{name}.jsonl")
-    for inside, target in (keep or {}).items():
-        copy = shutil.copytree if (folder / inside).is_dir() else shutil.copy
-        copy(folder / inside, target)
-    note(here, name, seconds)
-    shutil.rmtree(folder)
+    subprocess.run([*command, "--run-name", run_name], cwd=ROOT, check=True)
+    return run, round(time.monotonic() - started)
 
 
-def warm_policy(here: Path, seed: int) -> Path:
-    """The policy that the default warm start of a seed makes; made once, for runs to begin with."""
+def warm_policy(seed: int) -> Path:
+    """Returns the folder of the policy after the default warm start; made once for each seed."""
     policy = ROOT / "build" / "warm" / f"seed{seed}"
     if not policy.exists():
-        record(here, f"warm-seed{seed}", f"--num-updates 0 --seed {seed}", {"model": policy})
+        run, _ = train(f"--num-updates 0 --seed {seed}", f"warm-seed{seed}")
+        shutil.copytree(run / "model", policy)
+        shutil.rmtree(run)
     return policy
 
 
-def note(here: Path, name: str, seconds: int) -> None:
-    """Add a run's time to here/seconds.json, which other processes may be writing too."""
-    part = here / f".part-{name}"
-    part.write_text(json.dumps(read_seconds(here) | {name: seconds}, indent=1) + "\n")
-    os.replace(part, here / "seconds.json")
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a metrics.jsonl, with the current names of metrics."""
+    records = read_records(path)
+    for metrics in records:
+        for old in RENAMED.keys() & metrics.keys():
+            metrics[RENAMED[old]] = metrics.pop(old)
+        if "groups/with_spread" in metrics:
+            metrics["groups/zero_std_fraction"] = 1 - metrics.pop("groups/with_spread")
+    return records
 
 
-def read_seconds(here: Path) -> dict[str, int]:
-    file = here / "seconds.json"
+def read_seconds(folder: Path) -> dict[str, int]:
+    """Returns the wall time of each run of a folder."""
+    file = folder / "seconds.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+def recorded_with(folder: Path) -> str:
+    """Returns the sentence that says with which version and on what machine the runs were made."""
+    return (folder / "recorded.txt").read_text().strip()
+
+
 def machine() -> str:
-    return f"{os.cpu_count()} cores, {platform.machine()}, no GPU, {time.strftime('%Y-%m-%d')}"
+    """Returns the machine, torch's version and the date, for a README."""
+    return (
+        f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU; torch {version('torch')}; "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
 
 
-def write_table(here: Path, lines: list[str]) -> None:
-    """Put the lines between the marks of here/README.md."""
-    begin, end = "<!-- table -->\n", "<!-- end of table -->"
-    text = (here / "README.md").read_text()
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    (here / "README.md").write_text(head + begin + "\n".join(lines) + "\n" + end + tail)
+def write_table(folder: Path, lines: list[str], name: str = "") -> None:
+    """Replace the lines between the marks `<!-- table NAME -->` and `<!-- end of table NAME -->`.
+
+    Raises ValueError if folder/README.md does not have both marks.
+    """
+    page, mark = folder / "README.md", f"table {name}".strip()
+    begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+    head, found, rest = page.read_text().partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} has no marks for: {mark}")
+    page.write_text(head + begin + "\n".join(lines) + "\n" + end + tail)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file that other processes may be writing at the same moment."""
+    part = file.with_name(f".part-{os.getpid()}-{file.name}")
+    part.write_text(text + "\n")
+    os.replace(part, file)

@@ -1,23 +1,29 @@
-"""The default policy on seven environments and mixtures: a table of before, after and minutes.
+"""The default policy on other environments: held-out results before and after RL.
 
-python runs/environments_tiny/reproduce.py              # all runs, one after another: an hour
-python runs/environments_tiny/reproduce.py --missing    # those that aren't here yet
-python runs/environments_tiny/reproduce.py --draw       # only the table and the picture again
-python runs/environments_tiny/reproduce.py reverse      # those named
+python runs/environments_tiny/reproduce.py              # seven runs, one after another: an hour
+python runs/environments_tiny/reproduce.py --draw       # only the table and the picture
+python runs/environments_tiny/reproduce.py reverse      # one run
 """
 
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parent.parent)]
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-import matplotlib.pyplot as plt  # noqa: E402
-from record import machine, read_seconds, record, write_table  # noqa: E402
+from figures import band, figure, panel  # noqa: E402
+from record import (  # noqa: E402
+    chosen_runs,
+    read_metrics,
+    read_seconds,
+    record,
+    recorded_with,
+    write_table,
+)
 
 from core.metrics import before_after  # noqa: E402
-from core.report.curves import BLUE, STYLE  # noqa: E402
-from core.run_log import read_records  # noqa: E402
+from core.report.curves import BLUE  # noqa: E402
 
 RUNS = {
     "reverse": "--env reverse --sft-steps 450 --num-updates 30",
@@ -36,77 +42,61 @@ RUNS = {
     "mixed": "--env letter_counting reverse:turns=1 math_qa:level=1 --sft-steps 800 "
     "--num-updates 40",
 }
-PAID = {"cartpole": "return", "blackjack": "return"}  # where the return says more than a share
+RETURNS = ("cartpole", "blackjack")  # measured by the mean return; the others by accuracy
 
 
-def file_of(name: str) -> Path:
-    return HERE / f"{name}.jsonl"
+def main() -> None:
+    for name in chosen_runs(__doc__, HERE, RUNS):
+        record(HERE, name, RUNS[name])
+    draw()
+    write_table(HERE, [*table(), "", recorded_with(HERE)])
 
 
-def shown(name: str, record: dict, env: str) -> tuple[float, float, float]:
-    """Value and 95% interval of an evaluation."""
-    if PAID.get(name):
-        return tuple(record[f"eval/{env}/return_{k}"] for k in ("mean", "low", "high"))
-    return tuple(record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
+def measured(name: str) -> str:
+    return "mean return" if name in RETURNS else "accuracy"
+
+
+def value(name: str, env: str, metrics: dict[str, Any]) -> tuple[float, float, float]:
+    """Returns the held-out value of one evaluation and its 95% interval."""
+    keys = ("return_mean", "return_low", "return_high")
+    keys = keys if name in RETURNS else ("accuracy", "ci_low", "ci_high")
+    middle, low, high = (metrics[f"eval/{env}/{key}"] for key in keys)
+    return middle, low, high
 
 
 def table() -> list[str]:
+    """One row per environment, as Markdown."""
     rows = [
         "| environment | measured | before RL [95%] | after RL [95%] | minutes | command |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, flags in RUNS.items():
-        if not file_of(name).exists():
-            rows.append(f"| {name} | | | | | not recorded yet: `python train.py {flags}` |")
-            continue
-        minutes = f"{read_seconds(HERE)[name] / 60:.1f}"
-        command = f"`python train.py {flags}`"
-        for env, first, last in before_after(read_records(file_of(name))):
-            before, after = (
-                "{:.2f} [{:.2f}, {:.2f}]".format(*shown(name, one, env)) for one in (first, last)
-            )
-            what = "mean return" if PAID.get(name) else "share correct"
-            rows.append(f"| `{env}` | {what} | {before} | {after} | {minutes} | {command} |")
-            minutes, command = "", "(the same run)"
-    return [*rows, "", f"Machine: {machine()}."]
+        cells = f"{read_seconds(HERE)[name] / 60:.1f} | `python train.py {flags}`"
+        for env, first, last in before_after(read_metrics(HERE / f"{name}.jsonl")):
+            results = [value(name, env, metrics) for metrics in (first, last)]
+            before, after = (f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in results)
+            rows.append(f"| `{env}` | {measured(name)} | {before} | {after} | {cells} |")
+            cells = " | (the same run)"
+    return rows
 
 
 def draw() -> None:
-    """Held-out value over the updates, a panel for each environment."""
-    recorded = [name for name in RUNS if file_of(name).exists()]
-    found = [(n, env) for n in recorded for env, _, _ in before_after(read_records(file_of(n)))]
-    rows = -(-len(found) // 3)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, 3, figsize=(12, 2.9 * rows), layout="constrained")
-        title = "From 0.8 million random weights, on a laptop's CPU: held-out tasks, 95% interval"
-        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.01, ha="left")
-        for axis in axes.flat[len(found) :]:
-            axis.set_visible(False)
-        for axis, (name, env) in zip(axes.flat, found, strict=False):
-            records = read_records(file_of(name))
-            records = [r for r in records if f"eval/{env}/accuracy" in r]
-            at = [r["update"] for r in records]
-            values, low, high = zip(*(shown(name, r, env) for r in records), strict=True)
-            axis.fill_between(at, low, high, color=BLUE, alpha=0.18, linewidth=0)
-            axis.plot(at, values, color=BLUE, marker="o", markersize=4)
-            kind = "mean return" if PAID.get(name) else "share correct"
-            mixed = ", mixed" if name == "mixed" else ""
-            short = env.replace("gymnasium:id=", "").split(",")[0]
-            axis.set_title(f"{short}{mixed}: {kind}", loc="left", fontsize=11, fontweight="bold")
-            if not PAID.get(name):
+    """One panel per environment: the held-out value by update, with its 95% interval."""
+    runs = {name: read_metrics(HERE / f"{name}.jsonl") for name in RUNS}
+    shown = [(name, env) for name in RUNS for env, _, _ in before_after(runs[name])]
+    title = "The 0.84M-parameter policy on other environments: held-out tasks, 95% interval"
+    rows = -(-len(shown) // 3)
+    with figure(HERE / "curves.png", title, rows, 3, (12, 2.9 * rows)) as axes:
+        for axis, (name, env) in zip(axes, shown, strict=True):
+            evaluated = [m for m in runs[name] if f"eval/{env}/accuracy" in m]
+            middle, low, high = zip(*(value(name, env, m) for m in evaluated), strict=True)
+            band(axis, [m["update"] for m in evaluated], middle, low, high, BLUE, marker="o",
+                 markersize=4)  # fmt: skip
+            short = env.removeprefix("gymnasium:id=").split(",")[0]
+            mixed = " (mixed run)" if name == "mixed" else ""
+            panel(axis, f"{short}{mixed}: {measured(name)}", "update")
+            if name not in RETURNS:
                 axis.set_ylim(-0.03, 1.05)
-            axis.set_xlabel("update")
-        figure.savefig(HERE / "curves.png", dpi=100)
-        plt.close(figure)
-
-
-def main() -> None:
-    named = [name for name in RUNS if name in sys.argv[1:]] or list(RUNS)
-    for name in named:
-        if "--draw" not in sys.argv:
-            record(HERE, name, RUNS[name])
-    draw()
-    write_table(HERE, table())
 
 
 if __name__ == "__main__":

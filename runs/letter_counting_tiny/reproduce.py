@@ -1,7 +1,8 @@
-"""The default run with each algorithm and three seeds: metrics, table and picture of this folder.
+"""The default run with three algorithms and three seeds: the metrics, table and picture here.
 
-    python runs/letter_counting_tiny/reproduce.py            # all nine runs, about half an hour
-    python runs/letter_counting_tiny/reproduce.py --draw     # only the table and the picture again
+    python runs/letter_counting_tiny/reproduce.py                # all nine runs: half an hour
+    python runs/letter_counting_tiny/reproduce.py --draw         # only the table and the picture
+    python runs/letter_counting_tiny/reproduce.py grpo-seed0     # one run
 
 Each run is the plain command `python train.py --algo A --seed S`, timed from its start to its end.
 """
@@ -10,50 +11,78 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parent.parent)]
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from record import machine, read_seconds, record, write_table  # noqa: E402
+from figures import figure, panel, seed_band  # noqa: E402
+from record import (  # noqa: E402
+    chosen_runs,
+    read_metrics,
+    read_seconds,
+    record,
+    recorded_with,
+    write_table,
+)
 
 from core.metrics import before_after, describe  # noqa: E402
-from core.report.curves import draw_seeds  # noqa: E402
-from core.run_log import read_records  # noqa: E402
+from core.report.curves import BLUE, GREEN, ORANGE  # noqa: E402
 
-ALGORITHMS, SEEDS = ("grpo", "reinforce", "ppo"), (0, 1, 2)
-
-
-def table() -> list[str]:
-    """One row a run: held-out accuracy before and after, when it passed 0.9, how long it took."""
-    rows = [
-        "| algorithm | seed | before RL [95%] | after RL [95%] | first evaluation at 0.90 | "
-        "completion length | wall time |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for algo in ALGORITHMS:
-        for seed in SEEDS:
-            records = read_records(HERE / f"{algo}-seed{seed}.jsonl")
-            ((env, first, last),) = before_after(records)
-            passed = next(
-                (r["update"] for r in records if r.get(f"eval/{env}/accuracy", 0) >= 0.9), "never"
-            )
-            lengths = [r["length/mean"] for r in records if "length/mean" in r]
-            rows.append(
-                f"| {algo} | {seed} | {describe(env, first)} | {describe(env, last)} | "
-                f"update {passed} | {lengths[0]:.1f} → {lengths[-1]:.1f} tokens | "
-                f"{read_seconds(HERE)[f'{algo}-seed{seed}']} s |"
-            )
-    return rows
+ALGORITHMS = {  # name: look of its curve
+    "grpo": {"color": BLUE, "linestyle": "-"},
+    "reinforce": {"color": ORANGE, "linestyle": "--"},
+    "ppo": {"color": GREEN, "linestyle": ":"},
+}
+SEEDS = (0, 1, 2)
+RUNS = {f"{algo}-seed{seed}": (algo, seed) for algo in ALGORITHMS for seed in SEEDS}
+PANELS = {
+    "eval/letter_counting/accuracy": "Held-out accuracy (greedy)",
+    "reward/correct": "Correct rollouts in training (sampled)",
+    "length/mean": "Tokens per completion",
+    "info/worked": "Share of worked answers in training",
+}
 
 
 def main() -> None:
-    for algo in ALGORITHMS:
-        for seed in SEEDS:
-            if "--draw" not in sys.argv:
-                first = (algo, seed) == (ALGORITHMS[0], SEEDS[0])
-                keep = {"curves.png": HERE} if first else {}
-                record(HERE, f"{algo}-seed{seed}", f"--algo {algo} --seed {seed}", keep)
-    runs = {a: [read_records(HERE / f"{a}-seed{s}.jsonl") for s in SEEDS] for a in ALGORITHMS}
-    draw_seeds(HERE / "seeds.png", runs, "The default task, three algorithms, three seeds")
-    write_table(HERE, [*table(), "", f"Machine: {machine()}."])
+    for name in chosen_runs(__doc__, HERE, RUNS):
+        algo, seed = RUNS[name]
+        keep = {"curves.png": HERE} if name == "grpo-seed0" else {}
+        record(HERE, name, f"--algo {algo} --seed {seed}", keep=keep)
+    draw()
+    write_table(HERE, [*table(), "", recorded_with(HERE)])
+
+
+def table() -> list[str]:
+    """One row per run, as Markdown."""
+    rows = [
+        "| algorithm | seed | accuracy before RL [95%] | accuracy after RL [95%] | first "
+        "evaluation at 0.90 | tokens per completion | wall time |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, (algo, seed) in RUNS.items():
+        records = read_metrics(HERE / f"{name}.jsonl")
+        ((env, first, last),) = before_after(records)
+        reached = (r["update"] for r in records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
+        lengths = [r["length/mean"] for r in records if "length/mean" in r]
+        rows.append(
+            f"| {algo} | {seed} | {describe(env, first)} | {describe(env, last)} | "
+            f"update {next(reached, 'never')} | {lengths[0]:.1f} → {lengths[-1]:.1f} | "
+            f"{read_seconds(HERE)[name]} s |"
+        )
+    return rows
+
+
+def draw() -> None:
+    """For each algorithm the mean of the seeds, and a band from the lowest to the highest."""
+    title = "The default task: three algorithms, three seeds each"
+    with figure(HERE / "seeds.png", title, 2, 2, (11, 7)) as axes:
+        for axis, (metric, name) in zip(axes, PANELS.items(), strict=True):
+            panel(axis, name, "update")
+            for algo, look in ALGORITHMS.items():
+                runs = [read_metrics(HERE / f"{algo}-seed{seed}.jsonl") for seed in SEEDS]
+                points = [[(m["update"], m[metric]) for m in run if metric in m] for run in runs]
+                seed_band(axis, points, label=algo, linewidth=1.8, **look)
+            if metric != "length/mean":
+                axis.set_ylim(-0.03, 1.05)
+        axes[0].legend(frameon=False, loc="lower right")
 
 
 if __name__ == "__main__":

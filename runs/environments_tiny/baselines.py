@@ -1,0 +1,113 @@
+"""What players without a model reach on the held-out tasks of reproduce.py.
+
+    python runs/environments_tiny/baselines.py     # writes its table in README.md; a minute
+
+A policy that is not better than these players has learned nothing about the task.
+"""
+
+import random
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
+
+from record import write_table  # noqa: E402
+
+from core.metrics import wilson  # noqa: E402
+from core.types import Message  # noqa: E402
+from environments.base import EVAL_SEEDS  # noqa: E402
+from environments.registry import make  # noqa: E402
+
+Player = Callable[[list[Message], random.Random], str]  # (chat so far, random) -> response
+CARTPOLE = "gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false"
+WIKIPEDIA = "wikipedia_maze:n_hops=2,max_visits=2,brief=true"
+
+
+def main() -> None:
+    rows = ["| environment | player | measured | result [95%] |", "| --- | --- | --- | --- |"]
+    for env, tasks, turns, player, description in PLAYERS:
+        print(rows[-1], flush=True)
+        right, returns = play(env, tasks, turns, player)
+        if "gymnasium" in env:
+            middle, error = statistics.fmean(returns), 1.96 * statistics.pstdev(returns)
+            low, high = (middle + sign * error / tasks**0.5 for sign in (-1, 1))
+        else:
+            middle, (low, high) = right / tasks, wilson(right, tasks)
+        measured = "mean return" if "gymnasium" in env else "accuracy"
+        rows.append(
+            f"| `{env}` | {description} | {measured} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
+        )
+    write_table(HERE, rows, "baselines")
+
+
+def play(env: str, tasks: int, max_turns: int, player: Player) -> tuple[int, list[float]]:
+    """Returns how many held-out episodes are correct, and the return of each."""
+    right, returns = 0, []
+    for number in range(tasks):
+        episode, rng = make(env), random.Random(number)
+        chat, rewards = episode.reset(EVAL_SEEDS[number]), []
+        for _ in range(max_turns):
+            step = episode.step(player(chat, rng))
+            rewards.append(step.reward)
+            if step.done or step.message is None:
+                right += bool(step.done and step.info.get("correct"))
+                break
+            chat.append(step.message)
+        returns.append(sum(rewards))
+    return right, returns
+
+
+def always(response: str) -> Player:
+    return lambda chat, rng: response
+
+
+def one_of(*responses: str) -> Player:
+    return lambda chat, rng: rng.choice(responses)
+
+
+def free_cells(chat: list[Message]) -> list[int]:
+    """Returns the free cells of the last board of tic-tac-toe, 1 to 9."""
+    board = chat[-1]["content"].split("Board: ")[-1].replace("/", "").split()
+    return [cell for cell, mark in enumerate(board, start=1) if mark == "."]
+
+
+def random_cell(chat: list[Message], rng: random.Random) -> str:
+    return f"<move>{rng.choice(free_cells(chat))}</move>"
+
+
+def first_free_cell(chat: list[Message], rng: random.Random) -> str:
+    return f"<move>{free_cells(chat)[0]}</move>"
+
+
+def target_or_random_link(chat: list[Message], rng: random.Random) -> str:
+    """Takes the link to the target if the page has it, otherwise any link."""
+    target = chat[0]["content"].removeprefix("Target: ").split(",")[0]
+    links = chat[-1]["content"].split("Links: ")[-1].split(", ")
+    link = target if target in links else rng.choice(links)
+    return f'{{"action": "visit_url", "url": "{link}"}}'
+
+
+PLAYERS = (  # environment, held-out tasks and turns as in reproduce.py, player, its description
+    ("reverse:turns=1", 256, 1, always("<answer>a</answer>"), "always the same word"),
+    ("tic_tac_toe:opponent=random", 256, 6, random_cell, "a random free cell"),
+    ("tic_tac_toe:opponent=random", 256, 6, first_free_cell, "the first free cell"),
+    (CARTPOLE, 64, 30, always("right"), "always right"),
+    (CARTPOLE, 64, 30, one_of("left", "right"), "left or right at random"),
+    ("gymnasium:id=Blackjack-v1", 2048, 8, always("hit"), "always hit"),
+    ("gymnasium:id=Blackjack-v1", 2048, 8, always("stick"), "always stick"),
+    ("math_qa:level=1", 256, 1, always("<answer>12</answer>"), "always 12, the most common answer"),
+    (
+        WIKIPEDIA,
+        256,
+        6,
+        target_or_random_link,
+        "the target if it is linked, otherwise a random link",
+    ),
+    ("letter_counting", 256, 1, always("<answer>1</answer>"), "always 1"),
+)
+
+if __name__ == "__main__":
+    main()
