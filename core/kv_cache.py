@@ -1,13 +1,13 @@
-"""What TorchSampler's completions stand on while they are written: keys and values of all layers.
+"""Keys and values of all layers, and the logits of the next token, while TorchSampler samples.
 
-`SharedPrefixCache`, for the models that train on packed groups, keeps the keys and values of each
-prompt once, however many completions follow it. Other models get `RepeatedPrefixCache`: the cache
-of transformers, with a copy of the prompt for every completion.
+`SharedPrefixCache` stores the keys and values of each prompt once, for all its completions. It
+serves the models that train on packed groups (core/prefix_sharing.py). Other models get
+`RepeatedPrefixCache`, which copies them for every completion.
 
-    context = make_context(policy, prompts, room=64)
-    context.logits                    # [R, V], of the token after each of R prompts
-    context.write(token_ids)          # [R]; then context.logits are of the token after that
-    context.keep(rows)                # go on with these only
+    cache = prefill(policy, prompts, max_new_tokens=64)
+    cache.logits                # [R, V]: logits of the token after each of R prompts
+    cache.append(token_ids)     # [R]: one token per row; then `logits` are those of the next token
+    cache.keep(rows)            # drop all other rows; the next `append` updates `logits`
 """
 
 from typing import Any
@@ -19,43 +19,47 @@ from transformers import DynamicCache
 from core.model import Policy
 
 
-def make_context(
-    policy: Policy, prompts: list[list[int]], room: int
+def prefill(
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
-    """Prefill; each distinct prompt is computed once. `room`: most tokens that will be written."""
-    number = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    width, device = max(map(len, number)), policy.device
-    # left padding: all prompts end where their completions begin
-    padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in number]
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in number], device=device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    """Compute each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
+    index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    width, device = max(map(len, index_of)), policy.device
+    # left padding: all prompts end in the last column, where their completions begin
+    padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in index_of]
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in index_of], device=device)
+    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache()
     logits = policy.causal_lm(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,
-        position_ids=positions,
+        position_ids=position_ids,
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
-    prompt_of = [number[tuple(prompt)] for prompt in prompts]
-    kind = SharedPrefixCache if policy.packs_groups else RepeatedPrefixCache
-    return kind(policy.causal_lm, cache, mask, positions[:, -1], logits, prompt_of, room)
+    prompt_of = torch.tensor([index_of[tuple(prompt)] for prompt in prompts], device=device)
+    position = position_ids[:, -1]
+    if policy.packs_groups:
+        return SharedPrefixCache(
+            policy.causal_lm, cache, mask, position, logits, prompt_of, max_new_tokens
+        )
+    return RepeatedPrefixCache(policy.causal_lm, cache, mask, position, logits, prompt_of)
 
 
 class RepeatedPrefixCache:
-    """Every row has a copy of its prompt's keys and values; any model."""
+    """The cache of transformers: every row has a copy of its prompt's keys and values."""
 
     def __init__(
         self, model: Any, cache: DynamicCache, mask: Tensor, position: Tensor, logits: Tensor,
-        prompt_of: list[int], room: int,
+        prompt_of: Tensor,
     ):  # fmt: skip
-        of = torch.tensor(prompt_of, device=logits.device)
-        cache.batch_select_indices(of)
-        self.model, self.cache, self.mask = model, cache, mask[of]
-        self.position, self.logits = position[of], logits[of]
+        """`mask` [P, n], `position` [P] and `logits` [P, V] of P prompts; `prompt_of` [R]."""
+        cache.batch_select_indices(prompt_of)
+        self.model, self.cache, self.mask = model, cache, mask[prompt_of]
+        self.position, self.logits = position[prompt_of], logits[prompt_of]
 
-    def write(self, token_ids: Tensor) -> None:
+    def append(self, token_ids: Tensor) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
         self.position = self.position + 1
         self.logits = self.model(
@@ -72,87 +76,95 @@ class RepeatedPrefixCache:
 
 
 class SharedPrefixCache:
-    """P prompts once, and R rows of their own, each behind one of them.
+    """Keys and values of P prompts, and of the tokens of R rows; each row continues one prompt.
 
-    Attention to the prompt is one matrix product for all rows of a prompt: `grid` [P, W] has their
-    numbers, W the most of any prompt, and `place` [R] says where in it a row is.
+    Attention to a prompt is one matrix product for all rows of that prompt. `row_table` [P, W]
+    lists the rows of each prompt, zero-padded to W, the most rows of any prompt. `table_index` [R]
+    is the place of each row in the flattened table.
     """
 
     def __init__(
         self, model: Any, cache: DynamicCache, mask: Tensor, position: Tensor, logits: Tensor,
-        prompt_of: list[int], room: int,
+        prompt_of: Tensor, max_new_tokens: int,
     ):  # fmt: skip
-        self.model, self.step = model, 0
-        self.prompt_of = torch.tensor(prompt_of, device=logits.device)
-        self.position, self.logits = position[self.prompt_of], logits[self.prompt_of]
+        """`mask` [P, n], `position` [P] and `logits` [P, V] of P prompts; `prompt_of` [R]."""
+        self.model, self.num_appended, self.prompt_of = model, 0, prompt_of
+        self.position, self.logits = position[prompt_of], logits[prompt_of]
         self.padding = None if mask.all() else (mask == 0)[:, None, None]  # [P, 1, 1, n]
         layers: list[Any] = cache.layers
-        self.prompts = [(x.keys.transpose(2, 3).contiguous(), x.values) for x in layers]
-        _, kv_heads, _, d = layers[0].values.shape
-        shape = (len(prompt_of), kv_heads, room, d)
-        self.own = [(v.new_empty(shape), v.new_empty(shape)) for _, v in self.prompts]
-        self._lay_out()
+        self.prompt_kv = [(x.keys.transpose(2, 3).contiguous(), x.values) for x in layers]
+        _, kv_heads, _, head_dim = layers[0].values.shape
+        shape = (len(prompt_of), kv_heads, max_new_tokens, head_dim)
+        self.row_kv = [(v.new_empty(shape), v.new_empty(shape)) for _, v in self.prompt_kv]
+        self._index_rows()
 
-    def write(self, token_ids: Tensor) -> None:
+    def append(self, token_ids: Tensor) -> None:
         self.position = self.position + 1
         self.logits = self.model(
             input_ids=token_ids[:, None],
-            attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # or one is made
+            attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # unused; no default
             position_ids=self.position[:, None],
             use_cache=False,
-            context=self,
+            context=self,  # transformers passes it to prefix_sharing.attend, which calls `attend`
         ).logits[:, -1]
-        self.step += 1
+        self.num_appended += 1
 
     def keep(self, rows: Tensor) -> None:
         self.position = self.position[rows]
-        self.own = [(k[rows], v[rows]) for k, v in self.own]
+        self.row_kv = [(k[rows], v[rows]) for k, v in self.row_kv]
         used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
-        if len(used) < len(self.grid):
-            self.prompts = [(k[used], v[used]) for k, v in self.prompts]
+        if len(used) < len(self.row_table):  # some prompt has no row left
+            self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]
             self.padding = None if self.padding is None else self.padding[used]
-        self._lay_out()
+        self._index_rows()
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Query [R, H, 1, d], key and value [R, h, 1, d] of the token written now: [R, 1, H, d]."""
-        (own_keys, own_values), now = self.own[layer], self.step
-        own_keys[:, :, now : now + 1], own_values[:, :, now : now + 1] = key, value
-        (rows, heads, _, d), kv_heads = query.shape, key.shape[1]
-        q = (query * scaling).view(rows, kv_heads, heads // kv_heads, d)
-        keys, values = self.prompts[layer]  # [P, h, d, n], [P, h, n, d]
-        to_prompt = self._across(q) @ keys
+        """Attend from the appended token to its prompt and its row: [R, 1, H, d].
+
+        `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
+        """
+        (row_keys, row_values), now = self.row_kv[layer], self.num_appended
+        row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
+        (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
+        q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
+        prompt_keys, prompt_values = self.prompt_kv[layer]  # [P, h, d, n], [P, h, n, d]
+        prompt_scores = self._by_prompt(q) @ prompt_keys
         if self.padding is not None:
-            to_prompt = to_prompt.masked_fill(self.padding, -torch.inf)
-        to_prompt = self._back(to_prompt)  # [R, h, H/h, n]
-        to_own = q @ own_keys[:, :, : now + 1].transpose(2, 3)
-        weights = torch.cat([to_prompt, to_own], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        n = values.shape[2]
-        out = self._back(self._across(weights[..., :n]) @ values)
-        out = out + weights[..., n:] @ own_values[:, :, : now + 1]
-        return out.reshape(rows, 1, heads, d)
+            prompt_scores = prompt_scores.masked_fill(self.padding, -torch.inf)
+        prompt_scores = self._by_row(prompt_scores)  # [R, h, H/h, n]
+        row_scores = q @ row_keys[:, :, : now + 1].transpose(2, 3)
+        scores = torch.cat([prompt_scores, row_scores], -1)
+        weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+        n = prompt_values.shape[2]
+        out = self._by_row(self._by_prompt(weights[..., :n]) @ prompt_values)
+        out = out + weights[..., n:] @ row_values[:, :, : now + 1]
+        return out.reshape(num_rows, 1, heads, head_dim)
 
-    def _lay_out(self) -> None:
-        columns = [0] * len(self.prompts[0][1])
-        places = []
+    def _index_rows(self) -> None:
+        """Set `row_table`, `table_index` and `in_order` from `prompt_of`."""
+        num_prompts, device = len(self.prompt_kv[0][1]), self.prompt_of.device
+        counts = [0] * num_prompts
+        places = []  # (prompt, column) of each row
         for prompt in self.prompt_of.tolist():
-            places.append((prompt, columns[prompt]))
-            columns[prompt] += 1
-        width, device = max(columns), self.prompt_of.device
-        flat = [p * width + c for p, c in places]
-        self.place = torch.tensor(flat, device=device)
-        grid = torch.zeros(len(columns) * width, dtype=torch.int64, device=device)
-        grid[self.place] = torch.arange(len(flat), device=device)
-        self.grid = grid.view(len(columns), width)
-        self.in_order = flat == list(range(len(grid)))  # whole groups side by side: nothing to move
+            places.append((prompt, counts[prompt]))
+            counts[prompt] += 1
+        width = max(counts)
+        table_index = [prompt * width + column for prompt, column in places]
+        self.table_index = torch.tensor(table_index, device=device)
+        table = torch.zeros(num_prompts * width, dtype=torch.int64, device=device)
+        table[self.table_index] = torch.arange(len(table_index), device=device)
+        self.row_table = table.view(num_prompts, width)
+        # whole groups in order: moving between the layouts needs no copy
+        self.in_order = table_index == list(range(len(table)))
 
-    def _across(self, x: Tensor) -> Tensor:
+    def _by_prompt(self, x: Tensor) -> Tensor:
         """[R, h, r, k] -> [P, h, W · r, k]."""
-        x = x.unflatten(0, self.grid.shape) if self.in_order else x[self.grid]
+        x = x.unflatten(0, self.row_table.shape) if self.in_order else x[self.row_table]
         return x.transpose(1, 2).flatten(2, 3)
 
-    def _back(self, x: Tensor) -> Tensor:
+    def _by_row(self, x: Tensor) -> Tensor:
         """[P, h, W · r, k] -> [R, h, r, k]."""
-        x = x.unflatten(2, (self.grid.shape[1], -1)).transpose(1, 2).flatten(0, 1)
-        return x if self.in_order else x[self.place]
+        x = x.unflatten(2, (self.row_table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
+        return x if self.in_order else x[self.table_index]

@@ -1,129 +1,125 @@
-"""OpenAISampler: an OpenAI-compatible server plays, for evaluation only.
+"""OpenAISampler: evaluates a model behind an OpenAI-compatible server; it cannot train.
 
+    pip install -e ".[openai]"
     python train.py --sampler openai --base-url http://127.0.0.1:11434/v1 --model-id qwen3:4b \\
         --num-updates 0 --env letter_counting:difficulty=3
 
-Ollama, vLLM, llama.cpp and others speak this protocol. The chats go there as messages and the
-answers come back as a stream of text; the server applies its own template and returns neither ids
-nor log-probs that training could rely on, so there is nothing to train. A key, where one is needed,
-is read from the environment variable OPENAI_API_KEY and written nowhere; an address with a password
-or a query in it is refused, since config.yaml would keep it.
+Ollama, vLLM, llama.cpp and others serve this API. The server receives messages, applies its own
+chat template and streams text back. Completions therefore carry the token ids of the local
+tokenizer and log-probs of 0, which training could not use. The client reads an API key from the
+environment variable OPENAI_API_KEY; the key appears in no file and no message.
 """
 
-import json
+import asyncio
+import importlib.util
 import os
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.types import Completion, Message, UsageError
 
-AT_ONCE = 8  # requests under way
-TRIES = 4  # of a request; the waits between are 0.5, 1 and 2 seconds
-TIMEOUT = 300.0  # seconds without a piece of the answer
-LONGEST = 1 << 20  # characters of an answer
+if TYPE_CHECKING:
+    import openai
+
+MAX_CONCURRENT_REQUESTS = 8
+MAX_RETRIES = 3  # of a request that the server refuses for now or that does not reach it
+TIMEOUT_S = 300.0  # for the connection, and between two pieces of a completion
+MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
+PROGRESS_INTERVAL_S = 0.05
 
 
 class OpenAISampler(Sampler):
-    """Asks `model` at `base_url`; ids in its completions are those of the policy's tokenizer."""
+    """Samples from `model` at `base_url`. Raises UsageError if the package openai is missing."""
 
     def __init__(self, policy: Policy, base_url: str, model: str):
-        self.policy, self.model = policy, model
-        policy.max_length = 1 << 30  # the server has a limit of its own
-        self.url = base_url.rstrip("/") + "/chat/completions"
-        self.stopped = Event()
+        if importlib.util.find_spec("openai") is None:
+            raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
+        self.policy, self.base_url, self.model = policy, base_url, model
+        policy.max_length = 1 << 30  # only the server knows the model's limit
 
     def sample(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
+        chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        raise RuntimeError("a server takes messages, not ids: use `reply`")
+        """As `Sampler.sample`, from `chats`. Raises UsageError if the server gives no answer."""
+        if chats is None:
+            raise ValueError("a server takes messages, not token ids: pass `chats`")
+        return asyncio.run(self._complete_all(chats, params, on_progress))
 
-    def reply(
+    async def _complete_all(
+        self, chats: list[list[Message]], params: SamplingParams, on_progress: Callable[[], None]
+    ) -> list[Completion]:
+        import openai
+
+        slots = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+        async with openai.AsyncOpenAI(
+            base_url=self.base_url,
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client requires one
+            timeout=TIMEOUT_S,
+            max_retries=MAX_RETRIES,
+            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
+        ) as client:
+            tasks = [
+                asyncio.create_task(self._complete(client, slots, chat, params)) for chat in chats
+            ]
+            try:
+                pending = set(tasks)
+                while pending:
+                    done, pending = await asyncio.wait(pending, timeout=PROGRESS_INTERVAL_S)
+                    on_progress()
+                    for task in done:
+                        task.result()  # raises the task's exception
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
+
+    async def _complete(
         self,
-        chats: list[list[Message]],
-        prompts: list[list[int]],
+        client: "openai.AsyncOpenAI",
+        slots: asyncio.Semaphore,
+        chat: list[Message],
         params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> list[Completion]:
-        """One completion for each chat, in order; UsageError if the server can't be had."""
-        self.stopped.clear()
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            asked = [pool.submit(self._ask, chat, params) for chat in chats]
-            try:
-                _wait(asked, on_progress)
-            except BaseException:
-                self.stopped.set()
-                pool.shutdown(cancel_futures=True)
-                raise
-        return [self._completion(*future.result()) for future in asked]
+    ) -> Completion:
+        import openai
 
-    def _ask(self, chat: list[Message], params: SamplingParams) -> tuple[str, str]:
-        """The server's answer and its finish reason."""
-        import httpx
-
-        body: dict[str, Any] = {
-            "model": self.model, "messages": chat, "stream": True, "seed": params.seed,
-            "max_tokens": params.max_tokens, "temperature": params.temperature,
-            "top_p": params.top_p,
-        }  # fmt: skip
-        key = os.environ.get("OPENAI_API_KEY", "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        for attempt in range(TRIES):
-            try:
-                with httpx.stream(
-                    "POST", self.url, json=body, headers=headers, timeout=TIMEOUT
-                ) as answer:
-                    if answer.status_code == 200:
-                        return self._read(answer.iter_lines())
-                    answer.read()
-                    told = answer.text.replace(key, "[key]") if key else answer.text
-                    reason = f"status {answer.status_code}: {told[:200]}"
-                    if answer.status_code not in (408, 429) and answer.status_code < 500:
-                        break  # asking again would bring the same
-            except httpx.HTTPError as error:
-                reason = str(error) or type(error).__name__
-            if attempt + 1 < TRIES and self.stopped.wait(0.5 * 2**attempt):
-                break
-        raise UsageError(f"--base-url {self.url}: {' '.join(reason.split())}")
-
-    def _read(self, lines: Any) -> tuple[str, str]:
-        """Put a stream of server-sent events together; malformed ones are passed by."""
-        text, finish = "", "stop"
-        for line in lines:
-            if self.stopped.is_set() or not line.startswith("data:"):
-                continue
-            data = line.removeprefix("data:").strip()
-            if data == "[DONE]":
-                break
-            try:
-                [choice, *_] = json.loads(data)["choices"]
-                text += choice["delta"].get("content") or ""
-                finish = choice.get("finish_reason") or finish
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue
-            self.latest = text[-80:]
-            if len(text) > LONGEST:
-                return text[:LONGEST], "length"
-        return text, finish
-
-    def _completion(self, text: str, finish: str) -> Completion:
-        ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
-        ids.append(self.policy.end_of_turn_id)
-        return Completion(ids, [0.0] * len(ids), text, "length" if finish == "length" else "stop")
+        messages: Any = chat
+        text, finish_reason = "", "stop"
+        try:
+            async with slots, await client.chat.completions.create(
+                model=self.model, messages=messages, stream=True, seed=params.seed,
+                max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+            ) as stream:  # fmt: skip
+                async for chunk in stream:
+                    for choice in chunk.choices or []:
+                        text += choice.delta.content or ""
+                        finish_reason = choice.finish_reason or finish_reason
+                    self.latest = text[-80:]
+                    if len(text) > MAX_CHARACTERS:
+                        text, finish_reason = text[:MAX_CHARACTERS], "length"
+                        break
+        except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"--base-url {self.base_url}: {_one_line(error)}") from None
+        token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        token_ids.append(self.policy.end_of_turn_id)
+        return Completion(token_ids, [0.0] * len(token_ids), text,
+                          "length" if finish_reason == "length" else "stop")  # fmt: skip
 
 
-def _wait(asked: list[Future], on_progress: Callable[[], None]) -> None:
-    """Until all are answered, or one of them failed, whose error is raised."""
-    while not all(future.done() for future in asked):
-        on_progress()
-        for future in asked:
-            if future.done() and future.exception() is not None:
-                raise future.exception()  # type: ignore[misc]
-        time.sleep(0.02)
+def _one_line(error: Exception) -> str:
+    """Say why a request failed, in one line and without the API key that a server may repeat."""
+    import openai
+
+    if isinstance(error, openai.APIStatusError):
+        reason = f"status {error.status_code}: {error.response.text}"
+    else:  # the cause of a connection error says more than the error itself
+        reason = str(error.__cause__ or "") or str(error) or type(error).__name__
+    if key := os.environ.get("OPENAI_API_KEY"):
+        reason = reason.replace(key, "[key]")
+    return " ".join(reason.split())[:200]

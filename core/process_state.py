@@ -1,4 +1,4 @@
-"""Guests in this process: what a library changes while it starts, its host gets back as it was.
+"""Restores global process state that vLLM changes: seeds, threads, signal handlers, environment.
 
 >>> import random
 >>> before = random.getstate()
@@ -23,36 +23,36 @@ import torch
 
 @contextmanager
 def preserve_process_state(**environment: str) -> Iterator[None]:
-    """Put back seeds, thread counts, signal handlers, logging and environment variables.
+    """Restore seeds, thread counts, signal handlers, logging and environment variables on exit.
 
-    Inside, the given environment variables are set, and warnings are not shown.
+    Inside, the given environment variables are set and Python warnings are hidden.
     """
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-    root, variables = logging.getLogger(), dict(os.environ)
-    level, log_handlers = root.level, list(root.handlers)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    root_logger, variables = logging.getLogger(), dict(os.environ)
+    log_level, log_handlers = root_logger.level, list(root_logger.handlers)
     os.environ.update(environment)
     try:
-        # a notebook's stdout, or a test's, is no file; a guest may want its number
-        with random_state_kept(), warnings.catch_warnings(), redirect_stdout(sys.__stdout__):
+        # vLLM needs a stdout with a file descriptor; in a notebook, sys.stdout has none
+        with preserve_random_state(), warnings.catch_warnings(), redirect_stdout(sys.__stdout__):
             warnings.simplefilter("ignore")
             yield
     finally:
-        torch.set_num_threads = set_num_threads  # vLLM puts a stand-in there
+        torch.set_num_threads = set_num_threads  # vLLM replaces the function
         torch.set_num_threads(num_threads)
         for number, handler in handlers.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-        root.setLevel(level)
-        root.handlers[:] = log_handlers
+        root_logger.setLevel(log_level)
+        root_logger.handlers[:] = log_handlers
         os.environ.clear()
         os.environ.update(variables)
 
 
 @contextmanager
-def random_state_kept(seed: int | None = None) -> Iterator[None]:
-    """Draw from generators of one's own, seeded if a seed is given: Python, NumPy and PyTorch."""
-    python, numpy = random.getstate(), np.random.get_state()
+def preserve_random_state(seed: int | None = None) -> Iterator[None]:
+    """Seed the generators of Python, NumPy and PyTorch, if `seed` is given; restore them on exit."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=gpus):
@@ -62,5 +62,5 @@ def random_state_kept(seed: int | None = None) -> Iterator[None]:
                 torch.manual_seed(seed)
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

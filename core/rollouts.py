@@ -58,7 +58,7 @@ class BatchedEnv:
             streams = tuple(seat.number for seat in seats)
             now = replace(params, seed=params.seed + round_ * ROUND, streams=streams)
             chats = [seat.chat for seat in seats]
-            return sampler.reply(chats, [seat.prompt for seat in seats], now, on_progress)
+            return sampler.sample([seat.prompt for seat in seats], now, on_progress, chats)
 
         return _numbered(distributed.all_gather(self._play(distributed.shard(numbered), respond)))
 

@@ -1,8 +1,8 @@
-"""Sampling: the interface, and TorchSampler in plain PyTorch.
+"""Sampling: the `Sampler` interface, and `TorchSampler`, which samples in plain PyTorch.
 
-TorchSampler prefills each distinct prompt once and drops finished rows as it goes; what the rows
-stand on meanwhile is in core/kv_cache.py. The log-probs that it returns are those of the
-distribution it drew from: temperature, top-k and top-p included.
+`TorchSampler` computes each distinct prompt once (core/kv_cache.py) and drops finished rows from
+its batch. Its log-probs are those of the distribution it draws from: after temperature, top-k and
+top-p.
 """
 
 import gc
@@ -13,37 +13,40 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from core.kv_cache import make_context
+from core.kv_cache import prefill
 from core.memory import ran_out
 from core.model import Policy
 from core.types import Completion, Message, OutOfMemory, UsageError
 
-SPREAD = 1_000_003  # between the streams of two seeds
-KEEP_ROWS = 0.75  # compact the batch once fewer rows than this share of it are still being written
+SEED_STRIDE = 1_000_003  # distance between the random streams of two consecutive seeds
+COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw: `temperature` 0 is greedy, `top_p` 1 and `top_k` 0 are off; lengths in tokens.
+    """How to sample: `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep all tokens.
 
-    The seed and a completion's stream decide its draws, whatever else is sampled beside it; so a
-    call can be repeated, or shared among processes, without any hidden state.
+    `seed` and the stream number of a completion determine its random draws, whichever other
+    completions share the batch. So a call can be repeated, or divided among processes.
     """
 
-    max_tokens: int
+    max_tokens: int  # limit of one completion, its end-of-turn token included
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    streams: tuple[int, ...] = ()  # a number for each prompt; none given: their places in the list
+    streams: tuple[int, ...] = ()  # one number per prompt; empty: 0, 1, 2, ...
+
+
+DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]  # as `draw`
 
 
 class Sampler(ABC):
-    """Writes completions. Memory for sampling is held only inside `with sampler:`."""
+    """Samples completions. It may hold memory for sampling only inside `with sampler:`."""
 
-    say: Callable[[str], None] = print  # shows a line
-    remark = ""  # what the user should know of the choice of this sampler
-    latest = ""  # the end of what is being written, where it comes as a stream
+    say: Callable[[str], None] = print  # prints one line
+    remark = ""  # one line about this sampler that the run shows when it starts
+    latest = ""  # end of the text received last, where a server streams text
 
     @abstractmethod
     def sample(
@@ -51,24 +54,16 @@ class Sampler(ABC):
         prompts: list[list[int]],
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
+        chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """One completion for each prompt, in order; equal prompts are prefilled once.
+        """Sample one completion for each prompt (token ids) and return them in the same order.
 
-        `on_progress` is called now and then; what it raises stops the sampling.
+        `chats` holds the same prompts as messages, for a server that takes no token ids. Calls
+        `on_progress` repeatedly; an exception that it raises stops the sampling.
         """
 
-    def reply(
-        self,
-        chats: list[list[Message]],
-        prompts: list[list[int]],
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> list[Completion]:
-        """As `sample`, for one that is given the chats as well: a server takes no ids."""
-        return self.sample(prompts, params, on_progress)
-
-    def sync(self) -> None:  # noqa: B027 (nothing to do is right where weights are shared)
-        """After optimizer.step: make sure that the next sample uses the new weights."""
+    def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
+        """Make the weights of the last optimizer step take effect. Call it after every step."""
 
     def __enter__(self) -> "Sampler":
         return self
@@ -77,118 +72,129 @@ class Sampler(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Give back all that the sampler took; it can't be used again."""
+        """Free all resources. The sampler cannot be used afterwards."""
 
 
 class TorchSampler(Sampler):
-    """Samples from the training model itself, so the weights are always the newest."""
+    """Samples from the training model itself, so `sync` has nothing to do."""
 
-    def __init__(self, policy: Policy, draw_with: Callable | None = None):
+    def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
         self.policy = policy
-        self.draw_with = draw_with  # in place of `draw`
-        self.at_once: int | None = None  # completions; None: as many as are asked for
+        self.draw_function = draw_function or draw
+        self.max_rows: int | None = None  # completions in one batch; None: no limit
 
     def sample(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
+        chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
+        """As `Sampler.sample`. Halves its batch when memory runs out.
+
+        Raises OutOfMemory if a batch of one completion does not fit, and UsageError if a prompt
+        leaves no room for a completion.
+        """
         if not prompts:
             return []
-        steps = room(self.policy, prompts, params.max_tokens)
+        max_tokens = completion_limit(self.policy, prompts, params.max_tokens)
         streams = params.streams or tuple(range(len(prompts)))
         completions: list[Completion] = []
         while (start := len(completions)) < len(prompts):
-            some = slice(start, start + (self.at_once or len(prompts)))
-            now = replace(params, max_tokens=steps, streams=streams[some])
+            part = slice(start, start + (self.max_rows or len(prompts)))
+            part_params = replace(params, max_tokens=max_tokens, streams=streams[part])
             try:
-                completions += self._write(prompts[some], now, on_progress)
+                completions += self._sample_batch(prompts[part], part_params, on_progress)
                 continue
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
                     raise
-            gc.collect()  # out of the except clause, which would hold on to what was computed
+            gc.collect()  # outside the except clause: its traceback keeps tensors alive
             torch.cuda.empty_cache()
-            self._lower(len(prompts[some]), len(prompts[start]), steps)
+            self._halve_batch(len(prompts[part]), len(prompts[start]), max_tokens)
         return completions
 
-    def _lower(self, at_once: int, prompt: int, steps: int) -> None:
-        """Write fewer completions at one time from here on: memory ran out with `at_once`."""
-        if at_once == 1:
+    def _halve_batch(self, num_rows: int, prompt_length: int, max_tokens: int) -> None:
+        if num_rows == 1:
             raise OutOfMemory(
-                f"one completion of {steps} tokens behind a prompt of {prompt} does not fit in "
-                "memory; lower --max-tokens or --max-turns, or take a smaller model"
+                f"out of memory while sampling one completion of up to {max_tokens} tokens after "
+                f"a prompt of {prompt_length}; lower --max-tokens or --max-turns, or use a "
+                "smaller model"
             )
-        self.at_once = at_once // 2
-        self.say(f"out of memory with {at_once} completions at one time: from here on "
-                 f"{self.at_once}")  # fmt: skip
+        self.max_rows = num_rows // 2
+        self.say(f"out of memory while sampling {num_rows} completions at once: "
+                 f"continuing with {self.max_rows}")  # fmt: skip
 
     @torch.inference_mode()
-    def _write(
+    def _sample_batch(
         self, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[], None]
     ) -> list[Completion]:
-        """The completions of prompts that are written at one time."""
-        device, steps, streams = self.policy.device, params.max_tokens, params.streams
+        """Sample B completions of at most T = `params.max_tokens` tokens in one batch."""
+        device, num_rows, max_tokens = self.policy.device, len(prompts), params.max_tokens
         self.policy.causal_lm.eval()
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
-        context = make_context(self.policy, prompts, steps)
-        chance = uniforms(params.seed, streams, steps).to(device)  # [B, T]
-        tokens = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)  # [B, T]
-        logprobs = torch.zeros(len(prompts), steps, device=device)
-        lengths = torch.full((len(prompts),), steps, device=device)
-        stopped = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        rows = torch.arange(len(prompts), device=device)  # the context's, as rows of tokens
+        uniform = uniforms(params.seed, params.streams, max_tokens).to(device)  # [B, T]
+        token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)  # [B, T]
+        logprobs = torch.zeros(num_rows, max_tokens, device=device)  # [B, T]
+        lengths = torch.full((num_rows,), max_tokens, device=device)
+        stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
-        draw_next = self.draw_with or draw
-        for step in range(steps):
+        cache = prefill(self.policy, prompts, max_tokens)
+        rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows the cache holds
+        for step in range(max_tokens):
             on_progress()
-            drawn, logprob = draw_next(context.logits, params, chance[rows, step])  # [R], [R]
-            tokens[rows, step], logprobs[rows, step] = drawn, logprob
-            ended = torch.isin(drawn, stop_ids) & ~stopped[rows]
-            stopped[rows[ended]] = True
-            lengths[rows[ended]] = step + 1
-            writing = ~stopped[rows]
-            num_writing = int(writing.sum())
-            if num_writing == 0 or step == steps - 1:
+            drawn, logprob = self.draw_function(cache.logits, params, uniform[rows, step])  # [R]
+            token_ids[rows, step], logprobs[rows, step] = drawn, logprob
+            just_stopped = torch.isin(drawn, stop_ids) & ~stopped[rows]
+            stopped[rows[just_stopped]] = True
+            lengths[rows[just_stopped]] = step + 1
+            unfinished = ~stopped[rows]
+            num_unfinished = int(unfinished.sum())
+            if num_unfinished == 0 or step == max_tokens - 1:
                 break
-            if num_writing <= KEEP_ROWS * len(rows):
-                kept = writing.nonzero().squeeze(1)
-                context.keep(kept)
+            if num_unfinished <= COMPACT_BELOW * len(rows):
+                kept = unfinished.nonzero().squeeze(1)
+                cache.keep(kept)
                 rows, drawn = rows[kept], drawn[kept]
-            context.write(drawn)
-        ids = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        probs = [row[:n] for row, n in zip(logprobs.tolist(), lengths.tolist(), strict=True)]
-        return to_completions(self.policy, ids, probs, stopped.tolist())
+            cache.append(drawn)
+        ends = lengths.tolist()
+        return to_completions(
+            self.policy,
+            [row[:end] for row, end in zip(token_ids.tolist(), ends, strict=True)],
+            [row[:end] for row, end in zip(logprobs.tolist(), ends, strict=True)],
+            stopped.tolist(),
+        )
 
 
-def room(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
-    """`max_tokens`, or what is left of the model's length behind the longest prompt.
+def completion_limit(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
+    """Return `max_tokens`, or what the longest prompt leaves of the model's length if that is less.
 
-    Raises UsageError when nothing is left.
+    Raises UsageError if the longest prompt leaves nothing.
     """
     longest = max(map(len, prompts))
-    left = policy.max_length - longest
-    if left < 1:
+    if longest >= policy.max_length:
         limit = policy.max_length
-        raise UsageError(f"a prompt of {longest} tokens does not fit the model's {limit}")
-    return min(max_tokens, left)
+        raise UsageError(f"a prompt of {longest} tokens does not fit into {limit} tokens, the "
+                         "smaller of --max-model-len and the model's context length")  # fmt: skip
+    return min(max_tokens, policy.max_length - longest)
 
 
 def to_completions(
-    policy: Policy, ids: list[list[int]], logprobs: list[list[float]], ended: list[bool]
+    policy: Policy, token_ids: list[list[int]], logprobs: list[list[float]], stopped: list[bool]
 ) -> list[Completion]:
-    """Completions of sampled ids and log-probs; `ended` ones close with the token that says so."""
-    spoken = [row[:-1] if end else row for row, end in zip(ids, ended, strict=True)]
-    texts = policy.tokenizer.batch_decode(spoken, skip_special_tokens=False)
+    """Build Completions; the text of a `stopped` one leaves out its last token, the stop token."""
+    texts = policy.tokenizer.batch_decode(
+        [ids[:-1] if stop else ids for ids, stop in zip(token_ids, stopped, strict=True)],
+        skip_special_tokens=False,
+    )
     return [
-        Completion(i, p, text, "stop" if end else "length")
-        for i, p, text, end in zip(ids, logprobs, texts, ended, strict=True)
+        Completion(ids, row, text, "stop" if stop else "length")
+        for ids, row, text, stop in zip(token_ids, logprobs, texts, stopped, strict=True)
     ]
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """A row of float32 in [0, 1) for each stream: [B, steps], on the CPU.
+    """Return uniform numbers in [0, 1), float32 [B, steps] on the CPU: one row per stream.
 
     >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
@@ -197,35 +203,37 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
     generator = torch.Generator()
     rows = []
     for stream in streams:
-        generator.manual_seed((seed * SPREAD + stream) % 2**63)
+        generator.manual_seed((seed * SEED_STRIDE + stream) % 2**63)
         rows.append(torch.rand(steps, generator=generator))
     return torch.stack(rows)
 
 
-def draw(logits: Tensor, params: SamplingParams, chance: Tensor) -> tuple[Tensor, Tensor]:
-    """Token ids [B] int64 from logits [B, V], and their log-probs [B] float32 (nats).
+def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw token ids [B] int64 from logits [B, V]; also return their log-probs [B] float32, nats.
 
-    `chance` [B] in [0, 1) picks the token at which so much of the probability lies before it.
+    Inverse transform sampling: `uniform` [B] in [0, 1) selects the first token whose cumulative
+    probability exceeds it.
 
     >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1), torch.tensor([0.2]))
     (tensor([0]), tensor([-1.3133]))
     """
     logits = logits.float()
     if params.temperature == 0:
-        chosen = logits.argmax(-1)
-        return chosen, logits.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)
+        token_ids = logits.argmax(-1)
+        return token_ids, logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     logits = logits / params.temperature
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of what ranks higher
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of likelier tokens
         dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
     all_logprobs = logits.log_softmax(-1)
-    mass = all_logprobs.exp().cumsum(-1)  # [B, V]: up to each token, itself included
-    whole = mass[:, -1:]  # 1, but for rounding
-    at = torch.minimum(chance[:, None] * whole, torch.nextafter(whole, torch.zeros_like(whole)))
-    chosen = (mass <= at).sum(-1, keepdim=True)  # so none of no probability is ever chosen
-    return chosen.squeeze(1), all_logprobs.gather(1, chosen).squeeze(1)
+    cumulative = all_logprobs.exp().cumsum(-1)  # [B, V]
+    total = cumulative[:, -1:]  # 1 up to rounding
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniform[:, None] * total, below_total)
+    token_ids = (cumulative <= threshold).sum(-1, keepdim=True)  # never one of probability 0
+    return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)

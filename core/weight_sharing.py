@@ -1,16 +1,16 @@
-"""One set of weights for two models: tensors laid out once, as both can read them.
+"""One set of weights for two models: Hugging Face trains the tensors that vLLM computes with.
 
-vLLM keeps q, k and v of a layer in one tensor, and gate and up of an MLP in another, where Hugging
-Face keeps five. So the fused tensor is allocated once and the Hugging Face parameters become views
-of it:
+vLLM keeps q, k and v of a layer in one fused tensor, and gate and up of an MLP in another, where
+Hugging Face has five. `share_weights` allocates each fused tensor once and makes the Hugging Face
+parameters views of it:
 
-    qkv_proj [q + k + v rows, D]   <-- vLLM multiplies by all of it
-      q_proj = the first rows      <-- the optimiser writes here, in place
-      k_proj = the next
-      v_proj = the last
+    qkv_proj [q + k + v rows, D]   <-- vLLM multiplies by the whole tensor
+      q_proj: the first rows       <-- the optimizer updates these views in place
+      k_proj: the next rows
+      v_proj: the last rows
 
-All other tensors have one name and one shape in both. Adapters are no such case: vLLM has slots of
-its own for them, padded to its ranks, and gets copies of a few megabytes.
+Every other tensor has the same name and shape in both models. LoRA adapters are not shared: vLLM
+stores them in slots padded to its own ranks, and `copy_adapters` copies a few megabytes there.
 """
 
 from collections import defaultdict
@@ -22,158 +22,159 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-FUSED_INTO = {part: fused for fused, parts in FUSED.items() for part in parts}
-VOCABULARY_STEP = 64  # vLLM rounds the rows of an embedding up to a multiple of this
+FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+FUSED_INTO = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
+VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of an embedding to a multiple of this
+CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 
 
 def share_weights(model: Any) -> dict[str, Tensor]:
-    """The weights of a Hugging Face model by vLLM's names, laid out as vLLM wants them.
+    """Return the weights of a Hugging Face model under vLLM's names and in vLLM's layout.
 
-    Tensors that are fused or padded there are allocated here and filled, and the model's parameters
-    become views of their rows; any other is the parameter's own. Adapters are left out.
+    Allocates each tensor that vLLM fuses or pads, and makes the model's parameters views of its
+    rows. Returns any other parameter as it is. Leaves out LoRA adapters.
     """
     parts: dict[str, list[tuple[int, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
             layer, _, kind = name.replace(".base_layer.", ".").rpartition(".")
-            fused, order = _place(layer)
-            parts[f"{fused}.{kind}"].append((order, parameter))
+            fused, index = _fused_layer(layer)
+            parts[f"{fused}.{kind}"].append((index, parameter))
     embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     shared = {}
-    for name, numbered in parts.items():
-        parameters = [p for _, p in sorted(numbered, key=lambda pair: pair[0])]
-        num_rows = sum(len(p) for p in parameters)
+    for name, indexed in parts.items():
+        parameters = [parameter for _, parameter in sorted(indexed, key=lambda pair: pair[0])]
+        num_rows = sum(map(len, parameters))
         if id(parameters[0]) in embeddings:
-            num_rows = -(-num_rows // VOCABULARY_STEP) * VOCABULARY_STEP
+            num_rows = -(-num_rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         if num_rows == len(parameters[0]):
             shared[name] = parameters[0].data
         else:
-            shared[name] = _stacked(parameters, num_rows)
+            shared[name] = _stack(parameters, num_rows)
     return shared
 
 
-def bind(model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Make the parameters of vLLM's model the shared tensors.
-
-    Raises RuntimeError unless every parameter and every tensor has its counterpart, of the same
-    shape, precision and device.
-    """
-    theirs = dict(model.named_parameters())
-    if theirs.keys() != shared.keys():
-        alone = sorted(theirs.keys() ^ shared.keys())
-        raise RuntimeError(f"weights without a counterpart: {', '.join(alone[:4])}")
-    for name, parameter in theirs.items():
-        wanted, there = _kind(parameter), _kind(shared[name])
-        if wanted != there:
-            raise RuntimeError(f"{name} is {wanted} in vLLM and {there} in training")
-        parameter.data = shared[name]
-
-
-def check_bound(model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Raise RuntimeError unless each parameter of vLLM's model still is the shared tensor."""
-    for name, parameter in model.named_parameters():
-        if parameter.data_ptr() != shared[name.replace(".base_layer.", ".")].data_ptr():
-            raise RuntimeError(f"vLLM has a copy of {name} instead of the weight itself")
-
-
 def register_loader(shared: dict[str, Tensor]) -> str:
-    """A loader that gives vLLM's model the shared weights; returns vLLM's name for it."""
+    """Register a vLLM weight loader that binds `shared`; return its name for `load_format`."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-    class SharedWeights(BaseModelLoader):
+    class SharedWeightsLoader(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
             pass
 
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            bind(model, shared)
+            bind_weights(model, shared)
 
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-            hook = register_module_parameter_registration_hook(_without_storage)
-            pack = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
+            hook = register_module_parameter_registration_hook(_drop_storage)
             try:
-                with patch(pack, _use_the_weight):
+                with patch(CPU_GEMM, _use_unpacked_weight):
                     return super().load_model(*args, **kwargs)
             finally:
                 hook.remove()
 
-    register_model_loader("shared")(SharedWeights)
+    register_model_loader("shared")(SharedWeightsLoader)
     return "shared"
 
 
-@dataclass
-class Slot:
-    """One adapter of rank r: trained as A [r, in] and B [out, r], sampled from as a and b."""
+def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
+    """Replace the data of every parameter of vLLM's model by the shared tensor of its name.
 
-    A: Tensor
-    B: Tensor
-    a: Tensor
-    b: Tensor
+    Raises RuntimeError, before any change, unless names, shapes, dtypes and devices all match.
+    """
+    parameters = dict(engine_model.named_parameters())
+    if parameters.keys() != shared.keys():
+        unmatched = sorted(parameters.keys() ^ shared.keys())
+        raise RuntimeError(f"weights without a counterpart: {', '.join(unmatched[:4])}")
+    for name, parameter in parameters.items():
+        engine_kind, shared_kind = _describe(parameter), _describe(shared[name])
+        if engine_kind != shared_kind:
+            raise RuntimeError(f"{name} is {engine_kind} in vLLM and {shared_kind} in training")
+    for name, parameter in parameters.items():
+        parameter.data = shared[name]
+
+
+def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
+    """Raise RuntimeError if a parameter of vLLM's model is not the shared tensor."""
+    for name, parameter in engine_model.named_parameters():
+        if parameter.data_ptr() != shared[name.replace(".base_layer.", ".")].data_ptr():
+            raise RuntimeError(f"vLLM has a copy of {name} instead of the weight itself")
+
+
+@dataclass
+class AdapterSlot:
+    """A LoRA layer of rank r: the trained matrices, and vLLM's tensors that they are copied to."""
+
+    A: Tensor  # [r, in]
+    B: Tensor  # [out, r]
+    engine_A: Tensor  # [r, in]
+    engine_B: Tensor  # [out, r]
     scaling: float  # alpha / r
 
 
-def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[Slot]:
-    """A slot for each LoRA layer of a Hugging Face model, in the model of an engine."""
+def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot]:
+    """Pair each LoRA layer of a Hugging Face model with its tensors in vLLM's model."""
     from peft.tuners.lora import LoraLayer
 
     engine_layers: dict[str, Any] = dict(engine_model.named_modules())
     slots = []
     for name, layer in model.named_modules():
-        if isinstance(layer, LoraLayer):
-            fused, part = _place(name)
-            there = engine_layers[
-                fused
-            ]  # stacked: [adapters, 1, rank, in], [adapters, 1, out, rank]
-            adapter: Any = layer
-            A, B = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
-            a, b = there.lora_a_stacked[part][0, 0], there.lora_b_stacked[part][0, 0]
-            slots.append(Slot(A, B, a[: len(A)], b[:, : len(A)], adapter.scaling["default"]))
+        if not isinstance(layer, LoraLayer):
+            continue
+        fused, index = _fused_layer(name)
+        # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
+        engine_A = engine_layers[fused].lora_a_stacked[index][0, 0]
+        engine_B = engine_layers[fused].lora_b_stacked[index][0, 0]
+        A: Any = layer.lora_A["default"].weight
+        B: Any = layer.lora_B["default"].weight
+        rank, scaling = len(A), layer.scaling["default"]
+        slots.append(AdapterSlot(A, B, engine_A[:rank], engine_B[:, :rank], scaling))
     return slots
 
 
 @torch.no_grad()
-def copy_adapters(slots: list[Slot]) -> None:
-    """a <- A and b <- (alpha / r) B, for all layers at once."""
-    torch._foreach_copy_([s.a for s in slots], [s.A.data for s in slots])
+def copy_adapters(slots: list[AdapterSlot]) -> None:
+    """Copy A and (alpha / r) B of all layers into vLLM's tensors."""
+    torch._foreach_copy_([s.engine_A for s in slots], [s.A.data for s in slots])
     scaled = torch._foreach_mul([s.B.data for s in slots], [s.scaling for s in slots])
-    torch._foreach_copy_([s.b for s in slots], scaled)
+    torch._foreach_copy_([s.engine_B for s in slots], scaled)
 
 
-def _place(layer: str) -> tuple[str, int]:
-    """The layer's name in vLLM, and which part of it the layer is.
+def _fused_layer(layer: str) -> tuple[str, int]:
+    """Return the name of the vLLM layer that contains a Hugging Face layer, and its index there.
 
-    >>> _place("model.layers.0.self_attn.v_proj"), _place("lm_head")
+    >>> _fused_layer("model.layers.0.self_attn.v_proj"), _fused_layer("lm_head")
     (('model.layers.0.self_attn.qkv_proj', 2), ('lm_head', 0))
     """
-    owner, dot, leaf = layer.rpartition(".")
-    fused = FUSED_INTO.get(leaf, leaf)
-    return owner + dot + fused, FUSED[fused].index(leaf) if fused in FUSED else 0
+    parent, dot, part = layer.rpartition(".")
+    fused = FUSED_INTO.get(part, part)
+    return parent + dot + fused, FUSED_PARTS[fused].index(part) if fused in FUSED_PARTS else 0
 
 
-def _stacked(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
-    """One tensor of the parameters' rows, zeros behind them; the parameters become views of it."""
-    whole = parameters[0].data.new_zeros(num_rows, *parameters[0].shape[1:])
+def _stack(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
+    """Stack the rows of the parameters, zero-padded to `num_rows`; make each a view of its rows."""
+    stacked = parameters[0].data.new_zeros(num_rows, *parameters[0].shape[1:])
     start = 0
     for parameter in parameters:
-        rows = whole[start : start + len(parameter)]
+        rows = stacked[start : start + len(parameter)]
         rows.copy_(parameter.data)
         parameter.data = rows
         start += len(rows)
-    return whole
+    return stacked
 
 
-def _without_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """vLLM's parameters weigh nothing until they are bound: there is never a second copy."""
+def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Shrink a new parameter of vLLM to one element, so that no second copy is ever allocated."""
     if parameter is not None:
-        one = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-        parameter.data = one.expand(parameter.shape)
+        element = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+        parameter.data = element.expand(parameter.shape)
 
 
-def _use_the_weight(layer: Any, remove_weight: bool) -> None:
-    """In place of vLLM's packing for CPUs, which would compute with a copy of the weight."""
+def _use_unpacked_weight(layer: Any, remove_weight: bool) -> None:
+    """Replace vLLM's packing of weights for CPUs, which would compute with a copy."""
     layer.cpu_linear = torch.nn.functional.linear
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -25,7 +25,7 @@ class Scripted(Sampler):
     def __init__(self, policy, ended=True):
         self.policy, self.ended, self.batches = policy, ended, []
 
-    def sample(self, prompts, params, on_progress=lambda: None):
+    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
         self.batches.append(prompts)
         ids = self.policy.tokenizer.encode("ab", add_special_tokens=False)
         ids = [*ids, self.policy.end_of_turn_id] if self.ended else ids
@@ -275,7 +275,7 @@ def test_without_thoughts_a_later_turn_sees_what_was_said_and_trains_on_what_was
     thought.append(policy.end_of_turn_id)
 
     class Thinker(Scripted):
-        def sample(self, prompts, params, on_progress=lambda: None):
+        def sample(self, prompts, params, on_progress=lambda: None, chats=None):
             self.batches.append(prompts)
             return [Completion(thought, [-1.0] * len(thought), "", "stop") for _ in prompts]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import save_small
-from test_host import state
+from test_process_state import state
 from test_sampler import trainer_gap
 from test_train import ROOT, metrics_of
 

@@ -214,7 +214,7 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_to_the_screen(
     sampler = openai_sampler.OpenAISampler(policy, f"http://127.0.0.1:{server.server_port}", "m")
     params = openai_sampler.SamplingParams(max_tokens=4)
     with pytest.raises(UsageError, match=r"wrong key: Bearer \[key\]"):
-        sampler.reply([[{"role": "user", "content": "?"}]], [], params)
+        sampler.sample([], params, chats=[[{"role": "user", "content": "?"}]])
     server.shutdown()
     server.server_close()
 

@@ -285,7 +285,7 @@ def nanollm(args: Args, **options: Any) -> Any:
     policy.stop_ids = []  # random weights: every completion is to have its full length
     free = torch.cuda.mem_get_info()[0] / torch.cuda.mem_get_info()[1] if on_gpu() else 1.0
     share = min(0.9, 1 - free + share_of_memory())
-    return policy, NanoLLM(policy, memory_share=share)
+    return policy, NanoLLM(policy, gpu_memory_utilization=share)
 
 
 def sample_with_nanollm(args: Args) -> Any:
@@ -390,7 +390,7 @@ def lora(args: Args) -> dict[str, Any]:
     _, sampler = nanollm(args, lora_rank=32)
     sampler.sync()
     seconds = statistics.median(timed(sampler.sync) for _ in range(20))
-    num_bytes = sum(s.a.nbytes + s.b.nbytes for s in sampler.slots)
+    num_bytes = sum(s.engine_A.nbytes + s.engine_B.nbytes for s in sampler.slots)
     return {"sync_s": seconds, "sync_bytes": num_bytes, "rank": 32}
 
 

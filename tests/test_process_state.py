@@ -1,4 +1,4 @@
-"""A host gets back what its guest changed."""
+"""process_state restores everything that a library changes in this process."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from core import process_state
+from core.process_state import preserve_process_state, preserve_random_state
 
 
 def state():
@@ -39,10 +39,10 @@ def disturb():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_is_put_back_whether_the_guest_succeeds_or_fails(fails):
+def test_preserve_process_state_restores_all_on_return_and_on_error(fails):
     before = state()
     try:
-        with process_state.preserve_process_state(ONLY_INSIDE="yes"):
+        with preserve_process_state(ONLY_INSIDE="yes"):
             assert os.environ["ONLY_INSIDE"] == "yes"
             disturb()
             if fails:
@@ -52,15 +52,11 @@ def test_all_is_put_back_whether_the_guest_succeeds_or_fails(fails):
     assert state() == before
 
 
-def test_a_seed_decides_the_draws_inside_and_none_outside():
-    def draws():
-        return random.random(), np.random.rand(), torch.rand(1).item()
+def test_preserve_random_state_seeds_inside_and_restores_outside():
+    def draws(seed):
+        with preserve_random_state(seed):
+            return random.random(), np.random.rand(), torch.rand(1).item()
 
     before = state()
-    with process_state.random_state_kept(7):
-        first = draws()
+    assert draws(7) == draws(7) != draws(8)
     assert state() == before
-    with process_state.random_state_kept(7):
-        assert draws() == first
-    with process_state.random_state_kept(8):
-        assert draws() != first
