@@ -51,7 +51,7 @@ def preserve_process_state(**environment: str) -> Iterator[None]:
 
 @contextmanager
 def preserve_random_state(seed: int | None = None) -> Iterator[None]:
-    """Seed the generators of Python, NumPy and PyTorch, if `seed` is given; restore them on exit."""
+    """Restore the generators of Python, NumPy and PyTorch on exit; first seed them if asked to."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
