@@ -1,19 +1,14 @@
-"""For people: see, play and watch environments in the terminal.
+"""Lists, plays and shows environments in the terminal.
 
-python -m environments                       # all of them, with their keys and defaults
-python -m environments play tic_tac_toe      # play it yourself; the reward is shown
-python -m environments show snake --seed 3   # watch an episode: its demonstrator's, or by chance
+python -m environments                       # every environment with its options
+python -m environments play tic_tac_toe      # type the responses yourself; each reward is printed
+python -m environments show snake --seed 3   # watch the demonstrator, or else a random player
 """
 
 import inspect
-import io
 import random
 import re
 import sys
-from contextlib import redirect_stderr
-from dataclasses import dataclass
-from itertools import dropwhile, takewhile
-from operator import not_
 from typing import Annotated, Literal
 
 import tyro
@@ -26,124 +21,126 @@ from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import constructor, list_envs, make
 
 CONSOLE = Console()
-MOST_TURNS = 50
-MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
+MAX_TURNS = 50
+BRACKETED_MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 
 
-@dataclass(frozen=True)
-class Asked:
-    """List the environments, play one, or watch one."""
+def main(
+    command: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list",
+    env: Annotated[str, tyro.conf.Positional] = "",
+    seed: int = 0,
+) -> None:
+    """Lists the environments, or runs one episode in the terminal.
 
-    # list them all, play one yourself, or show an episode
-    what: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list"
-    env: Annotated[str, tyro.conf.Positional] = ""  # name[:key=value,...]
-    seed: int = 0  # decides the episode
-
-
-def main(args: list[str]) -> None:
-    """Do what the command line asks for; UsageError for what can't be done."""
-    asked = read(args)
-    if asked.what == "list":
+    Args:
+        command: list all environments, play one yourself, or show an episode
+        env: name[:key=value,...]
+        seed: determines the task
+    """
+    if command == "list":
         CONSOLE.print(overview())
-        return
-    if not asked.env:
-        raise UsageError(f"which environment? python -m environments {asked.what} NAME")
-    episode(make(asked.env), asked.seed, by_hand=asked.what == "play")
-
-
-def read(args: list[str]) -> Asked:
-    """What tyro reads; what it refuses, in a box of several lines, is a UsageError of one."""
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            return tyro.cli(Asked, prog="python -m environments", args=args)
-    except SystemExit as end:
-        if not end.code:  # --help
-            raise
-        # the box: a title, the problem, a rule, what may help; its lines as the terminal allows
-        frame = re.compile("[\u2500-\u257f]|-{5,}")
-        _, *lines = (frame.sub("", line).strip() for line in box.getvalue().splitlines())
-        problem = " ".join(takewhile(bool, dropwhile(not_, lines)))
-        raise UsageError(f"{problem.rstrip('.')}; see python -m environments --help") from None
+    elif env:
+        run_episode(make(env), seed, interactive=command == "play")
+    else:
+        raise UsageError(f"name an environment: python -m environments {command} NAME")
 
 
 def overview() -> Table:
-    """One row an environment: name, keys with their defaults, what it is."""
-    table = Table("name", "keys", "what it is", show_lines=False)
+    """Returns a table with the name, the options and the purpose of every environment."""
+    table = Table("name", "options", "what it is")
     for name in list_envs():
         build = constructor(name)
-        keys = ", ".join(
+        options = ", ".join(
             key if p.default is p.empty else f"{key}={p.default}"
             for key, p in inspect.signature(build).parameters.items()
         )
-        module = inspect.getdoc(sys.modules[build.__module__]) or ""
-        table.add_row(name, escape(keys), escape(module.partition("\n")[0]))
+        doc = inspect.getdoc(sys.modules[build.__module__]) or ""
+        table.add_row(name, escape(options), escape(doc.partition("\n")[0]))
     return table
 
 
-def episode(env: Env | MultiAgentEnv, seed: int, by_hand: bool) -> float:
-    """Play one episode in the terminal; returns the sum of all rewards."""
-    total, rng = 0.0, random.Random(seed)
-    told: dict[str, list[str]] = {}
-    messages = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
-    for _ in range(MOST_TURNS):
+def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float:
+    """Runs and prints one episode; returns the sum of the rewards of all agents.
+
+    `interactive`: read the responses of every agent from the terminal.
+    """
+    episode_return, rng = 0.0, random.Random(seed)
+    received: dict[str, list[str]] = {}  # agent -> contents of all its messages
+    pending = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
+    for _ in range(MAX_TURNS):
         responses = {}
-        for agent, new in messages.items():
-            told.setdefault(agent, []).extend(message["content"] for message in new)
-            for message in new:
-                CONSOLE.print(f"[bold]{escape(agent or message['role'])}:[/] ", end="")
-                CONSOLE.print(escape(message["content"]))
-            if by_hand:
+        for agent, messages in pending.items():
+            for message in messages:
+                _print_as(f"[bold]{escape(agent or message['role'])}:[/]", message["content"])
+            received.setdefault(agent, []).extend(message["content"] for message in messages)
+            if interactive:
                 responses[agent] = CONSOLE.input("[bold green]you:[/] ")
             else:
-                responses[agent] = watched(env, agent, told[agent], rng)
+                player, responses[agent] = automatic_response(env, agent, received[agent], rng)
+                _print_as(f"[bold green]{player}:[/]", responses[agent])
         steps: dict[str, Step]
         steps = {"": env.step(responses[""])} if isinstance(env, Env) else env.step(responses)
-        messages = {}
         for agent, step in steps.items():
-            total += step.reward
+            episode_return += step.reward
             CONSOLE.print(f"[dim]{escape(agent)} reward {step.reward:+g}[/]")
-            if step.message is not None and not step.done:
-                messages[agent] = [step.message]
             if step.done:
-                said = [] if step.message is None else [step.message["content"]]
-                CONSOLE.print(escape("\n".join([*said, f"the end: {step.info}"])))
-        if not messages:
+                last = [] if step.message is None else [step.message["content"]]
+                CONSOLE.print(escape("\n".join([*last, f"the end: {step.info}"])))
+        pending = {a: [s.message] for a, s in steps.items() if s.message and not s.done}
+        if not pending:
             break
-    CONSOLE.print(f"[bold]sum of rewards: {total:g}[/]")
-    return total
+    CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")
+    return episode_return
 
 
-def watched(env: Env | MultiAgentEnv, agent: str, told: list[str], rng: random.Random) -> str:
-    """What the environment demonstrates, or else a random player, who was `told` so much."""
-    who, text = "demonstrator", env.demonstrate() if isinstance(env, Env) else None
-    if text is None:
-        who = "random player"
-        text = env.demonstrate(hasty=True) if isinstance(env, Env) else env.guess(agent, rng)
-    if text is None:
-        text = listed(told, rng)
-    if text is None:
-        raise UsageError("it has no demonstrator to watch, and no random player: play it instead")
-    CONSOLE.print(f"[bold green]{who}:[/] ", end="")
-    CONSOLE.print(escape(text))
-    return text
+def automatic_response(
+    env: Env | MultiAgentEnv, agent: str, received: list[str], rng: random.Random
+) -> tuple[str, str]:
+    """Returns who responds ("demonstrator" or "random player") and the response.
+
+    Raises UsageError if the environment has neither and its messages name no moves in brackets.
+    """
+    if isinstance(env, Env):
+        demonstration = env.demonstrate()
+        if demonstration is not None:
+            return "demonstrator", demonstration
+        guess = env.demonstrate(hasty=True)
+    else:
+        guess = env.guess(agent, rng)
+    if guess is None:
+        guess = bracketed_move(received, rng)
+    if guess is None:
+        raise UsageError("this environment has no demonstrator and no random player: use play")
+    return "random player", guess
 
 
-def listed(told: list[str], rng: random.Random) -> str | None:
-    """A move in brackets, as TextArena's games write them, of the latest text that has any.
+def bracketed_move(received: list[str], rng: random.Random) -> str | None:
+    """Returns a random move in brackets, TextArena's format, from the latest message with one.
 
-    >>> listed(["[Player 1] hello. Say [pass] or [quit]", "Your turn."], random.Random(0))
+    >>> bracketed_move(["[Player 1] hello. Say [pass] or [quit]", "Your turn."], random.Random(0))
     '[quit]'
     """
-    found = [moves for moves in map(MOVE.findall, reversed(told)) if moves]
-    return rng.choice(found[0]) if found else None
+    for text in reversed(received):
+        if moves := BRACKETED_MOVE.findall(text):
+            return rng.choice(moves)
+    return None
+
+
+def run_command(args: list[str]) -> int:
+    """Runs the command line and returns the exit code; tyro exits with 2 for invalid arguments."""
+    try:
+        tyro.cli(main, prog="python -m environments", args=args)
+    except UsageError as error:
+        print(f"environments: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, EOFError):
+        return 130
+    return 0
+
+
+def _print_as(speaker: str, text: str) -> None:
+    CONSOLE.print(speaker, escape(text))
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as error:
-        print(f"environments: {error}", file=sys.stderr)
-        sys.exit(2)
-    except (KeyboardInterrupt, EOFError):
-        sys.exit(130)
+    sys.exit(run_command(sys.argv[1:]))

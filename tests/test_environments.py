@@ -46,7 +46,7 @@ SPECS = {
     "reasoning_gym": (0.0, 1.0, 1.0, True),
     "textworld": (-1.0, 1.0, 10.0, False),
 }
-ELSEWHERE = {"openenv"}  # needs a server: tests/test_env_openenv.py starts one
+ELSEWHERE = {"openenv"}  # needs a server: tests/test_openenv.py starts one
 SLOW = {"remote:env=letter_counting", "gymnasium", "textworld"}  # long, or slow to begin
 MULTI = {"textarena", "tic_tac_toe:opponent=self", "iterated_game:opponent=self"}
 SOLVES = {

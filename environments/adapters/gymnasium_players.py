@@ -1,9 +1,9 @@
-"""Five Gymnasium environments: the words they are told in, and a hand-written player for each.
+"""Rules, action names and a hand-written player for five Gymnasium environments.
 
-CartPole pushes to the side that the pole leans and falls to; MountainCar pushes the way it moves;
-Blackjack plays the basic strategy without doubling and splitting (Baldwin et al., 1956), which
-returns about -0.045 a hand; FrozenLake and Taxi publish their transitions, so value iteration
-(Bellman, 1957) finds the best action of each state.
+CartPole: pushes towards the side to which the pole leans and falls. MountainCar: pushes in the
+direction of the car's motion. Blackjack: basic strategy without doubling and splitting (Baldwin
+et al., 1956); mean return about -0.045 per hand. FrozenLake and Taxi: the best action by value
+iteration (Bellman, 1957) on the transition table that the environment publishes.
 
 >>> GAMES["Blackjack-v1"].show((16, 10, 0))
 'you 16 dealer 10 ace no'
@@ -13,40 +13,43 @@ returns about -0.045 a hand; FrozenLake and Taxi publish their transitions, so v
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-DISCOUNT = 0.99  # so that the shorter of two ways is better
-TOLERANCE = 1e-9
-LEAST_TO_STICK = {  # by the dealer's card, an ace is 1; without and with a usable ace
+DISCOUNT = 0.99  # below 1, so that the shorter of two paths has the higher value
+TOLERANCE = 1e-9  # value iteration stops below this change
+STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
     False: {1: 17, 2: 13, 3: 13, 4: 12, 5: 12, 6: 12, 7: 17, 8: 17, 9: 17, 10: 17},
     True: {1: 19, 2: 18, 3: 18, 4: 18, 5: 18, 6: 18, 7: 18, 8: 18, 9: 19, 10: 19},
 }
 
 
 class Game(NamedTuple):
+    """How one environment is described and played."""
+
     rules: str
-    actions: tuple[str, ...]  # the word of each action, in order
-    show: Callable[[Any], str]  # an observation as a line of text
-    play: Callable[[Any], int] | None = None  # the action for an observation
-    solved: str = "return"  # any end with a positive one; or the end "terminated", "truncated"
-    forfeit: float = 1.0  # cost of giving up: where steps cost, that of the step limit
+    actions: tuple[str, ...]  # the name of each action, in order
+    show: Callable[[Any], str]  # observation -> one line of text
+    play: Callable[[Any], int] | None = None  # observation -> index into `actions`
+    # which end counts as correct: terminated, truncated, or terminated with a positive return
+    solved: Literal["terminated", "truncated", "return"] = "return"
+    forfeit: float = 1.0  # penalty of giving up; where steps cost, that of the step limit
     first: int = 0  # the number of the first action
 
 
 def find_game(env: Any) -> Game:
-    """The words and player for an environment; numbers and no player where GAMES has none."""
+    """Returns the entry of GAMES for a Gymnasium environment, else one with numbers only."""
     first = int(env.action_space.start)
     numbers = tuple(str(first + i) for i in range(int(env.action_space.n)))
-    # the sign of its rewards isn't known: giving up must not be the cheaper way out
+    # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     forfeit = env.spec.max_episode_steps or 1.0
-    other = Game(f"{env.spec.id}.", numbers, show_numbers, forfeit=forfeit, first=first)
-    return GAMES.get(env.spec.id, other)
+    unknown = Game(f"{env.spec.id}.", numbers, show_numbers, forfeit=forfeit, first=first)
+    return GAMES.get(env.spec.id, unknown)
 
 
 def show_numbers(observation: Any) -> str:
-    """What is seen as numbers to two decimals, in order."""
+    """Returns the numbers of an observation in order, floats with two decimals."""
     if isinstance(observation, dict):
         return " ".join(f"{key} {show_numbers(value)}" for key, value in observation.items())
     if isinstance(observation, tuple):
@@ -58,51 +61,52 @@ def show_numbers(observation: Any) -> str:
 
 
 def cartpole(observation: Any) -> int:
-    """0: left, 1: right. Balances where an action is repeated up to 3 times."""
-    _, _, angle, turn_speed = observation
-    # rounded as they are shown, so that who reads the text can learn the rule
-    return int(3 * round(float(angle), 2) + round(float(turn_speed), 1) > 0)
+    """Returns 0 (left) or 1 (right). Balances the pole with each action repeated up to 3 times."""
+    _, _, angle, angular_speed = observation
+    # Rounded like the text, so that the rule can be learned from the text.
+    return int(3 * round(float(angle), 2) + round(float(angular_speed), 1) > 0)
 
 
 def mountain_car(observation: Any) -> int:
-    """0: left, 2: right."""
+    """Returns 0 (left) or 2 (right)."""
     _, speed = observation
     return 2 if speed >= 0 else 0
 
 
 def blackjack(observation: Any) -> int:
-    """0: stick, 1: hit."""
+    """Returns 0 (stick) or 1 (hit)."""
     total, dealer, usable_ace = (int(number) for number in observation)
-    return int(total < LEAST_TO_STICK[bool(usable_ace)][dealer])
+    return int(total < STICK_AT[bool(usable_ace)][dealer])
 
 
 def table_player(id: str, state: Any) -> int:
-    """The best action of a state, where the environment publishes its transitions."""
+    """Returns the best action in `state` of an environment with a transition table."""
     return best_actions(id)[int(state)]
 
 
 @cache
 def best_actions(id: str) -> list[int]:
-    """The action of highest value in each state, from the environment's transition table `P`."""
+    """Returns the action with the highest value in each state, by value iteration."""
     import gymnasium
 
+    # state -> action -> [(probability, next state, reward, terminated), ...]
     table: dict[int, dict[int, list]] = gymnasium.make(id).unwrapped.P  # type: ignore[attr-defined]
     values = [0.0] * len(table)
 
-    def worth(state: int, action: int) -> float:
+    def action_value(state: int, action: int) -> float:
         return sum(
-            chance * (reward + (0.0 if ended else DISCOUNT * values[following]))
-            for chance, following, reward, ended in table[state][action]
+            probability * (reward + (0.0 if terminated else DISCOUNT * values[next_state]))
+            for probability, next_state, reward, terminated in table[state][action]
         )
 
     change = 1.0
     while change > TOLERANCE:
         change = 0.0
         for state, actions in table.items():
-            best = max(worth(state, action) for action in actions)
+            best = max(action_value(state, action) for action in actions)
             change = max(change, abs(best - values[state]))
             values[state] = best
-    return [max(table[state], key=partial(worth, state)) for state in range(len(values))]
+    return [max(table[state], key=partial(action_value, state)) for state in range(len(values))]
 
 
 def _show_taxi(state: int) -> str:

@@ -1,20 +1,20 @@
-"""An environment in a process of its own, or in a container: JSON lines over stdin and stdout.
+"""An environment in another process or container, over JSON lines on stdin and stdout.
 
-    python -m environments.adapters.remote tic_tac_toe          # the serving side, for any of ours
-    --env remote:env=tic_tac_toe                       # the playing side, which starts it
-    --env "remote:command=docker run -i my-image"      # or any program that speaks these lines
+    python -m environments.adapters.remote tic_tac_toe     # serves one of our environments
+    --env remote:env=tic_tac_toe                           # starts that server and plays it
+    --env "remote:command=docker run -i my-image"          # or any program with this protocol
 
-Each request is a line, and so is each answer:
+The client writes one request per line; the server answers each with one line:
 
     {"do": "reset", "seed": 7}              {"messages": [{"role": "user", "content": ".."}]}
     {"do": "step", "response": ".."}        {"message": {..} or null, "reward": 0.0, "done": false,
                                              "info": {}, "fresh": false}
     {"do": "demonstrate", "hasty": false}   {"text": ".." or null}
-    anything that went wrong there          {"error": ".."}
+    any request that fails on the server    {"error": ".."}
 
-Reward, observations and actions are those of the environment that is served. A process that is
-late (--env-timeout counts too), dies, floods its stdout or sends no answer is ended; the episode
-fails with a RemoteError that says why, and the next one gets a fresh process.
+Observations, actions and rewards are those of the served environment. If the server does not answer
+within `timeout`, exits, or sends anything but one valid line, the client kills it and raises
+RemoteError: the episode fails, and the next episode starts a new server.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]
@@ -35,59 +35,68 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from core.types import Message, UsageError
 from environments.base import Env, Step
 from environments.registry import make
 
-LONGEST_LINE = 4 << 20  # bytes of an answer
-START_TIMES = 3  # `timeout` of a first answer: a container has to start
+T = TypeVar("T")
+MAX_ANSWER_BYTES = 4 << 20
+STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
 
 class RemoteError(RuntimeError):
-    """The other side failed; its episode is lost, nothing else."""
+    """The server failed. Only its current episode is lost."""
 
 
 class Remote(Env):
-    """`env`: name of one of ours, `;` between its options; or `command`. `timeout`: seconds."""
+    """Plays an environment in a server process.
 
-    def __init__(self, env: str = "", command: str = "", timeout: float = 10.0):
+    `env`: name of one of our environments, with `;` between its options instead of `,`.
+    `command`: command line of any other server; it is not passed to a shell.
+    `timeout`: seconds until each answer.
+    """
+
+    def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
         if timeout <= 0:
-            raise UsageError(f"timeout is more than 0 seconds, not {timeout:g}")
-        serve = [sys.executable, "-m", "environments.adapters.remote", env.replace(";", ",")]
+            raise UsageError(f"timeout must be more than 0 seconds, not {timeout:g}")
+        spec = env.replace(";", ",")
         if env:
-            make(serve[-1])  # refuse here what would be refused there
-        self.arguments = shlex.split(command) if command else serve
+            make(spec)  # raises UsageError here instead of in the server
+        serve_command = [sys.executable, "-m", "environments.adapters.remote", spec]
+        self.arguments = shlex.split(command) if command else serve_command
         self.timeout = timeout
         self.process: subprocess.Popen | None = None
 
     def reset(self, seed: int) -> list[Message]:
-        return self._ask({"do": "reset", "seed": seed},
-                         lambda a: [_message(m) for m in _field(a, "messages", list)])  # fmt: skip
+        return self._request({"do": "reset", "seed": seed}, _read_messages)
 
     def step(self, response: str) -> Step:
-        return self._ask({"do": "step", "response": response}, _step)
+        return self._request({"do": "step", "response": response}, _read_step)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        return self._ask({"do": "demonstrate", "hasty": hasty}, lambda answer: answer.get("text"))
+        return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kills the server process, if it runs."""
         if self.process is not None:
-            _end(self.process)
+            _kill(self.process)
             self.process = None
 
-    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-        """Send a request and `read` its answer; on any trouble end the process and raise."""
+    def _request(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        """Sends a request and returns what `read` makes of the answer.
+
+        Kills the server and raises RemoteError if anything fails.
+        """
         try:
-            patience = self.timeout
+            timeout = self.timeout
             if self.process is None or self.process.poll() is not None:
                 self.process = self._start()
-                patience *= START_TIMES
-            answer = _exchange(self.process, request, time.monotonic() + patience)
+                timeout *= STARTUP_FACTOR
+            answer = _exchange(self.process, request, time.monotonic() + timeout)
             if "error" in answer:
                 raise RemoteError(f"{answer['error']}"[:500])
             return read(answer)
@@ -97,92 +106,33 @@ class Remote(Env):
 
     def _start(self) -> subprocess.Popen:
         try:
-            pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
             process = subprocess.Popen(
-                self.arguments, stdin=pipe, stdout=pipe, stderr=nowhere, start_new_session=True
+                self.arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # a process group of its own, which _kill ends as a whole
             )
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
-        os.set_blocking(process.stdin.fileno(), False)  # type: ignore[union-attr]
-        os.set_blocking(process.stdout.fileno(), False)  # type: ignore[union-attr]
-        weakref.finalize(self, _end, process)
+        assert process.stdin and process.stdout
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        weakref.finalize(self, _kill, process)
         return process
 
 
-def _exchange(process: subprocess.Popen, request: dict, deadline: float) -> dict[str, Any]:
-    """One line there, one line back, before the deadline (time.monotonic)."""
-    assert process.stdin and process.stdout
-    outgoing, incoming = json.dumps(request).encode() + b"\n", bytearray()
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(process.stdin, selectors.EVENT_WRITE)
-        waiting.register(process.stdout, selectors.EVENT_READ)
-        while b"\n" not in incoming or outgoing:
-            ready = waiting.select(deadline - time.monotonic())
-            if not ready or time.monotonic() > deadline:
-                raise RemoteError("no answer in time")
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    outgoing = outgoing[os.write(process.stdin.fileno(), outgoing) :]
-                    if not outgoing:
-                        waiting.unregister(process.stdin)
-                    continue
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise RemoteError("the process ended")
-                incoming += chunk
-                if len(incoming) > LONGEST_LINE:
-                    raise RemoteError("an answer without end")
-    line, _, more = bytes(incoming).partition(b"\n")
-    if more:
-        raise RemoteError("more than one answer to a request")
-    answer = None
-    with contextlib.suppress(ValueError, RecursionError):
-        answer = json.loads(line)
-    if not isinstance(answer, dict):
-        raise RemoteError("the answer is no JSON object")
-    return answer
-
-
-def _end(process: subprocess.Popen) -> None:
-    with contextlib.suppress(ProcessLookupError), process:  # which closes its pipes and waits
-        os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-
-
-def _step(answer: dict[str, Any]) -> Step:
-    answer = {"message": None, "info": {}, "fresh": False} | answer
-    return Step(
-        None if answer["message"] is None else _message(answer["message"]),
-        float(_field(answer, "reward", (int, float))),
-        _field(answer, "done", bool),
-        _field(answer, "info", dict),
-        _field(answer, "fresh", bool),
-    )
-
-
-def _message(found: Any) -> Message:
-    if not isinstance(found, dict) or not isinstance(found.get("content"), str):
-        raise RemoteError("a message has no text")
-    return {"role": str(found.get("role", "user")), "content": found["content"]}
-
-
-def _field(answer: dict[str, Any], key: str, kind: Any) -> Any:
-    value = answer.get(key)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RemoteError(f"{key!r} is missing or of the wrong kind")
-    return value
-
-
 def serve(spec: str) -> None:
-    """Answer requests on stdin until it closes; what the environment prints goes to stderr."""
+    """Answers requests on stdin until it closes; what the environment prints goes to stderr."""
     env = make(spec)
     if not isinstance(env, Env):
-        raise UsageError(f"{spec} has several players; remote serves environments of one")
+        raise UsageError(f"{spec} has several agents; remote serves single-agent environments")
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
             request = json.loads(line)
             if request["do"] == "reset":
-                answer: dict = {"messages": env.reset(request["seed"])}
+                answer: dict[str, Any] = {"messages": env.reset(request["seed"])}
             elif request["do"] == "step":
                 answer = vars(env.step(request["response"]))
             else:
@@ -190,6 +140,76 @@ def serve(spec: str) -> None:
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def _exchange(
+    process: subprocess.Popen, request: dict[str, Any], deadline: float
+) -> dict[str, Any]:
+    """Sends one line and returns the answer; RemoteError after `deadline` (time.monotonic)."""
+    assert process.stdin and process.stdout
+    outgoing, incoming = json.dumps(request).encode() + b"\n", bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while b"\n" not in incoming or outgoing:
+            ready = selector.select(deadline - time.monotonic())
+            if not ready or time.monotonic() > deadline:
+                raise RemoteError("no answer within the timeout")
+            for key, _ in ready:
+                if key.fileobj is process.stdin:
+                    outgoing = outgoing[os.write(process.stdin.fileno(), outgoing) :]
+                    if not outgoing:
+                        selector.unregister(process.stdin)
+                    continue
+                chunk = os.read(process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise RemoteError("the process ended")
+                incoming += chunk
+                if len(incoming) > MAX_ANSWER_BYTES:
+                    raise RemoteError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+    line, _, rest = bytes(incoming).partition(b"\n")
+    if rest:
+        raise RemoteError("more than one answer to a request")
+    answer = None
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.loads(line)
+    if not isinstance(answer, dict):
+        raise RemoteError("the answer is not a JSON object")
+    return answer
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Kills the process and its children, closes its pipes and waits for it."""
+    with contextlib.suppress(ProcessLookupError), process:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read_messages(answer: dict[str, Any]) -> list[Message]:
+    return [_read_message(message) for message in _field(answer, "messages", list)]
+
+
+def _read_step(answer: dict[str, Any]) -> Step:
+    answer = {"message": None, "info": {}, "fresh": False} | answer
+    return Step(
+        None if answer["message"] is None else _read_message(answer["message"]),
+        float(_field(answer, "reward", (int, float))),
+        _field(answer, "done", bool),
+        _field(answer, "info", dict),
+        _field(answer, "fresh", bool),
+    )
+
+
+def _read_message(value: Any) -> Message:
+    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
+        raise RemoteError("a message has no text")
+    return {"role": str(value.get("role", "user")), "content": value["content"]}
+
+
+def _field(answer: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
+    value = answer.get(key)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise RemoteError(f"{key!r} is missing or has the wrong type")
+    return value
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Any game of TextArena, for one player or several: its own texts, rules and rewards.
+r"""TextArena: text games for one or more players, with their own rules and rewards.
 
-Agents are "player_0", "player_1", ..; a game for one player has one. An agent is shown what is new
-since its last turn, its own words left out. The action may be named by {"action": "[4]"} or between
-<action> tags; otherwise the game reads the whole response, by its own rules.
+Agents are named "player_0", "player_1", ...; a single-player game has one agent.
 
-Reward: 0 until the end, then what the game pays (1 won, 0 drawn, -1 lost in games for two, where
-an invalid move is forgiven once and then loses). "correct": a reward of at least 1. A response that
-makes the game itself fail ends it: -1 for that player, 0 for the others.
+Observation: everything said since the agent's last turn, except for the agent's own words.
+Action: the value of "action" in a JSON object, else the text between <action> tags, else the whole
+response, which the game reads by its own rules.
 
-TextArena draws from the global generators, so each episode keeps states of them of its own.
+Reward: 0 until the end, then the game's reward. In most games for two: 1 won, 0 drawn, -1 lost,
+and the second invalid move in a row loses. If a response makes the game itself raise an exception,
+the episode ends with -1 for that player and 0 for the others. `info["correct"]`: the reward is at
+least 1.
+
+TextArena uses the global random generators. Each instance keeps generator states of its own and
+restores the global ones, so parallel episodes do not affect each other.
 
 >>> describe([(-1, "Your turn."), (0, "[4]"), (1, "[0]")], 0, {1: "Player 1"})
-'Your turn.\\n[Player 1] [0]'
+'Your turn.\n[Player 1] [0]'
 """
 
 import random
@@ -22,98 +26,100 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
+from environments.adapters import import_library
 from environments.base import MultiAgentEnv, Step
 from environments.parsing import read_action, user
 
-LONGEST_ACTION = 2000  # characters
-MOST_PLAYERS = 20
+MAX_ACTION_LENGTH = 2000  # characters
+MAX_PLAYERS = 20
 
 
 class TextArena(MultiAgentEnv):
-    """`id` of the game; number of `players` (0: the fewest that it takes)."""
+    """`id`: name of the game; `players`: their number, 0 for the fewest that the game allows."""
 
-    def __init__(self, id: str = "TicTacToe-v0", players: int = 0):
-        try:
-            import textarena
-        except ImportError:
-            raise UsageError('textarena needs textarena: pip install -e ".[envs]"') from None
-        if not 0 <= players <= MOST_PLAYERS:
-            raise UsageError(f"players is 0 to {MOST_PLAYERS}, not {players}")
-        self.id, self.textarena = id, textarena
-        self.draws = random.getstate(), np.random.get_state()
-        for self.players in [players] if players else range(1, MOST_PLAYERS + 1):
+    def __init__(self, id: str = "TicTacToe-v0", players: int = 0) -> None:
+        if not 0 <= players <= MAX_PLAYERS:
+            raise UsageError(f"players must be 0 to {MAX_PLAYERS}, not {players}")
+        self.id, self.textarena = id, import_library("textarena")
+        self.generator_states = random.getstate(), np.random.get_state()
+        for self.players in [players] if players else range(1, MAX_PLAYERS + 1):
             try:
                 self.reset(0)
-            except Exception as error:  # unknown, a wrong number, a missing word list or service
+            except Exception as error:  # unknown game, wrong number of players, missing word list
                 problem = " ".join(str(error).split())[:200]
-                if self.game is None:  # not even made
+                if self.game is None:  # the game could not even be created
                     break
                 continue
-            alone = isinstance(self.game.state, textarena.SinglePlayerState)
-            if players or alone or self.players > 1:  # a game for many may begin with one alone
+            single = isinstance(self.game.state, self.textarena.SinglePlayerState)
+            if players or single or self.players > 1:  # some multiplayer games start with one
                 return
-        raise UsageError(f"TextArena can't begin {id!r}: {problem}")
+        raise UsageError(f"TextArena cannot start {id!r}: {problem}")
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        with self._own_draws():
+        with self._own_generators():
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            self.game: Any = None  # made anew, as some games keep the cards as they lay
+            self.game: Any = None
+            # A new game each time: some games keep state, such as the deck, across resets.
             self.game = self.env = self.textarena.make(self.id)
             self.env.reset(num_players=self.players, seed=seed)
-        while isinstance(self.game, self.textarena.Wrapper):  # some repeat the chat every turn
+        while isinstance(self.game, self.textarena.Wrapper):  # wrappers repeat the whole chat
             self.game = self.game.env
-        self.mover, text = self._next()
-        return {self.mover: [user(text)]}
+        self.agent, text = self._next_observation()
+        return {self.agent: [user(text)]}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        response = responses[self.mover]
+        response = responses[self.agent]
         action = read_action(response, "action", lambda v: v if isinstance(v, str) else None)
-        action = (response if action is None else action)[-LONGEST_ACTION:]
+        action = (response if action is None else action)[-MAX_ACTION_LENGTH:]
         try:
-            with self._own_draws():
+            with self._own_generators():
                 done, _ = self.env.step(action)
-                rewards, facts = self.env.close() if done else ({}, {})
+                rewards, infos = self.env.close() if done else ({}, {})
                 rewards = {player: float(reward) for player, reward in rewards.items()}
-        except Exception:  # games differ in what they can't bear
-            done, rewards, facts = True, {int(self.mover.removeprefix("player_")): -1.0}, {}
+        except Exception:  # each game raises something else for an action that it cannot handle
+            done, rewards, infos = True, {int(self.agent.removeprefix("player_")): -1.0}, {}
         if done:
-            everyone = range(self.players)
-            return {_name(p): _last(rewards.get(p, 0.0), facts.get(p, {})) for p in everyone}
-        before, (self.mover, text) = self.mover, self._next()
-        return {before: Step(None, 0.0, False), self.mover: Step(user(text), 0.0, False)}
+            return {
+                _name(player): _final_step(rewards.get(player, 0.0), infos.get(player, {}))
+                for player in range(self.players)
+            }
+        previous, (self.agent, text) = self.agent, self._next_observation()
+        return {previous: Step(None, 0.0, False), self.agent: Step(user(text), 0.0, False)}
 
-    def _next(self) -> tuple[str, str]:
-        with self._own_draws():
-            player, news = self.game.get_observation()
-        # a few games give text and kind in the wrong order
-        said = [(who, text if isinstance(text, str) else str(kind)) for who, text, kind in news]
+    def _next_observation(self) -> tuple[str, str]:
+        """Returns the agent that acts next and what it is shown."""
+        with self._own_generators():
+            player, messages = self.game.get_observation()
+        # a few games swap the text and the type of a message
+        said = [(who, text if isinstance(text, str) else str(kind)) for who, text, kind in messages]
         return _name(player), describe(said, player, self.game.state.role_mapping) or "Your turn."
 
     @contextmanager
-    def _own_draws(self) -> Iterator[None]:
-        others = random.getstate(), np.random.get_state()
-        random.setstate(self.draws[0])
-        np.random.set_state(self.draws[1])
+    def _own_generators(self) -> Iterator[None]:
+        """Uses this instance's states of the global generators, then restores the global ones."""
+        saved = random.getstate(), np.random.get_state()
+        random.setstate(self.generator_states[0])
+        np.random.set_state(self.generator_states[1])
         try:
             yield
         finally:
-            self.draws = random.getstate(), np.random.get_state()
-            random.setstate(others[0])
-            np.random.set_state(others[1])
+            self.generator_states = random.getstate(), np.random.get_state()
+            random.setstate(saved[0])
+            np.random.set_state(saved[1])
 
 
 def describe(said: list[tuple[int, str]], player: int, names: dict[int, str]) -> str:
-    """What was said, (sender, text), as one text for `player`; -1 is the game itself."""
-    shown = {-1: ""} | {p: f"[{name}] " for p, name in names.items() if p >= 0}
-    others = [(who, text) for who, text in said if who != player]  # it knows its own words
-    return "\n".join(f"{shown.get(who, f'[{who}] ')}{text.strip()}" for who, text in others)
+    """Returns the messages (sender, text) of all others as one text; sender -1 is the game."""
+    prefixes = {-1: ""} | {p: f"[{name}] " for p, name in names.items() if p >= 0}
+    others = [(who, text) for who, text in said if who != player]
+    return "\n".join(f"{prefixes.get(who, f'[{who}] ')}{text.strip()}" for who, text in others)
 
 
 def _name(player: int) -> str:
     return f"player_{player}"
 
 
-def _last(reward: float, facts: dict[str, Any]) -> Step:
-    invalid = bool(facts.get("invalid_move", False))
+def _final_step(reward: float, info: dict[str, Any]) -> Step:
+    invalid = bool(info.get("invalid_move", False))
     return Step(None, reward, True, {"correct": reward >= 1, "invalid": invalid})

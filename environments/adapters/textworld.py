@@ -1,17 +1,20 @@
-"""TextWorld: a text adventure made anew for each seed, won by doing what its first lines ask.
+"""TextWorld: text adventures, one generated for each seed.
 
-It is generated and compiled here, in about a second, in a folder that ends with the process.
+A game takes about a second to generate and compile. The files are kept in a temporary folder until
+the process ends.
 
-Observation: the task, the room and the form; then what the game says to each command, like
+Observation: the goal, the room and the format; later the game's answer to each command:
 
     Make sure that the chest is shut. -= Studio =- You see a chest. Reply with one command.
 
-Command: the value of {"command": ..}, else between <command> tags, else the last line. Reward:
+Action: the value of "command" in a JSON object, else the text between <command> tags, else the last
+line of the response. Reward:
 
-    score gained    the game's own, in all 1
-    -0.1            no command, or one about the program (save, quit, ..), twice; then -1, the end
+    score gained    the game's own score, at most 1 in total
+    -0.1            no command, or one for the interpreter (save, quit, ..), at most twice
+    -1              the third such response; the episode ends
 
-"correct": won.
+`info["correct"]`: the game was won.
 
 >>> [read_command(text) for text in ("The chest is open.\\n\\nclose chest\\n", "save", " ")]
 ['close chest', None, None]
@@ -26,28 +29,28 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message, UsageError
+from environments.adapters import import_library
 from environments.base import Env, Step
 from environments.parsing import Retries, read_action, user
 
-# level: rooms, objects, commands on the shortest way to win
+# level: rooms, objects, commands on the shortest solution
 LEVELS = {1: (1, 3, 1), 2: (2, 4, 2), 3: (3, 6, 3), 4: (4, 8, 4), 5: (6, 10, 6)}
-FORM = "Reply with one command."
-LONGEST_COMMAND = 100  # characters
-MOST_GAMES = 300  # kept in the folder, 0.4 MB each
-PROGRAM = set("q quit restart save restore undo script recording replay version restrict".split())
+INFOS = "admissible_commands description feedback objective policy_commands score won".split()
+FORMAT = "Reply with one command."
+MAX_COMMAND_LENGTH = 100  # characters
+MAX_GAMES = 300  # kept in the folder, 0.4 MB each
+INTERPRETER_COMMANDS = set(
+    "q quit restart save restore undo script recording replay version restrict".split()
+)
 
 
 class TextWorld(Env):
-    """`level`: 1 to 5; `hints`: show the commands that the game would understand."""
+    """`level`: difficulty, 1 to 5; `hints`: whether to list the commands that the game accepts."""
 
-    def __init__(self, level: int = 1, hints: bool = False):
+    def __init__(self, level: int = 1, hints: bool = False) -> None:
         if level not in LEVELS:
-            raise UsageError(f"level is 1 to {max(LEVELS)}, not {level}")
-        try:
-            import textworld
-        except ImportError:
-            raise UsageError('textworld needs textworld: pip install -e ".[envs]"') from None
-        self.textworld, self.level, self.hints = textworld, level, hints
+            raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")
+        self.textworld, self.level, self.hints = import_library("textworld"), level, hints
         self.game: Any = None
 
     def reset(self, seed: int) -> list[Message]:
@@ -55,51 +58,55 @@ class TextWorld(Env):
         self.retries = Retries()
         if self.game is not None:
             self.game.close()
-        wanted = "admissible_commands description feedback objective policy_commands score won"
-        infos = self.textworld.EnvInfos(**dict.fromkeys(wanted.split(), True))
+        infos = self.textworld.EnvInfos(**dict.fromkeys(INFOS, True))
         file = _make_game(self.textworld, self.level, seed)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Jericho, that it doesn't know the game
+            warnings.simplefilter("ignore")  # Jericho warns that it does not know the game
             self.game = self.textworld.start(file, infos)
         self.state = self.game.reset()
         task = f"{self.state.objective} {self.state.description}"
-        return [user(f"{self._tell(task)}\n{FORM}")]
+        return [user(f"{self._describe(task)}\n{FORMAT}")]
 
     def step(self, response: str) -> Step:
         command = read_command(response)
         if command is None:
-            return self.retries.refuse(FORM)
-        before = self.state.score
+            return self.retries.refuse(FORMAT)
+        previous_score = self.state.score
         self.state, score, done = self.game.step(command)
-        message = None if done else user(self._tell(self.state.feedback))
-        return Step(message, float(score - before), done, {"correct": bool(self.state.won)})
+        message = None if done else user(self._describe(self.state.feedback))
+        reward = float(score - previous_score)
+        return Step(message, reward, done, {"correct": bool(self.state.won)})
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """The next command on the shortest way, None off it; `hasty`: any that is understood."""
+        """Returns the next command of the shortest solution, None if TextWorld knows none.
+
+        `hasty`: a random command that the game accepts.
+        """
         if hasty:
-            return self.guess
+            return self.random_command
         return self.state.policy_commands[0] if self.state.policy_commands else None
 
-    def _tell(self, text: str) -> str:
+    def _describe(self, text: str) -> str:
         commands = sorted(self.state.admissible_commands)
-        self.guess = self.rng.choice(commands)
+        self.random_command = self.rng.choice(commands)
         text = " ".join(text.partition("\n>")[0].split()) or "Nothing happens."  # no status line
         return f"{text}\nCommands: {'; '.join(commands)}" if self.hints else text
 
 
 def read_command(response: str) -> str | None:
-    """The command in a response, in plain characters; None if there is none to give the game."""
+    """Returns the command in a response, in lower-case ASCII; None if there is none to execute."""
     marked = read_action(response, "command", lambda v: v if isinstance(v, str) else None)
     lines = (response[-2000:] if marked is None else marked).strip().splitlines()
-    # the interpreter takes a backslash for a command to itself, and may then never return
+    # A backslash would start a command to the interpreter, which may then never return.
     plain = re.sub("[^a-z0-9',.-]", " ", lines[-1].lower() if lines else "")
-    words = plain[:LONGEST_COMMAND].split()
-    if not words or PROGRAM & set(re.findall("[a-z]+", plain)):
+    words = plain[:MAX_COMMAND_LENGTH].split()
+    if not words or INTERPRETER_COMMANDS & set(re.findall("[a-z]+", plain)):
         return None
     return " ".join(words)
 
 
 def _make_game(textworld: Any, level: int, seed: int) -> str:
+    """Compiles the game of a level and seed, unless its file exists; returns the file's path."""
     file = Path(_folder().name) / f"{level}-{seed}.z8"
     if not file.exists():
         options = textworld.GameOptions()
@@ -107,8 +114,9 @@ def _make_game(textworld: Any, level: int, seed: int) -> str:
         options.seeds, options.path = seed, str(file)
         textworld.generator.compile_game(textworld.generator.make_game(options), options)
         games = sorted(file.parent.glob("*.z8"), key=lambda game: game.stat().st_mtime_ns)
-        for part in [p for old in games[:-MOST_GAMES] for p in old.parent.glob(f"{old.stem}.*")]:
-            part.unlink()
+        for old in games[:-MAX_GAMES]:
+            for part in old.parent.glob(f"{old.stem}.*"):
+                part.unlink()
     return str(file)
 
 

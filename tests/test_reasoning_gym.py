@@ -1,5 +1,6 @@
-"""Reasoning Gym: what is paid, what may reach a scorer, seeds, and that any dataset plays."""
+"""Reasoning Gym: rewards, which answers reach a scorer, and seeds."""
 
+import functools
 import random
 import subprocess
 import sys
@@ -11,24 +12,20 @@ pytest.importorskip("reasoning_gym")
 
 import numpy as np
 
-import environments.adapters.reasoning_gym  # noqa: F401  registers
 from core.types import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
 from environments.registry import make
 
-SOME = """chain_sum gcd spell_backward countdown simple_integration n_queens pool_matrix
+DATASETS = """chain_sum gcd spell_backward countdown simple_integration n_queens pool_matrix
 letter_counting maze rotate_matrix sudoku tower_of_hanoi""".split()
 
 
-def answered(name, answer, seed=0):
-    env = ReasoningGym(name)
-    env.reset(seed)
-    return env.step(answer)
+make_env = functools.cache(ReasoningGym)  # one instance per dataset
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_the_dataset_s_own_answer_earns_everything(name):
-    env = ReasoningGym(name)
+@pytest.mark.parametrize("name", DATASETS)
+def test_answer_of_the_dataset_has_reward_1(name):
+    env = make_env(name)
     for seed in range(5):
         question = env.reset(seed)
         assert question[0]["role"] == "user" and question[0]["content"].endswith("</answer>.")
@@ -37,7 +34,7 @@ def test_the_dataset_s_own_answer_earns_everything(name):
         assert step.info == {"correct": True, "invalid": False}
 
 
-def test_the_answer_may_be_json_or_tagged_and_the_last_counts():
+def test_last_answer_in_json_or_tags_counts():
     env = make("reasoning_gym:dataset=basic_arithmetic")
     env.reset(7)
     assert env.entry["answer"] == "-129"  # -6 - 77 - 8 - 38
@@ -50,15 +47,15 @@ def test_the_answer_may_be_json_or_tagged_and_the_last_counts():
     assert (missing.reward, missing.info) == (0, {"correct": False, "invalid": True})
 
 
-def test_partial_credit_is_passed_through_and_is_not_correct():
+def test_partial_credit_is_not_correct():
     env = ReasoningGym("countdown")
     env.reset(1)
-    step = env.step("<answer>1 + 1</answer>")  # other numbers than were given
+    step = env.step("<answer>1 + 1</answer>")  # not the given numbers
     assert 0 < step.reward < 0.99 and step.info["correct"] is False
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_same_seed_is_the_same_question_and_the_global_draws_stay(name):
+@pytest.mark.parametrize("name", DATASETS)
+def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(name):
     env = ReasoningGym(name)
     random.seed(5), np.random.seed(5)
     first = env.reset(1_999_999_999), env.demonstrate(), env.demonstrate(hasty=True)
@@ -70,7 +67,7 @@ def test_same_seed_is_the_same_question_and_the_global_draws_stay(name):
     assert drawn == (random.random(), np.random.random())
 
 
-def test_hasty_answers_are_well_formed_and_mostly_wrong():
+def test_hasty_demonstrations_are_readable_and_mostly_wrong():
     env = ReasoningGym("chain_sum")
     steps = []
     for seed in range(50):
@@ -80,7 +77,7 @@ def test_hasty_answers_are_well_formed_and_mostly_wrong():
     assert sum(step.info["correct"] for step in steps) < 5
 
 
-def test_a_dataset_without_an_answer_shows_none():
+def test_dataset_without_answers_has_no_demonstrations():
     env = ReasoningGym("graph_color")
     env.reset(0)
     assert env.demonstrate() is None
@@ -108,54 +105,46 @@ def test_a_dataset_without_an_answer_shows_none():
         ("chain_sum", "exit()", True),  # compared as text
     ],
 )
-def test_only_safe_answers_reach_a_scorer_that_runs_them(name, answer, safe):
+def test_is_safe_rejects_code(name, answer, safe):
     assert is_safe(name, answer) is safe
-    if not safe:
-        assert answered(name if "poly" not in name else "simple_integration",
-                        f"<answer>{answer}</answer>").reward == 0  # fmt: skip
+
+
+def test_unsafe_answer_gets_0_without_reaching_the_scorer(monkeypatch):
+    env = ReasoningGym("countdown")
+    env.reset(0)
+    monkeypatch.setattr(env.dataset, "score_answer", lambda *_: pytest.fail("scored"))
+    assert env.step("<answer>__import__('os').getpid()</answer>").reward == 0
 
 
 @pytest.mark.parametrize("name", ["countdown", "simple_integration", "binary_matrix", "n_queens"])
-def test_the_answers_of_datasets_that_run_them_are_safe(name):
-    env = ReasoningGym(name)
-    for seed in range(30):
+def test_answers_of_datasets_that_evaluate_them_are_safe(name):
+    env = make_env(name)
+    for seed in range(10):
         env.reset(seed)
         assert env.step(env.demonstrate()).info["correct"]
 
 
-def test_datasets_in_the_order_of_a_set_need_a_fixed_hash_seed(monkeypatch):
+def test_set_ordered_datasets_need_a_fixed_hash_seed(monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "random")
-    with pytest.raises(UsageError, match="set PYTHONHASHSEED=0 first: ransom_note"):
+    with pytest.raises(UsageError, match="PYTHONHASHSEED=0: ransom_note"):
         make("reasoning_gym:dataset=ransom_note")
-    code = """if True:
-        import environments.adapters.reasoning_gym
-        from environments.registry import make
-        env = make("reasoning_gym:dataset=ransom_note")
-        print(env.reset(1_600_000_001))
-    """
-    said = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                       env={"PYTHONHASHSEED": "0"}).stdout
-        for _ in range(2)
-    ]  # fmt: skip
-    assert said[0] == said[1] != ""
+    code = "from environments.registry import make; env = make('reasoning_gym:dataset=ransom_note')"
+    arguments = [sys.executable, "-c", f"{code}; print(env.reset(1_600_000_001))"]
+    pipe, environ = subprocess.PIPE, {"PYTHONHASHSEED": "0"}
+    processes = [subprocess.Popen(arguments, stdout=pipe, env=environ) for _ in range(2)]
+    first, second = [process.communicate()[0] for process in processes]
+    assert first == second != b""
 
 
 @pytest.mark.parametrize(
-    "name, message",
-    [("nope", "'nope' not registered"), ("composite", "other datasets"), ("", "not registered"),
-     ("intermediate_integration", "takes the question for an answer")],
+    ("name", "culprit"),
+    [("nope", "nope"), ("composite", "composite"), ("", "''"),
+     ("intermediate_integration", "intermediate_integration")],
 )  # fmt: skip
-def test_a_bad_dataset_is_one_clear_line(name, message):
-    with pytest.raises(UsageError, match=message) as error:
+def test_bad_dataset_is_a_usage_error_of_one_line(name, culprit):
+    with pytest.raises(UsageError, match=culprit) as error:
         make(f"reasoning_gym:dataset={name}")
     assert "\n" not in str(error.value)
-
-
-def test_without_the_package_the_error_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(UsageError, match="needs reasoning-gym: pip install"):
-        make("reasoning_gym")
 
 
 HOSTILE = [
@@ -171,12 +160,12 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("index", range(len(HOSTILE)))
-@pytest.mark.parametrize("name", [*SOME, "prime_factorization"])
-def test_a_hostile_response_is_not_correct_and_raises_nothing(name, index):
-    env = ReasoningGym(name)
+@pytest.mark.parametrize("name", [*DATASETS, "prime_factorization"])
+def test_hostile_response_is_not_correct_and_scored_fast(name):
+    env = make_env(name)
     env.reset(0)
-    started = time.perf_counter()
-    step = env.step(HOSTILE[index])
-    assert time.perf_counter() - started < 0.5
-    assert step.done and step.info["correct"] is False and step.reward < 0.5
+    for text in HOSTILE:
+        started = time.perf_counter()
+        step = env.step(text)
+        assert time.perf_counter() - started < 0.5
+        assert step.done and step.info["correct"] is False and step.reward < 0.5

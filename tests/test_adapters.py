@@ -1,0 +1,31 @@
+"""All adapters: without their library they raise one line that says how to install it."""
+
+import sys
+
+import pytest
+
+from core.types import UsageError
+from environments.adapters.gymnasium import as_gymnasium
+from environments.adapters.pettingzoo import as_pettingzoo
+from environments.letter_counting import LetterCounting
+from environments.registry import make
+from environments.tic_tac_toe import tic_tac_toe
+
+
+@pytest.mark.parametrize(
+    ("library", "build"),
+    [
+        ("gymnasium", lambda: make("gymnasium")),
+        ("gymnasium", lambda: as_gymnasium(LetterCounting())),
+        ("pettingzoo", lambda: as_pettingzoo(tic_tac_toe("self"), ["X", "O"])),
+        ("openenv.core", lambda: make("openenv")),
+        ("reasoning_gym", lambda: make("reasoning_gym")),
+        ("textarena", lambda: make("textarena")),
+        ("textworld", lambda: make("textworld")),
+    ],
+)
+def test_missing_library_is_a_usage_error_with_the_install_command(library, build, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    package = library.partition(".")[0].replace("_", "-")
+    with pytest.raises(UsageError, match=rf"{package} is not installed: pip install -e .*envs"):
+        build()

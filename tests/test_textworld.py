@@ -1,0 +1,130 @@
+"""TextWorld: commands, rewards, seeds, demonstrations. Compiling a game takes a second or more."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("textworld")
+
+from core.types import UsageError
+from environments.adapters import textworld
+from environments.adapters.textworld import FORMAT, LEVELS, TextWorld, read_command
+from environments.registry import make
+
+
+@pytest.mark.parametrize(
+    "response, command",
+    [
+        ("open chest", "open chest"),
+        ("It is shut.\nOpen  the chest\n\n", "open the chest"),
+        ('{"command": "go south"} as the door is open', "go south"),
+        ("<command>go north</command> no: <command>go south</command>\nbye", "go south"),
+        ('{"command": 3}\nlook', "look"),
+        ("täke κey x", "t ke ey x"),
+        ("look\udcff", "look"),
+        ("x" * 500, "x" * 100),
+        ("", None),
+        (" \n\t\n", None),
+        ('{"command": ""}', None),
+        ("\0\0", None),
+        ("save", None),
+        ("look. QUIT", None),
+        ("\\boxed{go south}", "boxed go south"),  # the interpreter would act on a backslash
+        ("\\", None),
+        ("take 'chest' - key, please", "take 'chest' - key, please"),
+    ],
+)
+def test_read_command_takes_the_marked_command_or_the_last_line(response, command):
+    assert read_command(response) == command
+
+
+@pytest.fixture
+def env():
+    env = TextWorld(4)
+    env.reset(1)  # compiled once for all tests
+    return env
+
+
+def test_demonstrations_win_in_the_number_of_commands_of_the_level(env):
+    rewards = []
+    while True:
+        command = env.demonstrate()
+        assert env.demonstrate() == command
+        step = env.step(command)
+        rewards.append(step.reward)
+        if step.done:
+            break
+    assert rewards == [0.0] * (LEVELS[4][2] - 1) + [1.0]
+    assert step.info == {"correct": True} and step.message is None
+
+
+def test_same_seed_gives_the_same_game_in_another_process(env):
+    code = """if True:
+        from environments.adapters.textworld import TextWorld
+        env = TextWorld(4)
+        print([env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)])
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    opening = env.reset(1)
+    assert run.stdout.strip() == str([opening, env.demonstrate(), env.demonstrate(hasty=True)])
+    text = opening[0]["content"]
+    assert text.endswith(FORMAT) and "-= " in text and "$$$" not in text
+
+
+def test_answers_of_the_game_are_one_line(env):
+    assert env.step("inventory").message["content"].startswith("You are carrying")
+    step = env.step("dance with the moon")
+    assert not step.done and step.reward == 0 and "\n" not in step.message["content"]
+    assert ">" not in step.message["content"]
+
+
+def test_hints_list_the_commands_from_which_hasty_demonstrations_choose():
+    env = make("textworld:level=4,hints=true")
+    content = env.reset(1)[0]["content"]
+    commands = content.partition("Commands: ")[2].partition("\n")[0].split("; ")
+    assert "look" in commands and env.demonstrate() in commands
+    for _ in range(3):
+        assert env.demonstrate(hasty=True) in commands
+        commands = env.step("look").message["content"].partition("Commands: ")[2].split("; ")
+
+
+def test_third_response_without_a_command_ends_the_episode(env):
+    steps = [env.step(text) for text in ("", "quit", "\n")]
+    assert [step.reward for step in steps] == [-0.1, -0.1, -1]
+    assert [step.done for step in steps] == [False, False, True]
+    assert steps[0].message["content"] == FORMAT and steps[2].info["correct"] is False
+    env.reset(1)
+    assert env.step("").reward == -0.1
+
+
+@pytest.mark.parametrize("level", [0, 6])
+def test_bad_level_is_a_usage_error(level):
+    with pytest.raises(UsageError, match=f"level must be 1 to 5, not {level}"):
+        make(f"textworld:level={level}")
+
+
+def test_hostile_response_raises_nothing_and_is_read_fast(env):
+    for text in ["go " * 33_000, "{" * 100_000, "\ud800", "\0" * 1000, "again",
+                 '{"command": [1]}', "<command>" * 10_000, '"', "%s%n", "1" * 100_000, "script",
+                 "actions", "showme", "take, . ; \\", "\\boxed{", "\\help"]:  # fmt: skip
+        env.reset(1)
+        started = time.perf_counter()
+        step = env.step(text)
+        assert time.perf_counter() - started < 0.3
+        assert step.reward <= 0 and not step.info["correct"]
+
+
+def test_game_is_compiled_once_and_only_the_latest_games_are_kept(env, monkeypatch):
+    # the last test: it deletes the game of the others
+    monkeypatch.setattr(textworld, "MAX_GAMES", 1)
+    started = time.perf_counter()
+    first = env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)
+    assert time.perf_counter() - started < 0.5
+    env.step("look")
+    assert (env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)) == first
+    other = TextWorld(1)
+    assert other.reset(0) != first[0]
+    assert {file.stem for file in textworld.Path(textworld._folder().name).iterdir()} == {"1-0"}
+    assert other.step(other.demonstrate()).info["correct"]
