@@ -1,17 +1,21 @@
-"""Load a policy: a hub id, a local folder, or `tiny`, which core/tiny.py builds from code.
+"""Load a policy: a Hugging Face Hub id, a local folder, or `tiny` (built by core/tiny.py).
 
-Weights are read from safetensors alone, and code that comes with a model runs only if asked for:
-without, transformers' own is used where it has some for that type of model.
+    policy = load_policy("Qwen/Qwen3-0.6B", lora_rank=32)
+    hidden = policy.hidden_states(input_ids)    # [B, T] int64 -> [B, T, D]
+    logits = policy.to_logits(hidden[0])        # [T, V] float32
 
-Precision. Weights have `dtype`; LoRA adapters and the value head are always float32. What full
-fine-tuning below float32 needs besides is in core/optimizer.py.
+Only safetensors weights are read. Python code that comes with a model runs only with
+`trust_remote_code`; otherwise transformers' own implementation of the model type is used, if it has
+one. Weights have the given dtype; LoRA adapters and the value head are always float32.
+core/optimizer.py keeps float32 master weights for full fine-tuning below float32.
 """
 
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,106 +23,104 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
-from core import prefix_sharing
 from core.chat_template import end_of_turn_id
-from core.model_files import check_folder, check_whole, in_one_line
+from core.prefix_sharing import ATTENTION, PackedGroups
 from core.tiny import save_tiny
 from core.types import UsageError
 
-disable_progress_bar()  # it would draw over our display; downloads keep theirs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LOGITS = 2**25  # float32 ones that exist at one time: 128 MiB, and some copies in a softmax
-TREES = ("llama", "qwen2", "qwen3")  # model types that are trained on trees, where tests hold it
+DEVICES = "auto, cpu, cuda, cuda:N or mps"
+LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
+PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
+MAX_REASON = 200  # characters of another library's error message that are shown
+
+logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
 
 
 @dataclass
 class Policy:
-    """A causal language model with what sampling and training need to know of it."""
+    """A causal language model, its tokenizer, and what sampling and training need to know."""
 
-    model: Any  # Hugging Face model, or a PeftModel around one
-    tokenizer: Any
+    model: Any  # a PreTrainedModel, or a PeftModel around one; they share no base class
+    tokenizer: PreTrainedTokenizerBase
     device: torch.device
-    stop_ids: list[int]  # any of these ends a completion
-    end_of_turn_id: int  # the one that ends a demonstration
-    max_length: int  # tokens of prompt and completion together
-    value_head: nn.Linear | None = None  # PPO's; reads the trunk's last hidden state
-    micro_batch_tokens: int = 2048  # of a micro-batch, padding included
-    checkpointed_layers: list[nn.Module] = field(
-        default_factory=list
-    )  # layers that keep their input only
-    may_checkpoint_layers: bool = True  # whether memory may ask for that
-    trust_remote_code: bool = False  # whether the model's own code may run
-    disables_adapters: bool = False  # compute without the LoRA adapters, as the reference does
+    stop_ids: list[int]  # each of these token ids ends a completion
+    end_of_turn_id: int  # the token with which the chat template closes the assistant's turn
+    max_length: int  # limit on the tokens of prompt and completion together
+    value_head: nn.Linear | None = None  # PPO: last hidden state -> value
+    micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
+    checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
+    may_checkpoint_layers: bool = True  # False: --gradient-checkpointing off
+    trust_remote_code: bool = False  # True: Python code that comes with the model may run
+    disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
 
     @property
-    def causal_lm(self) -> Any:
-        """The Hugging Face model; LoRA layers, if any, sit inside it."""
+    def causal_lm(self) -> PreTrainedModel:
+        """The Hugging Face model; its linear layers contain the LoRA adapters, if there are any."""
         return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of the weights; adapters and the value head may have another."""
-        return self.causal_lm.get_input_embeddings().weight.dtype
+        """Dtype of the base weights."""
+        return cast(nn.Embedding, self.causal_lm.get_input_embeddings()).weight.dtype
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the adapters; 0 without."""
+        """Rank of the LoRA adapters; 0 without adapters."""
         return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
 
     @property
     def packs_groups(self) -> bool:
-        """Whether `hidden_states` can be given a tree; the batches are then made as such."""
-        return self.causal_lm.config.get_text_config()._attn_implementation == prefix_sharing.TREES
+        """Whether `hidden_states` accepts packed groups, which compute each prompt once."""
+        return self.causal_lm.config.get_text_config()._attn_implementation == ATTENTION
 
-    def hidden_states(
-        self, input_ids: Tensor, tree: prefix_sharing.PackedGroups | None = None
-    ) -> Tensor:
-        """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64.
+    def hidden_states(self, input_ids: Tensor, packed: PackedGroups | None = None) -> Tensor:
+        """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64; differentiable.
 
-        Causal attention never looks at the padding behind a token, so no mask is needed. With a
-        `tree` of the same sequences, each of its tokens is computed once.
+        There is no padding mask: in causal attention no token attends to the padding after it.
+        `packed` holds the same B sequences with each shared prompt once; what is returned at
+        padding is then meaningless.
         """
-        for layer in self.checkpointed_layers:  # the layer alone: dropout inside it stays off
+        for layer in self.checkpointed_layers:  # not layer.train(), which would enable dropout
             layer.training = torch.is_grad_enabled()
-        with self.model.disable_adapter() if self.disables_adapters else nullcontext():
-            return self._decode(input_ids, tree)
-
-    def _decode(self, input_ids: Tensor, tree: prefix_sharing.PackedGroups | None) -> Tensor:
         decoder = self.causal_lm.get_decoder()
-        if tree is None:
-            return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        hidden = decoder(
-            input_ids=tree.input_ids,
-            position_ids=tree.position_ids,
-            attention_mask=tree.mask,  # of four dimensions, so none is made; `attend` has the tree
-            use_cache=False,
-            tree=tree,
-        ).last_hidden_state
-        return hidden[0, tree.places]
+        with self.model.disable_adapter() if self.disables_adapters else nullcontext():
+            if packed is None:
+                return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+            hidden = decoder(
+                input_ids=packed.input_ids,
+                position_ids=packed.position_ids,
+                attention_mask=packed.suffix_mask,  # 4-D: transformers builds no mask of its own
+                use_cache=False,
+                packed=packed,  # transformers passes it to prefix_sharing.attend
+            ).last_hidden_state
+        return hidden[0, packed.sequence_index]
 
     @property
     def logits_chunk(self) -> int:
-        """Tokens whose logits may exist at one time, in the few copies that a softmax takes."""
+        """Number of tokens whose logits may exist at one time."""
         return max(1, LOGITS // self.causal_lm.config.get_text_config().vocab_size)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [N, V] of hidden states [N, D], as the model itself makes them."""
+        """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns."""
         logits = self.causal_lm.get_output_embeddings()(hidden).float()
         cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)  # Gemma 2
         return cap * torch.tanh(logits / cap) if cap else logits
 
     def size(self) -> str:
-        """'0.84M weights, 0.84M trained, cpu', for a title."""
+        """Weights and device for the title line, such as '0.84M weights, 0.84M trained, cpu'."""
         weights = sum(p.numel() for p in self.model.parameters())
         trained = sum(p.numel() for p in self.trainable().values())
         return f"{weights / 1e6:.2f}M weights, {trained / 1e6:.2f}M trained, {self.device}"
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Every parameter that training changes, by name; the value head included."""
+        """All trainable parameters by name, including the value head."""
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if self.value_head is not None:
             named |= {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
@@ -138,101 +140,160 @@ def load_policy(
     tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
 ) -> Policy:
-    """Load `model_id` (hub id, folder or "tiny") for training on `device`.
+    """Loads `model_id` (Hub id, folder or "tiny") for training on `device`.
 
-    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` limits the
-    tokens of prompt and completion together, below the model's own limit. "tiny" is written to
-    `tiny_folder` first, if it isn't there. The seed decides the weights of tiny, of the adapters
-    and of nothing else. `trust_remote_code` runs the code that comes with a model. Raises
-    UsageError when the model, the device or the precision is not there, or such code not trusted.
+    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the
+    model's own limit on the tokens of prompt and completion. "tiny" is first written to
+    `tiny_folder`, unless that exists. `seed` determines the weights of tiny and of the adapters.
+
+    Raises UsageError, in one line, if the model cannot be loaded, the device does not exist, or the
+    model needs its own Python code without `trust_remote_code`.
     """
-    where = pick_device(device)
-    precision = _pick_dtype(dtype, where)
+    torch_device = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     if model_id == "tiny":
         if not Path(tiny_folder).exists():
-            part = Path(tiny_folder).with_name(".part-tiny")
-            save_tiny(part, seed)
-            os.rename(part, tiny_folder)  # whole or not at all
+            unfinished = Path(tiny_folder).with_name(".part-tiny")
+            save_tiny(unfinished, seed)
+            os.rename(unfinished, tiny_folder)  # an interrupted run leaves no half-written model
         model_id = str(tiny_folder)
-    model, tokenizer = _from_pretrained(model_id, precision, trust_remote_code)
+    base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code)
     torch.manual_seed(seed)
-    if lora_rank > 0:
-        from peft import LoraConfig, get_peft_model
-
-        alpha: Any = lora_alpha or 2 * lora_rank  # PEFT takes a fraction as well
-        config = LoraConfig(
-            task_type="CAUSAL_LM", r=lora_rank, lora_alpha=alpha, target_modules="all-linear"
-        )
-        with in_one_line(f"--lora-rank {lora_rank}"):
-            model = get_peft_model(model, config)  # in float32: PEFT's autocast_adapter_dtype
-    model.to(where)
-    with in_one_line(f"--model-id {model_id}"):
-        closing = end_of_turn_id(tokenizer)
-    limit = model.config.get_text_config().max_position_embeddings
+    model = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
+    model.to(torch_device)
+    with _one_line_errors(f"--model-id {model_id}"):
+        closing_id = end_of_turn_id(tokenizer)
+    text_config = base.config.get_text_config()
+    limit = text_config.max_position_embeddings
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
-        device=where,
-        stop_ids=_stop_ids(model, tokenizer, closing),
-        end_of_turn_id=closing,
+        device=torch_device,
+        stop_ids=_stop_ids(base, tokenizer, closing_id),
+        end_of_turn_id=closing_id,
         max_length=min(limit, max_length or limit),
         trust_remote_code=trust_remote_code,
     )
     if value_head:
-        width = model.config.get_text_config().hidden_size
-        policy.value_head = nn.Linear(width, 1, device=where, dtype=torch.float32)
-        nn.init.zeros_(policy.value_head.weight)  # the first values are 0, not noise
-        nn.init.zeros_(policy.value_head.bias)
+        head = nn.Linear(text_config.hidden_size, 1, device=torch_device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+        nn.init.zeros_(head.bias)
+        policy.value_head = head
     return policy
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; "auto": CUDA, else Apple's MPS, else the CPU."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The torch device called `name`; "auto" prefers CUDA, then Apple's MPS, then the CPU.
+
+    Raises UsageError if the name is invalid or this machine has no such device.
+    """
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        return torch.device(next((d for d, is_there in there.items() if is_there), "cpu"))
+        return torch.device(next((d for d, exists in available.items() if exists), "cpu"))
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device is auto, cpu, cuda, cuda:N or mps, not {name!r}") from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UsageError(f"--device is auto, cpu, cuda, cuda:N or mps, not {name!r}")
-    if device.type in there and not there[device.type]:
-        raise UsageError(f"--device {name}: there is none on this machine; use --device auto")
+        raise UsageError(f"--device must be {DEVICES}, not {name!r}") from None
+    if device.type not in ("cpu", *available):
+        raise UsageError(f"--device must be {DEVICES}, not {name!r}")
+    if not available.get(device.type, True):
+        raise UsageError(f"--device {name}: this machine has no such device; use --device auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
     return device
 
 
-def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[name]
-
-
-def _from_pretrained(model_id: str, dtype: torch.dtype, trusted: bool) -> tuple[Any, Any]:
-    check_folder(model_id)
-    with in_one_line(f"--model-id {model_id}: can't be loaded", trusted):
+def _load_files(
+    model_id: str, dtype: torch.dtype, trusted: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model and its tokenizer. Raises UsageError if files are missing or do not fit."""
+    _check_folder(model_id)
+    with _one_line_errors(f"--model-id {model_id}: can't be loaded", trusted):
         AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
         if not trusted and "auto_map" in get_tokenizer_config(model_id):
-            raise ValueError("trust_remote_code")  # without it other ids might come, unsaid
+            # transformers would fall back to another tokenizer, with other ids, without a warning
+            raise ValueError("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     model, report = loaded
-    check_whole(model_id, report, tokenizer)
-    model.config.use_cache = False  # sampling passes a cache of its own
-    kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    full = kinds == {"full_attention"} and model.config._attn_implementation == "sdpa"
-    if full and model.config.model_type in TREES and not model._auto_class:  # not its own code
-        model.set_attn_implementation(prefix_sharing.TREES)
+    _check_loaded(model_id, report, tokenizer)
+    model.config.use_cache = False  # in training; sampling passes its own cache
+    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    full = layer_types == {"full_attention"} and model.config._attn_implementation == "sdpa"
+    own_code = model._auto_class is not None
+    if full and model.config.model_type in PACKABLE and not own_code:
+        model.set_attn_implementation(ATTENTION)
     return model, tokenizer
 
 
-def _stop_ids(model: Any, tokenizer: Any, closing: int) -> list[int]:
-    """The union of what the model's files call the end, and what the chat template does."""
+def _check_folder(model_id: str) -> None:
+    """Raises UsageError if `model_id` is a path without a model; accepts every Hub id."""
+    is_path = model_id.startswith((".", "/", "~")) or os.path.exists(model_id)
+    if not is_path or os.path.exists(os.path.join(model_id, "config.json")):
+        return
+    problem = "no model in this folder (no config.json)"
+    if os.path.isfile(model_id):
+        problem = "this is a file; give the folder of the model"
+    elif os.path.exists(os.path.join(model_id, "adapter_config.json")):
+        problem = "this folder contains a LoRA adapter; give its base model instead"
+    raise UsageError(f"--model-id {model_id}: {problem}")
+
+
+def _check_loaded(
+    model_id: str, report: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises UsageError if `from_pretrained` replaced missing weights by random ones, or the
+    tokenizer is empty. `report` is its loading info, with mismatched sizes ignored."""
+    invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if invalid:
+        raise UsageError(f"--model-id {model_id}: {len(invalid)} of its weights are missing or "
+                         f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise UsageError(f"--model-id {model_id}: the tokenizer is missing (tokenizer.json)")
+
+
+@contextmanager
+def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
+    """Turns every exception of the block into a UsageError of one line that begins with `subject`.
+
+    Also silences transformers' warnings, which run over many lines; `_check_loaded` reports what
+    matters. `trusted`: whether the model's own Python code may run.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    except Exception as error:
+        name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        reason = f"{name}{' '.join(str(error).split())}"
+        if not trusted and "trust_remote_code" in reason:
+            reason = "it needs its own Python code; add --trust-remote-code if you trust its author"
+        shown = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}.."
+        raise UsageError(f"{subject}: {shown}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> Any:
+    """A PeftModel with float32 LoRA adapters on all linear layers of `model`."""
+    from peft import LoraConfig, get_peft_model  # takes a second
+
+    scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
+    )
+    with _one_line_errors(f"--lora-rank {rank}"):
+        return get_peft_model(model, config)
+
+
+def _stop_ids(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, closing_id: int
+) -> list[int]:
+    """All ids that end a completion: of the generation config, tokenizer and chat template."""
     listed = model.generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]
-    return sorted({i for i in [*listed, tokenizer.eos_token_id, closing] if i is not None})
+    return sorted({i for i in [*listed, tokenizer.eos_token_id, closing_id] if i is not None})

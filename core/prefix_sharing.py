@@ -1,18 +1,20 @@
-"""A group as a tree: its prompt computed once, followed by each of its completions.
+"""Compute each prompt once for all completions of its group, in training.
 
-    prompt  a a a  b b b b        a sees the prompt and a; b the prompt and b; all only backwards
-    0 1 2   3 4 5  3 4 5 6        positions, as in a sequence alone
+    one group:  prompt 0 1 2   suffix A: 3 4 5   suffix B: 3 4 5 6     (numbers: position ids)
 
-All tokens of a micro-batch stand in one row, without padding, and everything in a decoder layer but
-attention takes each token by itself. `attend` is the attention: each prompt within itself; each
-branch, which is what follows the prompt in one sequence, over its prompt and itself. So it is the
-same mathematics, with fewer tokens. Where no prompt is shared, a sequence is a branch of nothing.
+A suffix is what follows the shared prompt in one sequence. `pack_groups` puts all prompts and
+suffixes of a micro-batch into one row, without padding. Every part of a decoder layer except
+attention treats each token separately, so packing does not change its result. `attend` computes the
+attention: a token of a prompt attends to that prompt, a token of a suffix to its prompt and its own
+suffix, both causally. The results equal those of separate sequences, up to rounding, with fewer
+tokens. A sequence that shares its prompt with no other one is a suffix without a prompt.
 
-The function is registered with transformers under the name TREES; without a tree it is their sdpa.
+Importing this file registers `attend` with transformers under the name ATTENTION. Without packed
+groups, `attend` is the sdpa attention of transformers.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,61 +23,69 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-TREES = "trees"
+if TYPE_CHECKING:
+    from core.kv_cache import SharedPrefixCache
+
+ATTENTION = "packed_groups"  # value of the model's `_attn_implementation`
 
 
 @dataclass
 class PackedGroups:
-    """L tokens: those of p prompts, at most n each, and then of b branches, at most t each."""
+    """L tokens: p prompts of at most n tokens each, then b suffixes of at most t tokens each."""
 
     input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64: where the token stands in its sequence
+    position_ids: Tensor  # [1, L] int64: position of each token in its own sequence
     num_prompts: int  # p
-    prompt_of: Tensor  # [b] int64: the prompt that a branch follows
-    mask: Tensor  # [b, 1, t, n + t] bool: what a branch's token attends to
-    padded: Tensor  # [L] int64: where a token stands once prompts and branches are padded
-    places: Tensor  # [b, T] int64: where the tokens of whole sequences stand in the L
+    prompt_of: Tensor  # [b] int64: the prompt of each suffix; 0 for a suffix without a prompt
+    suffix_mask: Tensor  # [b, 1, t, n + t] bool: keys that each token of a suffix attends to
+    padded_index: Tensor  # [L] int64: place of each token in the p·n + b·t padded ones
+    sequence_index: Tensor  # [b, T] int64: place in the L of each token of the b whole sequences
 
     def to(self, device: torch.device | str) -> "PackedGroups":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
         return PackedGroups(**(vars(self) | moved))
 
 
-def pack_groups(prompts: list[list[int]], branches: list[tuple[int, list[int]]]) -> PackedGroups:
-    """The tree of some prompts and of branches (number of its prompt or -1 for none, its ids).
+def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]]) -> PackedGroups:
+    """Packs the token ids of prompts and of suffixes.
 
-    >>> tree = pack_groups([[7, 8]], [(0, [1]), (0, [2, 3])])
-    >>> tree.input_ids.tolist(), tree.position_ids.tolist()
+    A suffix is the index of its prompt in `prompts`, or -1 for no prompt, and its token ids.
+
+    >>> packed = pack_groups([[7, 8]], [(0, [1]), (0, [2, 3])])
+    >>> packed.input_ids.tolist(), packed.position_ids.tolist()
     ([[7, 8, 1, 2, 3]], [[0, 1, 2, 2, 3]])
-    >>> tree.places.tolist()
+    >>> packed.sequence_index.tolist()  # 0 where a sequence has ended
     [[0, 1, 2, 0], [0, 1, 3, 4]]
     """
-    shared = [len(prompts[number]) if number >= 0 else 0 for number, _ in branches]
-    parts = [*prompts, *(ids for _, ids in branches)]
-    starts = [0, *(0 for _ in prompts[1:]), *shared] if prompts else shared
-    lengths = torch.tensor([len(part) for part in parts])
-    begins = lengths.cumsum(0) - lengths
-    positions = torch.cat([torch.arange(s, s + len(x)) for s, x in zip(starts, parts, strict=True)])
-    p, b = len(prompts), len(branches)
-    n, t = max(map(len, prompts), default=0), int(lengths[p:].max())
+    p, b = len(prompts), len(suffixes)
+    prompt_lengths = [len(prompts[prompt]) if prompt >= 0 else 0 for prompt, _ in suffixes]
+    parts = [*prompts, *(ids for _, ids in suffixes)]
+    first_positions = [0] * p + prompt_lengths
+    lengths = [len(part) for part in parts]
+    n, t = max(lengths[:p], default=0), max(lengths[p:])
 
-    number = torch.tensor([number for number, _ in branches])
-    reach = torch.tensor(shared)  # tokens of its prompt that a branch sees
+    reach = torch.tensor(prompt_lengths)[:, None]  # [b, 1]
     mask = torch.ones(b, 1, t, n + t, dtype=torch.bool)
-    mask[..., :n] = (torch.arange(n) < reach[:, None])[:, None, None]
+    mask[..., :n] = (torch.arange(n) < reach)[:, None, None]
     mask[..., n:] = torch.ones(t, t, dtype=torch.bool).tril()
 
-    padded = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-    places = torch.zeros(b, int((reach + lengths[p:]).max()), dtype=torch.int64)
-    for row, (begin, length) in enumerate(zip(begins.tolist(), lengths.tolist(), strict=True)):
-        flat = row * n if row < p else p * n + (row - p) * t
-        padded[begin : begin + length] = flat + torch.arange(length)
-        if row >= p:
-            before = shared[row - p]
-            places[row - p, :before] = begins[number[row - p]] + torch.arange(before)
-            places[row - p, before : before + length] = begin + torch.arange(length)
-    ids = torch.tensor([[token for part in parts for token in part]])
-    return PackedGroups(ids, positions[None], p, number.clamp(min=0), mask, padded, places)
+    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()  # of each part in the L tokens
+    padded_starts = [*range(0, p * n, n or 1), *range(p * n, p * n + b * t, t)]
+    widest = max(before + own for before, own in zip(prompt_lengths, lengths[p:], strict=True))
+    sequence_index = torch.zeros(b, widest, dtype=torch.int64)
+    for row, (prompt, ids) in enumerate(suffixes):
+        before, own = prompt_lengths[row], len(ids)
+        sequence_index[row, :before] = starts[prompt] + torch.arange(before)
+        sequence_index[row, before : before + own] = starts[p + row] + torch.arange(own)
+    return PackedGroups(
+        input_ids=torch.tensor([[token for part in parts for token in part]]),
+        position_ids=_ranges(first_positions, lengths)[None],
+        num_prompts=p,
+        prompt_of=torch.tensor([max(0, prompt) for prompt, _ in suffixes]),
+        suffix_mask=mask,
+        padded_index=_ranges(padded_starts, lengths),
+        sequence_index=sequence_index,
+    )
 
 
 def attend(
@@ -85,46 +95,52 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    tree: PackedGroups | None = None,
-    context: Any = None,
-    **kwargs,
+    packed: PackedGroups | None = None,
+    context: "SharedPrefixCache | None" = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers asks for it: query [1, H, L, d], key and value [1, h, L, d] of the
-    tokens of `tree`; returns [1, L, H, d].
+    """Attention with the signature that transformers requires of a registered function.
 
-    In sampling, `context` (kv_cache.SharedPrefixCache) attends. Without either, it is sdpa.
+    `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the tokens of `packed`; returns
+    [1, L, H, d]. While sampling, `context` (kv_cache.SharedPrefixCache) computes the attention.
+    With neither, this is sdpa: [B, H, T, d] -> [B, T, H, d].
     """
     if context is not None:
-        return context.attend(module.layer_idx, query, key, value, scaling), None
-    if tree is None:
+        return context.attend(cast(int, module.layer_idx), query, key, value, scaling), None
+    if packed is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    (q_p, q), (k_p, k), (v_p, v) = (_padded(x, tree) for x in (query, key, value))
-    pieces = []
-    if tree.num_prompts:
-        pieces.append(scaled_dot_product_attention(
-            q_p, k_p, v_p, is_causal=True, scale=scaling, enable_gqa=True
+    (prompt_q, q), (prompt_k, k), (prompt_v, v) = (_pad(x, packed) for x in (query, key, value))
+    outputs = []
+    if packed.num_prompts:
+        outputs.append(scaled_dot_product_attention(
+            prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, enable_gqa=True
         ))  # fmt: skip
-        k = torch.cat([k_p[tree.prompt_of], k], 2)  # [b, h, n + t, d]
-        v = torch.cat([v_p[tree.prompt_of], v], 2)
-    pieces.append(scaled_dot_product_attention(
-        q, k, v, attn_mask=tree.mask, scale=scaling, enable_gqa=True
+        k = torch.cat([prompt_k[packed.prompt_of], k], 2)  # [b, h, n + t, d]
+        v = torch.cat([prompt_v[packed.prompt_of], v], 2)
+    outputs.append(scaled_dot_product_attention(
+        q, k, v, attn_mask=packed.suffix_mask, scale=scaling, enable_gqa=True
     ))  # fmt: skip
-    out = torch.cat([piece.transpose(1, 2).flatten(0, 1) for piece in pieces])
-    return out.index_select(0, tree.padded)[None], None
+    padded = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
+    return padded.index_select(0, packed.padded_index)[None], None
 
 
-def _padded(x: Tensor, tree: PackedGroups) -> tuple[Tensor, Tensor]:
-    """[1, heads, L, d] -> prompts [p, heads, n, d] and branches [b, heads, t, d], padded with 0."""
-    (b, _, t, n_and_t), p = tree.mask.shape, tree.num_prompts
-    n = n_and_t - t
+def _ranges(starts: list[int], lengths: list[int]) -> Tensor:
+    """The concatenation of start, start + 1, .. (length numbers) for each start: int64."""
+    return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
+
+
+def _pad(x: Tensor, packed: PackedGroups) -> tuple[Tensor, Tensor]:
+    """[1, heads, L, d] -> prompts [p, heads, n, d] and suffixes [b, heads, t, d], padded with 0."""
+    (b, _, t, n_plus_t), p = packed.suffix_mask.shape, packed.num_prompts
+    n = n_plus_t - t
     x = x[0].transpose(0, 1)  # [L, heads, d]
-    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy_(0, tree.padded, x)
-    prompts, branches = x.split([p * n, b * t])
+    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy_(0, packed.padded_index, x)
+    prompts, suffixes = x.split([p * n, b * t])
     shape = prompts.shape[1:]
-    return prompts.view(p, n, *shape).transpose(1, 2), branches.view(b, t, *shape).transpose(1, 2)
+    return prompts.view(p, n, *shape).transpose(1, 2), suffixes.view(b, t, *shape).transpose(1, 2)
 
 
-AttentionInterface.register(TREES, attend)
-AttentionMaskInterface.register(TREES, sdpa_mask)
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -1,8 +1,11 @@
-"""Small policies that the tests make and save, and a way to run the command line in a folder."""
+"""Fixtures: small models with random weights, policies loaded from them, the command line."""
 
 import os
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before anything of Hugging Face is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imported
+
+import copy
+from functools import cache
 
 import pytest
 import torch
@@ -23,8 +26,8 @@ import train
 from core.model import load_policy
 from core.tiny import tiny_tokenizer
 
-torch.set_num_threads(1)  # for tensors so small, and on busy cores a second one waits
-FAMILIES = {  # that both samplers take
+torch.set_num_threads(1)  # a second thread makes operations on small tensors slower
+FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -33,7 +36,7 @@ FAMILIES = {  # that both samplers take
 
 
 def save_small(family, folder, **changes):
-    """Save a model of 2 layers with random weights (biases too) and the tiny tokenizer."""
+    """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
     tokenizer = tiny_tokenizer()
     others = {"phi3": (Phi3Config, Phi3ForCausalLM)}
     config_class, model_class = (FAMILIES | others)[family]
@@ -46,7 +49,7 @@ def save_small(family, folder, **changes):
     }  # fmt: skip
     if family == "qwen2":
         del shape["head_dim"]
-    if family == "gemma3":  # a layer that sees the last few tokens, and one that sees all
+    if family == "gemma3":  # one layer attends to the last 8 tokens, the other to all
         layers = ["sliding_attention", "full_attention"]
         shape |= {"sliding_window": 8, "layer_types": layers, "tie_word_embeddings": True}
     torch.manual_seed(0)
@@ -60,9 +63,20 @@ def save_small(family, folder, **changes):
     return folder
 
 
+def load_small(folder, **options):
+    """`load_policy` on the CPU. Reads the files once, and returns a copy that a test may change."""
+    torch.manual_seed(options.get("seed", 0))
+    return copy.deepcopy(_load_once(str(folder), tuple(sorted(options.items()))))
+
+
+@cache
+def _load_once(folder, options):
+    return load_policy(folder, device="cpu", **dict(options))
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """A warm start made by one test may serve another, but none from before."""
+def warm_start_cache(tmp_path_factory):
+    """Tests share cached warm starts with each other, but not with runs outside the tests."""
     os.environ["PICORL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
@@ -78,18 +92,18 @@ def qwen3_folder(tmp_path_factory):
 
 @pytest.fixture
 def policy(qwen3_folder):
-    return load_policy(str(qwen3_folder), device="cpu")
+    return load_small(qwen3_folder)
 
 
 @pytest.fixture
 def command(tmp_path, monkeypatch, capsys):
-    """Run `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr)."""
+    """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 
     def run(*args):
         try:
             code = train.run_command([str(a) for a in args])
-        except SystemExit as exit_:  # tyro's own way out
+        except SystemExit as exit_:  # raised by tyro
             code = exit_.code
         return code, *capsys.readouterr()
 

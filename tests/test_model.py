@@ -1,9 +1,10 @@
-"""Policies load the same way wherever they come from; precision loses no update."""
+"""core/model.py and core/tiny.py: loading, logits, adapters, export."""
 
 import json
 
 import pytest
 import torch
+from conftest import load_small
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.checkpoint import export_model
@@ -15,7 +16,7 @@ from core.types import UsageError
 IDS = torch.tensor([[65, 66, 67, 68]])
 
 
-def test_tiny_is_decided_by_its_seed(tmp_path):
+def test_tiny_weights_depend_on_the_seed_only(tmp_path):
     weights = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         save_tiny(tmp_path / name, seed)
@@ -30,17 +31,16 @@ def test_tiny_is_a_qwen3_of_about_a_million_weights(tmp_path):
     assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
 
 
-def test_the_tiny_tokenizer_reads_back_any_text_after_a_reload(tmp_path):
-    save_tiny(tmp_path, 0)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):
+    tokenizer = AutoTokenizer.from_pretrained(qwen3_folder)
     text = 'How many r in "cherry"? <answer>3</answer>\n\t ünï ✓ 日本 then  out'
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text
     assert tokenizer.convert_tokens_to_ids("<answer>") in ids
 
 
-def test_any_family_loads_and_gives_its_own_logits(small_folder):
-    policy = load_policy(str(small_folder), device="cpu")
+def test_logits_equal_those_of_the_model_in_every_family(small_folder):
+    policy = load_small(small_folder)
     with torch.no_grad():
         ours = policy.to_logits(policy.hidden_states(IDS)[0])
         theirs = policy.model(IDS).logits[0]
@@ -48,8 +48,8 @@ def test_any_family_loads_and_gives_its_own_logits(small_folder):
     assert policy.stop_ids == [policy.tokenizer.eos_token_id]
 
 
-def test_right_padding_does_not_reach_the_tokens_before_it(small_folder):
-    policy = load_policy(str(small_folder), device="cpu")
+def test_right_padding_does_not_change_the_tokens_before_it(small_folder):
+    policy = load_small(small_folder)
     padded = torch.cat([IDS, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
     with torch.no_grad():
         alone, with_padding = policy.hidden_states(IDS), policy.hidden_states(padded)[:, :4]
@@ -58,18 +58,16 @@ def test_right_padding_does_not_reach_the_tokens_before_it(small_folder):
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
 @pytest.mark.parametrize("value_head", [False, True])
-def test_the_optimizer_holds_every_trainable_parameter(qwen3_folder, lora_rank, value_head):
-    policy = load_policy(
-        str(qwen3_folder), device="cpu", lora_rank=lora_rank, value_head=value_head
-    )
-    held = {id(p) for p in make_optimizer(policy, 1e-3).masters}
+def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_rank, value_head):
+    policy = load_small(qwen3_folder, lora_rank=lora_rank, value_head=value_head)
+    optimized = {id(p) for p in make_optimizer(policy, 1e-3).masters}
     expected = [p for p in policy.model.parameters() if p.requires_grad]
     expected += list(policy.value_head.parameters()) if value_head else []
-    assert held == {id(p) for p in expected}
+    assert optimized == {id(p) for p in expected}
 
 
-def test_lora_trains_float32_adapters_and_leaves_the_base_alone(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu", dtype="bfloat16", lora_rank=4)
+def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
+    policy = load_small(qwen3_folder, dtype="bfloat16", lora_rank=4)
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert {p.dtype for p in base.values()} == {torch.bfloat16}
@@ -82,53 +80,17 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_alone(qwen3_folder):
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
 
 
-def test_bfloat16_moves_by_updates_smaller_than_its_step():
-    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([{"params": [weight], "lr": 1e-3}], weight_decay=0.0)
-    plain = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    alone = torch.optim.AdamW([plain], lr=1e-3, weight_decay=0.0)
-    for _ in range(10):
-        for parameter, steps in ((weight, optimizer), (plain, alone)):
-            parameter.sum().backward()
-            steps.step()
-            steps.zero_grad()
-    assert plain.tolist() == [1.0] * 4  # 0.001 < 1/256: each step is rounded away
-    assert weight.tolist() == [0.98828125] * 4  # 0.99, to bfloat16
-
-
-def test_low_precision_gradients_add_up_in_float32():
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = MasterAdamW([{"params": [weight], "lr": 1e-3}])
-    for scale in [1.0] + [2.0**-9] * 8:  # each alone is lost beside 1 in bfloat16
+    for scale in [1.0] + [2.0**-9] * 8:  # in bfloat16, 1 + 2**-9 rounds to 1
         (weight * scale).sum().backward()
     assert optimizer.masters[0].grad.item() == 1 + 8 * 2.0**-9
     assert weight.grad is None
 
 
-def test_master_weights_survive_saving(tmp_path):
-    def fresh():
-        weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-        return weight, MasterAdamW([{"params": [weight], "lr": 1e-3}])
-
-    def steps(weight, optimizer, n):
-        for _ in range(n):
-            (weight.float() ** 2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    weight, optimizer = fresh()
-    steps(weight, optimizer, 3)
-    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
-    steps(weight, optimizer, 3)
-    again, resumed = fresh()
-    resumed.load_state_dict(torch.load(tmp_path / "o.pt", weights_only=True))
-    steps(again, resumed, 3)
-    assert torch.equal(resumed.masters[0], optimizer.masters[0])
-    assert torch.equal(weight, again)
-
-
-def test_an_exported_model_loads_without_us(small_folder, tmp_path):
-    policy = load_policy(str(small_folder), device="cpu")
+def test_an_exported_model_loads_with_transformers(small_folder, tmp_path):
+    policy = load_small(small_folder)
     with torch.no_grad():
         next(iter(policy.trainable().values())).mul_(1.1)
     model = AutoModelForCausalLM.from_pretrained(export_model(tmp_path, policy))
@@ -139,7 +101,7 @@ def test_an_exported_model_loads_without_us(small_folder, tmp_path):
 def test_an_exported_adapter_loads_with_peft(small_folder, tmp_path):
     from peft import PeftModel
 
-    policy = load_policy(str(small_folder), device="cpu", lora_rank=2)
+    policy = load_small(small_folder, lora_rank=2)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_()
@@ -153,34 +115,33 @@ def test_an_exported_adapter_loads_with_peft(small_folder, tmp_path):
     [
         ({"model_id": "no/such-folder/at-all"}, "can't be loaded"),
         ({"model_id": "./missing"}, "no model in this folder"),
-        ({"device": "cuda"}, "there is none"),
-        ({"device": "tpu9"}, "--device is auto"),
-        ({"device": "meta"}, "--device is auto"),
+        ({"device": "cuda"}, "no such device"),
+        ({"device": "tpu9"}, "--device must be"),
+        ({"device": "meta"}, "--device must be"),
     ],
 )
-def test_what_is_not_there_is_named_in_one_line(qwen3_folder, changes, message, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_an_invalid_model_or_device_is_reported_in_one_line(qwen3_folder, changes, message):
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    settings = {"model_id": str(qwen3_folder), "device": "cpu", **changes}
+    options = {"model_id": str(qwen3_folder), "device": "cpu", **changes}
     with pytest.raises(UsageError, match=message) as error:
-        load_policy(settings.pop("model_id"), **settings)
+        load_policy(options.pop("model_id"), **options)
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_with_only_an_adapter_asks_for_its_base(tmp_path):
+def test_a_folder_with_only_an_adapter_asks_for_its_base_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="LoRA adapter"):
+    with pytest.raises(UsageError, match="give its base model"):
         load_policy(str(tmp_path), device="cpu")
 
 
-def test_auto_takes_the_cpu_where_there_is_nothing_faster(monkeypatch):
+def test_device_auto_is_the_cpu_without_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert pick_device("auto").type == "cpu"
 
 
-def test_logits_that_exist_at_one_time_do_not_grow_with_the_vocabulary(policy, monkeypatch):
+def test_the_number_of_logits_in_a_chunk_does_not_grow_with_the_vocabulary(policy, monkeypatch):
     config = policy.causal_lm.config
     for vocabulary in (384, 32_000, 151_936):
         monkeypatch.setattr(config, "vocab_size", vocabulary)

@@ -297,7 +297,7 @@ BAD_INPUT = [
     ("--sft-hasty 1.5", "--sft-hasty is a share from 0 to 1"),
     ("--seed -1", "--seed must be 0 or more"),
     ("--algo ppo --grpo.clip-high 0.3", "--grpo.* options have no effect with --algo ppo"),
-    ("--device gpu", "--device is auto, cpu, cuda"),
+    ("--device gpu", "--device must be auto, cpu, cuda"),
     ("--track trackio", "not installed"),
     ("--sampler vllm", 'not installed; pip install -e ".[vllm]"'),
     ("--top-p 1.2", "--top-p is a share from 0 to 1, not 1.2"),
@@ -345,7 +345,7 @@ def test_no_cuda_where_asked_is_one_line(command):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     code, _, err = command("--device", "cuda")
-    assert code == 2 and "there is none on this machine" in err
+    assert code == 2 and "this machine has no such device" in err
 
 
 def test_a_flag_that_does_not_exist_is_refused(command):

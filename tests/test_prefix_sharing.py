@@ -1,0 +1,129 @@
+"""core/prefix_sharing.py: packed groups give the results of separate sequences."""
+
+import pytest
+import torch
+from conftest import load_small, save_small
+
+from core import batching
+from core.prefix_sharing import pack_groups
+from core.types import Rollout, Turn
+
+UNLIMITED = 10**9
+
+
+def ids_of(count, generator):
+    return torch.randint(5, 300, (count,), generator=generator).tolist()
+
+
+def rollouts_of(num_groups, size, prompt):
+    """Groups whose prompts have `prompt`, `prompt` + 7, .. tokens; every second rollout has a
+    second turn."""
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for group in range(num_groups):
+        opening = ids_of(prompt + 7 * group, generator)
+        for member in range(size):
+            turns, context = [], opening
+            for _ in range(1 + member % 2):
+                completion = ids_of(1 + (5 * member + group) % 12, generator)
+                turns.append(Turn(context, completion, [-5.0] * len(completion), "stop"))
+                context = context + completion + ids_of(3, generator)
+            rollouts.append(Rollout("test", "player", group, group, [], turns))
+    return rollouts
+
+
+def suffix_logprob(policy, hidden, ids, start):
+    """Sum of the log-probs of ids[start:], from the last hidden states [T, D]."""
+    logprobs = policy.to_logits(hidden[: len(ids)]).log_softmax(-1)
+    places = torch.arange(start, len(ids))
+    return logprobs[places - 1, torch.tensor(ids)[places]].sum()
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_packed_gradients_equal_those_of_separate_sequences(small_folder, lora_rank):
+    policy = load_small(small_folder, lora_rank=lora_rank, seed=1)
+    if policy.causal_lm.config.model_type == "gemma3_text":  # has a sliding-window layer
+        assert not policy.packs_groups
+        return
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in policy.trainable().items():
+        if "lora_B" in name:  # zero at first, and then lora_A would have no gradient
+            torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    prompts = [ids_of(30, generator), ids_of(37, generator)]
+    suffixes = [(i, ids_of(length, generator)) for i in (0, 1) for length in (1, 6, 12, 23)]
+    suffixes.append((-1, ids_of(17, generator)))
+    sequences = [((prompts[i] if i >= 0 else []) + ids, ids) for i, ids in suffixes]
+    starts = [max(1, len(whole) - len(ids)) for whole, ids in sequences]
+    parameters = list(policy.trainable().values())
+
+    separate = torch.stack([
+        suffix_logprob(policy, policy.hidden_states(torch.tensor([whole]))[0], whole, start)
+        for (whole, _), start in zip(sequences, starts, strict=True)
+    ])  # fmt: skip
+    expected = torch.autograd.grad(separate.sum(), parameters)
+    padded = torch.zeros(len(sequences), max(len(whole) for whole, _ in sequences)).long()
+    hidden = policy.hidden_states(padded, pack_groups(prompts, suffixes))
+    packed = torch.stack([
+        suffix_logprob(policy, row, whole, start)
+        for row, (whole, _), start in zip(hidden, sequences, starts, strict=True)
+    ])  # fmt: skip
+    actual = torch.autograd.grad(packed.sum(), parameters)
+    assert torch.allclose(packed, separate, rtol=1e-5)
+    largest = max(gradient.abs().max() for gradient in expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5 * largest
+
+
+def test_pack_groups_layout():
+    packed = pack_groups([[7, 7, 7], [8]], [(0, [1, 2]), (1, [3]), (-1, [4, 5])])
+    assert packed.input_ids.tolist() == [[7, 7, 7, 8, 1, 2, 3, 4, 5]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 3, 4, 1, 0, 1]]
+    assert packed.suffix_mask[:, 0].int().tolist() == [
+        [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+        [[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 1, 1]],
+    ]
+    assert packed.sequence_index.tolist() == [[0, 1, 2, 4, 5], [3, 6, 0, 0, 0], [7, 8, 0, 0, 0]]
+
+
+def test_micro_batches_contain_each_prompt_once():
+    batch = batching.to_rollout_batch(rollouts_of(num_groups=2, size=3, prompt=40))
+    (micro,) = batching.cut(batch.sequences, UNLIMITED, pack=True)
+    packed = micro.packed
+    assert packed.num_prompts == 2
+    real = micro.input_ids != 0
+    places = packed.sequence_index[real]
+    assert torch.equal(packed.input_ids[0, places], micro.input_ids[real])
+    assert torch.equal(packed.position_ids[0, places], real.cumsum(1)[real] - 1)
+    all_tokens = sum(len(s.token_ids) for s in batch.sequences)
+    saved = 2 * 40 + 2 * 47  # two of the three copies of each prompt
+    assert packed.input_ids.numel() == len(places.unique()) == all_tokens - saved
+
+
+def test_sequences_without_a_shared_prompt_are_packed_whole():
+    batch = batching.to_rollout_batch(rollouts_of(num_groups=5, size=1, prompt=30))
+    (micro,) = batching.cut(batch.sequences, UNLIMITED, pack=True)
+    assert micro.packed.num_prompts == 0
+    assert micro.packed.input_ids.numel() == sum(len(s.token_ids) for s in batch.sequences)
+
+
+@pytest.mark.parametrize("budget", [1, 70, 200, 1000, UNLIMITED])
+def test_packed_micro_batches_keep_the_budget_and_every_sampled_token(budget):
+    batch = batching.to_rollout_batch(rollouts_of(num_groups=6, size=8, prompt=40))
+    micros = list(batching.cut(batch.sequences, budget, pack=True))
+    sizes = [micro.packed.input_ids.numel() for micro in micros]
+    assert all(n <= budget or len(m.input_ids) == 1 for n, m in zip(sizes, micros, strict=True))
+    count = torch.zeros_like(batch.rewards)
+    for micro in micros:
+        count.view(-1)[micro.index[micro.completion_mask]] += 1
+    assert torch.equal(count == 1, batch.completion_mask)
+    if budget == UNLIMITED:
+        prompts = sum(40 + 7 * group for group in range(6))
+        assert sizes == [sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts]
+
+
+def test_models_with_sliding_windows_are_not_packed(tmp_path):
+    layers = ["full_attention", "sliding_attention"]
+    changes = {"sliding_window": 8, "use_sliding_window": True, "layer_types": layers}
+    assert not load_small(save_small("qwen2", tmp_path / "window", **changes)).packs_groups
+    assert load_small(save_small("qwen2", tmp_path / "full")).packs_groups
