@@ -160,7 +160,7 @@ def load_policy(
         model_id = str(tiny_folder)
     base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code)
     torch.manual_seed(seed)
-    model = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
+    model: Any = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
     model.to(torch_device)
     with _one_line_errors(f"--model-id {model_id}"):
         closing_id = end_of_turn_id(tokenizer)
