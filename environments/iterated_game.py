@@ -1,10 +1,12 @@
-"""A 2x2 matrix game over several rounds: the prisoner's dilemma, or any other.
+"""A 2x2 matrix game over several rounds: the prisoner's dilemma or any other.
 
-`payoffs` is CC_CD_DC_DD, the own choice first, each cell own/other points: 3/3_0/5_5/0_1/1; a stag
-hunt is 4/4_0/3_3/0_3/3. The other follows a fixed rule, which is told, or is a second agent
-(opponent=self): both are asked at once, and who has to repeat a choice keeps the other waiting.
+`payoffs` is CC_CD_DC_DD with the player's own choice first; each cell is own/other points. The
+prisoner's dilemma is 3/3_0/5_5/0_1/1, a stag hunt 4/4_0/3_3/0_3/3. The other player follows a fixed
+rule, which the prompt states, or is a second agent (opponent=self). Two agents choose at the same
+time; an agent that has to repeat an unreadable choice delays the other.
 
-Observation: the last round and the number of the next; before the first round its rules, like
+Observation: the choices of the last round and the number of the next one. The first message states
+the rules:
 
     Each round you and another cooperate (C) or defect (D). Points you/other: CC 3/3, CD 0/5,
     DC 5/0, DD 1/1. The other cooperates first, then copies you. Think first. End with
@@ -13,13 +15,12 @@ Observation: the last round and the number of the next; before the first round i
 
 Reward:
 
-    points / largest    a round: own points, in units of the largest number of the matrix
-    -0.1                what can't be read: asked again, two times; the third costs -1, the end
+    points / max point    in each round: own points, divided by the largest number of the matrix
+    -0.1                  an unreadable choice, twice per episode; the third costs -1 and ends it
 
-"correct" against a rule: every choice was the best in points expected from there on, by what the
-player knows; so the return (penalties aside) is the largest possible with a fixed end and no
-chance, and opponent=random was met with the best reply. With opponent=self: the points of both
-together are the most that the matrix allows.
+Against a rule, `info["correct"]` is True at the end if every choice had the maximum expected points
+from that round on. With a fixed end and no randomness, the return is then the maximum (penalties
+aside). With opponent=self it is True if the agents together made the most points in every round.
 
 >>> env = iterated_game()
 >>> env.reset(seed=0)[0]["content"][-13:], env.demonstrate()
@@ -32,31 +33,55 @@ together are the most that the matrix allows.
 import random
 import re
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from core.types import Message, UsageError
 from environments.base import Env, MultiAgentEnv, Step
 from environments.parsing import Retries, one_of, read_action, user
 
-OPPONENTS = {  # what is told; chance to cooperate at first or after "cooperate", after "defect"
-    "tit_for_tat": ("The other cooperates first, then copies you.", (1.0, 0.0)),
-    "always_cooperate": ("The other always cooperates.", (1.0, 1.0)),
-    "always_defect": ("The other always defects.", (0.0, 0.0)),
-    "random": ("The other tosses a coin.", (0.5, 0.5)),
-    "self": ("The other is as free as you.", ()),
-}
-CHOICES = ("cooperate", "defect")
+COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")
 HINT = "End with <choice>cooperate</choice> or defect."
-MOST_ROUNDS = 50
+MAX_ROUNDS = 50
 NUMBER = r"(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+
+
+class Rule(NamedTuple):
+    """A fixed opponent: its description in the prompt and its probabilities of cooperating."""
+
+    text: str
+    p_after_cooperate: float = 0.0  # also in the first round
+    p_after_defect: float = 0.0
+
+
+OPPONENTS = {
+    "tit_for_tat": Rule("The other cooperates first, then copies you.", 1.0, 0.0),
+    "always_cooperate": Rule("The other always cooperates.", 1.0, 1.0),
+    "always_defect": Rule("The other always defects.", 0.0, 0.0),
+    "random": Rule("The other tosses a coin.", 0.5, 0.5),
+    "self": Rule("The other is as free as you."),
+}
 
 
 @dataclass(frozen=True)
 class Game:
-    opponent: str
-    matrix: dict[tuple[str, str], tuple[float, float]]  # (own, other) choice -> (own, other) points
-    longest: int  # rounds
-    go_on: float  # chance of another round after each, up to the longest; 1.0: a fixed number
-    total: str  # " of 5", or "" where it isn't known
+    """The rules of an episode from the view of one player."""
+
+    rule: Rule
+    matrix: dict[tuple[str, str], tuple[float, float]]  # (own, other) choice: (own, other) points
+    max_rounds: int
+    p_continue: float  # probability of another round, up to max_rounds
+    rounds_text: str  # " of 5", or "" for a random end
+
+
+class Value(NamedTuple):
+    """The expected points of a choice: in this round, and later with the best choices."""
+
+    now: float
+    later: float
+
+    @property
+    def total(self) -> float:
+        return self.now + self.later
 
 
 def iterated_game(
@@ -65,39 +90,42 @@ def iterated_game(
 ) -> Env | MultiAgentEnv:  # fmt: skip
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
 
-    `payoffs`: CC_CD_DC_DD, each own/other. `end`: fixed (after `rounds`, 1 to 50) or random (on
-    with `continue_probability` after each round, at most 50; `rounds` is not used).
+    `payoffs`: CC_CD_DC_DD, each own/other. `end`: fixed (after `rounds`, 1 to 50) or random (each
+    round is followed by another with `continue_probability`, 50 at most; `rounds` is not used).
     """
     if opponent not in OPPONENTS:
-        raise UsageError(f"opponent is {', '.join(OPPONENTS)}, not {opponent!r}")
+        raise UsageError(f"opponent must be {', '.join(OPPONENTS)}, not {opponent!r}")
     if end not in ("fixed", "random"):
-        raise UsageError(f"end is fixed or random, not {end!r}")
-    if not (1 <= rounds <= MOST_ROUNDS and 0 <= continue_probability <= 1):
-        raise UsageError(f"rounds is 1 to {MOST_ROUNDS} and continue_probability 0 to 1")
-    found = re.fullmatch("_".join([f"{NUMBER}/{NUMBER}"] * 4), payoffs)
-    numbers = [float(number) for number in found.groups()] if found else [0.0]
-    if max(numbers) <= 0:
-        raise UsageError(f"payoffs is 3/3_0/5_5/0_1/1 or alike, one above 0, not {payoffs!r}")
+        raise UsageError(f"end must be fixed or random, not {end!r}")
+    if not (1 <= rounds <= MAX_ROUNDS and 0 <= continue_probability <= 1):
+        raise UsageError(f"rounds must be 1 to {MAX_ROUNDS} and continue_probability 0 to 1")
+    match = re.fullmatch("_".join([f"{NUMBER}/{NUMBER}"] * 4), payoffs)
+    points = [float(number) for number in match.groups()] if match else [0.0]
+    if max(points) <= 0:
+        raise UsageError(
+            f"payoffs must be 4 cells own/other, one above 0, as 3/3_0/5_5/0_1/1, not {payoffs!r}"
+        )
     pairs = [(own, other) for own in CHOICES for other in CHOICES]
-    matrix = dict(zip(pairs, zip(numbers[::2], numbers[1::2], strict=True), strict=True))
-    game = Game(opponent, matrix, rounds, 1.0, total=f" of {rounds}")
+    matrix = dict(zip(pairs, zip(points[::2], points[1::2], strict=True), strict=True))
     if end == "random":
-        game = replace(game, longest=MOST_ROUNDS, go_on=continue_probability, total="")
+        game = Game(OPPONENTS[opponent], matrix, MAX_ROUNDS, continue_probability, "")
+    else:
+        game = Game(OPPONENTS[opponent], matrix, rounds, 1.0, f" of {rounds}")
     return SelfPlay(game) if opponent == "self" else AgainstRule(game)
 
 
 class AgainstRule(Env):
-    """One player against a fixed rule. `game`: the terms."""
+    """One agent against a fixed rule."""
 
     def __init__(self, game: Game):
-        self.game, self.worth = game, worth_of_choices(game)
+        self.game, self.values = game, choice_values(game)
 
     def reset(self, seed: int) -> list[Message]:
         self.seed, self.rng = seed, random.Random(seed)
-        self.length = _draw_length(self.game, self.rng)
+        self.num_rounds = _draw_num_rounds(self.game, self.rng)
         self.retries = Retries()
         self.own: list[str] = []
-        self.now = self.worth[0]["cooperate"]  # what each choice is worth in this round
+        self.value = self.values[0][COOPERATE]  # of each choice in this round
         self.correct = True
         return [user(_opening(self.game))]
 
@@ -105,94 +133,108 @@ class AgainstRule(Env):
         own = _read(response)
         if own is None:
             return self.retries.refuse(HINT)
-        self.correct &= sum(self.now[own]) >= max(map(sum, self.now.values())) - 1e-9
-        chance = OPPONENTS[self.game.opponent][1][self.own[-1:] == ["defect"]]
-        other = CHOICES[self.rng.random() >= chance]
+        best = max(value.total for value in self.value.values())
+        self.correct &= self.value[own].total >= best - 1e-9
+        rule, has_defected = self.game.rule, self.own[-1:] == [DEFECT]
+        p_cooperate = rule.p_after_defect if has_defected else rule.p_after_cooperate
+        other = CHOICES[self.rng.random() >= p_cooperate]
         self.own.append(own)
-        if len(self.own) < self.length:
-            self.now = self.worth[len(self.own)][own]
-        return _settle(self.game, self.own, other, self.length, self.correct)
+        if len(self.own) < self.num_rounds:
+            self.value = self.values[len(self.own)][own]
+        return _round_result(self.game, self.own, other, self.num_rounds, self.correct)
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """What each choice brings now and, played well, later; `hasty`: either choice."""
+        """Adds up the expected points of each choice and takes the best; `hasty`: at random."""
         if hasty:
             choice = random.Random(f"hasty {self.seed} {len(self.own)}").choice(CHOICES)
             return f"<choice>{choice}</choice>"
-        best = max(CHOICES, key=lambda choice: round(sum(self.now[choice]), 9))
-        sums = [f"{c[0].upper()} {a:.4g}+{b:.4g}={a + b:.4g}" for c, (a, b) in self.now.items()]
+        best = max(CHOICES, key=lambda choice: round(self.value[choice].total, 9))
+        sums = [
+            f"{choice[0].upper()} {value.now:.4g}+{value.later:.4g}={value.total:.4g}"
+            for choice, value in self.value.items()
+        ]
         return f"{', '.join(sums)} <choice>{best}</choice>"
 
 
 class SelfPlay(MultiAgentEnv):
-    """Two agents, asked together: `row` owns the first number of a cell, `column` the second."""
+    """Two agents that choose at the same time: `row` and `column`."""
 
     def __init__(self, game: Game):
-        turned = {(a, b): game.matrix[b, a][::-1] for a, b in game.matrix}
-        self.games = {"row": game, "column": replace(game, matrix=turned)}
+        transposed = {(a, b): game.matrix[b, a][::-1] for a, b in game.matrix}
+        self.games = {"row": game, "column": replace(game, matrix=transposed)}
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        self.length = _draw_length(self.games["row"], random.Random(seed))
+        self.num_rounds = _draw_num_rounds(self.games["row"], random.Random(seed))
         self.retries = {agent: Retries() for agent in self.games}
-        self.played: dict[str, list[str]] = {agent: [] for agent in self.games}
+        self.choices: dict[str, list[str]] = {agent: [] for agent in self.games}
         self.correct = True
         return {agent: [user(_opening(game))] for agent, game in self.games.items()}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        choices = {agent: _read(response) for agent, response in responses.items()}
-        refused = {a: self.retries[a].refuse(HINT) for a, choice in choices.items() if not choice}
-        if any(step.done for step in refused.values()):  # nobody plays on alone
-            pay = {a: refused[a].reward if a in refused else 0.0 for a in self.games}
-            return {a: Step(None, pay[a], True, {"correct": False}) for a in self.games}
-        for agent, choice in choices.items():
-            self.played[agent] += [choice] if choice else []
-        row, column = self.played.values()
+        refused = {}
+        for agent, response in responses.items():
+            choice = _read(response)
+            if choice is None:
+                refused[agent] = self.retries[agent].refuse(HINT)
+            else:
+                self.choices[agent].append(choice)
+        if any(step.done for step in refused.values()):  # the game ends for both
+            rewards = {a: refused[a].reward if a in refused else 0.0 for a in self.games}
+            return {
+                a: Step(None, reward, True, {"correct": False}) for a, reward in rewards.items()
+            }
+        row, column = self.choices["row"], self.choices["column"]
         if refused or len(row) != len(column):
             return refused
-        points = {pair: sum(cell) for pair, cell in self.games["row"].matrix.items()}
-        self.correct &= points[row[-1], column[-1]] >= max(points.values()) - 1e-9
-        seats = (("row", row, column[-1]), ("column", column, row[-1]))
-        return {a: _settle(self.games[a], own, o, self.length, self.correct) for a, own, o in seats}
+        sums = {pair: sum(cell) for pair, cell in self.games["row"].matrix.items()}
+        self.correct &= sums[row[-1], column[-1]] >= max(sums.values()) - 1e-9
+        views = {"row": (row, column[-1]), "column": (column, row[-1])}
+        return {
+            agent: _round_result(self.games[agent], own, other, self.num_rounds, self.correct)
+            for agent, (own, other) in views.items()
+        }
 
     def guess(self, agent: str, rng: random.Random) -> str:
         return f"<choice>{rng.choice(CHOICES)}</choice>"
 
 
-def worth_of_choices(game: Game) -> list[dict[str, dict[str, tuple[float, float]]]]:
-    """[round][last own choice][choice]: the points expected now, and later if played well."""
+def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:
+    """Returns the expected points as [round][own last choice][choice], by backward induction."""
     rounds = []
-    best_after = dict.fromkeys(CHOICES, 0.0)
-    for _ in range(game.longest):  # from the last possible round back
-        worth = {}
-        for last, p in zip(CHOICES, OPPONENTS[game.opponent][1], strict=True):
+    best_after = dict.fromkeys(CHOICES, 0.0)  # best total of the next round, by own choice in this
+    for _ in range(game.max_rounds):
+        values = {}
+        probabilities = (game.rule.p_after_cooperate, game.rule.p_after_defect)
+        for last, p in zip(CHOICES, probabilities, strict=True):
             points = {pair: cell[0] for pair, cell in game.matrix.items()}
-            now = {c: p * points[c, "cooperate"] + (1 - p) * points[c, "defect"] for c in CHOICES}
-            worth[last] = {c: (now[c], game.go_on * best_after[c]) for c in CHOICES}
-        best_after = {last: max(map(sum, worth[last].values())) for last in CHOICES}
-        rounds.append(worth)
+            now = {c: p * points[c, COOPERATE] + (1 - p) * points[c, DEFECT] for c in CHOICES}
+            values[last] = {c: Value(now[c], game.p_continue * best_after[c]) for c in CHOICES}
+        best_after = {last: max(v.total for v in values[last].values()) for last in CHOICES}
+        rounds.append(values)
     return rounds[::-1]
 
 
-def _draw_length(game: Game, rng: random.Random) -> int:
-    ends = (number for number in range(1, game.longest) if rng.random() >= game.go_on)
-    return next(ends, game.longest)
+def _draw_num_rounds(game: Game, rng: random.Random) -> int:
+    ends = (number for number in range(1, game.max_rounds) if rng.random() >= game.p_continue)
+    return next(ends, game.max_rounds)
 
 
 def _read(response: str) -> str | None:
     return read_action(response, "choice", one_of(*CHOICES), r"\b(cooperate|defect)\b")
 
 
-def _settle(game: Game, own: list[str], other: str, length: int, correct: bool) -> Step:
-    """What the last round brings to a player of these `own` choices."""
+def _round_result(game: Game, own: list[str], other: str, num_rounds: int, correct: bool) -> Step:
+    """Returns the Step of a player with the choices `own`; `other` made its last choice."""
     reward = game.matrix[own[-1], other][0] / max(map(max, game.matrix.values()))
-    done = len(own) == length
-    info = {"correct": done and correct, "cooperation": own.count("cooperate") / len(own)}
-    said = f"You {own[-1]}, other {other}. Round {len(own) + 1}{game.total}."
-    return Step(None if done else user(said), reward, done, info)
+    done = len(own) == num_rounds
+    info = {"correct": done and correct, "cooperation": own.count(COOPERATE) / len(own)}
+    text = f"You {own[-1]}, other {other}. Round {len(own) + 1}{game.rounds_text}."
+    return Step(None if done else user(text), reward, done, info)
 
 
 def _opening(game: Game) -> str:
     cells = [f"{a[0]}{b[0]}".upper() + f" {p:g}/{q:g}" for (a, b), (p, q) in game.matrix.items()]
-    go_on = f" Rounds go on with chance {game.go_on:g}." if game.go_on < 1 else ""
-    told = f"Points you/other: {', '.join(cells)}. {OPPONENTS[game.opponent][0]}{go_on}"
-    rules = f"Each round you and another cooperate (C) or defect (D). {told} Think first. {HINT}"
-    return f"{rules}\nRound 1{game.total}."
+    chance = f" Rounds go on with chance {game.p_continue:g}." if game.p_continue < 1 else ""
+    terms = f"Points you/other: {', '.join(cells)}. {game.rule.text}{chance}"
+    rules = f"Each round you and another cooperate (C) or defect (D). {terms} Think first. {HINT}"
+    return f"{rules}\nRound 1{game.rounds_text}."

@@ -1,19 +1,20 @@
-"""Count letters in a word: easy to check, hard to guess, and sure for whoever spells it out.
+"""Count how often letters occur in a word.
 
-Ten tiers (`difficulty`): 1-5 use pronounceable made-up words, 6-10 random strings of up to 500
-letters; tier 1 asks for one letter, tier 10 for two dozen at once. Words whose checksum divides by
-eight are kept for evaluation: no training or demonstration seed ever shows them.
+The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
+right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
+up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight is
+reserved for evaluation and never occurs under a training or demonstration seed.
 
-Observation: one user message, like
+Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response:
+Reward of the one response (several letters: the answer is a JSON object):
 
-    0                           without exactly one <answer>..</answer>, integer or JSON object
-    0.1                         well formed, but wrong
-    0.1 + 0.9 · letters right   several letters asked: the fraction that is exact
-    1.0                         all exact; only this is "correct"
+    0                           not exactly one <answer>..</answer> with an integer or an object
+    0.1                         well-formed, but wrong
+    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact
+    1.0                         all counts are exact; only then `info["correct"]` is True
 
 >>> env = LetterCounting(difficulty=1)
 >>> env.reset(seed=62)[0]["content"]
@@ -29,29 +30,41 @@ import random
 import re
 import string
 import zlib
+from typing import NamedTuple
 
 from core.types import Message, UsageError
 from environments.base import EVAL_SEEDS, Env, Step
+from environments.parsing import user
 
-# tier: (shortest, longest, chance of asking for several letters, fewest, most), in letters
+
+class Tier(NamedTuple):
+    """The tasks of one difficulty."""
+
+    min_length: int  # of the word
+    max_length: int
+    p_several: float  # probability of asking for several letters
+    min_letters: int  # number of letters, if several
+    max_letters: int
+
+
 TIERS = {
-    1: (3, 8, 0.0, 1, 1),
-    2: (5, 12, 0.5, 1, 2),
-    3: (8, 18, 0.6, 2, 3),
-    4: (10, 25, 0.8, 3, 5),
-    5: (15, 35, 0.9, 5, 8),
-    6: (40, 80, 1.0, 8, 12),
-    7: (80, 150, 1.0, 12, 20),
-    8: (150, 250, 1.0, 18, 26),
-    9: (250, 400, 1.0, 22, 26),
-    10: (400, 500, 1.0, 24, 26),
+    1: Tier(3, 8, 0.0, 1, 1),
+    2: Tier(5, 12, 0.5, 1, 2),
+    3: Tier(8, 18, 0.6, 2, 3),
+    4: Tier(10, 25, 0.8, 3, 5),
+    5: Tier(15, 35, 0.9, 5, 8),
+    6: Tier(40, 80, 1.0, 8, 12),
+    7: Tier(80, 150, 1.0, 12, 20),
+    8: Tier(150, 250, 1.0, 18, 26),
+    9: Tier(250, 400, 1.0, 22, 26),
+    10: Tier(400, 500, 1.0, 24, 26),
 }
-LAST_WORD_TIER = 5  # above it: strings of random letters
-ABSENT_LETTER = 0.2  # chance that a letter asked for is drawn from the alphabet, not from the word
-GUESSES = [0, 1, 2, 2, 3]  # of a hasty player: drawn without a look at the word
+MAX_WORD_TIER = 5  # higher tiers use random strings
+P_ANY_LETTER = 0.2  # probability of drawing a letter from the alphabet instead of the word
+GUESSES = [0, 1, 2, 2, 3]  # a hasty demonstration draws one of these
 ONSETS = "b bl br c ch d dr f fl g gr h j k l m n p pl pr qu r s sh st t tr v w z".split()
 VOWELS = "a e i o u ai ea oo ou".split()
-CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]  # half the syllables are open
+CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -60,28 +73,27 @@ class LetterCounting(Env):
 
     def __init__(self, difficulty: int = 1):
         if difficulty not in TIERS:
-            raise UsageError(f"difficulty is 1 to {max(TIERS)}, not {difficulty}")
+            raise UsageError(f"difficulty must be 1 to {max(TIERS)}, not {difficulty}")
         self.difficulty = difficulty
 
     def reset(self, seed: int) -> list[Message]:
         rng = random.Random(seed)
         self.word = _draw_word(rng, self.difficulty, held_out=seed in EVAL_SEEDS)
-        letters = _draw_letters(rng, self.word, self.difficulty)
+        letters = _draw_letters(rng, self.word, TIERS[self.difficulty])
         self.counts = {letter: self.word.count(letter) for letter in letters}
         self.guess = {letter: rng.choice(GUESSES) for letter in letters}
         form = "number" if len(letters) == 1 else f'{{"{letters[0]}": number, ..}}'
         question = f'How many {", ".join(letters)} in "{self.word}"?'
-        ask = f"{question} Work it out, then end with <answer>{form}</answer>."
-        return [{"role": "user", "content": ask}]
+        return [user(f"{question} Work it out, then end with <answer>{form}</answer>.")]
 
     def step(self, response: str) -> Step:
         reward = score(response, self.counts)
-        spelled_out = "[^a-z]+".join(self.word)  # all its letters in order, each on its own
+        spelled_out = "[^a-z]+".join(self.word)  # all letters in order, separated
         worked = re.search(spelled_out, response) is not None
         return Step(None, reward, True, {"correct": reward == 1.0, "worked": worked})
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """Spell the word out, each letter asked for with its running count; `hasty`: only guess."""
+        """Spells the word and numbers the letters that count; `hasty`: guesses without spelling."""
         if hasty:
             return _answer(self.guess)
         seen = dict.fromkeys(self.counts, 0)
@@ -96,7 +108,7 @@ class LetterCounting(Env):
 
 
 def score(response: str, counts: dict[str, int]) -> float:
-    """The reward of `response`, by the table above.
+    """Returns the reward of `response`; `counts` holds the correct answer.
 
     >>> score("r1 r2 r3 <answer>3</answer>", {"r": 3})
     1.0
@@ -105,34 +117,34 @@ def score(response: str, counts: dict[str, int]) -> float:
     >>> score("<answer>3</answer> or <answer>4</answer>", {"r": 3})
     0.0
     """
-    # counted first: with many openings the search would take the square of the length
+    # Count the tags first: with many openings the regular expression takes quadratic time.
     if response.count("<answer>") != 1 or response.count("</answer>") != 1:
         return 0.0
-    found = ANSWER.search(response)
-    if found is None:  # it closes before it opens
+    match = ANSWER.search(response)
+    if match is None:  # the closing tag comes first
         return 0.0
     try:
-        answer = json.loads(found[1])
+        answer = json.loads(match[1])
     except (ValueError, RecursionError):
         return 0.0
     if len(counts) == 1 and type(answer) is int:
         answer = dict.fromkeys(counts, answer)
     if not isinstance(answer, dict):
         return 0.0
-    # `type is int` because True == 1 and 3.0 == 3 in Python
-    right = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
+    # `type is int`, because in Python True == 1 and 3.0 == 3
+    exact = sum(type(answer.get(k)) is int and answer[k] == n for k, n in counts.items())
     if set(answer) - set(counts):
-        right = min(right, len(counts) - 1)  # letters that nobody asked for: not exact
-    if right == len(counts):
+        exact = min(exact, len(counts) - 1)  # an extra letter makes the answer wrong
+    if exact == len(counts):
         return 1.0
-    return 0.1 + 0.9 * right / len(counts)
+    return 0.1 + 0.9 * exact / len(counts)
 
 
 def _draw_word(rng: random.Random, difficulty: int, held_out: bool) -> str:
-    shortest, longest = TIERS[difficulty][:2]
+    tier = TIERS[difficulty]
     while True:
-        length = rng.randint(shortest, longest)
-        if difficulty > LAST_WORD_TIER:
+        length = rng.randint(tier.min_length, tier.max_length)
+        if difficulty > MAX_WORD_TIER:
             word = "".join(rng.choices(string.ascii_lowercase, k=length))
         else:
             word = ""
@@ -143,20 +155,20 @@ def _draw_word(rng: random.Random, difficulty: int, held_out: bool) -> str:
             return word
 
 
-def _draw_letters(rng: random.Random, word: str, difficulty: int) -> list[str]:
-    several, fewest, most = TIERS[difficulty][2:]
-    number = rng.randint(fewest, most) if rng.random() < several else 1
+def _draw_letters(rng: random.Random, word: str, tier: Tier) -> list[str]:
+    several = rng.random() < tier.p_several
+    number = rng.randint(tier.min_letters, tier.max_letters) if several else 1
     letters: list[str] = []
     while len(letters) < number:
-        absent = rng.random() < ABSENT_LETTER
-        letter = rng.choice(string.ascii_lowercase if absent else word)
+        any_letter = rng.random() < P_ANY_LETTER
+        letter = rng.choice(string.ascii_lowercase if any_letter else word)
         if letter not in letters:
             letters.append(letter)
-        elif set(word) <= set(letters):  # the word has no more letters to offer
+        elif set(word) <= set(letters):  # all letters of the word are taken
             letters.append(rng.choice(sorted(set(string.ascii_lowercase) - set(letters))))
     return letters
 
 
 def _answer(counts: dict[str, int]) -> str:
-    shown = json.dumps(counts) if len(counts) > 1 else str(next(iter(counts.values())))
-    return f"<answer>{shown}</answer>"
+    text = json.dumps(counts) if len(counts) > 1 else str(next(iter(counts.values())))
+    return f"<answer>{text}</answer>"

@@ -1,7 +1,7 @@
-"""The bundled web of `pages.json`, and what can be told of any page: its links and its parts.
+"""The bundled web of `pages.json`, and functions for the links and parts of a page.
 
-A page is a tuple of sections; in their texts a link is written [[Title]]. Every bundled page is
-within reach of every other.
+A page is a tuple of sections, (heading, text); a link in a text is written [[Title]]. Every bundled
+page can be reached from every other one.
 
 >>> find_links(bundled()["Nile"])
 ['Sahara', 'Wheat', 'Egypt', 'Paper']
@@ -16,67 +16,58 @@ from functools import cache
 from pathlib import Path
 
 LINK = re.compile(r"\[\[([^\[\]]+)\]\]")
+MAX_TITLE = 1000  # characters
 
-Sections = tuple[tuple[str, str], ...]  # heading ("" for none), text
+Sections = tuple[tuple[str, str], ...]  # (heading or "", text)
 
 
 @cache
 def bundled() -> dict[str, Sections]:
+    """Returns the sections of each bundled page, by title."""
     pages = json.loads(Path(__file__).with_name("pages.json").read_text(encoding="utf-8"))
     return {title: tuple(sections.items()) for title, sections in pages.items()}
 
 
 @cache
 def clicks_to(target: str) -> dict[str, int]:
-    """How many clicks the shortest path from each bundled page to `target` takes."""
+    """Returns the length of the shortest path from each bundled page to `target`, in clicks."""
     links = {title: find_links(sections) for title, sections in bundled().items()}
-    clicks, n = {target: 0}, 0
+    clicks, distance = {target: 0}, 0
     while len(clicks) < len(links):
-        n += 1
-        farther = [page for page in links if page not in clicks]
-        clicks |= {page: n for page in farther if not clicks.keys().isdisjoint(links[page])}
+        distance += 1
+        unknown = [page for page in links if page not in clicks]
+        clicks |= {page: distance for page in unknown if not clicks.keys().isdisjoint(links[page])}
     return clicks
-
-
-def shortest_path(start: str, target: str) -> list[str]:
-    """The pages of a shortest path, both ends included; of several, the one by the first links.
-
-    >>> shortest_path("Egypt", "Sahara")
-    ['Egypt', 'Nile', 'Sahara']
-    """
-    clicks, path = clicks_to(target), [start]
-    while path[-1] != target:
-        links = find_links(bundled()[path[-1]])
-        path.append(next(link for link in links if clicks[link] < clicks[path[-1]]))
-    return path
 
 
 @cache
 def linking_to(target: str) -> list[str]:
-    """The bundled pages with a link to `target`, those first that most pages link to.
+    """Returns the bundled pages with a link to `target`, those with the most incoming links first.
 
     >>> linking_to("Sahara")
     ['Salt', 'Desert', 'Camel', 'Nile', 'Elephant']
     """
-    links = [find_links(sections) for sections in bundled().values()]
-    found = [title for title, own in zip(bundled(), links, strict=True) if target in own]
-    return sorted(found, key=lambda title: -sum(title in own for own in links))
+    links = {title: find_links(sections) for title, sections in bundled().items()}
+    sources = [title for title in links if target in links[title]]
+    return sorted(sources, key=lambda title: -sum(title in titles for titles in links.values()))
 
 
 @cache
 def pairs_apart(n_hops: int) -> list[tuple[str, str]]:
-    """All (start, target) of the bundled web whose shortest path takes `n_hops` clicks."""
+    """Returns all (start, target) of the bundled web with a shortest path of `n_hops` clicks."""
     pages = bundled()
     return [(start, to) for to in pages for start in pages if clicks_to(to)[start] == n_hops]
 
 
 def find_links(sections: Sections) -> list[str]:
-    """The titles linked to, each once, in order."""
+    """Returns the titles of all links in order, without duplicates."""
     return list(dict.fromkeys(link for _, text in sections for link in LINK.findall(text)))
 
 
 def split_parts(sections: Sections, size: int) -> list[Sections]:
-    """Parts of at most `size` characters: whole sections where they fit, and links kept whole.
+    """Splits a page into parts of at most `size` characters.
+
+    A section is split only if it does not fit, and never inside a link.
 
     >>> split_parts((("A", "One [[x y]]."), ("B", "Two."), ("", "Three [[z]].")), 22)
     [(('A', 'One [[x y]].'), ('B', 'Two.')), (('', 'Three [[z]].'),)]
@@ -84,9 +75,10 @@ def split_parts(sections: Sections, size: int) -> list[Sections]:
     parts: list[Sections] = [()]
     room = size
     for heading, text in sections:
-        bound = LINK.sub(lambda link: link[0].replace(" ", "\u00a0"), text)
+        # textwrap does not break at no-break spaces
+        unbroken = LINK.sub(lambda link: link[0].replace(" ", "\u00a0"), text)
         width = max(size - len(heading) - 2, size // 2)
-        for piece in textwrap.wrap(bound, width, break_on_hyphens=False):
+        for piece in textwrap.wrap(unbroken, width, break_on_hyphens=False):
             length = len(heading) + 2 + len(piece)
             if parts[-1] and length > room:
                 parts.append(())
@@ -97,9 +89,9 @@ def split_parts(sections: Sections, size: int) -> list[Sections]:
 
 
 def fold(title: str) -> str:
-    """A title as titles are compared: in any case, with spaces for underscores, quotes aside.
+    """Normalizes a title for comparison: case, underscores, surrounding quotes and brackets.
 
     >>> fold(" 'silk_ROAD'. ")
     'silk road'
     """
-    return " ".join(title[:1000].replace("_", " ").split()).strip("\"'`.[] ").casefold()
+    return " ".join(title[:MAX_TITLE].replace("_", " ").split()).strip("\"'`.[] ").casefold()

@@ -1,16 +1,16 @@
-"""Reading an action out of free text, and what an unreadable one costs.
+"""Reads an action from a response, and limits the retries after invalid actions.
 
-Policies reason before they act, quote the rules and correct themselves. So an action may stand
-anywhere, and the last well-formed one counts: as the value of `key` in a JSON object, else between
-`<key>` tags, else by a plain pattern.
+A policy reasons before it acts: it quotes the rules, considers moves and corrects itself. The
+action may therefore appear anywhere in the response, and the last well-formed one counts.
+`read_action` looks for a JSON object with `key`, then for `<key>..</key>`, then for a pattern.
 
->>> read_action('I could {"move": 3} but {"move": 5} wins', "move", whole_number(0, 8))
+>>> read_action('I could {"move": 3} but {"move": 5} wins', "move", integer(0, 8))
 5
->>> read_action("<move>3</move> no, <move>9</move>", "move", whole_number(0, 8))
+>>> read_action("<move>3</move> no, <move>9</move>", "move", integer(0, 8))
 3
->>> read_action("my move is 4.", "move", whole_number(0, 8), plain=r"move is (\\d+)")
+>>> read_action("my move is 4.", "move", integer(0, 8), plain=r"move is (\\d+)")
 4
->>> read_action("I resign", "move", whole_number(0, 8)) is None
+>>> read_action("I resign", "move", integer(0, 8)) is None
 True
 """
 
@@ -23,8 +23,9 @@ from core.types import Message
 from environments.base import Step
 
 Action = TypeVar("Action")
-LONGEST = 10_000  # characters from the end that are read: an action is said last
-MOST = 50  # candidates of a kind that are tried
+MAX_CHARACTERS = 10_000  # only the end of a longer response is searched
+MAX_PLAIN_CHARACTERS = 2_000  # the same for the plain pattern
+MAX_CANDIDATES = 50  # tried in each format
 
 
 def read_action(
@@ -33,13 +34,14 @@ def read_action(
     convert: Callable[[Any], Action | None],
     plain: str | None = None,
 ) -> Action | None:
-    """The last well-formed action in `response`; None if there is none.
+    """Returns the last well-formed action in `response`; None if there is none.
 
-    `convert` takes what was found (a JSON value, or text) and returns the action, or None for what
-    can't be one; it must not raise. `plain` is a pattern whose first group is the action.
+    `convert` receives a candidate (a JSON value or a text) and returns the action, or None if the
+    candidate is not a valid action; it must not raise. `plain` is a regular expression whose first
+    group is the action.
     """
-    text = response[-LONGEST:]
-    for candidates in (_from_json(text, key), _from_tags(text, key), _from_pattern(text, plain)):
+    text = response[-MAX_CHARACTERS:]
+    for candidates in (_json_values(text, key), _tagged(text, key), _matches(text, plain)):
         for candidate in candidates:
             action = convert(candidate)
             if action is not None:
@@ -47,31 +49,31 @@ def read_action(
     return None
 
 
-def whole_number(least: int, most: int) -> Callable[[Any], int | None]:
-    """A converter for whole numbers of a range; "3" is one, 3.0 and True are not."""
+def integer(low: int, high: int) -> Callable[[Any], int | None]:
+    """Returns a converter for integers in low..high. It accepts 3 and "3", not 3.0 or True."""
 
     def convert(value: Any) -> int | None:
         if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()):
             value = int(value)
-        return value if type(value) is int and least <= value <= most else None
+        return value if type(value) is int and low <= value <= high else None
 
     return convert
 
 
 def one_of(*words: str) -> Callable[[Any], str | None]:
-    """A converter for words of a list, in any case, quotes and full stops aside."""
-    known = {word.lower(): word for word in words}
+    """Returns a converter for a fixed set of words. It ignores case, quotes and punctuation."""
+    by_lower_case = {word.lower(): word for word in words}
 
     def convert(value: Any) -> str | None:
         if not isinstance(value, str):
             return None
-        return known.get(value.strip().strip("\"'`.!").lower())
+        return by_lower_case.get(value.strip().strip("\"'`.!").lower())
 
     return convert
 
 
 class Retries:
-    """How often an episode forgives an action that can't be read or isn't allowed.
+    """Limits the invalid actions of an episode: `limit` retries, then the episode ends.
 
     >>> retries = Retries(limit=1, penalty=0.1)
     >>> first, second = retries.refuse("Name a cell."), retries.refuse("Name a cell.")
@@ -85,7 +87,11 @@ class Retries:
         self.final = final
 
     def refuse(self, hint: str, **info: Any) -> Step:
-        """The step that an invalid action earns: a hint and a penalty, or the end."""
+        """Returns the step for an invalid action.
+
+        With a retry left: the message `hint` and the reward -penalty. Otherwise: the end of the
+        episode with the reward `final`.
+        """
         if self.left == 0:
             return Step(None, self.final, True, {"correct": False, "invalid": True, **info})
         self.left -= 1
@@ -93,29 +99,31 @@ class Retries:
 
 
 def user(content: str) -> Message:
+    """Returns a user message."""
     return {"role": "user", "content": content}
 
 
-def _from_json(text: str, key: str) -> Iterator[Any]:
-    """Values of `key` in JSON objects, the last first."""
+def _json_values(text: str, key: str) -> Iterator[Any]:
+    """Yields the values of `key` in JSON objects, the last object first."""
     decoder = json.JSONDecoder()
     start = len(text)
-    for _ in range(MOST):
+    for _ in range(MAX_CANDIDATES):
         start = text.rfind("{", 0, start)
         if start < 0:
             return
         try:
-            found, _ = decoder.raw_decode(text, start)
+            value, _ = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
-        if isinstance(found, dict) and key in found:
-            yield found[key]
+        if isinstance(value, dict) and key in value:
+            yield value[key]
 
 
-def _from_tags(text: str, key: str) -> Iterator[str]:
+def _tagged(text: str, key: str) -> Iterator[str]:
+    """Yields the texts between `<key>` and `</key>`, the last first."""
     opening, closing = f"<{key}>", f"</{key}>"
     end = len(text)
-    for _ in range(MOST):
+    for _ in range(MAX_CANDIDATES):
         end = text.rfind(closing, 0, end)
         start = text.rfind(opening, 0, max(end, 0))
         if start < 0:
@@ -123,7 +131,9 @@ def _from_tags(text: str, key: str) -> Iterator[str]:
         yield text[start + len(opening) : end].strip()
 
 
-def _from_pattern(text: str, plain: str | None) -> Iterator[str]:
-    if plain is not None:
-        found = [match[1] for match in re.finditer(plain, text[-2000:], re.IGNORECASE)]
-        yield from reversed(found[-MOST:])
+def _matches(text: str, pattern: str | None) -> Iterator[str]:
+    """Yields the first groups of the matches of `pattern`, the last first."""
+    if pattern is not None:
+        end = text[-MAX_PLAIN_CHARACTERS:]
+        groups = [match[1] for match in re.finditer(pattern, end, re.IGNORECASE)]
+        yield from reversed(groups[-MAX_CANDIDATES:])

@@ -1,20 +1,24 @@
-"""Reverse strings, one a turn, until one comes out wrong; `reverse_echo` asks for plain copies.
+"""Reverse one string per turn; the first error ends the episode.
 
-The simplest task of several turns. Strings whose checksum divides by eight are kept for evaluation:
-no training or demonstration seed ever shows them.
+The simplest task with several turns. `reverse_echo` asks for plain copies instead. One string in
+eight is reserved for evaluation and never occurs under a training or demonstration seed.
 
-Observation: one user message a turn, like
+Observation: one user message per turn. The first one is a single line:
 
     Write each word in reverse; a wrong one ends it. Work it out, then end with
-    <answer>word</answer>. Word: "denwo"                                (the first; on one line)
-    Right. Word: "gabir"                                                (the others)
+    <answer>word</answer>. Word: "denwo"
+
+The following ones:
+
+    Right. Word: "gabir"
 
 Reward of each response:
 
-     1    the answer is right, to the letter; after `turns` of them the episode ends
-    -1    it is wrong or can't be read, and the episode ends
+     1    the answer is exactly right; after `turns` right answers the episode ends
+    -1    the answer is wrong or missing; the episode ends
 
-So the most is `turns`; only an episode that earns it is "correct". `info["right"]` counts.
+The maximum return is `turns`; only then `info["correct"]` is True. `info["right"]` counts the right
+answers.
 
 >>> env = Reverse(turns=2)
 >>> env.reset(seed=7)[0]["content"].partition(". Work")[0]
@@ -38,10 +42,10 @@ from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import read_action, user
 
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
-SHORTEST, LONGEST = 3, 50  # of words and numbers, in characters
+MIN_LENGTH, MAX_LENGTH = 3, 50  # characters of a word or number
 VOWELS = "aeiou"
 CONSONANTS = "bcdfghjklmnprstvwz"
-# an answer without tags: the last thing said, after "answer is" or on a line of its own
+# an answer without tags: at the end, after "answer is" or on its own line
 PLAIN = r"(?:^|\n|answer is|answer:)[ \t]*[\"'`]?([0-9A-Za-z-]+)[\"'`.]*\s*$"
 
 
@@ -52,62 +56,62 @@ class Reverse(Env):
 
     def __init__(self, kind: str = "words", turns: int = 3, length: int = 5):
         if kind not in NOUNS:
-            raise UsageError(f"kind is {', '.join(NOUNS)}, not {kind!r}")
+            raise UsageError(f"kind must be {', '.join(NOUNS)}, not {kind!r}")
         if turns < 1:
-            raise UsageError(f"turns is at least 1, not {turns}")
-        if not SHORTEST <= length <= LONGEST:
-            raise UsageError(f"length is {SHORTEST} to {LONGEST}, not {length}")
+            raise UsageError(f"turns must be at least 1, not {turns}")
+        if not MIN_LENGTH <= length <= MAX_LENGTH:
+            raise UsageError(f"length must be {MIN_LENGTH} to {MAX_LENGTH}, not {length}")
         self.kind, self.turns, self.length = kind, turns, length
 
     def reset(self, seed: int) -> list[Message]:
         rng = random.Random(seed)
         held_out = seed in EVAL_SEEDS
         self.items = [_draw(rng, self.kind, self.length, held_out) for _ in range(self.turns)]
-        self.guesses = [_guess(rng, item, self.backwards) for item in self.items]
+        self.guesses = [_draw_guess(rng, item, self.backwards) for item in self.items]
         self.right = 0
         noun, way = NOUNS[self.kind], "in reverse" if self.backwards else "again"
         rules = f"Write each {noun} {way}; a wrong one ends it."
         form = f"Work it out, then end with <answer>{noun}</answer>."
-        return [user(f"{rules} {form} {self._ask()}")]
+        return [user(f"{rules} {form} {self._question()}")]
 
     def step(self, response: str) -> Step:
         answer = read_action(response, "answer", _as_text, PLAIN)
-        if answer != _target(self.items[self.right], self.backwards):
+        if answer != _solution(self.items[self.right], self.backwards):
             return Step(None, -1.0, True, {"correct": False, "right": self.right})
         self.right += 1
         if self.right == self.turns:
             return Step(None, 1.0, True, {"correct": True, "right": self.right})
         info = {"correct": False, "right": self.right}
-        return Step(user(f"Right. {self._ask()}"), 1.0, False, info)
+        return Step(user(f"Right. {self._question()}"), 1.0, False, info)
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """Mark each character with a letter and read the marks backwards; `hasty`: a near miss."""
+        """Labels each character A, B, .. and reads the labels backwards; `hasty`: an error."""
         item = self.items[self.right]
         if hasty:
             return _answer(self.guesses[self.right])
         if not self.backwards:
             return _answer(item)
-        # with its mark each character is one of a kind, even if it comes twice
-        marks = (string.ascii_uppercase * 2)[: len(item)]
-        marked = [mark + character for mark, character in zip(marks, item, strict=True)]
-        return f"{' '.join(marked + marked[::-1])} {_answer(item[::-1])}"
+        # The label makes each character unique, even if the string repeats a character.
+        labels = (string.ascii_uppercase * 2)[: len(item)]
+        labelled = [label + character for label, character in zip(labels, item, strict=True)]
+        return f"{' '.join(labelled + labelled[::-1])} {_answer(item[::-1])}"
 
-    def _ask(self) -> str:
+    def _question(self) -> str:
         return f'{NOUNS[self.kind].capitalize()}: "{self.items[self.right]}"'
 
 
 class ReverseEcho(Reverse):
-    """The same to be repeated as it is, with the same options: a task that is nearly learnt."""
+    """Asks for a copy of each string; the options are the same. An easy task for comparisons."""
 
     backwards = False
 
 
 def _draw(rng: random.Random, kind: str, length: int, held_out: bool) -> str:
     while True:
-        size = rng.randint(SHORTEST, length)
+        size = rng.randint(MIN_LENGTH, length)
         if kind == "uuids":
             item = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        elif kind == "numbers":  # without 0 at either end, so that its reverse is a number too
+        elif kind == "numbers":  # no 0 at either end: the reverse is a number too
             item = "".join(
                 rng.choice("123456789" if i in (0, size - 1) else string.digits)
                 for i in range(size)
@@ -115,29 +119,30 @@ def _draw(rng: random.Random, kind: str, length: int, held_out: bool) -> str:
         else:
             first = rng.randrange(2)
             item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
-        kept = zlib.crc32(item.encode()) % 8 == 0
-        if kept == held_out and item != item[::-1]:  # a palindrome would tell nothing
+        is_held_out = zlib.crc32(item.encode()) % 8 == 0
+        is_palindrome = item == item[::-1]
+        if is_held_out == held_out and not is_palindrome:
             return item
 
 
-def _target(item: str, backwards: bool) -> str:
+def _solution(item: str, backwards: bool) -> str:
     return item[::-1] if backwards else item
 
 
-def _guess(rng: random.Random, item: str, backwards: bool) -> str:
-    """A hasty answer: the item the wrong way round, or with two characters swapped."""
+def _draw_guess(rng: random.Random, item: str, backwards: bool) -> str:
+    """Draws a wrong answer: the opposite direction, or two characters swapped."""
     if rng.random() < 0.5:
-        return _target(item, not backwards)
-    characters = list(_target(item, backwards))
-    while "".join(characters) == _target(item, backwards):
+        return _solution(item, not backwards)
+    characters = list(_solution(item, backwards))
+    while "".join(characters) == _solution(item, backwards):
         i, k = rng.sample(range(len(item)), 2)
         characters[i], characters[k] = characters[k], characters[i]
     return "".join(characters)
 
 
 def _as_text(value: Any) -> str | None:
-    """Text without quotes around it, or a whole number's digits; None for anything else."""
-    if type(value) is int and abs(value) < 10 ** (LONGEST + 1):  # str() refuses 5,000 digits
+    """Returns a text without its quotes, or the digits of an integer; else None."""
+    if type(value) is int and abs(value) < 10 ** (MAX_LENGTH + 1):  # str() rejects huge integers
         value = str(value)
     return (value.strip().strip("\"'`") or None) if isinstance(value, str) else None
 

@@ -1,11 +1,11 @@
-"""Snake: walk to the fruit, grow with each one, and touch neither a wall nor yourself.
+"""Snake: move to the fruit, grow with each one, and avoid the walls and your own body.
 
 The snake starts straight, three cells long, anywhere on the board. Cells are `x,y`, counted from 0
-at the top left, so `up` takes 1 from y. The tail's cell is free to enter, for the tail moves on,
-unless this step eats. Turning straight back is read like any other move: it bites the neck.
+at the top left, so `up` decreases y. The head may enter the cell that the tail leaves in the same
+step; the tail stays where it is if this step eats a fruit. A move straight back hits the body.
 
-Observation: the state at every turn, its rules before the first; with `grid=true` also a picture
-(H head, o body, F fruit):
+Observation: the state at every turn, after the rules in the first turn. With `grid=true` also a
+picture (H head, o body, F fruit).
 
     Snake, 10x10, x right, y down. Eat 5 fruits; walls and your body kill. Think, then end with
     <move>up</move>, down, left or right.
@@ -13,10 +13,10 @@ Observation: the state at every turn, its rules before the first; with `grid=tru
 
 Reward of a step:
 
-    +1              fruit; the last of `fruits` ends the episode, only this is "correct"
-    -1              wall or body, the end
-    -0.001          every step; after `max_steps` steps the episode ends
-    -0.1            what can't be read: asked again, two times; the third costs -1, the end
+    +1        a fruit; the last of `fruits` ends the episode, only then `info["correct"]` is True
+    -1        a wall or the body; the end
+    -0.001    every step; after `max_steps` steps the episode ends
+    -0.1      an unreadable action, twice per episode; the third costs -1 and ends it
 
 >>> env = Snake()
 >>> env.reset(seed=1)[0]["content"].splitlines()[-1]
@@ -44,16 +44,16 @@ Cell = tuple[int, int]
 
 
 class Snake(Env):
-    """`size`: 4 to 20 cells a side; `fruits` to eat; `max_steps`; `grid`: add a picture."""
+    """`size`: side of the board, 4 to 20; `fruits` to eat; `max_steps`; `grid`: add a picture."""
 
     def __init__(self, size: int = 10, fruits: int = 5, max_steps: int = 200, grid: bool = False):
         if not 4 <= size <= 20:
-            raise UsageError(f"size is 4 to 20, not {size}")
-        room = size * size - START_LENGTH
-        if not 1 <= fruits <= room:
-            raise UsageError(f"fruits is 1 to {room} on this board, not {fruits}")
+            raise UsageError(f"size must be 4 to 20, not {size}")
+        max_fruits = size * size - START_LENGTH
+        if not 1 <= fruits <= max_fruits:
+            raise UsageError(f"fruits must be 1 to {max_fruits} on this board, not {fruits}")
         if max_steps < 1:
-            raise UsageError(f"max_steps is at least 1, not {max_steps}")
+            raise UsageError(f"max_steps must be at least 1, not {max_steps}")
         self.size, self.fruits, self.max_steps, self.grid = size, fruits, max_steps, grid
 
     def reset(self, seed: int) -> list[Message]:
@@ -94,7 +94,7 @@ class Snake(Env):
         return Step(user(self._show()), reward, False, info)
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """The way to the fruit and the next cell; `hasty`: any move, not even looked at."""
+        """Names the way to the fruit and a safe next cell; `hasty`: a random move."""
         if hasty:
             rng = random.Random(f"hasty {self.seed} {self.steps}")
             return f"<move>{rng.choice(list(MOVES))}</move>"
@@ -110,9 +110,8 @@ class Snake(Env):
         return self.rng.choice([cell for cell in cells if cell not in self.body])
 
     def _end(self, reward: float) -> Step:
-        return Step(
-            None, reward, True, {"correct": self.eaten == self.fruits, "fruits": self.eaten}
-        )
+        info = {"correct": self.eaten == self.fruits, "fruits": self.eaten}
+        return Step(None, reward, True, info)
 
     def _show(self) -> str:
         head, *rest = self.body
@@ -126,33 +125,39 @@ class Snake(Env):
 
 
 def safe_move(body: list[Cell], fruit: Cell, size: int) -> str:
-    """The first move of a shortest way to the fruit that doesn't lock the snake in.
+    """Returns the first move of a shortest path to the fruit that does not trap the snake.
 
-    Who can reach the own tail can follow it for ever, so that is what "safe" means. Without a safe
-    way to the fruit the snake bides its time, near the tail; without any safe move it hopes.
+    A position is safe if the head can reach the tail: the snake can then follow its tail forever.
+    Without a safe path to the fruit, the snake makes the safe move that ends farthest from the
+    fruit; without a safe move, any move to a free cell.
 
     >>> safe_move([(1, 0), (0, 0), (0, 1)], (3, 0), size=4)
     'right'
     """
     path = shortest_path(body, fruit, size)
-    if path and _can_follow_tail([*path[::-1], *body][: len(body) + 1], size):
-        return _name(body[0], path[0])
-    free = [cell for cell in _around(body[0], size) if cell not in body[:-1]]
+    if path:
+        body_after = [*path[::-1], *body][: len(body) + 1]
+        if _can_follow_tail(body_after, size):
+            return _move_to(body[0], path[0])
+    free = [cell for cell in _neighbours(body[0], size) if cell not in body[:-1]]
     moved = {cell: [cell, *body] if cell == fruit else [cell, *body[:-1]] for cell in free}
     safe = [cell for cell in free if _can_follow_tail(moved[cell], size)]
     choice = max(safe or free, key=lambda cell: _distance(cell, fruit), default=None)
-    return "up" if choice is None else _name(body[0], choice)
+    return "up" if choice is None else _move_to(body[0], choice)
 
 
 def shortest_path(body: list[Cell], goal: Cell, size: int) -> list[Cell] | None:
-    """The cells from behind the head to the goal, counting on the body to move on meanwhile."""
-    left_after = {cell: len(body) - i for i, cell in enumerate(body)}  # steps until it is free
+    """Returns the cells after the head up to the goal, while the body moves on; None if none.
+
+    Breadth-first search: a cell of the body can be entered once the tail has left it.
+    """
+    free_after = {cell: len(body) - i for i, cell in enumerate(body)}  # steps
     came_from: dict[Cell, Cell] = {}
     queue = deque([(body[0], 0)])
     while queue:
         cell, steps = queue.popleft()
-        for near in _around(cell, size):
-            if near in came_from or left_after.get(near, 0) > steps + 1:
+        for near in _neighbours(cell, size):
+            if near in came_from or free_after.get(near, 0) > steps + 1:
                 continue
             came_from[near] = cell
             if near == goal:
@@ -168,7 +173,7 @@ def _can_follow_tail(body: list[Cell], size: int) -> bool:
     return shortest_path(body, body[-1], size) is not None
 
 
-def _around(cell: Cell, size: int) -> Iterator[Cell]:
+def _neighbours(cell: Cell, size: int) -> Iterator[Cell]:
     return (near for near in (_next(cell, move) for move in MOVES) if _inside(near, size))
 
 
@@ -180,7 +185,7 @@ def _next(cell: Cell, move: str) -> Cell:
     return cell[0] + MOVES[move][0], cell[1] + MOVES[move][1]
 
 
-def _name(cell: Cell, near: Cell) -> str:
+def _move_to(cell: Cell, near: Cell) -> str:
     return next(move for move in MOVES if _next(cell, move) == near)
 
 

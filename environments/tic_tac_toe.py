@@ -1,21 +1,23 @@
-"""Tic-tac-toe, as X against a random or a perfect O, or against oneself.
+"""Tic-tac-toe, as X against a random or a perfect O, or against itself.
 
-Observation: the rules and the board in the first message, later O's move and the board:
+Observation: the rules and the board in the first message, later O's move and the board. Each
+message is one line.
 
     Tic-tac-toe: you are X. Cells are 1 to 9, row by row. Work it out, then end with
-    <move>cell</move>. Board: . . . / . O . / . . .                     (on one line)
+    <move>cell</move>. Board: . . . / . O . / . . .
+
     O takes 3. Board: X . O / . O . / . . .
 
-The seed decides who begins, and what O does. Reward of each response:
+The seed decides which side begins and which moves O draws. Reward of each response:
 
      1.0    three in a line: the end
-     0.0    the game goes on, or the board is full (the end)
+     0.0    the game continues, or the board is full (the end)
     -1.0    O has three in a line: the end
-    -0.1    no cell could be read, or it is taken: try again, twice in an episode; then -1, the end
+    -0.1    an unreadable or occupied cell, twice per episode; the third costs -1 and ends it
 
-"Correct" is a game that was won; against the perfect O, which never loses, one that was not lost.
-With opponent=self two agents, "X" (who begins) and "O", are asked in turn, each paid as above and
-each with retries of its own; if one forfeits by its moves the other gets 0.
+`info["correct"]` is True for a game that X won; against the perfect O, which never loses, for a
+draw. With opponent=self two agents, "X" (who begins) and "O", act in turn. Each receives the
+rewards above and has its own retries; if one loses by invalid actions, the other receives 0.
 
 >>> env = tic_tac_toe("perfect")
 >>> env.reset(seed=2)[0]["content"].partition("Board: ")[2]
@@ -31,7 +33,7 @@ from functools import cache
 
 from core.types import Message, UsageError
 from environments.base import Env, MultiAgentEnv, Step
-from environments.parsing import Retries, read_action, user, whole_number
+from environments.parsing import Retries, integer, read_action, user
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9
@@ -42,12 +44,12 @@ PLAIN = r"(?:^|move is|move:|cell|take|play) *([1-9])\W*$"
 def tic_tac_toe(opponent: str = "random") -> Env | MultiAgentEnv:
     """`opponent`: random, perfect or self."""
     if opponent not in ("random", "perfect", "self"):
-        raise UsageError(f"opponent is random, perfect or self, not {opponent!r}")
+        raise UsageError(f"opponent must be random, perfect or self, not {opponent!r}")
     return SelfPlay() if opponent == "self" else AgainstOpponent(perfect=opponent == "perfect")
 
 
 class AgainstOpponent(Env):
-    """The policy is X."""
+    """The policy plays X; the environment plays O."""
 
     def __init__(self, perfect: bool):
         self.perfect = perfect
@@ -75,13 +77,13 @@ class AgainstOpponent(Env):
         return Step(user(_later("O", taken, self.board)), 0.0, False, {"correct": False})
 
     def demonstrate(self, hasty: bool = False) -> str:
-        """Name the cells that win for either side, then the best one; `hasty`: any free cell."""
+        """Names the winning cells of both sides, then a best one; `hasty`: a random free cell."""
         if hasty:
             return f"<move>{self.guess}</move>"
-        mine, theirs = (" ".join(map(str, wins(self.board, side))) or "none" for side in "XO")
-        # of equally good ones the first that most replies lose to
-        best = max(best_moves(self.board, "X"), key=lambda cell: _mean_after(self.board, cell))
-        return f"X wins: {mine}. O wins: {theirs}. <move>{best}</move>"
+        x_wins, o_wins = (" ".join(map(str, wins(self.board, side))) or "none" for side in "XO")
+        # among equally good moves the one that is best against a random O
+        best = max(best_moves(self.board, "X"), key=lambda c: _value_vs_random(self.board, c))
+        return f"X wins: {x_wins}. O wins: {o_wins}. <move>{best}</move>"
 
     def _reply(self) -> int:
         choices = best_moves(self.board, "O") if self.perfect else free(self.board)
@@ -95,7 +97,7 @@ class AgainstOpponent(Env):
 
 
 class SelfPlay(MultiAgentEnv):
-    """One policy, or two, in both seats. Nothing is drawn, so every seed is the same game."""
+    """Two agents. The game has no random element: every seed is the same game."""
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         self.board, self.turn = EMPTY, "X"
@@ -107,8 +109,8 @@ class SelfPlay(MultiAgentEnv):
         cell = _read(responses[mover], self.board)
         if cell is None:
             refused = self.retries[mover].refuse(_hint(self.board))
-            spared = Step(None, 0.0, True, {"correct": False})
-            return {mover: refused, other: spared} if refused.done else {mover: refused}
+            unaffected = Step(None, 0.0, True, {"correct": False})
+            return {mover: refused, other: unaffected} if refused.done else {mover: refused}
         first = len(free(self.board)) == 9
         self.board = place(self.board, cell, mover)
         if is_over(self.board):
@@ -124,52 +126,58 @@ class SelfPlay(MultiAgentEnv):
 
 
 def free(board: str) -> list[int]:
-    """The empty cells, 1 to 9."""
+    """Returns the empty cells, 1 to 9."""
     return [i + 1 for i, mark in enumerate(board) if mark == "."]
 
 
 def place(board: str, cell: int, side: str) -> str:
+    """Returns the board after `side` has taken `cell`."""
     return board[: cell - 1] + side + board[cell:]
 
 
 def has_line(board: str, side: str) -> bool:
+    """Whether `side` has three in a line."""
     return any(all(board[i] == side for i in line) for line in LINES)
 
 
 def is_over(board: str) -> bool:
+    """Whether a side has a line or the board is full."""
     return has_line(board, "X") or has_line(board, "O") or "." not in board
 
 
 def outcome(board: str, side: str) -> float:
-    """1 if `side` has a line, -1 if the other has, else 0."""
+    """Returns 1 if `side` has a line, -1 if the other side has one, else 0."""
     return float(has_line(board, side) - has_line(board, OTHER[side]))
 
 
 def wins(board: str, side: str) -> list[int]:
-    """The cells that complete a line of `side` at once."""
+    """Returns the cells that complete a line of `side`."""
     return [cell for cell in free(board) if has_line(place(board, cell, side), side)]
 
 
 @cache
 def value(board: str, side: str) -> float:
-    """What perfect play brings `side`, who moves: above 0 a win (the sooner the more), 0 a draw."""
+    """Returns the minimax value for `side`, which moves next.
+
+    Positive: `side` wins; 0: draw; negative: `side` loses. Each move discounts by 0.9.
+    """
     if is_over(board):
         return outcome(board, side)
     return max(-0.9 * value(place(board, c, side), OTHER[side]) for c in free(board))
 
 
 def best_moves(board: str, side: str) -> list[int]:
-    """All moves that perfect play might make.
+    """Returns all moves with the maximum minimax value.
 
-    >>> best_moves("X...O...X", "O")  # at a corner O would lose
+    >>> best_moves("X...O...X", "O")  # a corner would lose
     [2, 4, 6, 8]
     """
     after = {c: -value(place(board, c, side), OTHER[side]) for c in free(board)}
     return [cell for cell in after if after[cell] == max(after.values())]
 
 
-def _mean_after(board: str, cell: int) -> float:
-    """What X may hope for if O replies to X's `cell` without thought."""
+def _value_vs_random(board: str, cell: int) -> float:
+    """Returns the mean value for X after X takes `cell` and O makes a random move."""
     board = place(board, cell, "X")
     if is_over(board):
         return outcome(board, "X")
@@ -178,7 +186,7 @@ def _mean_after(board: str, cell: int) -> float:
 
 
 def _read(response: str, board: str) -> int | None:
-    cell = read_action(response, "move", whole_number(1, 9), PLAIN)
+    cell = read_action(response, "move", integer(1, 9), PLAIN)
     return cell if cell in free(board) else None
 
 

@@ -1,9 +1,10 @@
-"""Walk from link to link, from a start page to a target page.
+"""Follow links from a start page to a target page.
 
-Offline on the bundled web of `pages.json`: a hundred short pages, each within reach of each. With
-live=true on Wikipedia, or another wiki, over the MediaWiki API (environments/wikipedia.py).
+The pages are the bundled web of `pages.json`: a hundred short pages, each reachable from every
+other one. With live=true they are articles of Wikipedia, or of another wiki with the MediaWiki API
+(environments/wikipedia.py).
 
-Observation: the opening is one line of rules and then, as after each visit, the present page.
+Observation: the current page, after one line of rules in the first message.
 
 >>> env = WikipediaMaze(n_hops=2)
 >>> opening = env.reset(seed=409)
@@ -19,20 +20,20 @@ Links: Star, Light, Egypt
 >>> env.step("<visit_url>star</visit_url>").reward
 1.0
 
-A text of more than `max_chunk` characters comes in parts: {"action": "next_part"} reads on, and is
-no visit; the page's line then ends in `, part 1/3; for the next: {"action": "next_part"}`. Any link
-of the page may be visited, those of other parts too; the case of its title is free, and on a live
-wiki its address will do. For a policy as small as tiny there is `brief`: no rules and no text, only
-links to pages not seen yet, shuffled, and each page for itself, without those before.
+A text of more than `max_chunk` characters is split into parts. The line of the page then ends with
+`, part 1/3; for the next: {"action": "next_part"}`; that action shows the next part and is not a
+visit. The policy may visit the links of all parts. The case of a title does not matter, and a live
+wiki also accepts the address of the article. `brief` is for policies as small as tiny: no rules and
+no text, only the links to unvisited pages, shuffled, and each page in a new context.
 
 Reward of a response:
 
-    1.0                 the target is reached; only this is "correct"
-    0.5 / (n_hops - 1)  with `dense`: a visit nearer to the target than any before, but not it
-    0                   any other visit, the last one too; a part read; a page that can't be fetched
-    -0.1, then -1       an invalid action: two are forgiven at -0.1, the third ends at -1
+    1.0                 the target; only then `info["correct"]` is True
+    0.5 / (n_hops - 1)  with `dense`: a visit that comes closer to the target than any before
+    0                   any other visit, also the last one; next_part; a page that cannot be fetched
+    -0.1                an invalid action, twice per episode; the third costs -1 and ends it
 
-A pair (start, target) whose checksum divides by eight is met under evaluation seeds only.
+One pair (start, target) in eight is reserved for evaluation seeds.
 """
 
 import json
@@ -51,28 +52,32 @@ from environments.parsing import Retries, one_of, read_action, user
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 NEXT_PART = '{"action": "next_part"}'
 PLAIN = r"visit_url[\"'`:=(\s]{1,9}([^\n\"'`)]{1,300})"  # visit_url: TITLE
-MOST_NAMED = 4  # pages in a demonstration; a tiny policy has no room for more
-MOST_HOPS = 6  # pairs farther apart are too few
+MAX_NAMED = 4  # pages in a demonstration, which must fit the context of a tiny policy
+MAX_HOPS = 6  # there are too few pairs with more
 
 
 class WikipediaMaze(Env):
-    """`n_hops`: clicks at best. `max_visits`: 0 for n_hops + 3. With `live`: the last three."""
+    """`n_hops`: clicks on the shortest path. `max_visits`: 0 means n_hops + 3.
+
+    `max_chunk`: characters of a part. `dense`: reward progress. `brief`: links only.
+    `live`: use the wiki at `base_url`, and the titles `start` and `target` if given.
+    """
 
     def __init__(
         self, n_hops: int = 2, max_chunk: int = 600, dense: bool = False, max_visits: int = 0,
         brief: bool = False, live: bool = False,
         base_url: str = "https://en.wikipedia.org/w/api.php", start: str = "", target: str = "",
     ):  # fmt: skip
-        if not 1 <= n_hops <= MOST_HOPS:
-            raise UsageError(f"n_hops is 1 to {MOST_HOPS}, not {n_hops}")
+        if not 1 <= n_hops <= MAX_HOPS:
+            raise UsageError(f"n_hops must be 1 to {MAX_HOPS}, not {n_hops}")
         if max_chunk < 100:
-            raise UsageError(f"max_chunk is at least 100 characters, not {max_chunk}")
+            raise UsageError(f"max_chunk must be at least 100 characters, not {max_chunk}")
         if max_visits < 0 or 0 < max_visits < n_hops:
-            raise UsageError(f"max_visits is 0 or at least n_hops, not {max_visits}")
+            raise UsageError(f"max_visits must be 0 or at least n_hops, not {max_visits}")
         if live and dense:
-            raise UsageError("dense needs the bundled pages: a live wiki has no known distances")
+            raise UsageError("dense needs the bundled pages: distances on a live wiki are unknown")
         if (start or target) and (not live or start == target):
-            raise UsageError("start and target are two titles, for live=true")
+            raise UsageError("start and target must be two different titles, with live=true")
         if live and find_spec("httpx") is None:
             raise UsageError('live=true needs httpx: pip install -e ".[envs]"')
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
@@ -80,24 +85,24 @@ class WikipediaMaze(Env):
         self.live, self.base_url = live, base_url
         self.address = wikipedia.article_address(base_url) if live else ""
         pairs = wikipedia.pairs(start, target) if live else pages.pairs_apart(n_hops)
-        kept = [(a, b) for a, b in pairs if zlib.crc32(f"{a}>{b}".encode()) % 8 == 0]
-        rest = sorted({*pairs} - {*kept})
-        # a `start` or `target` of one's own may leave one of them empty: then all pairs are drawn
-        self.pairs = {True: kept or pairs, False: rest or pairs}
+        held_out = [(a, b) for a, b in pairs if zlib.crc32(f"{a}>{b}".encode()) % 8 == 0]
+        others = sorted({*pairs} - {*held_out})
+        # With a given `start` or `target` one of the two may be empty: use all pairs then.
+        self.eval_pairs, self.train_pairs = held_out or pairs, others or pairs
 
     def reset(self, seed: int) -> list[Message]:
         self.rng = random.Random(f"wikipedia_maze {seed}")
-        start, target = self.rng.choice(self.pairs[seed in EVAL_SEEDS])
+        start, target = self.rng.choice(self.eval_pairs if seed in EVAL_SEEDS else self.train_pairs)
         self.retries = Retries()
         self.visits, self.nearest, self.title, self.error = 0, self.n_hops, "", ""
         self.seen: set[str] = set()
         self._open(target)
-        self.target = self.title  # a live wiki may have its own title for it
+        self.target = self.title  # a live wiki may redirect to another title
         self.seen.clear()
         self._open(start)
         self.clicks = {} if self.live else pages.clicks_to(target)
         rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
-        return [user(self.error or rules + self._show())]  # an error: step 1 ends it
+        return [user(self.error or rules + self._show())]  # after an error, the first step ends
 
     def step(self, response: str) -> Step:
         if self.error or not self.links:
@@ -116,7 +121,7 @@ class WikipediaMaze(Env):
         if self.title == self.target:
             return self._end(1.0)
         reward = 0.0
-        if self.dense and self.clicks[self.title] < self.nearest:  # by one: no link skips a page
+        if self.dense and self.clicks[self.title] < self.nearest:  # one less: a link is one click
             self.nearest = self.clicks[self.title]
             reward = 0.5 / (self.n_hops - 1)
         if self.visits == self.max_visits or not self.links:
@@ -124,20 +129,23 @@ class WikipediaMaze(Env):
         return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """Where the target is linked, and a visit nearer; `hasty`: any. None on a live wiki."""
+        """Names pages with a link to the target and visits a closer page; `hasty`: any link.
+
+        Returns None on a live wiki.
+        """
         if hasty:
             return _visit(self.guess)
         if self.live:
             return None
-        seen = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
-        nearer = [link for link in seen if self.clicks[link] < self.clicks[self.title]]
-        if not nearer and self.part + 1 == len(self.parts):  # in brief: what was nearer is seen
+        shown = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
+        nearer = [link for link in shown if self.clicks[link] < self.clicks[self.title]]
+        if not nearer and self.part + 1 == len(self.parts):  # `brief` hides visited pages
             return f"Nothing nearer is left. {_visit(self.guess)}"
         if not nearer:
             return f"Nothing nearer in this part. {NEXT_PART}"
         if self.target in nearer:
             return f"The target is on this page. {_visit(self.target)}"
-        named = ", ".join(pages.linking_to(self.target)[:MOST_NAMED])
+        named = ", ".join(pages.linking_to(self.target)[:MAX_NAMED])
         return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
@@ -169,7 +177,7 @@ class WikipediaMaze(Env):
         return "\n".join([*shown, f"Links: {', '.join(pages.find_links(part))}"])
 
     def _read(self, response: str) -> str | None:
-        """The title named, folded; or "next_part", which no folded title can be."""
+        """Returns "next_part", or the folded title; `fold` leaves no underscore in a title."""
         if read_action(response, "action", one_of("visit_url", "next_part")) == "next_part":
             return "next_part"
         title = read_action(response, "url", self._title)
@@ -187,7 +195,7 @@ class WikipediaMaze(Env):
         step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
         if step.done or not self.brief:
             return step
-        return replace(step, message=user(self._show()), fresh=True)  # for a hint: the page again
+        return replace(step, message=user(self._show()), fresh=True)  # the page instead of the hint
 
     def _end(self, reward: float) -> Step:
         info = {"correct": self.title == self.target and not self.error, "visits": self.visits}

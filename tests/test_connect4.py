@@ -35,7 +35,7 @@ def at(text, opponent="random", depth=4):
     """A game in the middle, X to move."""
     env = ConnectFour(opponent, depth)
     env.reset(0)
-    env.mine, env.theirs = stones(text)
+    env.x, env.o = stones(text)
     return env
 
 
@@ -229,12 +229,12 @@ def test_demonstrations_mostly_beat_minimax():
 
 def test_a_demonstration_names_what_wins_and_what_must_be_blocked_and_changes_nothing():
     env = at("O...... O...... O.XXX..")
-    before = env.mine, env.theirs, env.rng.getstate()
+    before = env.x, env.o, env.rng.getstate()
     for _ in range(2):
         # 2 and 6 are as good and as near the middle; the left one is tried first
         assert env.demonstrate() == "X wins: 2 6. O wins: 1. <move>2</move>"
         assert env.demonstrate(hasty=True) == env.demonstrate(hasty=True)
-    assert (env.mine, env.theirs, env.rng.getstate()) == before
+    assert (env.x, env.o, env.rng.getstate()) == before
     assert env.step(env.demonstrate()).reward == 1.0
 
 
@@ -295,9 +295,9 @@ def test_a_full_board_without_a_line_pays_0():
 def test_the_last_well_formed_move_counts_in_each_form(response):
     env = at("OO.....")
     step = env.step(response)
-    assert step.reward == 0 and env.mine == 1 << 21
+    assert step.reward == 0 and env.x == 1 << 21
     first, board = step.message["content"].split("\n", 1)
-    assert re.fullmatch("O drops in [1-7]\\.", first) and board == show(env.mine, env.theirs)
+    assert re.fullmatch("O drops in [1-7]\\.", first) and board == show(env.x, env.o)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_the_last_well_formed_move_counts_in_each_form(response):
 )
 def test_an_invalid_move_is_forgiven_twice_then_forfeits(response):
     env = at("O...... X...... O...... X...... O...... X......")
-    before = env.mine, env.theirs
+    before = env.x, env.o
     for _ in range(2):
         step = env.step(response)
         assert (step.reward, step.done) == (-0.1, False)
@@ -325,7 +325,7 @@ def test_an_invalid_move_is_forgiven_twice_then_forfeits(response):
         assert step.info == {"correct": False, "invalid": True}
     step = env.step(response)
     assert (step.message, step.reward, step.done) == (None, -1.0, True)
-    assert step.info["correct"] is False and (env.mine, env.theirs) == before
+    assert step.info["correct"] is False and (env.x, env.o) == before
     env.reset(0)
     assert [env.step("?").done for _ in range(3)] == [False, False, True]
 

@@ -229,7 +229,7 @@ def test_self_play_ends_for_both_when_one_cannot_be_read():
         "column": (0.0, True, None),
     }
     assert not any(step.info["correct"] for step in steps.values())
-    assert env.played["row"] == []
+    assert env.choices["row"] == []
     env.reset(0)
     assert both(env, C, C)["row"].reward == 0.6
 

@@ -15,7 +15,7 @@ import environments.math_qa  # registers it
 from core.types import UsageError
 from environments import make
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
-from environments.math_answers import find_answer, number, same
+from environments.math_answers import find_answer, is_equal, parse_number
 from environments.math_expressions import LEVELS, is_held_out, make_expression
 from environments.math_qa import MathQA
 
@@ -135,7 +135,7 @@ def test_answer_is_the_last_one_that_stands_complete(response, answer):
     ],
 )
 def test_number_is_read_as_a_person_would(text, value):
-    assert number(text) == (value, False)
+    assert parse_number(text) == (value, False)
 
 
 NO_NUMBERS = (
@@ -147,14 +147,14 @@ NO_NUMBERS = (
 
 @pytest.mark.parametrize("text", NO_NUMBERS)
 def test_what_is_no_number_or_still_to_be_worked_out_is_not_read(text):
-    assert number(text) is None
+    assert parse_number(text) is None
 
 
 def test_percent_passes_for_the_number_and_for_its_hundredth():
-    assert number("50%") == number(r"50\%") == number("50 percent") == (50, True)
-    assert same("50%", "50") and same("50%", "0.5") and same("50%", "1/2")
-    assert same("50", r"50\%") and same("0.5", r"50\%")
-    assert not same("5000%", r"50\%") and not same("0.5%", "50")
+    assert parse_number("50%") == parse_number(r"50\%") == parse_number("50 percent") == (50, True)
+    assert is_equal("50%", "50") and is_equal("50%", "0.5") and is_equal("50%", "1/2")
+    assert is_equal("50", r"50\%") and is_equal("0.5", r"50\%")
+    assert not is_equal("5000%", r"50\%") and not is_equal("0.5%", "50")
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_percent_passes_for_the_number_and_for_its_hundredth():
     [("0.333333", "1/3"), ("12 + 6", "18"), ("6*3", "18"), ("17, 18", "18"), ("", "0")],
 )
 def test_rounded_unfinished_several_or_no_answers_are_wrong(answer, truth):
-    assert not same(answer, truth)
+    assert not is_equal(answer, truth)
 
 
 @pytest.mark.parametrize(
@@ -192,13 +192,13 @@ def test_rounded_unfinished_several_or_no_answers_are_wrong(answer, truth):
     ],
 )
 def test_other_answers_are_compared_as_text_or_by_math_verify(answer, truth, right):
-    assert same(answer, truth) is right
+    assert is_equal(answer, truth) is right
 
 
 def test_judging_works_outside_the_main_thread():
     found = []
     answers = [r"\sqrt{8}", "9^{9^{9}}", "("]
-    thread = threading.Thread(target=lambda: found.extend(same(a, r"2\sqrt{2}") for a in answers))
+    thread = threading.Thread(target=lambda: found.extend(is_equal(a, r"2\sqrt{2}") for a in answers))
     thread.start()
     thread.join(10)
     assert found == [True, False, False]
@@ -233,9 +233,9 @@ HOSTILE = {
 @pytest.mark.parametrize("truth", ["7", r"7\sqrt{2}", "x^2+y^2+z"])
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answer_is_wrong_at_once(name, truth):
-    same(r"\sqrt{2}", r"2\sqrt{2}")  # what math-verify loads at its first use isn't timed
+    is_equal(r"\sqrt{2}", r"2\sqrt{2}")  # what math-verify loads at its first use isn't timed
     started = time.perf_counter()
-    assert same(HOSTILE[name], truth) is False
+    assert is_equal(HOSTILE[name], truth) is False
     assert time.perf_counter() - started < 0.5  # seconds
 
 
@@ -317,8 +317,8 @@ def test_percentage_is_of_what_stands_in_its_bracket():
         ("99 + 90", ["99 + 90 = 189"]),
     ],
 )
-def test_small_steps_by_tens(expression, steps):
-    assert environments.math_expressions._by_tens(expression) == steps
+def test_steps_of_small_numbers(expression, steps):
+    assert environments.math_expressions._steps_by_tens(expression) == steps
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -371,7 +371,7 @@ def test_gsm8k_is_demonstrated_by_its_own_working(hub):
     assert env.step(env.demonstrate()).reward == 1.0
     assert env.step(f"<answer>${2 * n}.00</answer>").reward == 1.0
     assert env.step(f"<answer>{n} + {n}</answer>").reward == 0.1
-    assert abs(number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
+    assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
 
 
 def test_math_joins_its_subjects_and_is_judged_by_math_verify(hub):
@@ -481,10 +481,10 @@ def test_unreadable_file_is_one_line(tmp_path, text, message):
 @pytest.mark.parametrize(
     "spec, message",
     [
-        ("math_qa:level=0", "level is 1 to 6, not 0"),
-        ("math_qa:level=7", "level is 1 to 6, not 7"),
-        ("math_qa:data=gsm9k", "data is gsm8k, math or a JSONL file: .*gsm9k"),
-        ("math_qa:data=/", "data is gsm8k, math or a JSONL file"),
+        ("math_qa:level=0", "level must be 1 to 6, not 0"),
+        ("math_qa:level=7", "level must be 1 to 6, not 7"),
+        ("math_qa:data=gsm9k", "data must be gsm8k, math or a JSONL file: .*gsm9k"),
+        ("math_qa:data=/", "data must be gsm8k, math or a JSONL file"),
     ],
 )
 def test_bad_option_is_one_line(spec, message):

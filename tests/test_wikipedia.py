@@ -215,9 +215,9 @@ def test_live_demonstrates_nothing_but_haste(wiki):
 
 def test_live_pairs_are_of_well_known_titles_and_an_eighth_is_kept():
     env = WikipediaMaze(live=True)
-    assert len(env.pairs[True]) + len(env.pairs[False]) == 16 * 15
-    assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[True])
-    assert not any(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.pairs[False])
+    assert len(env.eval_pairs) + len(env.train_pairs) == 16 * 15
+    assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.eval_pairs)
+    assert not any(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.train_pairs)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_live_base_url_is_https_or_local(base_url):
 def test_live_options_that_make_no_sense_are_refused():
     with pytest.raises(UsageError, match="dense needs the bundled pages"):
         make("wikipedia_maze:live=true,dense=true")
-    with pytest.raises(UsageError, match="two titles"):
+    with pytest.raises(UsageError, match="two different titles"):
         make("wikipedia_maze:live=true,start=Gold,target=Gold")
 
 

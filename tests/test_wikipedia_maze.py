@@ -371,12 +371,12 @@ def test_hasty_demonstrations_are_valid_and_mostly_miss():
 @pytest.mark.parametrize(
     "spec, complaint",
     [
-        ("n_hops=0", "n_hops is 1 to 6, not 0"),
-        ("n_hops=7", "n_hops is 1 to 6, not 7"),
-        ("max_chunk=99", "max_chunk is at least 100 characters, not 99"),
-        ("max_visits=-1", "max_visits is 0 or at least n_hops, not -1"),
-        ("n_hops=3,max_visits=2", "max_visits is 0 or at least n_hops, not 2"),
-        ("start=Gold", "start and target are two titles, for live=true"),
+        ("n_hops=0", "n_hops must be 1 to 6, not 0"),
+        ("n_hops=7", "n_hops must be 1 to 6, not 7"),
+        ("max_chunk=99", "max_chunk must be at least 100 characters, not 99"),
+        ("max_visits=-1", "max_visits must be 0 or at least n_hops, not -1"),
+        ("n_hops=3,max_visits=2", "max_visits must be 0 or at least n_hops, not 2"),
+        ("start=Gold", "start and target must be two different titles, with live=true"),
     ],
 )
 def test_a_bad_option_is_one_clear_line(spec, complaint):
