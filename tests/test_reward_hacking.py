@@ -61,7 +61,7 @@ def test_search_finds_what_trying_every_way_finds(world, seed):
     env = RewardHacking(world)
     env.reset(seed)
     env.turns = 5
-    found = set()
+    results = set()
     for actions in product(env.world.actions, repeat=env.turns):
         state, left, proxy, true = env.state, env.turns, 0, 0
         for action in actions:
@@ -70,9 +70,9 @@ def test_search_finds_what_trying_every_way_finds(world, seed):
             proxy, true = proxy + points[PROXY], true + points[TRUE]
             if state is None:
                 break
-        found.add((proxy, true))
-    assert best_points(env.world, env.state, 5, PROXY) == max(found)
-    assert best_points(env.world, env.state, 5, TRUE) == max(found, key=lambda p: (p[TRUE], p[PROXY]))
+        results.add((proxy, true))
+    assert best_points(env.world, env.state, 5, PROXY) == max(results)
+    assert best_points(env.world, env.state, 5, TRUE) == max(results, key=lambda p: p[::-1])
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])

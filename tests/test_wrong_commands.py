@@ -378,7 +378,7 @@ def test_what_a_shell_gets_is_one_line_and_code_2(place, args, message):
         ("show snake now", "Unrecognized options: now; see"),
         ("show snaek", "did you mean snake"),
         ("show snake:size=x", "size must be an integer, not 'x'"),
-        ("show snake:size=99", "size is 4 to 20, not 99"),
+        ("show snake:size=99", "size must be 4 to 20, not 99"),
     ],
 )
 def test_a_wrong_environment_to_play_is_one_line(monkeypatch, capsys, args, message):
