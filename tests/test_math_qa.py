@@ -196,12 +196,13 @@ def test_other_answers_are_compared_as_text_or_by_math_verify(answer, truth, rig
 
 
 def test_judging_works_outside_the_main_thread():
-    found = []
+    judged = []
     answers = [r"\sqrt{8}", "9^{9^{9}}", "("]
-    thread = threading.Thread(target=lambda: found.extend(is_equal(a, r"2\sqrt{2}") for a in answers))
+    judge = lambda: judged.extend(is_equal(a, r"2\sqrt{2}") for a in answers)  # noqa: E731
+    thread = threading.Thread(target=judge)
     thread.start()
     thread.join(10)
-    assert found == [True, False, False]
+    assert judged == [True, False, False]
 
 
 HOSTILE = {
