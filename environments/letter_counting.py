@@ -2,8 +2,8 @@
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
-up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight is
-reserved for evaluation and never occurs under a training or demonstration seed.
+up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight
+is reserved for evaluation and never occurs under a training or demonstration seed.
 
 Observation: one user message, for example
 
