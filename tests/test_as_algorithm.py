@@ -1,5 +1,6 @@
 """`--algo scratch`: the participant's functions with the signatures of an algorithm."""
 
+import json
 from pathlib import Path
 from types import ModuleType
 
@@ -8,10 +9,13 @@ import torch
 from test_workshop import STUBS, solved
 
 from algorithms import grpo
-from core.sampler import SamplingParams
-from core.types import UsageError
+from core import run
+from core.sampler import SamplingParams, TorchSampler
+from core.types import Message, UsageError
 from core.workshop import checker
 from core.workshop.as_algorithm import ScratchAlgorithm, load_scratch
+from environments.base import Env, Step
+from environments.registry import ENVIRONMENTS
 
 OPTIONS = grpo.Options(
     "grpo", "group", 0.2, 0.2, ratio_level="token", surrogate="min", aggregation="token"
@@ -35,12 +39,12 @@ def episodes() -> tuple[torch.Tensor, ...]:
     return torch.randn(6, 5) * mask, mask, torch.tensor([7, 1, 7, 1, 7, 4])
 
 
-def advantages_of(algorithm: object, rewards, mask, group_ids, gamma=1.0) -> torch.Tensor:
+def advantages_of(algorithm: object, rewards, mask, group_ids) -> torch.Tensor:
     turn_ids, ended = torch.zeros_like(mask, dtype=torch.int64), torch.zeros(len(mask)).bool()
-    result = algorithm.compute_advantages(
-        rewards, mask, turn_ids, group_ids, None, ended, gamma, OPTIONS
+    advantages, _ = algorithm.compute_advantages(
+        rewards, mask, turn_ids, group_ids, None, ended, 1.0, OPTIONS
     )
-    return result[0] if isinstance(result, tuple) else result
+    return advantages
 
 
 def loss_inputs() -> list[torch.Tensor]:
@@ -144,8 +148,8 @@ def test_wrong_advantages_are_one_line_that_names_the_exercise(tmp_path, code, m
 @pytest.mark.parametrize(
     "code, message",
     [
-        ("    return logprobs.detach().mean()", "(exercise 5) returned a tensor without a gradient"),
-        ("    return logprobs.mean().item()", "(exercise 5) returned float, not a tensor"),
+        ("    return logprobs.detach().mean()", "returned a tensor without a gradient"),
+        ("    return logprobs.mean().item()", "returned float, not a tensor"),
         ("    assert len(logprobs) < 5", "(exercise 5): AssertionError"),
     ],
 )
@@ -197,3 +201,62 @@ def test_load_allows_wrong_exercises_with_a_remark(tmp_path, monkeypatch):
     Path("run").mkdir()
     algorithm.save_source(Path("run"))
     assert Path("run/scratch.py").read_text() == Path("scratch.py").read_text()
+
+
+SHORT = """--env vowels --sft-steps 0 --num-updates 2 --num-prompts 2 --group-size 4 --max-tokens 12
+    --max-turns 2 --eval-num-tasks 0 --lr 1e-3""".split()
+
+
+@pytest.fixture
+def vowels(monkeypatch):
+    """An environment of two turns that rewards vowels: an untrained policy earns some."""
+
+    class Vowels(Env):
+        def reset(self, seed: int) -> list[Message]:
+            self.turns = 0
+            return [{"role": "user", "content": f"say {seed % 7}"}]
+
+        def step(self, response: str) -> Step:
+            self.turns += 1
+            reward = sum(map(response.count, "aeiou"))
+            return Step({"role": "user", "content": "more"}, reward, self.turns == 2)
+
+    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
+
+
+def test_solutions_train_as_grpo_does(command, monkeypatch, vowels):
+    """The same metrics to 1e-5, if GRPO's sampler draws with exercise 8 too."""
+    Path("scratch.py").write_text(solved())
+    assert command(*SHORT, "--algo", "scratch", "--run-name", "mine")[0] == 0
+    draw = load_scratch().draw
+    monkeypatch.setattr(run, "_make_sampler", lambda _, policy, *rest: TorchSampler(policy, draw))
+    same = "--algo grpo --grpo.loss-type grpo --grpo.aggregation token --tis-cap 0".split()
+    assert command(*SHORT, *same, "--run-name", "ours")[0] == 0
+    mine, ours = (records(name) for name in ("mine", "ours"))
+    assert [r["update"] for r in mine] == [r["update"] for r in ours] == [0, 1, 2]
+    for a, b in zip(mine[1:], ours[1:], strict=True):
+        assert a.keys() == b.keys() and b["grad/norm"] > 0
+        numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
+        assert {k: a[k] for k in numbers} == pytest.approx(numbers, abs=1e-5)
+    assert Path("runs/mine/scratch.py").read_text() == solved()
+    assert "algo: scratch" in Path("runs/mine/config.yaml").read_text()
+
+
+def records(name: str) -> list[dict]:
+    lines = map(json.loads, Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if "update" in record]
+
+
+def test_missing_exercises_are_named_before_a_run_folder_is_made(command):
+    Path("scratch.py").write_text(STUBS.read_text())
+    code, _, err = command("--algo", "scratch")
+    assert (code, err.count("\n")) == (2, 1) and "3 (group_advantages)" in err
+    assert not Path("runs").exists()
+
+
+def test_error_during_training_is_one_line_and_keeps_the_checkpoint(command, vowels):
+    text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
+    Path("scratch.py").write_text(text)
+    code, _, err = command(*SHORT, "--algo", "scratch", "--run-name", "mine")
+    assert (code, err.count("\n")) == (2, 1) and "(exercise 5): AssertionError" in err
+    assert Path("runs/mine/checkpoint").exists()

@@ -298,7 +298,7 @@ EXERCISES = (
         10, "advantages_of_tokens", "Find the bug",
         "Take two right answers, a short one and a long one. Which of them gets the larger "
         "advantage? Look at what `returns` is divided by.",
-        "token_scale in algorithms/common.py, and Dr. GRPO, arXiv:2503.20783",
+        "token_weights in algorithms/common.py, and Dr. GRPO, arXiv:2503.20783",
         (
             Fact("with equal rewards, a long answer has the same advantage as a short one",
                  lambda f: f.advantages_of_tokens(REWARDS, SAMPLED, ONE_GROUP),
