@@ -20,7 +20,7 @@ from core import cli
 from core.config import Config
 
 if __name__ == "__main__":
-    cli.answer_at_once(Config, sys.argv[1:])  # --help and errors, before the slow imports
+    cli.answer_at_once(sys.argv[1:])  # --help and errors, before the slow imports
 
 import torch
 from torch import Tensor
@@ -145,9 +145,11 @@ def prepare(cfg: Config) -> Config:
     cfg = config.resolve(cfg)
     if cfg.algo == "grpo":
         cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
-    config.check(cfg, ALGORITHMS)
+    config.validate(cfg)
+    tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
+    train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if cfg.sft_steps:
-        tasks.check_demonstrations(tasks.training_envs(cfg.env, cfg.train_difficulty))
+        tasks.check_demonstrations(train_envs)
     return cfg
 
 
@@ -297,7 +299,7 @@ def sft_on_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
 
 def run_command(args: list[str]) -> int:
     """What `python train.py ARGS` does. Returns the exit code."""
-    return cli.run(Config, main, args)
+    return cli.run(main, args)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from core.cli import FREE_ON_RESUME
+from core.config import FREE_ON_RESUME
 from core.model import Policy
 from core.optimizer import MasterAdamW
-from core.run_dir import write_error
+from core.run_dir import disk_errors
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
@@ -130,11 +129,9 @@ def export_model(run: Path, policy: Policy) -> Path:
 
 def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
     tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
-    try:
+    with disk_errors(part):
         save_file(tensors, part / FILES[0])
         torch.save(optimizer.state_dict(), part / FILES[1])
-    except (SafetensorError, RuntimeError) as error:  # in their words, a write that failed
-        raise write_error(error, part) or error from error
 
 
 def _read_state(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -3,12 +3,18 @@
 `Config` is the command line of train.py and the content of a run's config.yaml. The groups below
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
 `cfg.lr`, not `cfg.optimization.lr`.
+
+    cfg = resolve(cli.parse(["--algo", "ppo"]))    # fills in the defaults that depend on the model
+    validate(cfg)                                  # raises UsageError
+
+The module imports neither torch nor transformers, so --help and mistakes are answered at once.
 """
 
 import importlib.util
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from algorithms.options import KL, GrpoOptions, Level, PpoOptions, ReinforceOptions
@@ -18,44 +24,44 @@ from core.types import UsageError
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Model."""
+    """The model that is trained."""
 
     model_id: str = "tiny"
-    """Hub id or folder; tiny: a Qwen3 of 0.8M random weights, drawn from --seed."""
+    """Hub id or folder; tiny: a Qwen3 with 0.8M random weights drawn from --seed."""
     trust_remote_code: bool = False
-    """Run the Python code that comes with --model-id; only if you trust its author."""
+    """Run the Python code that comes with --model-id. Read from the command line only."""
     lora_rank: int = 0
     """Rank of LoRA adapters on all linear layers; 0: train all weights."""
     lora_alpha: float = 0.0
     """LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank."""
     max_model_len: int | None = None
-    """Tokens of an episode, prompt and completions; None: max_turns * max_tokens + 4096."""
+    """Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
-    """Task."""
+    """Environments and their difficulty."""
 
     env: tuple[str, ...] = ("letter_counting",)
-    """Environment, name[:key=value,...]; several are mixed evenly."""
+    """Training environments, name[:key=value,...]; several get equal shares of the tasks."""
     eval_env: tuple[str, ...] = ()
-    """Environments to evaluate on; none given: those of --env."""
+    """Evaluation environments; none given: the same as --env."""
     train_difficulty: int = 0
     """Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is."""
     curriculum: float = 0.0
-    """Raise the difficulty when training accuracy exceeds this, lower it below half of it;
-    0: off."""
+    """Raise the difficulty when training accuracy exceeds this, lower it below half of it; 0: off.
+    """
     max_turns: int = 8
-    """Turns after which an episode is truncated."""
+    """Number of turns after which an episode is truncated."""
     env_timeout: float = 60.0
     """Seconds that one call of an environment may take before its episode fails; 0: no limit."""
     thinking: Literal["keep", "drop"] = "keep"
-    """drop: remove <think> text of earlier turns from the context."""
+    """drop: remove the <think> text of earlier turns from the context."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling."""
+    """How rollouts are sampled."""
 
     num_prompts: int = 16
     """P, number of tasks per update."""
@@ -76,12 +82,12 @@ class SamplingOptions:
     base_url: str = ""
     """URL of the server that --sampler openai evaluates."""
     gpu_memory_utilization: float = 0.9
-    """Maximum share of GPU memory in use while vLLM samples."""
+    """Fraction of GPU memory that may be in use while vLLM samples."""
 
 
 @dataclass(frozen=True)
 class OptimizationOptions:
-    """Optimization."""
+    """Algorithm, gradient steps and memory."""
 
     algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
     """scratch: the functions of your scratch.py."""
@@ -103,7 +109,7 @@ class OptimizationOptions:
 
 @dataclass(frozen=True)
 class AlgorithmOptions:
-    """Algorithm options."""
+    """Options that several algorithms share."""
 
     gamma: float = 1.0
     """Discount factor per turn."""
@@ -129,20 +135,19 @@ class AlgorithmOptions:
     mask_truncated_completions: bool = False
     """Exclude completions that hit --max-tokens from the loss."""
     sft_best: int = 0
-    """Keep this many best rollouts, one per task, and take an SFT step on them after each update;
-    0: off."""
+    """After each update, take an SFT step on this many best rollouts, one per task; 0: off."""
 
 
 @dataclass(frozen=True)
 class WarmStartOptions:
-    """Warm start."""
+    """Supervised fine-tuning (SFT) on demonstrations before RL."""
 
     sft_steps: int | None = None
-    """SFT steps on demonstrations before RL; None: 800 for tiny, otherwise 0."""
+    """Number of SFT steps; None: 800 for tiny, otherwise 0."""
     sft_batch_size: int = 32
     """Demonstrations per SFT step."""
     sft_hasty: float = 0.6
-    """Fraction of demonstrations that are hasty guesses; the others are worked out."""
+    """Fraction of demonstrations that guess the answer; the others show how to work it out."""
     sft_lr: float | None = None
     """Peak learning rate of SFT; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 otherwise."""
     cache: bool = True
@@ -151,7 +156,7 @@ class WarmStartOptions:
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """Evaluation."""
+    """Greedy evaluation on held-out tasks."""
 
     eval_every: int = 10
     """Updates between evaluations; 0: only before the first and after the last update."""
@@ -161,7 +166,7 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class SystemOptions:
-    """System."""
+    """Hardware and random numbers."""
 
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU."""
@@ -173,24 +178,25 @@ class SystemOptions:
 
 @dataclass(frozen=True)
 class LoggingOptions:
-    """Logging and checkpoints."""
+    """The run folder, checkpoints and trackers."""
 
     run_name: str = ""
     """Folder under runs/; empty: <algo>-<env>-<number>."""
     config: str = ""
     """Read settings from this config.yaml; flags override them."""
     resume: str = ""
-    """Resume this run folder from its last checkpoint; --num-updates, .. may change."""
+    """Resume this run folder from its last checkpoint."""
     save_every: int = 20
     """Updates between checkpoints; 0: only at the end."""
     stop_on: tuple[str, ...] = ()
-    """Warnings on which to save and stop the run; any: on every warning."""
+    """Warnings that save and stop the run; any: every warning."""
     microscope: int = 4096
     """Sampled tokens per update that report.html shows one by one; 0: none."""
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
     """Also send the metrics to this tracker."""
 
 
+# The fields of a dataclass come from its last base first: model, task, ..., logging.
 @dataclass(frozen=True)
 class Config(
     LoggingOptions, SystemOptions, EvaluationOptions, WarmStartOptions, AlgorithmOptions,
@@ -202,23 +208,45 @@ class Config(
     grpo: GrpoOptions = field(default_factory=GrpoOptions)
     ppo: PpoOptions = field(default_factory=PpoOptions)
 
+    if TYPE_CHECKING:  # resolve() replaces None by a value in these
+        lr: float = 0.0
+        sft_lr: float = 0.0
+        sft_steps: int = 0
+        max_tokens: int = 0
+        max_model_len: int = 0
+        credit: Literal["episode", "turn"] = "episode"
 
+
+ALGORITHMS = ("reinforce", "grpo", "ppo")  # those with options of their own
+COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")  # never read from a file
+FREE_ON_RESUME = {  # settings that a resumed run may change
+    *("num_updates", "save_every", "track", "stop_on", "cache", "run_name", *COMMAND_LINE_ONLY),
+    # These change the rounding of sums; a machine with less memory may require it.
+    *("max_tokens_per_micro_batch", "gradient_checkpointing", "gpu_memory_utilization"),
+}
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
     max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
     gpu_memory_utilization""".split()
-NOT_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
+NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
-    overlong_buffer sft_best microscope env_timeout""".split()
-NOT_SCRATCH = """num_epochs num_minibatches max_grad_norm mask_truncated_completions gamma credit
-    entropy_coef     kl_coef tis_cap tis_mode tis_level overlong_buffer top_p top_k dtype sampler
-    gradient_checkpointing""".split()
-SHARES = "sft_hasty top_p gpu_memory_utilization gamma curriculum".split()
-LARGEST_SEED = 2**32 - 1
-LONGEST_NAME = 100  # bytes of a run's name; a file system takes 255
+    overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
+    ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
+FRACTIONS = "sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda".split()
+NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
+    "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
+    "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",
+}  # fmt: skip
+# scratch.py draws the tokens (exercise 8), and its loss has no importance weights.
+NO_EFFECT_WITH_SCRATCH = "tis_cap tis_level tis_mode top_p top_k".split()
+MAX_SEED = 2**32 - 1
+MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
 def resolve(cfg: Config) -> Config:
-    """Fill in what was left to the kind of model and algorithm."""
+    """Replace None by the default for this kind of model and algorithm.
+
+    `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it.
+    """
     tiny, lora = cfg.model_id == "tiny", cfg.lora_rank > 0
     defaults: dict[str, Any] = {
         "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
@@ -229,149 +257,157 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+    if cfg.max_model_len is None:
+        cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + 4096)
     if cfg.algo == "scratch" and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
-    longest = cfg.max_turns * cfg.max_tokens + 4096  # what is written, and what is read
-    return replace(cfg, max_model_len=longest) if cfg.max_model_len is None else cfg
+    return cfg
 
 
-def check(cfg: Config, algorithms: dict[str, Any]) -> None:
-    """Raise UsageError for the first setting that can't be meant."""
-    _check_texts(cfg)
-    _check_ranges(cfg)
-    _check_unused(cfg, algorithms)
-    known = [*diagnostics.WARNINGS, "any"]
-    if wrong := [name for name in cfg.stop_on if name not in known]:
-        raise UsageError(f"--stop-on {wrong[0]}: no such warning; there are {', '.join(known)}")
-    if (compares(cfg) or cfg.filter_groups) and cfg.group_size < 2:
-        raise UsageError("--group-size 1 has nothing to compare a rollout with; take 2 or more")
+def validate(cfg: Config) -> None:
+    """Raise UsageError for the first setting of a resolved Config that is invalid."""
+    _validate_text(cfg)
+    _validate_ranges(cfg)
+    _validate_effect(cfg)
+    _validate_sampler(cfg)
+    warnings = [*diagnostics.WARNINGS, "any"]
+    if unknown := [name for name in cfg.stop_on if name not in warnings]:
+        raise UsageError(f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}")
+    if (compares_within_group(cfg) or cfg.filter_groups) and cfg.group_size < 2:
+        raise UsageError("--group-size 1: rollouts are compared within their group; use 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":
-        raise UsageError("--credit episode: PPO credits each token by its values; leave it out")
-    if cfg.num_minibatches > (rollouts := cfg.num_prompts * cfg.group_size):
-        raise UsageError(f"--num-minibatches {cfg.num_minibatches}: an update has {rollouts} "
-                         "rollouts, one for each at most")  # fmt: skip
-    if cfg.overlong_buffer > cfg.max_tokens:
-        raise UsageError(f"--overlong-buffer is at most --max-tokens, {cfg.max_tokens}")
-    if 0 < cfg.tis_cap < 1:
-        raise UsageError(f"--tis-cap is 1 or more, or 0 for no weights, not {cfg.tis_cap}")
+        raise UsageError("--credit episode: PPO estimates the advantage of each token; remove it")
     if cfg.kl_coef and cfg.kl_estimator == "k1" and cfg.kl_in == "loss":
-        raise UsageError("--kl-estimator k1 in the loss has a gradient of mean 0; "
-                         "take k2, or --kl-in reward")  # fmt: skip
-    if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
-    if cfg.sampler == "openai" and (cfg.num_updates or cfg.sft_steps or not cfg.base_url):
-        raise UsageError("--sampler openai evaluates only: --num-updates 0 --base-url http://..")
-    if cfg.sampler == "openai":
-        _check_address(cfg.base_url)
-    if cfg.max_model_len <= cfg.max_tokens:
-        raise UsageError(f"--max-model-len {cfg.max_model_len} leaves no room for a prompt beside "
-                         f"--max-tokens {cfg.max_tokens}")  # fmt: skip
+        raise UsageError("--kl-estimator k1 has an expected gradient of 0 in the loss; "
+                         "use k2, or --kl-in reward")  # fmt: skip
+    if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
+        raise UsageError("--grpo.dual-clip has no effect with the surrogate cispo; remove it")
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
 
 
-def compares(cfg: Config) -> bool:
-    """Whether rollouts are compared within their group."""
-    by_group = cfg.algo == "reinforce" and cfg.reinforce.baseline in ("group", "leave_one_out")
-    return by_group or cfg.algo in ("grpo", "scratch")
+def compares_within_group(cfg: Config) -> bool:
+    """Whether the advantage of a rollout depends on the other rollouts of its group."""
+    if cfg.algo == "reinforce":
+        return cfg.reinforce.baseline in ("group", "leave_one_out")
+    return cfg.algo in ("grpo", "scratch")
 
 
-def _check_texts(cfg: Config) -> None:
-    if not cfg.env:
-        raise UsageError("--env names no environment")
-    for flag in ("model_id", "device"):
-        if not getattr(cfg, flag):
-            raise UsageError(f"--{flag.replace('_', '-')} is empty")
+def algorithm_title(cfg: Config) -> str:
+    """The algorithm as the run's title shows it, with the loss type of GRPO.
+
+    >>> algorithm_title(Config()), algorithm_title(Config(algo="ppo"))
+    ('grpo (dapo)', 'ppo')
+    """
+    return f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
+
+
+def remarks(cfg: Config) -> list[str]:
+    """Lines about valid settings that may surprise; shown when the run starts."""
+    lines = []
+    if cfg.algo == "grpo":
+        options = (f"{f.name}={getattr(cfg.grpo, f.name)}" for f in fields(cfg.grpo))
+        lines.append(f"grpo: {' '.join(options)}")
+    if cfg.top_p < 1 or cfg.top_k > 0:
+        lines.append("--top-p and --top-k: the sampler renormalizes its log-probs over the tokens "
+                     "that it keeps, the trainer does not; expect a gap")  # fmt: skip
+    if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps:
+        lines.append("--kl-coef with LoRA: the reference policy is the base model without "
+                     "adapters, so the KL includes the change by the warm start")  # fmt: skip
+    return lines
+
+
+def flag(name: str) -> str:
+    """The flag of a setting.
+
+    >>> flag("grpo.clip_high")
+    '--grpo.clip-high'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def _validate_text(cfg: Config) -> None:
+    for name in ("env", "model_id", "device"):
+        if not getattr(cfg, name):
+            raise UsageError(f"{flag(name)} is empty")
     for option in fields(cfg):
         value = getattr(cfg, option.name)
         for text in value if isinstance(value, tuple) else [value]:
             if isinstance(text, str) and not text.isprintable():
-                flag = option.name.replace("_", "-")
-                raise UsageError(f"--{flag} has characters that can't be shown: {text!a}")
+                raise UsageError(f"{flag(option.name)} has unprintable characters: {text!a}")
     if cfg.run_name != cfg.run_name.strip():
         raise UsageError(f"--run-name {cfg.run_name!r} begins or ends with a space")
-    if len(cfg.run_name.encode()) > LONGEST_NAME:
-        raise UsageError(f"--run-name is at most {LONGEST_NAME} bytes long")
+    if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
+        raise UsageError(f"--run-name must have at most {MAX_NAME_BYTES} bytes")
 
 
-def _check_ranges(cfg: Config) -> None:
-    for name in POSITIVE + NOT_NEGATIVE:
-        _check_number(f"--{name}", getattr(cfg, name), positive=name in POSITIVE)
-    for name in SHARES:
-        if not 0 <= (value := getattr(cfg, name)) <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} is a share from 0 to 1, not {value}")
-    if cfg.seed > LARGEST_SEED:
-        raise UsageError(f"--seed is at most {LARGEST_SEED}, not {cfg.seed}")
-    for option in fields(getattr(cfg, cfg.algo)) if cfg.algo != "scratch" else ():
-        value = getattr(getattr(cfg, cfg.algo), option.name)
-        if type(value) in (int, float):
-            _check_number(f"--{cfg.algo}.{option.name}", value)
-    if cfg.algo == "grpo" and 0 < cfg.grpo.dual_clip <= 1:
-        raise UsageError(f"--grpo.dual-clip is above 1, or 0 for none, not {cfg.grpo.dual_clip}")
-    if cfg.algo == "grpo" and cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
-        raise UsageError("--grpo.dual-clip has no effect with the surrogate cispo")
-    if cfg.algo == "ppo" and cfg.ppo.gae_lambda > 1:
-        raise UsageError(f"--ppo.gae-lambda is a share from 0 to 1, not {cfg.ppo.gae_lambda}")
+def _validate_ranges(cfg: Config) -> None:
+    for names, what, valid in (
+        (POSITIVE, "more than 0", lambda x: x > 0),
+        (NON_NEGATIVE, "0 or more", lambda x: x >= 0),
+        (FRACTIONS, "from 0 to 1", lambda x: 0 <= x <= 1),
+    ):
+        for name in names:
+            value = attrgetter(name)(cfg)
+            if value is not None and not (math.isfinite(value) and valid(value)):
+                raise UsageError(f"{flag(name)} must be {what}, not {value}")
+    rollouts = cfg.num_prompts * cfg.group_size
+    limits: list[tuple[str, bool, str]] = [
+        ("seed", cfg.seed <= MAX_SEED, f"at most {MAX_SEED}"),
+        ("num_minibatches", cfg.num_minibatches <= rollouts,
+         f"at most --num-prompts * --group-size = {rollouts}"),
+        ("overlong_buffer", cfg.overlong_buffer <= cfg.max_tokens,
+         f"at most --max-tokens = {cfg.max_tokens}"),
+        ("max_model_len", cfg.max_model_len > cfg.max_tokens,
+         f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
+        ("tis_cap", not 0 < cfg.tis_cap < 1, "1 or more, or 0 for no importance weights"),
+        ("grpo.dual_clip", not 0 < cfg.grpo.dual_clip <= 1, "more than 1, or 0 for none"),
+    ]  # fmt: skip
+    for name, valid_value, what in limits:
+        if not valid_value:
+            raise UsageError(f"{flag(name)} must be {what}, not {attrgetter(name)(cfg)}")
 
 
-def _check_number(flag: str, value: float | None, positive: bool = False) -> None:
-    if value is None:  # as the model and the machine have it
-        return
-    if not math.isfinite(value) or value < 0 or (value == 0 and positive):
-        what = "more than 0" if positive else "0 or more"
-        raise UsageError(f"{flag.replace('_', '-')} must be {what}, not {value}")
-
-
-def _check_unused(cfg: Config, algorithms: dict[str, Any]) -> None:
-    for name in algorithms:
+def _validate_effect(cfg: Config) -> None:
+    """Raise UsageError for a setting that was given but has no effect."""
+    for name in ALGORITHMS:
         options = getattr(cfg, name)
         if name != cfg.algo and options != type(options)():
             raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
-    defaults = {option.name: option.default for option in fields(cfg)}
-    for name in NOT_SCRATCH if cfg.algo == "scratch" else ():
-        meant = {"credit": "episode", "dtype": "float32"}.get(name, defaults[name])
-        if getattr(cfg, name) not in (meant, "torch"):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} has no effect with --algo scratch: it does as you wrote it")
-    needs = {"kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap",
-             "tis_mode": "tis_cap", "base_url": "sampler", "lora_alpha": "lora_rank",
-             "eval_env": "eval_num_tasks"}  # fmt: skip
-    for name, other in needs.items():
-        off = cfg.sampler != "openai" if other == "sampler" else getattr(cfg, other) == 0
-        if off and getattr(cfg, name) != defaults[name]:
-            flag, condition = name.replace("_", "-"), other.replace("_", "-")
-            hint = " openai" if other == "sampler" else ""
-            raise UsageError(f"--{flag} has no effect without --{condition}{hint}")
+    given = {option.name for option in fields(cfg) if getattr(cfg, option.name) != option.default}
+    for name in NO_EFFECT_WITH_SCRATCH if cfg.algo == "scratch" else ():
+        if name in given:
+            raise UsageError(f"{flag(name)} has no effect with --algo scratch")
+    for name, other in NO_EFFECT_WITHOUT.items():
+        if name in given and not getattr(cfg, other):
+            raise UsageError(f"{flag(name)} has no effect without {flag(other)}")
     for name in ("train_difficulty", "curriculum"):
-        if getattr(cfg, name) and not any(map(tasks.difficulty_key, cfg.env)):
-            flag = name.replace("_", "-")
-            raise UsageError(f"--{flag} has no effect: no environment of --env can be made harder")
+        if name in given and not any(map(tasks.difficulty_key, cfg.env)):
+            raise UsageError(f"{flag(name)}: no environment of --env has a difficulty")
 
 
-def _check_address(url: str) -> None:
-    """UsageError for what is no address, or may hold a secret, which no message repeats."""
-    if set("@?#") & set(url):
-        raise UsageError("--base-url takes no user, password or query: config.yaml would keep it; "
-                         "a key goes into the environment variable OPENAI_API_KEY")  # fmt: skip
+def _validate_sampler(cfg: Config) -> None:
+    if cfg.algo == "scratch" and cfg.sampler not in ("auto", "torch"):
+        raise UsageError(f"--sampler {cfg.sampler}: --algo scratch samples with torch; remove it")
+    if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
+    if cfg.sampler != "openai":
+        if cfg.base_url:
+            raise UsageError("--base-url has no effect without --sampler openai")
+        return
+    if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
+        raise UsageError(
+            "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
+        )
+    if set("@?#") & set(cfg.base_url):  # may contain a secret, so the message does not repeat it
+        raise UsageError("--base-url must have no user, password or query, because config.yaml "
+                         "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip
     try:
-        parts = urlsplit(url)
-        fit = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        fit = False
-    if not fit:
-        raise UsageError(f"--base-url is like http://127.0.0.1:8000/v1, not {url!r}")
-
-
-def remarks(cfg: Config) -> list[str]:
-    """What a person should know of the settings that are meant so."""
-    told = []
-    if cfg.algo == "grpo":
-        chosen = (f"{f.name}={getattr(cfg.grpo, f.name)}" for f in fields(cfg.grpo))
-        told.append(f"grpo: {' '.join(chosen)}")
-    if cfg.top_p < 1 or cfg.top_k > 0:
-        told.append("with --top-p or --top-k the sampler's log-probs are renormalised over the "
-                    "tokens left, the trainer's are not: expect a gap")  # fmt: skip
-    if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps:
-        told.append("--kl-coef holds on to the model without its adapters: the warm start, which "
-                    "is in the adapters, counts as distance from it")  # fmt: skip
-    return told
+        parts = urlsplit(cfg.base_url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number
+        valid = False
+    if not valid:
+        raise UsageError(
+            f"--base-url must look like http://127.0.0.1:8000/v1, not {cfg.base_url!r}"
+        )

@@ -9,7 +9,6 @@ from typing import Any
 
 from core import (
     checkpoint,
-    cli,
     config,
     diagnostics,
     distributed,
@@ -97,7 +96,7 @@ class Run:
             self.display.update(update, record, rollouts)
             self._adapt_difficulty(record)
         self.history.append(diagnostics.warning_inputs(record))
-        by_group = config.compares(self.cfg)
+        by_group = config.compares_within_group(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
             lambda: diagnostics.new(self.history, by_group)
         )
@@ -151,7 +150,7 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     for a run that reached its last update, the model. Raises UsageError for invalid settings; then
     no new folder is left behind.
     """
-    settings = cli.to_dict(cfg, ("reinforce", "grpo", "ppo"))
+    settings = run_dir.config_to_dict(cfg)
     with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg))
         is_writer = distributed.rank() == 0
@@ -185,7 +184,7 @@ def folder_of(cfg: Config) -> tuple[Path, bool]:
     if distributed.is_restarted() and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
-    return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.LONGEST_NAME]), True
+    return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
 
 @contextmanager

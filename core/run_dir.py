@@ -1,120 +1,187 @@
-"""A run's folder: there whole or not at all, and held by one process at a time.
+"""A run's folder: its config.yaml, and its lock.
 
-    with lock_run_dir(Path("runs/mine"), config, new=True):   # makes it; new=False: goes on with it
-        ...                                              # meanwhile a second process is refused
+    with lock_run_dir(Path("runs/mine"), settings, new=True):   # new=False: resume the run
+        ...                                # another process that locks the folder gets a UsageError
 
-A new folder is made under another name, with its config.yaml, and then renamed: whoever sees it can
-resume it. It is gone again if its run could not begin.
+A new folder is complete, with its config.yaml, as soon as it exists: it is written under another
+name and then renamed. It is removed again if the run fails before its first record.
 """
 
+import dataclasses
 import errno
-import fcntl
 import itertools
 import os
-import re
+import reprlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+import filelock
 import yaml
-from safetensors import SafetensorError
 
-from core.types import CannotWrite, UsageError
+from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config
+from core.types import CannotWrite, Fault, UsageError
 
-DISK = {getattr(errno, name) for name in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
+DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
+BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
+
+
+def config_to_dict(cfg: Config) -> dict[str, Any]:
+    """The settings as config.yaml stores them, without the options of other algorithms."""
+    unused = {name for name in ALGORITHMS if name != cfg.algo} | {"run_name", *COMMAND_LINE_ONLY}
+    values = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in unused}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+
+def read_config(file: Path, trust_remote_code: bool = False) -> Config:
+    """Read a config.yaml. Raises UsageError, which names the file.
+
+    A file cannot set `trust_remote_code`: it is only accepted if the argument, from the command
+    line, is True as well.
+    """
+    try:  # BaseLoader returns texts, so `1e-5` and `off` mean the same as in a flag
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    except OSError as error:
+        raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
+    if not isinstance(values, dict):
+        raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
+    trusted = values.pop("trust_remote_code", "no")
+    if trusted not in ("no", "false") and not trust_remote_code:
+        raise UsageError(f"{file}: a file cannot set trust_remote_code; if you trust the code of "
+                         "this model, add the flag --trust-remote-code")  # fmt: skip
+    return Config(**_typed(Config, values, f"{file}: "))
 
 
 def new_folder(runs: Path, name: str, stem: str) -> Path:
-    """The folder of a new run, not there yet: runs/<name>, or runs/<stem>-<number>."""
+    """The path of a new run: runs/<name>, or the first free runs/<stem>-<number>."""
     if not name:
         return next(p for i in itertools.count(1) if not (p := runs / f"{stem}-{i}").exists())
     if Path(name).name != name or name.startswith("."):
         raise UsageError(f"--run-name {name!r} is not a plain folder name")
     if (runs / name).exists():
-        raise UsageError(f"--run-name {name}: {runs / name} exists; take another, or --resume it")
+        raise UsageError(f"--run-name {name}: {runs / name} exists; use another, or --resume it")
     return runs / name
 
 
 @contextmanager
-def lock_run_dir(run: Path, config: dict[str, Any], new: bool) -> Iterator[None]:
-    """Inside, the folder is there and nobody else's; `config` is what its config.yaml says.
+def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
+    """Hold the lock of the folder `run`; if `new`, create it with `settings` as its config.yaml.
 
-    Raises UsageError if another process has it, CannotWrite if the disk takes no more.
+    Raises UsageError if another process holds the lock, CannotWrite if the disk is full or
+    read-only. If a UsageError ends a new run before its first record, removes the folder.
     """
     try:
         if new:
-            create_run(run, config)
-        with _locked(run):
+            create_run(run, settings)
+        with _locked(run), disk_errors(run):
             try:
                 yield
             except UsageError:
-                if new and not (run / "metrics.jsonl").exists():  # nothing has begun
+                if new and not (run / "metrics.jsonl").exists():
                     shutil.rmtree(run)
-                    with suppress(OSError):  # other runs are in it
+                    with suppress(OSError):  # runs/ contains other runs
                         run.parent.rmdir()
                 raise
-    except (OSError, SafetensorError) as raised:
-        error = raised if isinstance(raised, OSError) else write_error(raised, run)
-        if error is None or error.errno not in DISK:
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
             raise
-        hint = f"python train.py --resume {run}" if run.exists() else "the same command again"
+        command = f"python train.py --resume {run}" if run.exists() else "the same command"
         raise CannotWrite(
-            f"{error.filename or run}: {error.strerror or error}; what was saved before is whole: "
-            f"see to the disk, then {hint}"
+            f"{error.filename or run}: {error.strerror}; earlier checkpoints are intact: make room "
+            f"on the disk, then run {command}"
         ) from None
 
 
-def write_error(error: Exception, where: Path) -> OSError | None:
-    """What the operating system said, where a library that writes files made its own words of it;
-    None where it is about something else.
-
-    >>> write_error(ValueError("I/O error: No space left (os error 28)"), Path("runs")).strerror
-    'No space left on device'
-    """
-    told = re.search(r"os error (\d+)", str(error))
-    while not where.exists():
-        where = where.parent
-    if not told and shutil.disk_usage(where).free > 1 << 20:
-        return None
-    number = int(told[1]) if told else errno.ENOSPC
-    return OSError(number, os.strerror(number), str(where))
-
-
-def create_run(run: Path, config: dict[str, Any]) -> None:
-    """Make the folder of a new run, with its config.yaml. Raises UsageError if it is there."""
+def create_run(run: Path, settings: dict[str, Any]) -> None:
+    """Create the folder of a new run with its config.yaml. Raises UsageError if it exists."""
     part = run.with_name(f".part-{run.name}-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that had our number, and was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process with the same id
     part.mkdir(parents=True)
-    write_config(part, config)
+    write_config(part, settings)
     try:
-        os.rename(part, run)  # onto a folder that isn't empty it fails
+        os.rename(part, run)  # fails if `run` is a folder that is not empty
     except OSError as error:
         shutil.rmtree(part)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
-        raise UsageError(f"{run} exists; take another --run-name, or --resume it") from None
+        raise UsageError(f"{run} exists; use another --run-name, or --resume it") from None
 
 
-def write_config(run: Path, config: dict[str, Any]) -> None:
-    """Write config.yaml whole or not at all."""
+def write_config(run: Path, settings: dict[str, Any]) -> None:
+    """Replace config.yaml atomically."""
     part = run / ".part-config.yaml"
-    part.write_text(yaml.safe_dump(config, sort_keys=False))
+    part.write_text(yaml.safe_dump(settings, sort_keys=False))
     os.replace(part, run / "config.yaml")
 
 
 @contextmanager
-def _locked(run: Path) -> Iterator[None]:
-    """The operating system's lock: it leaves no file behind, and falls with its process."""
-    handle = os.open(run, os.O_RDONLY)
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise OSError for a failed write that a library reports as an error of its own.
+
+    safetensors and torch hide the error number. Writing 1 MB to `folder` raises the OSError again;
+    if that succeeds, the disk is not the cause.
+    """
     try:
-        with suppress(OSError):  # there are file systems without locks
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UsageError(f"{run} is in use by another process: wait for its end, or take "
-                                 "another --run-name") from None  # fmt: skip
         yield
-    finally:
-        os.close(handle)
+    except (OSError, UsageError, Fault):
+        raise
+    except Exception:
+        if folder.exists():
+            probe = folder / ".part-probe"
+            try:
+                probe.write_bytes(bytes(1 << 20))
+            finally:
+                probe.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _locked(run: Path) -> Iterator[None]:
+    """The operating system releases the lock if this process dies."""
+    path = run / ".lock"
+    try:
+        lock = filelock.FileLock(path, timeout=0).acquire()
+    except filelock.Timeout:
+        raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
+                         "--run-name") from None  # fmt: skip
+    with lock:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # before the release, so no other process's lock is lost
+
+
+def _typed(cls: Any, values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The texts of a file as the types of the fields of `cls`; `prefix` begins the messages."""
+    kinds: dict[str, Any] = {
+        f.name: f.type for f in dataclasses.fields(cls) if f.name not in COMMAND_LINE_ONLY
+    }
+    typed: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in kinds:
+            raise UsageError(f"{prefix}{name} is not a setting for a file")
+        if name in ALGORITHMS and isinstance(value, dict):
+            typed[name] = kinds[name](**_typed(kinds[name], value, f"{prefix}{name}."))
+            continue
+        try:
+            typed[name] = _convert(kinds[name], value)
+        except (ValueError, KeyError):
+            raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
+    return typed
+
+
+def _convert(kind: Any, value: Any) -> Any:
+    """A text, or a list of texts, as the type of its setting. Raises ValueError or KeyError."""
+    if get_origin(kind) is tuple:
+        return tuple(map(str, value if isinstance(value, list) else [value]))
+    if not isinstance(value, str) or dataclasses.is_dataclass(kind):
+        raise ValueError
+    if type(None) in get_args(kind):
+        return None if value in ("", "null", "None") else _convert(get_args(kind)[0], value)
+    if get_origin(kind) is Literal:
+        return get_args(kind)[get_args(kind).index(value)]
+    return BOOLS[value.lower()] if kind is bool else kind(value)

@@ -113,7 +113,7 @@ def parsed(flags: list[str]) -> Config:
     """The settings of train.py that flags ask for; what it says of wrong ones, in one line."""
     said = io.StringIO()
     with redirect_stderr(said), redirect_stdout(said), suppress(SystemExit):
-        return cli.parse(Config, flags)
+        return cli.parse(flags)
     parts = re.split("-{9,}", said.getvalue())  # a title, what is wrong, the way to --help
     raise UsageError("train.py: " + " ".join(parts[len(parts) > 1].split()))
 

@@ -1,91 +1,138 @@
-"""Flags win over config.yaml, which wins over the defaults; nothing unknown passes."""
+"""Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from core import cli
-from core.config import check, resolve
-from core.types import UsageError
-from train import ALGORITHMS, Config
+from core import cli, config
+from core.config import Config, resolve, validate
+from core.run_dir import config_to_dict, read_config
+from core.types import Fault, UsageError
+
+ROOT = Path(__file__).parent.parent
+
+
+def written(folder, text):
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return file
 
 
 def test_settings_survive_yaml(tmp_path):
-    import yaml
-
     flags = "--algo ppo --ppo.clip 0.3 --env a:k=1 b --lr 3e-5 --track wandb --lora-alpha 8"
-    config = resolve(cli.parse(Config, flags.split()))
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(cli.to_dict(config, ALGORITHMS)))
-    assert cli.from_yaml(Config, file) == config
+    cfg = resolve(cli.parse(flags.split()))
+    assert read_config(written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))) == cfg
 
 
-def test_flags_win_over_the_file(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("lr: 0.5\nnum_updates: 7\ngrpo:\n  clip_high: 0.4\n")
-    config = cli.parse(Config, ["--config", str(file), "--num-updates", "9"])
-    assert (config.lr, config.num_updates, config.grpo.clip_high) == (0.5, 9, 0.4)
-    assert cli.parse(Config, [f"--config={file}"]).num_updates == 7
+def test_flags_override_the_file(tmp_path):
+    file = written(tmp_path, "lr: 0.5\nnum_updates: 7\ngrpo:\n  clip_high: 0.4\n")
+    cfg = cli.parse(["--config", str(file), "--num-updates", "9"])
+    assert (cfg.lr, cfg.num_updates, cfg.grpo.clip_high) == (0.5, 9, 0.4)
+    assert cli.parse([f"--config={file}"]).num_updates == 7
+
+
+def test_the_last_of_two_equal_flags_counts(tmp_path):
+    (tmp_path / "a").write_text("lr: 0.1\n")
+    (tmp_path / "b").write_text("lr: 0.2\n")
+    args = ["--config", str(tmp_path / "a"), f"--config={tmp_path / 'b'}"]
+    assert cli.parse(args).lr == 0.2
+    assert cli.parse(["--lr", "1", "--lr", "3"]).lr == 3
+
+
+def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
+    text = "run_name: --lr\ngradient_checkpointing: off\nlr: 1e-5\nsft_lr:\ncache: no\nenv: snake\n"
+    cfg = read_config(written(tmp_path, text))
+    assert (cfg.run_name, cfg.gradient_checkpointing, cfg.lr) == ("--lr", "off", 1e-5)
+    assert (cfg.sft_lr, cfg.cache, cfg.env) == (None, False, ("snake",))
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("learning_rate: 1", "unknown setting learning_rate"),
-        ("grpo:\n  clip: 1", "unknown setting grpo.clip"),
-        ("lr:\n  high: 1", "lr has no settings of its own"),
-        ("just words", "not a config"),
-        ("a: [", "not YAML"),
-        ("", "not a config"),
+        ("learning_rate: 1", "learning_rate"),
+        ("grpo:\n  clip: 1", "grpo.clip"),
+        ("grpo: 0.2", "grpo"),
+        ("lr: {high: 1}", "lr"),
+        ("lr: [1, 2]", "lr"),
+        ("lr: fast", "lr"),
+        ("num_updates: 2.5", "num_updates"),
+        ("num_updates:", "num_updates"),
+        ("cache: 1", "cache"),
+        ("algo: gpro", "algo"),
+        ("resume: runs/a", "resume"),
+        ("trust_remote_code: true", "trust_remote_code"),
+        ("just words", ""),
+        ("", ""),
+        ("a: [", "YAML"),
+        ("[" * 2000, "YAML"),
+        ("lr: \xe9".encode("latin-1"), "YAML"),
+        ("lr: 1".encode("utf-16"), "YAML"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path, text, message):
+def test_an_invalid_file_is_one_line_with_its_name(tmp_path, capsys, text, named):
     file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with pytest.raises(UsageError, match=message):
-        cli.parse(Config, ["--config", str(file)])
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert cli.run(lambda cfg: 0, ["--config", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("train.py: ") and f"{file}" in err and named in err
 
 
-def test_a_value_of_the_wrong_type_in_a_file_is_refused_as_a_flag_is(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("num_updates: many")
-    for args, where in ((["--config", str(file)], f"{file}: "), (["--num-updates", "many"], "")):
-        with pytest.raises(UsageError) as error:
-            cli.parse(Config, args)
-        told = "--num-updates is a whole number, not 'many'; see python train.py --help"
-        assert str(error.value) == f"{where}{told}"
+def test_trust_remote_code_comes_from_the_command_line_only(tmp_path):
+    cfg = cli.parse(["--trust-remote-code"])
+    assert cfg.trust_remote_code and "trust_remote_code" not in config_to_dict(cfg)
+    file = str(written(tmp_path, "trust_remote_code: true\n"))
+    with pytest.raises(UsageError, match="--trust-remote-code"):
+        cli.parse(["--config", file])
+    assert cli.parse(["--config", file, "--trust-remote-code"]).trust_remote_code
+    assert not cli.parse(["--config", str(written(tmp_path, "trust_remote_code: false\n"))]).resume
 
 
-def test_a_file_keeps_texts_that_look_like_flags_and_the_on_and_off_of_yaml(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("run_name: --lr\ngradient_checkpointing: off\nlr:\ncache: no\nenv: snake\n")
-    config = cli.parse(Config, ["--config", str(file)])
-    assert (config.run_name, config.gradient_checkpointing, config.lr) == ("--lr", "off", None)
-    assert (config.cache, config.env) == (False, ("snake",))
+def test_a_resumed_run_keeps_its_settings(tmp_path):
+    written(tmp_path, "lr: 0.5\nnum_updates: 7\n")
+    resume = ["--resume", str(tmp_path)]
+    assert cli.parse([*resume, "--num-updates", "9"]).lr == 0.5
+    with pytest.raises(UsageError, match="lr"):
+        cli.parse([*resume, "--lr", "0.4"])
+    with pytest.raises(UsageError, match="not both"):
+        cli.parse([*resume, "--config", str(tmp_path / "config.yaml")])
 
 
-def test_of_a_flag_given_twice_the_last_counts(tmp_path):
-    for name, lr in (("a", 0.1), ("b", 0.2)):
-        (tmp_path / name).write_text(f"lr: {lr}\n")
-    args = ["--config", str(tmp_path / "a"), f"--config={tmp_path / 'b'}"]
-    assert cli.parse(Config, args).lr == 0.2
-    assert cli.parse(Config, ["--lr", "1", "--lr", "3"]).lr == 3
+def test_run_returns_the_exit_code_and_prints_one_line(capsys):
+    def fails(error):
+        raise error
+
+    assert cli.run(lambda cfg: cfg.num_updates, ["--num-updates", "3"]) == 3
+    assert cli.run(lambda cfg: fails(UsageError("two\nlines, \x1b[31mred")), []) == 2
+    assert cli.run(lambda cfg: fails(Fault("no memory")), []) == 1
+    assert cli.run(lambda cfg: fails(KeyboardInterrupt()), []) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "train.py: two lines, [31mred", "train.py: no memory"
+    ]  # fmt: skip
 
 
-def test_every_flag_of_the_help_has_words_for_what_it_takes():
-    from core.config import NOT_NEGATIVE, POSITIVE
-
-    flags = cli._flags(Config)
-    assert {f"--{n.replace('_', '-')}" for n in POSITIVE + NOT_NEGATIVE} <= set(flags)
-    assert all(cli._takes(kind) for kind in flags.values() if kind != tuple[str, ...])
-
-
-def test_what_tyro_says_without_a_flag_is_passed_on_in_one_line():
-    rows = ["two", "lines", "For full helptext, run train.py --help"]
-    box = "\n".join(["\u256d\u2500 Title \u2500\u256e", *(f"\u2502 {row} \u2502" for row in rows)])
-    assert cli._refused({}, [], box) == "Title two lines"
+def test_help_shows_every_flag_in_the_box_of_its_group(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.parse(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    groups = """model task sampling optimization algorithm warm.start evaluation system logging
+        reinforce grpo ppo""".split()
+    parts = re.split(r"^\W*([a-z ]+) options\W*$", text, flags=re.MULTILINE)
+    titles, boxes = parts[1::2], parts[2::2]
+    assert titles == [group.replace(".", " ") for group in groups]
+    for flag, title in {
+        "--model-id": "model", "--env": "task", "--group-size": "sampling", "--lr": "optimization",
+        "--kl-coef": "algorithm", "--sft-steps": "warm start", "--eval-every": "evaluation",
+        "--device": "system", "--resume": "logging", "--grpo.clip-high": "grpo",
+    }.items():  # fmt: skip
+        assert re.search(rf"^\W*{flag} ", boxes[titles.index(title)], flags=re.MULTILINE)
+    for name in (*vars(Config()), "ppo.clip", "reinforce.baseline"):
+        assert name in config.ALGORITHMS or config.flag(name) in text
 
 
 @pytest.mark.parametrize(
@@ -97,28 +144,37 @@ def test_what_tyro_says_without_a_flag_is_passed_on_in_one_line():
         ("--lr 0.1 --sft-steps 3 --max-tokens 5", 0.1, 3, 5),
     ],
 )
-def test_what_is_not_given_follows_from_the_model(flags, lr, sft_steps, max_tokens):
-    config = resolve(cli.parse(Config, flags.split()))
-    check(config, ALGORITHMS)
-    assert (config.lr, config.sft_steps, config.max_tokens) == (lr, sft_steps, max_tokens)
+def test_defaults_depend_on_the_model(flags, lr, sft_steps, max_tokens):
+    cfg = resolve(cli.parse(flags.split()))
+    validate(cfg)
+    assert (cfg.lr, cfg.sft_steps, cfg.max_tokens) == (lr, sft_steps, max_tokens)
+
+
+def test_every_number_has_a_valid_range():
+    ranges = {*config.POSITIVE, *config.NON_NEGATIVE, *config.FRACTIONS}
+    numbers = {name for name, value in vars(resolve(Config())).items()
+               if type(value) in (int, float)}  # fmt: skip
+    for name in config.ALGORITHMS:
+        options = vars(getattr(Config(), name)).items()
+        numbers |= {f"{name}.{k}" for k, v in options if type(v) in (int, float)}
+    assert numbers <= ranges
 
 
 def test_the_command_of_the_design_is_valid():
     flags = """--algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --sft-steps 50
         --train-difficulty 6"""
-    config = resolve(cli.parse(Config, flags.split()))
-    check(config, ALGORITHMS)
-    assert (config.lora_rank, config.sft_steps, config.train_difficulty) == (32, 50, 6)
+    cfg = resolve(cli.parse(flags.split()))
+    validate(cfg)
+    assert (cfg.lora_rank, cfg.sft_steps, cfg.train_difficulty) == (32, 50, 6)
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "named"),
     [(["--help"], 0, "--grpo.clip-high"), (["--lr", "fast"], 2, "--lr"), (["--flag"], 2, "--flag")],
 )
-def test_help_and_mistakes_are_answered_before_torch_is_imported(args, code, said):
+def test_help_and_mistakes_are_answered_before_torch_is_imported(args, code, named):
     command = [sys.executable, "-X", "importtime", "train.py", *args]
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert done.returncode == code and said in done.stdout + done.stderr
+    assert done.returncode == code and named in done.stdout + done.stderr
     assert "tyro" in imported and not {"torch", "transformers", "numpy"} & imported

@@ -194,7 +194,7 @@ def their_steps(folder, weights, rollouts, **changes):
 def our_config(**changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
-    config.check(cfg, train.ALGORITHMS)
+    config.validate(cfg)
     return replace(cfg, grpo=grpo.with_loss_type(cfg.grpo)) if cfg.algo == "grpo" else cfg
 
 

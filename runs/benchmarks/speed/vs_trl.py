@@ -224,7 +224,7 @@ def picorl(
 
     import train
     from algorithms import grpo
-    from core import cli, config
+    from core import config, run_dir
     from core.run import open_run
 
     env = f"speed:prompt_tokens={prompt_tokens}"
@@ -236,7 +236,7 @@ def picorl(
         eval_num_tasks=0, microscope=0,
     ))  # fmt: skip
     cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
-    config.check(cfg, train.ALGORITHMS)
+    config.validate(cfg)
     notes = Notes()
     play = train.play
 
@@ -249,7 +249,7 @@ def picorl(
     try:
         with (
             tempfile.TemporaryDirectory() as runs,
-            open_run(cfg, cli.to_dict(cfg, train.ALGORITHMS), Path(runs), []) as run,
+            open_run(cfg, run_dir.config_to_dict(cfg), Path(runs), []) as run,
             memory_watched(notes),
         ):
             for update in range(1, steps + 2):

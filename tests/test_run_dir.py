@@ -2,15 +2,18 @@
 
 import errno
 import os
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
+import torch
+from safetensors.torch import save_file
 
 from core import checkpoint, run_dir
-from core.run_dir import claimed, create_run, new_folder
+from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -22,25 +25,25 @@ SMALL = """--run-name a --sft-steps 4 --sft-batch-size 4 --num-updates 4 --num-p
 
 def test_a_new_folder_appears_with_its_config(tmp_path):
     run = tmp_path / "runs" / "a"
-    with claimed(run, CONFIG, new=True):
-        assert [p.name for p in run.iterdir()] == ["config.yaml"]
+    with lock_run_dir(run, CONFIG, new=True):
+        assert {p.name for p in run.iterdir()} == {"config.yaml", ".lock"}
         assert [p.name for p in run.parent.iterdir()] == ["a"]
 
 
 def test_what_can_not_begin_leaves_nothing(tmp_path):
     run = tmp_path / "runs" / "a"
-    with pytest.raises(UsageError), claimed(run, CONFIG, new=True):
+    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=True):
         raise UsageError("no such model")
     assert list(tmp_path.iterdir()) == []
     create_run(run, CONFIG)
-    with pytest.raises(UsageError), claimed(run, CONFIG, new=False):
+    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=False):
         raise UsageError("no whole checkpoint")
     assert (run / "config.yaml").exists()
 
 
 def test_a_mistake_in_a_run_that_has_begun_leaves_it(tmp_path):
     run = tmp_path / "a"
-    with pytest.raises(UsageError), claimed(run, CONFIG, new=True):
+    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=True):
         (run / "metrics.jsonl").touch()
         raise UsageError("9 of 12 episodes failed")
     assert (run / "metrics.jsonl").exists()
@@ -58,23 +61,26 @@ def test_two_new_runs_of_one_name_are_not_mixed(tmp_path):
 def test_a_second_process_is_refused_and_the_lock_falls_with_the_first(tmp_path):
     run = tmp_path / "a"
     code = f"""
-import sys, time; from pathlib import Path; from core.run_dir import claimed
-with claimed(Path({str(run)!r}), {{}}, new=True): print("mine", flush=True); time.sleep(60)
+import sys, time; from pathlib import Path; from core.run_dir import lock_run_dir
+with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("mine", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert first.stdout.readline() == b"mine\n"
-    with pytest.raises(UsageError, match="in use by another process"), claimed(run, {}, new=False):
-        raise AssertionError("claimed twice")
+    with (
+        pytest.raises(UsageError, match="in use by another process"),
+        lock_run_dir(run, {}, new=False),
+    ):
+        raise AssertionError("lock_run_dir twice")
     first.kill()
     first.wait()
-    with claimed(run, {}, new=False):
+    with lock_run_dir(run, {}, new=False):
         pass
 
 
 def test_the_command_refuses_a_run_that_is_going_on(command):
     assert command(*SMALL)[0] == 0
     before = {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
-    with claimed(Path("runs/a"), {}, new=False):
+    with lock_run_dir(Path("runs/a"), {}, new=False):
         code, _, err = command("--resume", "runs/a", "--num-updates", "9")
     assert code == 2 and err.count("\n") == 1 and "in use by another process" in err
     assert before == {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
@@ -82,22 +88,31 @@ def test_the_command_refuses_a_run_that_is_going_on(command):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
 def test_a_disk_that_takes_no_more_is_one_line(tmp_path, number):
-    with pytest.raises(CannotWrite) as told, claimed(tmp_path / "a", CONFIG, new=True):
+    with pytest.raises(CannotWrite) as told, lock_run_dir(tmp_path / "a", CONFIG, new=True):
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
     assert os.strerror(number) in str(told.value) and "--resume" in str(told.value)
     assert "\n" not in str(told.value)
 
 
-def test_a_library_s_own_words_for_it_are_understood(tmp_path):
-    with (
-        pytest.raises(CannotWrite, match="No space left on device"),
-        claimed(tmp_path / "a", CONFIG, new=True),
-    ):
-        raise SafetensorError("Error while serializing: I/O error: .. (os error 28)")
+def test_a_write_that_fails_inside_a_library_is_reported_with_its_cause(tmp_path):
+    """torch and safetensors hide the error number: here the limit on the size of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        for save in (torch.save, save_file):
+            with pytest.raises(OSError, match="File too large"), run_dir.disk_errors(tmp_path):
+                save({"x": torch.zeros(100_000)}, tmp_path / "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    with pytest.raises(ValueError, match="a mistake"), run_dir.disk_errors(tmp_path):
+        raise ValueError("a mistake")
+    assert not list(tmp_path.glob(".part*"))
 
 
 def test_other_errors_pass(tmp_path):
-    with pytest.raises(ConnectionRefusedError), claimed(tmp_path / "a", CONFIG, new=True):
+    with pytest.raises(ConnectionRefusedError), lock_run_dir(tmp_path / "a", CONFIG, new=True):
         raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
 
 
@@ -165,4 +180,4 @@ def test_a_read_only_folder_is_one_line(tmp_path, command):
 
 
 def test_the_known_disk_errors_are_those_of_this_system():
-    assert {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG} <= run_dir.DISK
+    assert {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG} <= run_dir.DISK_ERRORS
