@@ -96,10 +96,14 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     }  # fmt: skip
 
 
-def test_completion_at_the_token_limit_finishes_with_length(server, policy):
+def test_completion_at_a_limit_finishes_with_length(server, policy, monkeypatch):
     server.finish = "length"
     [completion] = sample(server, policy, [chat("pear")])
-    assert completion.finish_reason == "length"
+    assert (completion.text, completion.finish_reason) == ("<answer>1</answer>", "length")
+    server.finish = "stop"
+    monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 8)
+    [completion] = sample(server, policy, [chat("pear")])
+    assert (completion.text, completion.finish_reason) == ("<answer>", "length")
 
 
 def test_api_key_is_sent_from_the_environment(server, policy, monkeypatch):

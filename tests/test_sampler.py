@@ -8,7 +8,7 @@ import torch
 
 from algorithms.common import token_logprobs
 from core import sampler as sampler_module
-from core.batching import micro_batches, put, to_rollout_batch
+from core.batching import cut, to_rollout_batch
 from core.config import Config, remarks
 from core.kv_cache import RepeatedPrefixCache, prefill
 from core.model import load_policy
@@ -39,13 +39,13 @@ def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
     batch = to_rollout_batch(rollouts)
     expected = torch.zeros_like(batch.rewards)
     with torch.no_grad():
-        for micro in micro_batches(batch.sequences, 64):
+        for micro in cut(batch.sequences, 64):
             logprobs, _ = token_logprobs(
                 policy.hidden_states(micro.input_ids), micro.input_ids, micro.completion_mask,
                 policy.to_logits, temperature,
             )  # fmt: skip
-            put(logprobs, micro, into=expected)
-    return (expected - batch.sampler_logprobs)[batch.mask].abs()
+            micro.scatter(logprobs, into=expected)
+    return (expected - batch.sampler_logprobs)[batch.completion_mask].abs()
 
 
 @pytest.mark.parametrize("stop_ids", [[], EVERY_SIXTH], ids=["same_length", "rows_dropped"])
