@@ -1,13 +1,17 @@
-"""The workshop: from log-probs to a training step, in ten exercises. Fill them in from the top, and
+"""The workshop: from log-probs to a training step, in ten exercises. Fill them in from the top.
 
-    python scratch.py                 # checks them all: ✓ right, ✗ wrong, · not yet
-    python scratch.py --hint 3        # a hint for exercise 3; --solution 3 shows an answer
-    python train.py --algo scratch    # trains with what you wrote
+    python scratch.py                 # checks all exercises: ✓ right, ✗ wrong, · not yet written
+    python scratch.py --hint 3        # prints a hint for exercise 3; --solution 3 prints a solution
+    python train.py --algo scratch    # trains with your exercises 3, 5 and 8
 
-The course that goes with it, and the answers to the questions: runs/README.md.
+The course, a glossary and the answers to the questions: core/workshop/README.md.
 
-Shapes: B rollouts, T tokens of a chat, N sampled tokens, V vocabulary. Tensors are float32 where
-nothing else is said; log-probs are natural logarithms (nats).
+Words: the *policy* π is the language model that we train. A *rollout* is one attempt at a task: a
+prompt, and the *completion* that the policy samples after it. A *log-prob* is the natural logarithm
+of a probability, in nats.
+
+Shapes: B rollouts, T tokens of a chat, N sampled tokens of a rollout, V tokens in the vocabulary.
+[B, T] is a tensor of B rows and T columns. Tensors are float32 unless stated otherwise.
 """
 
 import sys
@@ -15,33 +19,38 @@ import sys
 import torch
 from torch import Tensor, nn
 
-TODO = NotImplementedError  # `raise TODO` marks what is yours to write
+TODO = NotImplementedError  # replace each `raise TODO` by your code
 
 
 # --- 1. Log-probs and the causal shift ----------------------------------------------------------
 #
+#     A language model reads a text and predicts, at every position, the next token:
+#
 #     position        0        1        2        3
 #     token           The      cat      sat      .
 #                      │        │        │        │
-#     logits[t]        └─▶ cat  └─▶ sat  └─▶ .    └─▶ (nothing came)
+#     logits[t]        └─▶ cat  └─▶ sat  └─▶ .    └─▶ (the text ends here)
 
 
 def token_logprobs(logits: Tensor, input_ids: Tensor) -> Tensor:
-    """The log-prob that the model gave to each token, seeing what came before it.
+    """Returns the log-prob of each token, given the tokens before it: [B, T-1].
 
-    `logits` [B, T, V]: what stands at t predicts the token at t+1. `input_ids` [B, T] int64.
-    Returns [B, T-1]: column t is the log-prob of the token at t+1.
+    `logits` [B, T, V]: the model's raw scores; those at position t predict the token at t+1.
+    `input_ids` [B, T] int64: the tokens of the text. Column t of the result is the log-prob of the
+    token at t+1.
 
-    1. Drop the logits of the last position, and the first token.
-    2. Make log-probs of the logits, over the vocabulary.
-    3. From each row of V numbers take that of the token that came.
+    1. Drop the last position of the logits and the first token of the ids.
+    2. Turn the logits into log-probs over the vocabulary.
+    3. From each row of V log-probs, pick that of the token that follows.
 
     Question: The first token gets no log-prob. Why is nothing lost?
     """
     raise TODO
 
 
-# --- 2. Which tokens are ours -------------------------------------------------------------------
+# --- 2. Which tokens the policy sampled ---------------------------------------------------------
+#
+#     Only sampled tokens are trained; everything else is context.
 #
 #     <user>2+2?<end><assistant> 4<end>  <user>+1?<end><assistant> 5<end>
 #     ────────── context ─────── sampled ───────── context ─────── sampled
@@ -49,58 +58,68 @@ def token_logprobs(logits: Tensor, input_ids: Tensor) -> Tensor:
 
 
 def completion_mask(turns: list[tuple[list[int], list[int]]]) -> Tensor:
-    """True where the *next* token was sampled by the policy, over a chat of several turns.
+    """Returns True where the *next* token was sampled by the policy: [T-1] bool.
 
-    `turns` holds for each turn two lists of token ids: the context that was added before it (the
-    question, with the template's headers), and the completion that the policy sampled, with the
-    <end> that closes it. The chat is all of them in order: T ids. Returns [T-1] bool, which lines
-    up with `token_logprobs`.
+    `turns` holds two lists of token ids for each turn of a chat: the context added before the
+    completion (the question and the template's headers), and the completion that the policy
+    sampled, with the <end> that closes it. The chat is all of these lists in order, T ids together.
+    The result lines up with that of `token_logprobs`.
 
-    1. Write down False for each id of a context, True for each id of a completion.
-    2. Shift as in exercise 1: position t speaks of the token at t+1.
+    1. Write down False for each id of a context and True for each id of a completion.
+    2. Shift as in exercise 1: position t refers to the token at t+1.
 
     Question: What would the policy learn if it were trained on the user's words too?
     """
     raise TODO
 
 
-# --- 3. Better or worse than the others ---------------------------------------------------------
+# --- 3. Better or worse than the rest of the group ----------------------------------------------
+#
+#     Eight rollouts of one task. Those above the mean become likelier, those below less likely:
 #
 #     How many r in "cherry"?     0   1   1   0   0   0   1   0      mean 3/8
 #                                 ↓   ↑   ↑   ↓   ↓   ↓   ↑   ↓
 
 
 def group_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
-    """Each return minus the mean of its group, over the standard deviation of its group.
+    """Returns each return minus the mean of its group, over the standard deviation of its group.
 
-    `returns` [B]; `group_ids` [B] int64: tries at the same task share a number, in any order, at
-    least two of them. The standard deviation is that of a sample (divide by n - 1), plus 1e-4.
-    Returns [B].
+    `returns` [B]: the sum of each rollout's rewards. `group_ids` [B] int64: rollouts of the same
+    task have the same number, in any order; each group has at least two rollouts. Use the sample
+    standard deviation (divide by n - 1), plus 1e-4. The result, [B], is called the *advantage*.
 
-    For each group: pick its returns, subtract their mean, divide, put them back in their places.
+    For each group: select its returns, subtract their mean, divide, and write the results to the
+    places of the group.
 
-    Question: Which groups teach nothing? What does that say about the tasks to train on?
+    Question: Which groups give no gradient? What does that say about the tasks to train on?
     """
     raise TODO
 
 
 # --- 4. The policy gradient ---------------------------------------------------------------------
+#
+#     A *loss* is a number that training makes smaller, by small steps against its gradient. This
+#     loss gets smaller when tokens with a positive advantage become likelier.
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """-Σ A · log π over the sampled tokens, divided by how many they are. A scalar.
+    """Returns -Σ A · log π over the sampled tokens, divided by their number: a scalar tensor.
 
-    `logprobs`, `advantages` [B, T-1]; `mask` [B, T-1] bool, True at sampled tokens. What stands off
-    the mask may be anything, infinite too, and must not matter.
+    `logprobs`, `advantages` [B, T-1]; `mask` [B, T-1] bool, True at sampled tokens. Positions
+    outside the mask may contain any value, even infinity; they must not affect the result.
 
-    Question: The loss of a perfect policy is no lower than that of a bad one. What is it good for?
+    Question: The loss of a perfect policy is no lower than that of a bad one. What is the loss good
+    for?
     """
     raise TODO
 
 
-# --- 5. Not too far in one go -------------------------------------------------------------------
+# --- 5. Not too far in one update ---------------------------------------------------------------
 #
-#     what is gained │   A > 0               what is gained │   A < 0
+#     Several steps on the same rollouts can push a token's probability too far. The ratio ρ
+#     measures how far it has moved; beyond the clip the objective is flat, so the push ends.
+#
+#     objective      │   A > 0               objective      │   A < 0
 #                    │      ┌─────── flat                   │──────┐ flat
 #                    │     ╱                                │       ╲
 #                    │    ╱                                 │        ╲
@@ -111,61 +130,72 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor
 def clipped_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
 ) -> Tensor:
-    """-Σ min(ρ A, clamp(ρ, 1-clip, 1+clip) A) over the sampled tokens, divided by their number.
+    """Returns -Σ min(ρ A, clamp(ρ, 1-clip, 1+clip) A) over the sampled tokens, divided by their
+    number: a scalar tensor.
 
-    All [B, T-1]; `old_logprobs` are those of the policy that sampled. ρ = π / π_old of each token.
+    All tensors are [B, T-1]. `old_logprobs` are those of the policy that sampled, before any step.
+    ρ = π / π_old is the ratio of a token's probability now to its probability then.
 
-    Returns a scalar.
-
-    1. ρ from the difference of the two log-probs.
-    2. Both products; the smaller of the two: a clip takes away what could be gained, never a loss.
+    1. Compute ρ from the difference of the two log-probs.
+    2. Compute both products and take the smaller one: the clip may remove a gain, never a loss.
     3. Mask, sum, divide and negate as in exercise 4.
 
-    Question: ρ high or low, A positive or negative: in which two of the four is the gradient 0?
+    Question: ρ can be high or low, A positive or negative. In which two of the four cases is the
+    gradient 0?
     """
     raise TODO
 
 
-# --- 6. How far from where we were --------------------------------------------------------------
+# --- 6. The distance from a reference policy ----------------------------------------------------
+#
+#     The KL divergence measures how much two distributions differ. A penalty on it keeps the
+#     policy close to a reference, for example the model before training.
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """An estimate of KL(π ‖ reference) at each token, from tokens sampled by π: r - 1 - log r.
+    """Returns an estimate of KL(π ‖ reference) for each token sampled from π: r - 1 - log r.
 
-    r = π_ref / π. Both log-probs [B, T-1]; returns [B, T-1] in nats.
+    r = π_ref / π. `logprobs` and `ref_logprobs`, of the policy and of the reference, are [B, T-1];
+    so is the result, in nats.
 
-    Question: log π - log π_ref is simpler and right on average. What does k3 have that it hasn't?
+    Question: log π - log π_ref is simpler, and correct on average. What is the advantage of k3?
     """
     raise TODO
 
 
-# --- 7. Credit for each token -------------------------------------------------------------------
+# --- 7. An advantage for each token -------------------------------------------------------------
 #
-#     rewards   r_0   r_1   r_2          δ_t = r_t + γ V_t+1 - V_t        V behind the last: 0
+#     A *value* V_t predicts the rewards that are still to come. If the prediction rises from one
+#     token to the next, that token was good. GAE (generalized advantage estimation):
+#
+#     rewards   r_0   r_1   r_2          δ_t = r_t + γ V_t+1 - V_t        V after the last token: 0
 #     values    V_0   V_1   V_2          A_t = δ_t + γ λ A_t+1            from right to left
 #                         ◀─── A
 
 
 def gae(rewards: Tensor, values: Tensor, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
-    """Generalised advantage estimates of one episode, which ended. All [N].
+    """Returns the advantage A_t of each token of one finished episode: [N].
 
-    Question: What is left of A_t where λ is 1, and what where it is 0?
+    `rewards`, `values` [N]; `gamma` is the discount factor γ, `lam` the factor λ.
+
+    Question: What remains of A_t for λ = 1, and for λ = 0?
     """
     raise TODO
 
 
-# --- 8. Draw a token ----------------------------------------------------------------------------
+# --- 8. Sample a token --------------------------------------------------------------------------
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw one token from each row of `logits` [B, V]. Returns ids [B] int64 and log-probs [B].
+    """Samples one token from each row of `logits` [B, V]. Returns ids [B] int64, log-probs [B].
 
-    1. Divide the logits by the temperature; make log-probs of them.
-    2. Draw with torch.multinomial(probabilities, 1, generator=generator).
-    3. Return with each id its log-prob in the distribution that it was drawn from.
-    4. Temperature 0: the likeliest token, with its log-prob under the logits as they are.
+    1. Divide the logits by the temperature, then turn them into log-probs.
+    2. Sample with torch.multinomial(probabilities, 1, generator=generator).
+    3. Return with each id its log-prob in the distribution that you sampled from.
+    4. Temperature 0: take the most likely token, and its log-prob under the undivided logits.
 
-    Question: The trainer divides its logits by the temperature too. What if it didn't?
+    Question: The trainer divides its logits by the temperature too. What would happen if it did
+    not?
     """
     raise TODO
 
@@ -180,18 +210,20 @@ def training_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, input_ids: Tensor, mask: Tensor,
     returns: Tensor, group_ids: Tensor,
 ) -> float:  # fmt: skip
-    """One step of GRPO from B finished rollouts. Returns the loss as a float.
+    """Takes one step of GRPO on B finished rollouts. Returns the loss as a float.
 
-    `model(input_ids)` gives logits [B, T, V]. `input_ids` [B, T]; `mask` [B, T-1] as exercise 2
-    makes it; `returns`, `group_ids` [B].
+    `model(input_ids)` gives logits [B, T, V]. `input_ids` [B, T]; `mask` [B, T-1] bool as in
+    exercise 2; `returns`, `group_ids` [B] as in exercise 3. The optimizer holds the model's weights
+    and moves them against their gradient.
 
-    1. Advantages (exercise 3), the same for every token of a rollout.
-    2. Log-probs (exercise 1). The old ones are the same numbers, but constant: no gradient.
-    3. The clipped loss (exercise 5), and its gradient.
+    1. Compute advantages (exercise 3); every token of a rollout gets its rollout's advantage.
+    2. Compute log-probs (exercise 1). The old log-probs are the same numbers as constants, without
+       a gradient.
+    3. Compute the clipped loss (exercise 5) and its gradient.
     4. Scale the gradient down to a norm of 1: nn.utils.clip_grad_norm_(model.parameters(), 1.0).
-    5. Step, and leave no gradient behind.
+    5. Take the optimizer's step, then set the gradient to zero.
 
-    Question: Old and new log-probs are equal here, so the ratio is 1. Where does a gradient come
+    Question: Old and new log-probs are equal here, so the ratio is 1. Where does the gradient come
     from?
     """
     raise TODO
@@ -201,13 +233,14 @@ def training_step(
 
 
 def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Return of each rollout minus the mean of its group, at each of its sampled tokens. [B, N].
+    """Returns the return of each rollout minus its group's mean, at each sampled token: [B, N].
 
-    `rewards` [B, N]: what was paid, at the token after which it was paid. `mask` [B, N] bool: a
-    rollout's sampled tokens are to the left, padding to the right. `group_ids` [B].
+    `rewards` [B, N]: each reward is at the token after which it was given. `mask` [B, N] bool: a
+    rollout's sampled tokens are on the left, padding is on the right. `group_ids` [B].
 
-    This one is written, and it runs: no error, no warning, and with it the reward even rises for a
-    while. But it is wrong, and answers get strangely short. Find out why, and mend it.
+    This function is already written. It raises no error, and training with it even raises the
+    reward for a while. But it is wrong, and completions get strangely short. Find the bug and fix
+    it.
     """
     returns = (rewards * mask).sum(1) / mask.sum(1)  # [B]
     same = (group_ids[:, None] == group_ids[None, :]).float()  # [B, B]: 1 within a group
@@ -217,13 +250,15 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 
 # --- And then: beat the reference ---------------------------------------------------------------
 #
-#     python train.py --run-name reference                 # GRPO as this project has it
-#     python train.py --algo scratch --run-name mine       # your training_step, the same start
-#     python -m core.run_log runs/reference runs/mine      # who needs fewer tokens to 0.90?
+#     python train.py --run-name reference                 # GRPO as the library implements it
+#     python train.py --algo scratch --run-name mine       # your functions, the same warm start
+#     python -m core.report.compare runs/reference runs/mine   # which run needs fewer tokens to 0.90?
 #
-# From here on `training_step` is yours: two steps on the same rollouts, another clip, exercise 10
-# for exercise 3, a KL to where you began, another optimiser setting. The budget is 20,000 sampled
-# tokens. Change one thing at a time, and take three seeds before you believe it.
+# `--algo scratch` trains with exercise 3 (advantages), 5 (loss) and 8 (sampling), and you may now
+# change them: another clip, no division by the standard deviation, advantages by rank. Settings of
+# the training loop work too: two passes over the rollouts, another learning rate, a KL penalty.
+# The budget is 20,000 sampled tokens. Change one thing at a time, and compare three seeds before
+# you trust a difference.
 
 
 if __name__ == "__main__":

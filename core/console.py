@@ -1,4 +1,8 @@
-"""What a person sees while it trains: a live display in a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a live display in a terminal, plain lines in a pipe or a file.
+
+with Display("picoRL · grpo") as display, display.phase("updates", total=60) as phase:
+    phase.advance()
+"""
 
 import itertools
 import math
@@ -24,34 +28,36 @@ from rich.text import Text
 from core.types import Rollout
 
 BARS = "▁▂▃▄▅▆▇█"
-PLAIN_LINES = 10  # of one phase, where there is no live display
-# what is shown of the metrics: (name, label, format)
-SHOWN = [
-    ("reward/mean", "reward", "{:.3f}"),
-    ("reward/correct", "correct", "{:.2f}"),
-    ("length/mean", "tokens", "{:.1f}"),
-    ("policy/entropy", "entropy", "{:.3f}"),
-    ("gap/logprob_mean", "gap", "{:.1e}"),
-    ("grad/norm", "grad", "{:.2f}"),
-]
+PLAIN_LINES = 10  # per phase, without a live display
+METRICS = {  # metrics on display: label and format
+    "reward/mean": ("reward", ".3f"),
+    "reward/correct": ("correct", ".2f"),
+    "length/mean": ("tokens", ".1f"),
+    "policy/entropy": ("entropy", ".3f"),
+    "gap/logprob_mean": ("gap", ".1e"),
+    "grad/norm": ("grad", ".2f"),
+}
 
 
 class Display:
-    """Progress of each phase, the metrics with sparklines, one completion; or plain lines."""
+    """Progress bars, metrics with sparklines and a sampled completion; or plain lines.
 
-    def __init__(self, title: str, console: Console | None = None, quiet: bool = False):
+    `quiet` prints nothing (for all ranks but 0).
+    """
+
+    def __init__(self, title: str, console: Console | None = None, quiet: bool = False) -> None:
         self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
         self.bars: dict[str, TaskID] = {}
         self.history: dict[str, list[float]] = {}
-        self.completion: RenderableType | None = None
+        self.completion: RenderableType = ""
         self.progress = Progress(
-            TextColumn("{task.description}", justify="left"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             console=self.console,
         )
         self.live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
@@ -64,101 +70,90 @@ class Display:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self.plain:
-            self.live.stop()
+        self.live.stop()  # does nothing if it was not started
 
     def say(self, line: str) -> None:
-        """One line that stays on the screen."""
+        """Prints a line that stays on the screen."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
-        """A piece of work of `total` steps, `done` of them already; its bar serves again later."""
+        """Shows a bar for `total` steps, `done` of them complete. A phase of the same name uses the
+        same bar again."""
         if name in self.bars:
             self.progress.reset(self.bars[name], total=total, completed=done)
         else:
             self.bars[name] = self.progress.add_task(name, total=total, completed=done, detail="")
-        yield Phase(self, name, self.bars[name], total)
+        yield Phase(self, name, total, done)
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
-        """One update: its metrics with sparklines and a completion, or one plain line."""
-        names = [*SHOWN, *_info_columns(record)]
-        for name, _, _ in names:
-            if name in record:
-                self.history.setdefault(name, []).append(record[name])
+        """Shows the metrics of an update and the text of its first rollout; or a plain line."""
+        values = {name: record[name] for name in (*METRICS, *_info(record)) if name in record}
+        for name, value in values.items():
+            self.history.setdefault(name, []).append(value)
         if self.plain:
-            parts = [f"{label} {fmt.format(record[n])}" for n, label, fmt in names if n in record]
+            parts = [f"{_label(name)} {_format(name, value)}" for name, value in values.items()]
             seconds = record["time/rollout_s"] + record["time/train_s"]
             self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
-        if record["update/skipped"]:
-            self.say(f"update {update} skipped: its loss or gradient is not finite")
-        self.completion = _completion_panel(rollouts[0])
+        if record.get("update/skipped"):
+            self.say(f"update {update} skipped: its loss or its gradient is not finite")
+        if rollouts:
+            self.completion = _completion_panel(rollouts[0])
 
     def _render(self) -> RenderableType:
-        parts: list[RenderableType] = [Text(self.title, style="bold"), self.progress]
-        if self.history:
-            table = Table.grid(padding=(0, 2))
-            labels = {n: (label, fmt) for n, label, fmt in [*SHOWN, *_info_columns(self.history)]}
-            for name, values in self.history.items():
-                label, fmt = labels[name]
-                line = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
-                first, last = fmt.format(values[0]), fmt.format(values[-1])
-                table.add_row(label, line, Text(f"{first} → {last}"))
-            parts.append(Panel(table, title="updates", title_align="left"))
-        if self.completion is not None:
-            parts.append(self.completion)
-        return Group(*parts)
+        table = Table.grid(padding=(0, 2))
+        for name, values in self.history.items():
+            bars = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
+            first, last = (_format(name, value) for value in (values[0], values[-1]))
+            table.add_row(_label(name), bars, Text(f"{first} → {last}"))
+        metrics = Panel(table, title="updates", title_align="left") if self.history else ""
+        return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
 
 
 class Phase:
-    """One running piece of work; `advance` after each step."""
+    """A part of a run with a progress bar; call `advance` after each step."""
 
-    def __init__(self, display: Display, name: str, task: TaskID, total: int):
-        self.display, self.name, self.task, self.total = display, name, task, total
-        self.begun = self.lapped = time.monotonic()
-
-    def tick(self) -> None:
-        """One step more, shown in the live display only."""
-        self.advance(quiet=True)
-
-    def tick_and(self, check: Callable[[], None]) -> Callable[[], None]:
-        """`tick`, then `check`, which may raise to stop the work."""
-
-        def both() -> None:
-            self.tick()
-            check()
-
-        return both
-
-    def show(self, detail: str) -> None:
-        """Put a few words beside the bar of the live display."""
-        self.display.progress.update(self.task, detail=" ".join(detail.split()))
-
-    def lap(self) -> float:
-        """Seconds since the last lap, or since the beginning."""
-        since, self.lapped = self.lapped, time.monotonic()
-        return self.lapped - since
+    def __init__(self, display: Display, name: str, total: int, done: int) -> None:
+        self.display, self.name, self.total, self.done = display, name, total, done
+        self.started = self.last_lap = time.monotonic()
 
     def advance(self, detail: str = "", quiet: bool = False) -> None:
-        """One step more is done. In plain mode prints at each tenth of the way, unless `quiet`."""
-        progress = self.display.progress
-        progress.update(self.task, advance=1, detail=detail)
-        if quiet or not self.display.plain:
-            return
-        done = next(int(t.completed) for t in progress.tasks if t.id == self.task)
-        if done % max(1, self.total // PLAIN_LINES) == 0:
-            took = time.monotonic() - self.begun
-            self.display.say(f"{self.name} {done}/{self.total}  {detail}  {took:.0f} s")
+        """Counts one step and shows `detail` beside the bar. Without a live display, prints a line
+        at each tenth of the phase, unless `quiet`."""
+        self.done += 1
+        detail = " ".join(detail.split())
+        bar = self.display.bars[self.name]
+        self.display.progress.update(bar, completed=self.done, detail=detail)
+        if self.display.plain and not quiet and self.done % max(1, self.total // PLAIN_LINES) == 0:
+            seconds = time.monotonic() - self.started
+            self.display.say(f"{self.name} {self.done}/{self.total}  {detail}  {seconds:.0f} s")
+
+    def tick_and(self, check: Callable[[], None]) -> Callable[[], None]:
+        """Returns a callback that advances the bar quietly and then calls `check`, which may raise
+        to stop the work."""
+
+        def tick() -> None:
+            self.advance(quiet=True)
+            check()
+
+        return tick
+
+    def lap(self) -> float:
+        """Returns the seconds since the last call of `lap`, or since the start of the phase."""
+        previous, self.last_lap = self.last_lap, time.monotonic()
+        return self.last_lap - previous
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The last values as bars, scaled from the least to the greatest of all.
+    """Returns `values` as at most `width` bars, scaled from their lowest to their highest.
+
+    Longer lists are averaged in equal pieces. Non-finite values are left out.
 
     >>> sparkline([0.0, 0.5, 1.0], width=10)
     '▁▅█'
     """
     values = [v for v in values if math.isfinite(v)] or [0.0]
-    if len(values) > width:  # means of neighbours, so that the whole run stays in view
+    if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(values), max(values)
@@ -166,19 +161,27 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[int((v - low) * scale + 0.5)] for v in values)
 
 
-def _completion_panel(rollout: Rollout) -> RenderableType:
+def _info(record: dict[str, Any]) -> list[str]:
+    return [name for name in record if name.startswith("info/")]
+
+
+def _label(name: str) -> str:
+    return METRICS[name][0] if name in METRICS else name.removeprefix("info/")
+
+
+def _format(name: str, value: float) -> str:
+    return format(value, METRICS[name][1] if name in METRICS else ".2f")
+
+
+def _completion_panel(rollout: Rollout) -> Panel:
     text = Text()
     for message in rollout.messages:
         style = "" if message["role"] == "assistant" else "dim"
-        text.append(_short(message["content"]) + "\n", style)
+        text.append(_shorten(message["content"]) + "\n", style)
     text.rstrip()
     title = f"sampled · reward {rollout.episode_return:.2f}"
     return Panel(text, title=title, title_align="left", border_style="dim")
 
 
-def _info_columns(metrics: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(n, n[len("info/") :], "{:.2f}") for n in metrics if n.startswith("info/")]
-
-
-def _short(text: str, limit: int = 600) -> str:
+def _shorten(text: str, limit: int = 600) -> str:
     return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

@@ -1,215 +1,223 @@
-"""Learning that goes wrong: six named warnings, each a judgement of the metrics so far.
+"""Six warnings about training that goes wrong, computed from the metrics alone.
 
-They are functions of the records alone, so a run that was resumed raises the same ones at the same
-updates. The bounds are such that the recorded runs that learn raise nothing, and those made to
-fail (runs/what_goes_wrong) what they deserve; a test holds both.
+A resumed run therefore raises the same warnings at the same updates. With these thresholds the
+recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
 
-    for name, line in new(records).items():      # the last record is the update just done
-        print(f"{name}: {line}")                 # what is seen, in figures; what to try
+    for name, message in new_warnings(records).items():  # the last record is the latest update
+        print(f"{name}: {message}")
 """
 
 import math
 import statistics
-from collections.abc import Callable
-from typing import Any
 
-Record = dict[str, Any]  # a line of metrics.jsonl
+from core.run_log import Record
 
-# name: what it means; what to try
+# name: (what it means, what to try)
 WARNINGS = {
     "entropy_collapse": (
-        "hardly anything is left to try, and the tasks aren't solved",
+        "the policy is almost deterministic but does not solve its tasks: it no longer explores",
         "--entropy-coef 0.01, a lower --lr, a higher --temperature, or an earlier checkpoint",
     ),
     "reward_without_accuracy": (
-        "what is paid rises, what was meant falls: the reward is being gamed, or learnt by heart",
-        "reading the best-paid rollouts in report.html, a stricter reward, --kl-coef, more tasks",
+        "reward rises while accuracy falls: the policy exploits the reward or memorizes the tasks",
+        "reading the rollouts with the highest return in report.html, a stricter reward, --kl-coef,"
+        " more tasks",
     ),
     "weights_at_cap": (
-        "many tokens were sampled by a policy that the trainer doesn't recognise",
+        "many tokens have an importance weight beyond its cap: sampler and trainer give them"
+        " different probabilities",
         "the same --dtype on both sides (float32 to find out), --top-p 1 --top-k 0",
     ),
     "dead_groups": (
-        "the rollouts of a task are all paid alike, so there is nothing to compare",
+        "in most groups all rollouts have the same return, so their advantages and gradients are 0",
         "--temperature 1, easier tasks, --curriculum 0.8, --filter-groups 3, a larger --group-size",
     ),
     "kl_runaway": (
-        "the policy moves away too fast, or too far to come back",
+        "the policy changes too much in one update, or is too far from the reference policy",
         "a lower --lr, fewer --num-epochs, a narrower clip, a higher --kl-coef",
     ),
     "sampler_gap": (
-        "sampler and trainer disagree about the same tokens: they see other text or other weights",
+        "sampler and trainer give the same tokens different log-probs: their tokens, weights or"
+        " precision differ",
         "--sampler torch, --dtype float32, --top-p 1 --top-k 0 to find which side is wrong",
     ),
 }
-WINDOW = 5  # updates that are judged together: one alone says little
-QUIET = 10  # updates that a warning must not have held before it is raised anew
-SPREAD = 10  # updates at the start and now, for what is sampled and not evaluated
-EVALUATIONS = 20  # so many back are compared
-SOLVED = 0.9  # share correct from which a sure policy is a good one
-ENTROPY, ENTROPY_SHARE = 0.02, 0.1  # nats a token; share of what it was at first
-CAPPED = 0.05  # share of tokens whose weight is cut
-OPEN, COMPARABLE = 0.1, 0.25  # share of groups not all right; of those, share with any spread
-KL_STEP, KL_REFERENCE = 0.05, 0.5  # nats a token: from the policy that sampled, from the reference
-GAP_MEAN, GAP_TOKEN = 0.05, 5.0  # nats: mean of all tokens; of one token, in two updates
-LOOKED_AT = """update reward/mean reward/correct policy/entropy weights/capped
+WINDOW = 5  # a metric is judged by its mean over this many updates
+QUIET_UPDATES = (
+    10  # a warning is raised again only after this many updates in which it did not hold
+)
+LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
+MAX_EVALUATIONS = 20  # how many earlier evaluations the latest one is compared with
+SOLVED = 0.9  # fraction correct above which low entropy is no problem
+MIN_ENTROPY, MIN_ENTROPY_RATIO = 0.02, 0.1  # nats per token; ratio to the first updates
+MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
+# fraction of groups that are not solved; fraction of those with differing returns
+MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25
+MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
+MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
+INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max""".split()
-EDGES = ("/accuracy", "/ci_low", "/ci_high")
+EVAL_INPUTS = ("/accuracy", "/ci_low", "/ci_high")
 
 
-def new(records: list[Record], by_group: bool = True) -> dict[str, str]:
-    """The warnings that begin to hold with the last record, after QUIET updates in which they did
-    not (and an evaluation, for what is seen there): name -> a line with the figures.
+def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
+    """Returns the warnings to raise at the last record: name -> message.
 
-    `records`: those of the run so far, or what `warning_inputs` keeps of them. `by_group`: whether
-    rollouts are compared within their group; otherwise dead groups do no harm.
+    A warning is raised if it holds now and held in none of the QUIET_UPDATES updates before; at an
+    evaluation, also not at the evaluation before.
+
+    `records` are those of the run so far, or their `warning_inputs`. Set `by_group` to False if
+    the algorithm does not compare the rollouts of a group; then dead groups are no problem.
     """
-    found = raised(records, by_group)
-    earlier = [len(records) - back for back in range(1, QUIET + 1)] if found else []
-    if found and _is_evaluation(records[-1]):
-        before = (i for i in range(len(records) - 1, 0, -1) if _is_evaluation(records[i - 1]))
-        earlier += [next(before, 0)]
-    held = {name for end in earlier if end > 0 for name in raised(records[:end], by_group)}
-    return {name: line for name, line in found.items() if name not in held}
+    active = active_warnings(records, by_group)
+    if not active:
+        return {}
+    ends = [len(records) - back for back in range(1, QUIET_UPDATES + 1)]
+    if _is_evaluation(records[-1]):
+        earlier = range(len(records) - 1, 0, -1)
+        ends += [next((end for end in earlier if _is_evaluation(records[end - 1])), 0)]
+    held = {name for end in ends if end > 0 for name in active_warnings(records[:end], by_group)}
+    return {name: message for name, message in active.items() if name not in held}
 
 
-def raised(records: list[Record], by_group: bool = True) -> dict[str, str]:
-    """The warnings that hold at the last record: name -> a line with the figures.
+def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
+    """Returns the warnings that hold at the last record: name -> message.
 
-    What an evaluation shows holds at evaluations. Values that aren't there, or aren't finite, say
-    nothing.
+    A message is one line with the measured values and what to try. A comparison of held-out
+    accuracies can hold only at an evaluation. Missing and non-finite values raise no warning.
     """
     if not records or "update" not in records[-1]:
         return {}
-    last = [r for r in records[-WINDOW:] if "update" in r]
-    checks: dict[str, Callable[[], str]] = {
-        "entropy_collapse": lambda: _entropy(_first(records, WINDOW), last),
-        "reward_without_accuracy": lambda: _evaluated(records) or _sampled(records),
-        "weights_at_cap": lambda: _capped(last),
-        "dead_groups": lambda: _groups(last) if by_group else "",
-        "kl_runaway": lambda: _kl(last),
-        "sampler_gap": lambda: _gap(last),
+    recent = [r for r in records[-WINDOW:] if "update" in r]
+    findings = {
+        "entropy_collapse": _entropy_collapse(_first_updates(records, WINDOW), recent),
+        "reward_without_accuracy": _accuracy_fell(records) or _training_accuracy_fell(records),
+        "weights_at_cap": _weights_at_cap(recent),
+        "dead_groups": _dead_groups(recent) if by_group else "",
+        "kl_runaway": _kl_runaway(recent),
+        "sampler_gap": _sampler_gap(recent),
     }
-    seen = {name: check() for name, check in checks.items()}
-    return {name: f"{told}; try {WARNINGS[name][1]}" for name, told in seen.items() if told}
+    return {name: f"{found}; try {WARNINGS[name][1]}" for name, found in findings.items() if found}
 
 
 def warning_inputs(record: Record) -> Record:
-    """The part of a record that warnings look at: about 1 kB, to keep of every update."""
-    return {k: v for k, v in record.items() if k in LOOKED_AT or _is_accuracy(k)}
+    """Returns the part of a record that the warnings depend on (about 1 kB)."""
+    return {k: v for k, v in record.items() if k in INPUTS or _is_accuracy(k)}
 
 
-def collect(records: list[Record]) -> list[tuple[str, list[int], str]]:
-    """The warnings noted in records: (name, updates at which it was raised, its first line).
+def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
+    """Returns the warnings in the records of a log: (name, updates that raised it, first message).
 
-    >>> collect([{"update": 5, "warnings": {"a": "x"}}, {"update": 30, "warnings": {"a": "y"}}])
-    [('a', [5, 30], 'x')]
+    >>> first, second = {"dead_groups": "all returns equal"}, {"dead_groups": "again"}
+    >>> logged_warnings([{"update": 5, "warnings": first}, {"update": 9, "warnings": second}])
+    [('dead_groups', [5, 9], 'all returns equal')]
     """
-    found: dict[str, tuple[str, list[int], str]] = {}
+    warnings: dict[str, tuple[str, list[int], str]] = {}
     for record in records:
-        for name, line in (record.get("warnings") or {}).items():
-            found.setdefault(name, (name, [], line))[1].append(record["update"])
-    return list(found.values())
+        for name, message in (record.get("warnings") or {}).items():
+            warnings.setdefault(name, (name, [], message))[1].append(record["update"])
+    return list(warnings.values())
 
 
-def _entropy(first: list[Record], last: list[Record]) -> str:
-    """Nothing left to try. A policy that solves its tasks may be sure of itself."""
-    start, now = _values(first, "policy/entropy"), _values(last, "policy/entropy")
-    correct = _mean(last, "reward/correct")
+def _entropy_collapse(first: list[Record], recent: list[Record]) -> str:
+    start, now = _values(first, "policy/entropy"), _values(recent, "policy/entropy")
+    correct = _mean(recent, "reward/correct")
     if not start or not now or correct is None or correct >= SOLVED:
         return ""
-    at_first, entropy = statistics.median(start), statistics.median(now)
-    if entropy >= max(ENTROPY, ENTROPY_SHARE * at_first):
+    initial, entropy = statistics.median(start), statistics.median(now)
+    if entropy >= max(MIN_ENTROPY, MIN_ENTROPY_RATIO * initial):
         return ""
-    return f"entropy {entropy:.2g} nats a token ({at_first:.2g} at first), {correct:.0%} correct"
+    return f"entropy {entropy:.2g} nats per token (at first {initial:.2g}), {correct:.0%} correct"
 
 
-def _evaluated(records: list[Record]) -> str:
-    """Held-out accuracy below what it was, beyond both intervals, while reward rose since."""
+def _accuracy_fell(records: list[Record]) -> str:
+    """Held-out accuracy fell beyond both 95% intervals since an evaluation; reward rose since."""
     if not _is_evaluation(records[-1]):
         return ""
-    now, after = records[-1], records[-WINDOW:]
-    evaluations = (i for i in range(len(records) - 2 * WINDOW, 0, -1)
-                   if _is_evaluation(records[i - 1]))  # fmt: skip
-    for i, _ in zip(evaluations, range(EVALUATIONS), strict=False):
-        then = records[i - 1]
-        risen = _moved(records[i : i + WINDOW], after, "reward/mean")
-        if not risen or risen[1] < risen[0]:
+    now, recent = records[-1], records[-WINDOW:]
+    earlier = [end for end in range(len(records) - 2 * WINDOW, 0, -1)
+               if _is_evaluation(records[end - 1])]  # fmt: skip
+    for end in earlier[:MAX_EVALUATIONS]:
+        then = records[end - 1]
+        reward = _change(records[end : end + WINDOW], recent, "reward/mean")
+        if not reward or reward[1] < reward[0]:
             continue
         for env in (key.removesuffix("/ci_low") for key in then if key.endswith("/ci_low")):
             low, high = _finite(then, f"{env}/ci_low"), _finite(now, f"{env}/ci_high")
-            was, is_now = (_finite(r, f"{env}/accuracy") for r in (then, now))
-            if None not in (low, high, was, is_now) and high < low:  # type: ignore[operator]
-                return (f"since update {then['update']} reward rose from {risen[0]:.2f} to "
-                        f"{risen[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
-                        f"{was:.2f} to {is_now:.2f}")  # fmt: skip
+            before, after = _finite(then, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
+            if low is None or high is None or before is None or after is None or high >= low:
+                continue
+            return (f"since update {then['update']} reward rose from {reward[0]:.2f} to "
+                    f"{reward[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
+                    f"{before:.2f} to {after:.2f}")  # fmt: skip
     return ""
 
 
-def _sampled(records: list[Record]) -> str:
-    """The same among the rollouts of training: reward above what it was at first, fewer correct."""
-    first, last = _first(records, SPREAD), records[-SPREAD:]
-    if len(first) < SPREAD or last[0].get("update", 0) <= first[-1]["update"]:
+def _training_accuracy_fell(records: list[Record]) -> str:
+    """Reward is higher than in the first updates; the fraction correct is at most half as high."""
+    first, last = _first_updates(records, LONG_WINDOW), records[-LONG_WINDOW:]
+    if len(first) < LONG_WINDOW or last[0].get("update", 0) <= first[-1]["update"]:
         return ""
-    reward, correct = (_moved(first, last, f"reward/{key}") for key in ("mean", "correct"))
+    reward, correct = (_change(first, last, f"reward/{key}") for key in ("mean", "correct"))
     if not reward or not correct or reward[1] < reward[0] or correct[1] > correct[0] / 2:
         return ""
-    return (f"since the first {SPREAD} updates reward rose from {reward[0]:.2f} to {reward[1]:.2f},"
-            f" the share of rollouts that are correct fell from {correct[0]:.2g} to "
+    return (f"since the first {LONG_WINDOW} updates reward rose from {reward[0]:.2f} to "
+            f"{reward[1]:.2f}, the fraction of correct rollouts fell from {correct[0]:.2g} to "
             f"{correct[1]:.2g}")  # fmt: skip
 
 
-def _capped(last: list[Record]) -> str:
-    share = _mean(last, "weights/capped")
-    if share is None or share <= CAPPED:
+def _weights_at_cap(recent: list[Record]) -> str:
+    capped = _mean(recent, "weights/capped")
+    if capped is None or capped <= MAX_CAPPED:
         return ""
-    return f"{share:.1%} of tokens have an importance weight beyond the cap"
+    return f"{capped:.1%} of tokens have an importance weight beyond the cap"
 
 
-def _groups(last: list[Record]) -> str:
-    """Groups that are all right need no lesson; of the others, too few have anything to compare."""
-    zero_std, right = _mean(last, "groups/zero_std_fraction"), _mean(last, "groups/all_right")
-    if zero_std is None or right is None:
+def _dead_groups(recent: list[Record]) -> str:
+    """Solved groups need no gradient; of the others, too few have differing returns."""
+    zero_std, solved = _mean(recent, "groups/zero_std_fraction"), _mean(recent, "groups/all_right")
+    if zero_std is None or solved is None:
         return ""
-    spread, rest = 1 - zero_std, 1 - right
-    if rest <= OPEN or spread > COMPARABLE * rest:
+    differing, unsolved = 1 - zero_std, 1 - solved
+    if unsolved <= MAX_UNSOLVED or differing > MIN_DIFFERING * unsolved:
         return ""
-    return f"of the groups not all right ({rest:.0%}) only {spread / rest:.0%} have a spread"
+    return (f"{unsolved:.0%} of groups are unsolved; returns differ in only "
+            f"{differing / unsolved:.0%} of them")  # fmt: skip
 
 
-def _kl(last: list[Record]) -> str:
-    for name, bound, whom in (
-        ("kl/approx", KL_STEP, "an update"),
-        ("kl/reference", KL_REFERENCE, "from the reference"),
+def _kl_runaway(recent: list[Record]) -> str:
+    for name, limit, what in (
+        ("kl/approx", MAX_KL_UPDATE, "per update"),
+        ("kl/reference", MAX_KL_REFERENCE, "from the reference"),
     ):
-        kl = _mean(last, name)
-        if kl is not None and kl > bound:
-            return f"KL {kl:.2g} nats a token {whom}, above {bound:g}"
+        kl = _mean(recent, name)
+        if kl is not None and kl > limit:
+            return f"KL {kl:.2g} nats per token {what}, above {limit:g}"
     return ""
 
 
-def _gap(last: list[Record]) -> str:
-    mean, most = _mean(last, "gap/logprob_mean"), _values(last, "gap/logprob_max")
-    if mean is not None and mean > GAP_MEAN:
-        return f"log-probs are {mean:.2g} nats apart on average, above {GAP_MEAN:g}"
-    apart = [value for value in most if value > GAP_TOKEN]
-    if len(apart) < 2:
+def _sampler_gap(recent: list[Record]) -> str:
+    mean, largest = _mean(recent, "gap/logprob_mean"), _values(recent, "gap/logprob_max")
+    if mean is not None and mean > MAX_GAP_MEAN:
+        return f"log-probs differ by {mean:.2g} nats on average, above {MAX_GAP_MEAN:g}"
+    large = [gap for gap in largest if gap > MAX_GAP_TOKEN]
+    if len(large) < 2:
         return ""
-    return (f"in {len(apart)} of {len(most)} updates a token's log-probs were {max(apart):.3g} "
-            f"nats apart")  # fmt: skip
+    return (f"in {len(large)} of {len(largest)} updates the log-probs of a token differed by up to "
+            f"{max(large):.3g} nats")  # fmt: skip
 
 
-def _first(records: list[Record], number: int) -> list[Record]:
-    """The first updates that were learnt from, so many at most."""
-    found = (r for r in records if (r.get("update") or 0) > 0)
-    return [r for r, _ in zip(found, range(number), strict=False)]
+def _first_updates(records: list[Record], number: int) -> list[Record]:
+    """The first `number` records of updates with a gradient step (update 0 only evaluates)."""
+    updates = (r for r in records if (r.get("update") or 0) > 0)
+    return [r for r, _ in zip(updates, range(number), strict=False)]
 
 
 def _values(records: list[Record], name: str) -> list[float]:
-    """Those of a metric that are there and finite; none where fewer than WINDOW are."""
-    finite = [x for r in records if (x := _finite(r, name)) is not None]
-    return finite if len(finite) >= WINDOW else []
+    """The finite values of a metric; none if there are fewer than WINDOW."""
+    values = [value for r in records if (value := _finite(r, name)) is not None]
+    return values if len(values) >= WINDOW else []
 
 
 def _finite(record: Record, name: str) -> float | None:
@@ -222,14 +230,14 @@ def _mean(records: list[Record], name: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _moved(before: list[Record], after: list[Record], name: str) -> tuple[float, float] | None:
-    """The means of a metric before and after, where they differ by two standard errors."""
-    both = [_values(before, name), _values(after, name)]
-    if not all(both):
+def _change(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
+    """The means of a metric in both lists; None unless they differ by two standard errors."""
+    before, after = _values(first, name), _values(last, name)
+    if not before or not after:
         return None
-    old, new_ = map(statistics.fmean, both)
-    error = math.sqrt(sum(statistics.variance(values) / len(values) for values in both))
-    return (old, new_) if abs(new_ - old) > 2 * error else None
+    means = statistics.fmean(before), statistics.fmean(after)
+    error = math.sqrt(sum(statistics.variance(v) / len(v) for v in (before, after)))
+    return means if abs(means[1] - means[0]) > 2 * error else None
 
 
 def _is_evaluation(record: Record) -> bool:
@@ -237,4 +245,4 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _is_accuracy(key: str) -> bool:
-    return key.startswith("eval/") and key.endswith(EDGES)
+    return key.startswith("eval/") and key.endswith(EVAL_INPUTS)

@@ -23,8 +23,9 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        on_progress = phase.tick_and(lambda: phase.show(run.sampler.latest))
-        rollouts = run.batched_env.collect(held_out, run.sampler, params, on_progress)
+        rollouts = run.batched_env.collect(
+            held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
+        )
     run.drop_failed(rollouts)  # warns about failed ones
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)

@@ -13,6 +13,7 @@ from core import (
     diagnostics,
     distributed,
     memory,
+    report,
     run_dir,
     run_log,
     selection,
@@ -26,6 +27,7 @@ from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import reference_bytes
+from core.report.summary import final_lines
 from core.rollouts import BatchedEnv
 from core.sampler import Sampler, TorchSampler
 from core.types import Rollout, Stopped, UsageError
@@ -44,7 +46,7 @@ class Run:
     optimizer: MasterAdamW
     batched_env: BatchedEnv
     sampler: Sampler
-    run_log: run_log.Journal
+    run_log: run_log.RunLog
     display: Display
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
@@ -98,7 +100,7 @@ class Run:
         self.history.append(diagnostics.warning_inputs(record))
         by_group = config.compares_within_group(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
-            lambda: diagnostics.new(self.history, by_group)
+            lambda: diagnostics.new_warnings(self.history, by_group)
         )
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
@@ -166,13 +168,13 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                     stopped_by = error
                     run.save()
             if is_writer:
-                run_log.write_pages(run.folder, settings)
+                report.write_pages(run.folder, settings)
             if stopped_by is not None:
                 raise Stopped(f"stopped and saved; resume with: {run.resume_command()}")
             if is_writer and not run.stopped:
                 if cfg.sampler != "openai":
                     checkpoint.export_model(run.folder, run.policy)
-                print("\n".join(run_log.summary(run.folder, settings)))
+                print("\n".join(final_lines(run.folder, settings)))
 
 
 def folder_of(cfg: Config) -> tuple[Path, bool]:
@@ -206,15 +208,14 @@ def _opened(
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
     run_log.rewind(log_dir, found.progress)
     run_dir.write_config(log_dir, settings)
-    metrics_file = log_dir / "metrics.jsonl"
-    records = run_log.read_records(metrics_file) if metrics_file.exists() else []
+    records = run_log.read_records(log_dir / run_log.METRICS)
     if cfg.algo == "scratch":
         algorithm.save_source(folder)
         remarks = [*remarks, *algorithm.remarks]
     with (
         closing(sampler),
         Interrupt() as interrupt,
-        run_log.Journal(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
+        run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
         Display(title(cfg, policy), quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say

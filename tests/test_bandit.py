@@ -14,7 +14,7 @@ import torch
 from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from core import run_log
+from core import report
 from environments import registry
 from environments.base import Env, Step
 from environments.registry import register
@@ -72,7 +72,7 @@ def bandit(monkeypatch):
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for tensors so small
-    monkeypatch.setattr(run_log, "write_pages", lambda *args: None)  # longer than the updates
+    monkeypatch.setattr(report, "write_pages", lambda *args: None)  # longer than the updates
     yield
     torch.set_num_threads(threads)
     registry.ENVIRONMENTS.clear()

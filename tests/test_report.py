@@ -1,4 +1,4 @@
-"""The data of a run's page: what the journal holds, whole where it fits, and nothing breaks out."""
+"""Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
 
 import json
 import re
@@ -7,38 +7,40 @@ from pathlib import Path
 
 import pytest
 import yaml
+from matplotlib.axes import Axes
 
-from core import run_log
-from core.report import compare
-from core.report.compare import write_comparison, write_report
-from core.run_dir import write_config
-from core.run_log import Journal
-from core.types import Rollout, Turn, UsageError
+from core import report
+from core.diagnostics import WARNINGS
+from core.report import compare, curves, page
+from core.report.page import write_page, write_report
+from core.report.summary import final_lines
+from core.types import UsageError
 
-CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7}
-EVIL = "</div></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
+CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0}
+MARKUP = "</p></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
 
 
-def row(kind, update, seed, written, paid=0.0, asked=None, **changes):
+def row(kind, update, seed, completion, reward=0.0, prompt=None, **changes):
+    """A line of rollouts.jsonl: one turn."""
     messages = [
-        {"role": "user", "content": asked or f"task {seed}"},
-        {"role": "assistant", "content": written},
+        {"role": "user", "content": prompt or f"task {seed}"},
+        {"role": "assistant", "content": completion},
     ]
     return {
         "update": update, "kind": kind, "env": "adding", "agent": "player", "seed": seed,
-        "group_id": seed, "return": paid, "rewards": [paid], "tokens": 3, "hit_token_limit": False,
-        "episode_truncated": False,
-        "info": {"correct": paid == 1.0}, "messages": messages, **changes,
+        "group_id": seed, "return": reward, "rewards": [reward], "tokens": 3,
+        "hit_token_limit": False, "episode_truncated": False, "info": {"correct": reward == 1.0},
+        "messages": messages, **changes,
     }  # fmt: skip
 
 
-def trace_tokens(texts, sampler, trainer, after, advantage):
+def trace(texts, sampler, trainer, after, advantage):
     return {"text": texts, "sampler": sampler, "trainer": trainer, "after": after,
             "advantage": advantage}  # fmt: skip
 
 
-def long_trace_tokens(tokens):
-    return trace_tokens(["word"] * tokens, *[[-0.1234] * tokens] * 4)
+def long_trace(tokens):
+    return trace(["word"] * tokens, *[[-0.1234] * tokens] * 4)
 
 
 def evaluated(update, accuracy):
@@ -50,9 +52,11 @@ def trained(*updates):
     return [{"update": update, "reward/mean": 0.5, "tokens/sampled": 100} for update in updates]
 
 
-def data_of(page):
-    (found,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)
-    return json.loads(found)["runs"]
+def data_of(path):
+    """The data of the runs in a page."""
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>',
+                      path.read_text(encoding="utf-8"), re.S)  # fmt: skip
+    return json.loads(found[1])["runs"]
 
 
 def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
@@ -64,258 +68,297 @@ def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
     return folder
 
 
-@pytest.fixture
-def shown(tmp_path):
-    """Write a run with these metrics and rollouts, then its report; returns the data in it."""
-
-    def write(metrics=(), rollouts=(), config=CONFIG):
-        path = write_report(write_run(tmp_path, metrics, rollouts, config), config)
-        assert path == tmp_path / "report.html" and not list(tmp_path.glob(".part-*"))
-        assert path.stat().st_size <= 10_000_000
-        return data_of(path.read_text(encoding="utf-8"))[0]
-
-    return write
+def report_data(folder, metrics=(), rollouts=(), config=CONFIG):
+    """The data in the report of a run with these metrics and rollouts."""
+    path = write_report(write_run(folder, metrics, rollouts, config), config)
+    assert path == folder / "report.html" and not list(folder.glob(".part-*"))
+    assert path.stat().st_size <= 10_000_000
+    return data_of(path)[0]
 
 
 def updates_of(data, kind="train"):
-    return [segment["u"] for segment in data["segments"] if segment["k"] == kind]
+    return [batch["update"] for batch in data["batches"] if batch["kind"] == kind]
 
 
-def test_text_cannot_end_the_script_and_arrives_as_it_was(shown, tmp_path):
-    rows = [row("train", 1, 9, EVIL, asked=EVIL, agent=EVIL, error=EVIL, env=EVIL)]
-    data = shown(trained(1), rows, {**CONFIG, "model_id": EVIL})
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")  # valid UTF-8 in spite of \ud800
-    (raw,) = re.findall(r'application/json">(.*)</script>\s*<script>', page, re.S)
-    assert not set("<>&\u2028\u2029") & set(raw)
-    assert page.count("<script") == 2
-    (group,) = data["segments"][0]["g"]
-    assert (group["q"], group["a"], group["e"]) == ([["user", EVIL]], EVIL, EVIL)
-    assert group["r"][0]["m"] == [["assistant", EVIL]] and group["r"][0]["x"] == EVIL
-    assert data["model"] == EVIL
+def test_page_keeps_text_inside_its_data(tmp_path):
+    rows = [row("train", 1, 9, MARKUP, prompt=MARKUP, agent=MARKUP, error=MARKUP, env=MARKUP)]
+    data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")  # valid UTF-8 despite \ud800
+    (raw,) = re.findall(r'application/json">(.*)</script>\s*<script>', text, re.S)
+    assert not set("<>&\u2028\u2029") & set(raw) and text.count("<script") == 2
+    (group,) = data["batches"][0]["groups"]
+    assert (group["prompt"], group["agent"], group["env"]) == ([["user", MARKUP]], MARKUP, MARKUP)
+    rollout = group["rollouts"][0]
+    assert rollout["messages"] == [["assistant", MARKUP]] and rollout["error"] == MARKUP
+    assert data["model"] == MARKUP
 
 
-def test_the_page_fetches_nothing_and_never_makes_markup_of_text():
-    page = compare.TEMPLATE.read_text(encoding="utf-8")
-    assert page.count("$data") == 1 and "default-src 'none'" in page
-    assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}  # a name
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|src=", page)
-    assert len(page.splitlines()) <= 400
-
-
-def test_the_page_is_installed_with_the_package():
+def test_page_template_fetches_nothing_and_never_parses_text_as_markup():
+    template = page.TEMPLATE.read_text(encoding="utf-8")
+    assert template.count("$data") == 1 and "default-src 'none'" in template
+    assert set(re.findall(r"https?://[^\"]*", template)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|outerHTML|insertAdj|document\.write|eval\(|src=", template)
     settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert "microscope.html" in settings["tool"]["setuptools"]["package-data"]["core"]
+    assert settings["tool"]["setuptools"]["package-data"]["core.report"] == ["page.html"]
 
 
-def test_a_group_is_a_task_of_an_agent_and_asks_once(shown):
+def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):
     rows = [row("train", 1, seed, "x", agent=a) for seed in (1, 2) for a in ("white", "black")]
     rows += [row("train", 1, 1, "y", 1.0, agent="white", hit_token_limit=True)]
-    late = row("train", 1, 2, "z", None, agent="black", asked="another opening")
-    (segment,) = shown(trained(1), [*rows, late])["segments"]
-    assert [(g["s"], g["a"], len(g["r"])) for g in segment["g"]] == [
+    rows += [row("train", 1, 2, "z", None, agent="black", prompt="another prompt")]
+    groups = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
+    assert [(g["seed"], g["agent"], len(g["rollouts"])) for g in groups] == [
         (1, "white", 2), (1, "black", 1), (2, "white", 1), (2, "black", 2),
     ]  # fmt: skip
-    assert segment["g"][0]["q"] == [["user", "task 1"]]
-    first, second = segment["g"][0]["r"]
-    assert (first["p"], first["v"], "c" in first) == (0.0, False, False)
-    assert (second["p"], second["v"], second["c"], "o" in second) == (1.0, True, True, False)
-    assert segment["g"][3]["r"][1]["o"] == [["user", "another opening"]]
-    assert segment["g"][3]["r"][1]["p"] is None  # was not finite
+    assert groups[0]["prompt"] == [["user", "task 1"]]
+    first, second = groups[0]["rollouts"]
+    assert (first["return"], first["correct"], "hit_token_limit" in first) == (0.0, False, False)
+    assert (second["return"], second["correct"], second["hit_token_limit"]) == (1.0, True, True)
+    late = groups[3]["rollouts"][1]
+    assert late["prompt"] == [["user", "another prompt"]] and "prompt" not in second
+    assert late["return"] is None  # logged as null because it was not finite
 
 
-def test_what_the_policy_wrote_is_one_message_a_turn(shown):
-    shots = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+def test_messages_of_the_policy_follow_the_prompt_and_its_examples(tmp_path):
+    examples = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
     game = row("train", 1, 1, "first move", rewards=[0.25, 0.5])
     game["messages"] = [
-        *shots, *game["messages"], {"role": "user", "content": "a reply"},
+        *examples, *game["messages"], {"role": "user", "content": "a reply"},
         {"role": "assistant", "content": "second move"}, {"role": "user", "content": "the end"},
     ]  # fmt: skip
-    (group,) = shown(trained(1), [game])["segments"][0]["g"]
-    assert [text for _, text in group["q"]] == ["1+1?", "2", "task 1"]
-    written = [text for _, text in group["r"][0]["m"]]
-    assert written == ["first move", "a reply", "second move", "the end"]
-    assert group["r"][0]["w"] == [0.25, 0.5]
+    (group,) = report_data(tmp_path, trained(1), [game])["batches"][0]["groups"]
+    assert [text for _, text in group["prompt"]] == ["1+1?", "2", "task 1"]
+    (rollout,) = group["rollouts"]
+    texts = [text for _, text in rollout["messages"]]
+    assert texts == ["first move", "a reply", "second move", "the end"]
+    assert rollout["rewards"] == [0.25, 0.5]
 
 
-def test_looks_are_packed_without_loss(shown):
-    seen = trace_tokens(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
-    other = trace_tokens(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
-    uneven = trace_tokens(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
-    rows = [
-        row("train", 1, i, "x", token_traces=[x]) for i, x in enumerate((seen, other, uneven, {}))
+def test_token_traces_are_packed_without_loss(tmp_path):
+    plain = trace(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
+    infinite = trace(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
+    uneven = trace(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
+    rows = [row("train", 1, i, "x", token_traces=[x])
+            for i, x in enumerate((plain, infinite, uneven, {}))]  # fmt: skip
+    groups = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
+    assert [group["rollouts"][0]["traces"] for group in groups] == [
+        [[["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000]],
+        [[["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]]],
+        [None],
+        [None],
     ]
-    first, second, third, fourth = (g["r"][0] for g in shown(trained(1), rows)["segments"][0]["g"])
-    assert first["l"] == [[["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000]]
-    assert second["l"] == [[["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]]]
-    assert third["l"] == fourth["l"] == [None]  # not looked at
 
 
-def test_every_evaluation_is_there_to_choose_from(shown):
-    rows = [row("eval", u, seed, f"at {u}") for u in (0, 5, 9) for seed in (1, 2)]
-    data = shown([evaluated(0, 0.25), evaluated(5, 0.9), evaluated(9, 0.75)], rows)
-    assert updates_of(data, "eval") == [0, 5, 9]
-    assert data["results"] == [["adding", [0.25, 0.15, 0.35, 0], [0.75, 0.65, 0.85, 9], 0]]
-
-
-def test_tokens_until_accuracy_are_those_of_training_so_far(shown):
+def test_results_are_the_first_and_last_evaluations(tmp_path):
     metrics = [evaluated(0, 0.2), *trained(1, 2), evaluated(3, 0.9) | trained(3)[0], *trained(4)]
-    data = shown(metrics)
-    assert (data["results"][0][3], data["tokens"], data["updates"]) == (300, 400, 4)
+    rows = [row("eval", u, seed, f"at {u}") for u in (0, 3) for seed in (1, 2)]
+    data = report_data(tmp_path, metrics, rows)
+    assert updates_of(data, "eval") == [0, 3]
+    (result,) = data["results"]
+    assert result["before"] == {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3}
+    assert result["after"] == {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0}
+    assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
 
 
-def test_a_large_run_stays_below_10_mb_and_says_what_it_left_out(shown):
+def test_large_run_stays_below_10_mb_and_lists_what_was_left_out(tmp_path):
     long = [row("train", 1, seed, "<" * 1_000_000 + "the end") for seed in range(4)]
-    many = [row("train", u, s % 90, "'" * 8000) for u in (2, 3, 4) for s in range(700)]
-    data = shown(trained(1, 2, 3, 4), [*long, *many])
+    large = [row("train", u, s % 90, "'" * 8000) for u in (2, 3, 4) for s in range(700)]
+    data = report_data(tmp_path, trained(1, 2, 3, 4), [*long, *large])
     assert updates_of(data) == [1, 4]
-    assert data["left"] == ["all rollouts of updates 2-3"]
-    text = data["segments"][0]["g"][0]["r"][0]["m"][0][1]
+    assert data["left_out"] == ["all rollouts of updates 2-3"]
+    text = data["batches"][0]["groups"][0]["rollouts"][0]["messages"][0][1]
     assert "[992007 characters left out: see rollouts.jsonl]" in text and text.endswith("the end")
 
 
-def test_tokens_of_the_middle_go_first_then_updates_of_the_middle(shown, monkeypatch):
-    rows = [
-        row("train", u, 1, "x" * 2000, token_traces=[long_trace_tokens(400)]) for u in range(1, 10)
-    ]
-    template = compare.TEMPLATE.stat().st_size
-    kept = {}
+def test_traces_in_the_middle_are_left_out_first_then_updates_in_the_middle(tmp_path, monkeypatch):
+    rows = [row("train", u, 1, "x" * 2000, token_traces=[long_trace(400)]) for u in range(1, 10)]
+    all_updates, kept = [*range(1, 10)], {}
     for room in (100_000, 60_000, 30_000):
-        monkeypatch.setattr(compare, "PAGE_BYTES", template + room)
-        data = shown(trained(*range(1, 10)), rows)
-        looked = [s["u"] for s in data["segments"] if "l" in s["g"][0]["r"][0]]
-        kept[room] = (updates_of(data), looked, data["left"])
-    assert kept[100_000] == ([*range(1, 10)], [*range(1, 10)], [])
-    everything, looked, left = kept[60_000]
-    assert everything == [*range(1, 10)]
-    assert looked[0] == 1 and looked[-1] == 9 and 5 not in looked
-    assert re.fullmatch(r"the tokens' numbers of updates \d-\d", left[0])
-    some, looked, left = kept[30_000]
-    assert looked == [1, 9] and set(looked) < set(some) < set(range(1, 10)) and 5 not in some
-    assert re.fullmatch(r"all rollouts of updates \d-\d", left[0])
+        monkeypatch.setattr(page, "PAGE_BYTES", page.TEMPLATE.stat().st_size + room)
+        data = report_data(tmp_path, trained(*all_updates), rows)
+        traced = [b["update"] for b in data["batches"] if "traces" in b["groups"][0]["rollouts"][0]]
+        kept[room] = (updates_of(data), traced, data["left_out"])
+    assert kept[100_000] == (all_updates, all_updates, [])
+    updates, traced, left_out = kept[60_000]
+    assert updates == all_updates and traced[0] == 1 and traced[-1] == 9 and 5 not in traced
+    assert re.fullmatch(r"token traces of updates \d-\d", left_out[0])
+    updates, traced, left_out = kept[30_000]
+    assert traced == [1, 9] and {1, 9} < set(updates) < set(all_updates) and 5 not in updates
+    assert re.fullmatch(r"all rollouts of updates \d-\d", left_out[0])
 
 
-@pytest.mark.parametrize("room", [40_000, 9_000, 4_800])
-def test_the_ends_shrink_before_they_go_and_the_limit_holds(shown, monkeypatch, tmp_path, room):
-    rows = [
-        row("train", u, s, "x" * 9000, token_traces=[long_trace_tokens(2000)])
-        for u in (1, 2)
-        for s in (1, 2)
-    ]
-    limit = compare.TEMPLATE.stat().st_size + room
-    monkeypatch.setattr(compare, "PAGE_BYTES", limit)
-    data = shown(trained(1, 2), rows)
+@pytest.mark.parametrize(
+    ("room", "updates", "left_out"),
+    [
+        (60_000, [1, 2], ["token traces of updates 1-2"]),
+        (9_000, [1, 2], ["token traces of updates 1-2", "parts of long texts of updates 1-2"]),
+        (4_800, [], ["all rollouts of updates 1-2"]),
+    ],
+)
+def test_first_and_last_update_are_shortened_before_they_are_left_out(
+    tmp_path, monkeypatch, room, updates, left_out
+):
+    rows = [row("train", u, s, "x" * 9000, token_traces=[long_trace(2000)])
+            for u in (1, 2) for s in (1, 2)]  # fmt: skip
+    limit = page.TEMPLATE.stat().st_size + room
+    monkeypatch.setattr(page, "PAGE_BYTES", limit)
+    data = report_data(tmp_path, trained(1, 2), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
-    assert updates_of(data) == ([1, 2] if room > 6000 else [])
-    assert not any("l" in r for s in data["segments"] for g in s["g"] for r in g["r"])
-    assert data["left"]
+    assert (updates_of(data), data["left_out"]) == (updates, left_out)
 
 
-def test_curves_are_thinned_and_keep_their_ends(shown):
-    data = shown([{"update": u, "loss": u / 7, "odd": None, "name": "x"} for u in range(1, 5001)])
-    at, values = data["curves"]["loss"]
-    assert (at[0], at[-1], len(at) <= 601) == (1, 5000, True)
+def test_curves_are_thinned_and_keep_their_ends(tmp_path):
+    metrics = [{"update": u, "loss": u / 7, "odd": None, "name": "x"} for u in range(1, 5001)]
+    data = report_data(tmp_path, metrics)
+    steps, values = data["curves"]["loss"]
+    assert (steps[0], steps[-1], len(steps) <= 601) == (1, 5000, True)
     assert values[-1] == 714.286 and list(data["curves"]) == ["loss"]
 
 
 @pytest.mark.parametrize(
     "metrics", [[], [{"sft_step": 20, "sft/loss": 1.0}], [evaluated(0, 0.2)], trained(1, 2)]
 )
-def test_a_run_without_rollouts_is_a_page(shown, metrics):
-    assert shown(metrics)["segments"] == []
+def test_run_without_rollouts_has_a_report(tmp_path, metrics):
+    assert report_data(tmp_path, metrics)["batches"] == []
 
 
-def test_an_empty_folder_is_a_page(tmp_path):
-    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
-    assert (data["results"], data["segments"], data["curves"]) == ([], [], {})
+def test_empty_folder_has_a_report(tmp_path):
+    (data,) = data_of(write_report(tmp_path, CONFIG))
+    assert (data["results"], data["batches"], data["curves"]) == ([], [], {})
 
 
-def test_bytes_that_are_not_utf8_and_a_line_cut_short_are_no_trouble(shown, tmp_path):
-    shown(trained(1), [row("train", 1, 1, "whole")])
+def test_invalid_utf8_and_a_cut_line_are_tolerated(tmp_path):
+    write_run(tmp_path, trained(1), [row("train", 1, 1, "whole")])
     line = (tmp_path / "rollouts.jsonl").read_bytes().replace(b"whole", b"\xff\xfe")
     (tmp_path / "rollouts.jsonl").write_bytes(line + b'{"update": 1, "kind"')
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"update": 2, "\xff')
-    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
-    assert data["segments"][0]["g"][0]["r"][0]["m"] == [["assistant", "\ufffd\ufffd"]]
-
-
-def test_the_journal_writes_looks_of_rollouts_that_have_them(tmp_path):
-    write_config(tmp_path, CONFIG)
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
-    turn = Turn([1], [5], [-0.5], "stop", 1.0)
-    looked = trace_tokens(["a"], [-0.5], [-0.5], [-0.25], [1.0])
-    with Journal(tmp_path, CONFIG) as log:
-        plain = Rollout("adding", "player", 1, 0, messages, [turn])
-        log.log_rollouts("train", 1, [plain])
-        log.log_rollouts("train", 2, [Rollout(**{**vars(plain), "token_traces": [looked]})])
-    first, second = run_log.read_records(tmp_path / "rollouts.jsonl")
-    assert "token_traces" not in first and second["token_traces"] == [looked]
-    (data,) = data_of(write_report(tmp_path, CONFIG).read_text(encoding="utf-8"))
-    assert data["segments"][1]["g"][0]["r"][0]["l"] == [[["a"], [-5000], [0], [2500], 10000]]
+    (data,) = data_of(write_report(tmp_path, CONFIG))
+    (rollout,) = data["batches"][0]["groups"][0]["rollouts"]
+    assert rollout["messages"] == [["assistant", "\ufffd\ufffd"]]
 
 
 @pytest.fixture
-def two(tmp_path):
-    """Two runs: one that reached 0.9 at its second update, one that was never evaluated."""
+def warned():
+    """Records of 30 updates with warnings at updates 9 and 30."""
+    records = [evaluated(0, 0.2), *trained(*range(1, 31))]
+    records[9]["warnings"] = {"kl_runaway": "KL <b>0.1", "sampler_gap": "differ"}
+    records[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
+    return records
+
+
+def test_report_lists_each_warning_with_its_updates(tmp_path, warned):
+    data = report_data(tmp_path, warned)
+    assert [tuple(warning.values()) for warning in data["warnings"]] == [
+        ("kl_runaway", [9, 30], "KL <b>0.1", WARNINGS["kl_runaway"][0]),
+        ("sampler_gap", [9], "differ", WARNINGS["sampler_gap"][0]),
+    ]
+    assert "warnings" not in data["curves"]
+
+
+def test_final_lines_tell_accuracy_warnings_and_a_next_command(tmp_path, warned):
+    assert final_lines(write_run(tmp_path / "a", warned), CONFIG) == [
+        "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
+        "30 updates",
+        "warning at update 9, 30: kl_runaway: KL <b>0.1",
+        "warning at update 9: sampler_gap: differ",
+        f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
+        "next: python train.py --env adding --seed 7 --algo ppo",
+    ]
+
+
+def test_pages_are_written_at_any_stage_of_a_run(tmp_path):
+    update = {"reward/mean": 0.1, "length/mean": 9.0}
+    for records in (
+        [evaluated(0, 0.2)],
+        [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
+        [{"sft_step": 1, "sft/loss": 2.0}, evaluated(0, 0.2), {"update": 1, **update}],
+        [evaluated(i, 0.5) | update | {"info/worked": 0.5} for i in range(3)],
+    ):
+        report.write_pages(write_run(tmp_path, records), CONFIG)
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        readme = (tmp_path / "README.md").read_text()
+        assert f"# {tmp_path.name}\n" in readme and "model `tiny`, seed 7" in readme
+
+
+def test_curves_mark_warnings_with_their_names(tmp_path, warned, monkeypatch):
+    names, lines = [], []
+    monkeypatch.setattr(Axes, "annotate", lambda axis, text, *args, **kwargs: names.append(text))
+    monkeypatch.setattr(Axes, "axvline", lambda axis, x, **kwargs: lines.append(x))
+    curves.draw_curves(tmp_path / "curves.png", warned, "x")
+    assert {"kl_runaway, sampler_gap", "kl_runaway"} < set(names)
+    assert sorted(lines) == [9, 9, 9, 30, 30, 30]
+
+
+def test_seeds_are_drawn_as_a_mean_and_a_band(tmp_path, monkeypatch):
+    drawn = {}
+
+    def keep(axis, x, low, high, **style):
+        drawn.setdefault(style["color"], (x, low, high))
+
+    monkeypatch.setattr(Axes, "fill_between", keep)
+    records = [evaluated(i, 0.25 * i) for i in range(4)]
+    other = [evaluated(i, 0.5) for i in range(3)]
+    seeds = {"grpo": [records, other], "ppo": [records]}
+    curves.draw_seeds(tmp_path / "seeds.png", seeds, "title")
+    band = ([0, 1, 2, 3], [0.0, 0.25, 0.5, 0.75], [0.5, 0.5, 0.5, 0.75])
+    assert drawn[curves.BLUE] == band
+    assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def two_runs(tmp_path):
+    """A run that reached accuracy 0.9 at its second update, and one that was never evaluated."""
     good = [evaluated(0, 0.2), trained(1)[0] | {"time/train_s": 90.0}]
     good += [trained(2)[0] | evaluated(2, 0.95)]
-    rows = [row("train", u, 1, f"by a at {u}", token_traces=[long_trace_tokens(9)]) for u in (1, 2)]
+    rows = [row("train", u, 1, f"by a at {u}", token_traces=[long_trace(9)]) for u in (1, 2)]
     return [
         write_run(tmp_path / "a", good, rows),
         write_run(tmp_path / "b", trained(1), [row("train", 1, 1, "by b")], CONFIG | {"seed": 8}),
     ]
 
 
-def test_a_comparison_has_all_runs_in_one_page(two, tmp_path):
-    path = write_comparison(two, tmp_path / "compare.html")
-    first, second = data_of(path.read_text(encoding="utf-8"))
+def test_compare_prints_a_table_and_writes_one_page(two_runs, tmp_path, monkeypatch, capsys):
+    assert [compare.table_rows(run, CONFIG) for run in two_runs] == [
+        [["a", "grpo", "adding", "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]", "200", "200", "1.5"]],
+        [["b", "grpo", "adding", "not evaluated", "100", "not reached", "0.0"]],
+    ]
+    monkeypatch.setenv("COLUMNS", "160")
+    assert compare.main([str(run) for run in two_runs]) == 0
+    out = capsys.readouterr().out
+    assert "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]" in out and "not evaluated" in out
+    assert out.splitlines()[-1] == f"side by side: {tmp_path / 'compare.html'}"
+    first, second = data_of(tmp_path / "compare.html")
     assert (first["name"], second["name"], second["seed"]) == ("a", "b", 8)
     assert updates_of(first) == [1, 2] and updates_of(second) == [1]
 
 
-def test_runs_share_the_room_of_a_page(two, tmp_path, monkeypatch):
-    limit = compare.TEMPLATE.stat().st_size + 13_000
-    monkeypatch.setattr(compare, "PAGE_BYTES", limit)
-    write_run(two[0], trained(1), [row("train", 1, s, "x" * 8000) for s in range(9)])
-    path = write_comparison(two, tmp_path / "compare.html")
+def test_runs_share_the_bytes_of_a_page_equally(two_runs, tmp_path, monkeypatch):
+    limit = page.TEMPLATE.stat().st_size + 13_000
+    monkeypatch.setattr(page, "PAGE_BYTES", limit)
+    write_run(two_runs[0], trained(1), [row("train", 1, s, "x" * 8000) for s in range(9)])
+    path = write_page(tmp_path / "compare.html", [(run, CONFIG) for run in two_runs])
     assert path.stat().st_size <= limit
-    first, second = data_of(path.read_text(encoding="utf-8"))
-    assert first["left"] and updates_of(second) == [1] and not second["left"]
+    first, second = data_of(path)
+    assert first["left_out"] and updates_of(second) == [1] and not second["left_out"]
 
 
-def test_compare_tells_each_run_and_environment(two):
-    assert compare(two) == [
-        ["a", "grpo", "adding", "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]", "200", "200", "1.5"],
-        ["b", "grpo", "adding", "not evaluated", "100", "not reached", "0.0"],
-    ]
+@pytest.mark.parametrize("config", ["a: [", "just text", "algo: grpo", "\xff"])
+def test_invalid_settings_of_a_run_are_a_usage_error(tmp_path, config):
+    write_run(tmp_path)
+    (tmp_path / "config.yaml").write_bytes(config.encode("latin-1"))
+    with pytest.raises(UsageError, match=r"config\.yaml"):
+        compare.read_config(tmp_path)
 
 
-def test_the_command_prints_a_table_and_writes_the_page(two, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("COLUMNS", "160")
-    assert run_log.main([str(run) for run in two]) == 0
-    out = capsys.readouterr().out
-    assert "0.20 [0.10, 0.30] -> 0.95 [0.85, 1.05]" in out and "not evaluated" in out
-    assert out.splitlines()[-1] == f"side by side: {tmp_path / 'compare.html'}"
-    assert len(data_of((tmp_path / "compare.html").read_text(encoding="utf-8"))) == 2
-
-
-def test_what_is_not_a_run_is_one_line_and_code_2(two, tmp_path, capsys):
-    (tmp_path / "no").mkdir()
-    broken = write_run(tmp_path / "broken")
-    for config in ("a: [", "just text", "algo: grpo"):
-        (broken / "config.yaml").write_text(config)
-        with pytest.raises(UsageError, match=r"broken/config\.yaml"):
-            compare([broken])
-    unmeasured = write_run(tmp_path / "unmeasured")
-    (unmeasured / "metrics.jsonl").unlink()
-    for args, told in (
-        ([str(two[0]), str(tmp_path / "no")], "no: not a run folder (it has no config.yaml)"),
-        ([str(unmeasured)], "not a run folder (it has no metrics.jsonl)"),
-        ([str(tmp_path / "gone")], "gone: not a run folder"),
-        ([], "which runs?"),
-        (["--help"], "which runs?"),
+def test_compare_rejects_what_is_not_a_run(two_runs, tmp_path, capsys):
+    (two_runs[1] / "metrics.jsonl").unlink()
+    for args, message in (
+        ([two_runs[0], tmp_path / "gone"], "gone: not the folder of a run (it has no config.yaml)"),
+        ([two_runs[1]], "not the folder of a run (it has no metrics.jsonl)"),
+        ([], "name the folders of the runs"),
     ):
-        assert run_log.main(args) == 2
+        assert compare.main([str(arg) for arg in args]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and told in err and err.count("\n") == 1
+        assert out == "" and message in err and err.count("\n") == 1
     assert not (tmp_path / "compare.html").exists()

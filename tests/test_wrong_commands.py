@@ -17,7 +17,7 @@ from conftest import save_small
 from safetensors.torch import load_file, save_file
 
 import train
-from core import run_log
+from core.report import compare
 
 ROOT = Path(train.__file__).parent
 LONG = "x" * 300
@@ -246,7 +246,7 @@ def test_invalid_runs_to_compare_are_one_line(monkeypatch, capsys, place, args, 
     Path("runs/bad/config.yaml").write_text("- algo")
     Path("runs/bad/metrics.jsonl").write_text("{}\n")
     before = contents(place)
-    assert run_log.main(args) == 2
+    assert compare.main(args) == 2
     out, err = capsys.readouterr()
     assert out == "" and named in err and err.count("\n") == 1
     assert contents(place) == before

@@ -1,15 +1,10 @@
-"""What the microscope shows of rollouts.jsonl: as much of it as fits a page, packed.
+"""Writes `report.html`: curves, held-out tasks, rollouts and token traces of runs in one file.
 
-When it doesn't fit, updates in the middle go first: the numbers of their tokens, then all of them.
-The first and the last update stay, if need be with shorter texts. Lists and short names keep the
-data small; core/report/page.html reads them:
+The page is core/report/page.html with the data of the runs inserted as JSON. It needs no network.
+Text of models and environments is data: the page shows it as text, never as markup. The page stays
+below 10 MB; where the rollouts do not fit, the page says what was left out.
 
-    update {k: kind, u: number, g: groups}
-    group {e: env, a: agent, s: seed, q: messages before the policy's first, r: rollouts}
-    rollout {p: return, w: reward of each turn, n: tokens, v: correct, m: messages, c: cut off,
-             t: truncated, x: error, i: what else the environment told, o: opening, where it is
-             another than the group's, l: looks}
-    look [texts, sampler, trainer - sampler, after - trainer, advantage], numbers times 10,000
+    write_report(Path("runs/a"), config)     # writes runs/a/report.html
 """
 
 import itertools
@@ -19,189 +14,268 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-# what is kept of an update: tokens looked at, characters of a rollout; after the last: nothing
-LEVELS = [(math.inf, 8000), (50_000, 8000), (5_000, 8000), (0, 8000), (0, 1000), (0, 200)]
-NO_TOKENS, ABSENT = 3, len(LEVELS)
-FIELDS = ("text", "sampler", "trainer", "after", "advantage")  # of a turn that was looked at
+from core import diagnostics
+from core.metrics import before_after
+from core.report.summary import minutes, num_updates, sampled_tokens, tokens_to_target
+from core.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
 
-Row = dict[str, Any]  # a line of rollouts.jsonl
+TEMPLATE = Path(__file__).with_name("page.html")
+PAGE_BYTES = 9_500_000
+CURVE_POINTS = 600  # of a metric; more than a screen can show
+# How much of a batch of rollouts the page keeps: all of it; no token traces; and texts of at most
+# 200 characters; nothing
+FULL, NO_TRACES, SHORT, OMITTED = range(4)
+TEXT_CHARS = {FULL: 8000, NO_TRACES: 8000, SHORT: 200}  # per rollout
+ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
+BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
 
 
-def choose(path: Path, room: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """As much of the rollouts as `room` bytes hold, and what was left out, in words.
+def write_report(run_dir: Path, config: dict[str, Any]) -> Path:
+    """Writes report.html of a run from its logs and returns its path.
 
-    The file may be larger than memory: it is read once for sizes, and where not all of it fits,
-    once more for what is kept.
+    `config` needs "algo", "env", "model_id" and "seed".
     """
-    whole: list[dict[str, Any]] = []
-    names: list[tuple[str, int]] = []
-    sizes: list[dict[int, int]] = []  # of each update, at the levels that it may be kept at
-    ends: dict[tuple[str, bool], tuple[int, list[Row]]] = {}  # the first and last of each kind
-    total = 0
-    for i, (name, rows) in enumerate(_read(path)):
-        names.append(name)
-        packed = _pack(*name, rows, 0)
-        sizes.append({0: _size(packed), NO_TOKENS: _size(_pack(*name, rows, NO_TOKENS))})
-        total += sizes[i][0]
-        if total <= room:
-            whole.append(packed)
-        ends.setdefault((name[0], True), (i, rows))
-        ends[name[0], False] = (i, rows)
-    if total <= room:
-        return whole, []
-    for i, rows in ends.values():
-        sizes[i] = {level: _size(_pack(*names[i], rows, level)) for level in range(ABSENT)}
-    levels = _plan(sizes, sorted({i for i, _ in ends.values()}), room)
-    kept = [
-        _pack(*name, rows, level)
-        for (name, rows), level in zip(_read(path), levels, strict=False)
-        if level != ABSENT
+    return write_page(run_dir / "report.html", [(run_dir, config)])
+
+
+def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
+    """Writes one page about all `runs`, given as folder and settings, to `path`; returns `path`.
+
+    The runs share the page's bytes equally. The file is replaced as a whole or not at all.
+    """
+    before, after = TEMPLATE.read_text(encoding="utf-8").split("$data", 1)
+    room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
+    data = {"runs": [_run_data(run_dir, config, room) for run_dir, config in runs]}
+    part = path.with_name(f".part-{path.name}")
+    part.write_text(before + to_json(data) + after, encoding="utf-8")
+    return part.replace(path)
+
+
+def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], list[str]]:
+    """Packs the rollouts of a run into at most `room` bytes of JSON.
+
+    Returns one object per batch (the rollouts of an update or of an evaluation), and lines that say
+    what was left out. Batches in the middle of the run lose first their token traces and then
+    everything; the first and last batches of each kind are shortened last.
+    """
+    sizes = {
+        key: [*(len(to_json(_pack_batch(key, rows, level))) + 1 for level in TEXT_CHARS), 0]
+        for key, rows in _read_batches(run_dir)
+    }
+    levels = _choose_levels(sizes, room)
+    batches = [
+        _pack_batch(key, rows, levels[key])
+        for key, rows in _read_batches(run_dir)
+        if levels.get(key, OMITTED) != OMITTED
     ]
-    left = []
-    for what, low, high in (
-        ("all rollouts", ABSENT, ABSENT),
-        ("the tokens' numbers", NO_TOKENS, ABSENT - 1),
-        ("the numbers of some tokens", 1, NO_TOKENS - 1),
-        ("more of long texts", NO_TOKENS + 1, ABSENT - 1),
-    ):
-        gone = [
-            name
-            for name, size, level in zip(names, sizes, levels, strict=True)
-            if low <= level <= high and (level == ABSENT or size[level] < size[0])
-        ]
-        for kind, title in (("train", "updates"), ("eval", "evaluations at")):
-            if updates := [update for one, update in gone if one == kind]:
-                left.append(cut(f"{what} of {title} {_ranges(updates)}", 300))
-    return kept, left
+    left_out = []
+    for what, level in (("all rollouts", OMITTED), ("token traces", NO_TRACES),
+                        ("parts of long texts", SHORT)):  # fmt: skip
+        for kind, title in (("train", "updates"), ("eval", "evaluations at update")):
+            updates = [
+                key[1]
+                for key, size in sizes.items()
+                if key[0] == kind and levels[key] >= level and size[level] < size[level - 1]
+                if (levels[key] == OMITTED) == (level == OMITTED)
+            ]
+            if updates:
+                left_out.append(shorten(f"{what} of {title} {_ranges(updates)}", 300))
+    return batches, left_out
 
 
-def encode(data: Any) -> str:
-    """JSON in ASCII that no text breaks out of: neither by a tag nor by half a surrogate pair."""
+def to_json(data: Any) -> str:
+    """Returns ASCII JSON without <, > and &, so that no text can end the page's script element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
 
 
-def number(value: Any) -> float | None:
-    """The value to six digits; None for what JSON has no number for."""
+def shorten(text: str, limit: int) -> str:
+    """Returns the text, or its first and last limit / 2 characters and a note between them."""
+    excess, half = len(text) - limit, limit // 2
+    note = f" [{excess} characters left out: see rollouts.jsonl] "
+    return text if excess <= 0 else text[:half] + note + text[half + excess :]
+
+
+def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
+    """The JSON object of a run in at most `room` bytes."""
+    records = read_records(run_dir / METRICS)
+    curves, num_dropped = _curves(records, room // 4)
+    data: Record = {
+        "name": run_dir.name,
+        "algo": shorten(str(config["algo"]), 200),
+        "env": shorten(" ".join(config["env"]), 500),
+        "model": shorten(str(config["model_id"]), 500),
+        "seed": config["seed"],
+        "command": f"python train.py --config {run_dir / 'config.yaml'} --run-name again",
+        "num_updates": num_updates(records),
+        "minutes": round(minutes(records), 2),
+        "tokens": sampled_tokens(records),
+        "results": [
+            {
+                "env": env,
+                "before": _evaluation(env, first),
+                "after": _evaluation(env, last),
+                "tokens_to_target": tokens_to_target(env, records),
+            }
+            for env, first, last in before_after(records)
+        ],
+        "settings": [[key, shorten(str(value), 200)] for key, value in _flatten(config)][:200],
+        "warnings": [
+            {
+                "name": shorten(name, 100),
+                "updates": updates,
+                "message": shorten(message, 500),
+                "meaning": diagnostics.WARNINGS.get(name, ("", ""))[0],
+            }
+            for name, updates, message in diagnostics.logged_warnings(records)
+        ],
+        "curves": curves,
+    }
+    data["batches"], left_out = pack_rollouts(run_dir, room - len(to_json(data)) - 4000)
+    data["left_out"] = ([f"{num_dropped} metrics"] if num_dropped else []) + left_out
+    return data
+
+
+def _evaluation(env: str, record: Record) -> Record:
+    names = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high"}
+    numbers = {key: _number(record[f"eval/{env}/{name}"]) for key, name in names.items()}
+    return {"update": record["update"], **numbers}
+
+
+def _flatten(settings: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"[:100], value
+
+
+def _curves(records: list[Record], room: int) -> tuple[dict[str, list[list[Any]]], int]:
+    """Each metric as [steps, values], and how many metrics did not fit into `room` bytes."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for record in records:
+        step = record["sft_step"] if "sft_step" in record else record["update"]
+        for name, value in record.items():
+            if name not in ("update", "sft_step") and (number := _number(value)) is not None:
+                points.setdefault(name, []).append((step, number))
+    curves: dict[str, list[list[Any]]] = {}
+    for name, column in sorted(points.items(), key=lambda item: not item[0].startswith("eval/")):
+        stride = math.ceil(len(column) / CURVE_POINTS)
+        steps, values = zip(*column[:-1:stride], column[-1], strict=True)
+        room -= len(to_json([name, steps, values]))
+        if room > 0:
+            curves[name] = [list(steps), list(values)]
+    return curves, len(points) - len(curves)
+
+
+def _read_batches(run_dir: Path) -> Iterator[tuple[BatchKey, list[Record]]]:
+    """The rollouts of each update and each evaluation, in the order of the files."""
+    rows = itertools.chain(iter_records(run_dir / OLD_ROLLOUTS), iter_records(run_dir / ROLLOUTS))
+    for key, batch in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
+        yield key, list(batch)
+
+
+def _choose_levels(sizes: dict[BatchKey, list[int]], room: int) -> dict[BatchKey, int]:
+    """The level at which to keep each batch so that the sum of their `sizes` fits into `room`."""
+    keys = list(sizes)
+    by_kind = [[key for key in keys if key[0] == kind] for kind in ("train", "eval")]
+    ends = {key for same in by_kind if same for key in (same[0], same[-1])}
+    from_middle = sorted(enumerate(keys), key=lambda item: abs(item[0] - len(keys) / 2))
+    middle = [key for _, key in from_middle if key not in ends]
+    steps = [(key, level) for level in (NO_TRACES, OMITTED) for key in middle]
+    steps += [(key, level) for level in (NO_TRACES, SHORT, OMITTED) for key in sorted(ends)]
+    levels = dict.fromkeys(keys, FULL)
+    total = sum(size[FULL] for size in sizes.values())
+    for key, level in steps:
+        if total <= room:
+            break
+        total += sizes[key][level] - sizes[key][levels[key]]
+        levels[key] = level
+    return levels
+
+
+def _pack_batch(key: BatchKey, rows: list[Record], level: int) -> Record:
+    """The JSON object of a batch. The rollouts of a group share the prompt of the first one."""
+    chars = TEXT_CHARS[level]
+    groups: dict[tuple[Any, ...], Record] = {}
+    for row in rows:
+        # the policy wrote the last len(rewards) assistant messages; earlier ones are examples
+        written = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+        start = [*written[max(0, len(written) - len(row["rewards"])) :], len(row["messages"])][0]
+        prompt = _messages(row["messages"][:start], chars)
+        group = groups.setdefault(
+            (row["group_id"], row["env"], row["seed"], row["agent"]),
+            {
+                **{name: row[name] for name in ("env", "agent", "seed")},
+                "prompt": prompt,
+                "rollouts": [],
+            },
+        )
+        info = ", ".join(f"{k} {v}" for k, v in row["info"].items() if k != "correct")
+        rollout: Record = {
+            "return": _number(row["return"]),
+            "correct": _number(row["info"].get("correct")),
+            "rewards": [_number(reward) for reward in row["rewards"]],
+            "tokens": row["tokens"],
+            "messages": _messages(row["messages"][start:], chars),
+            "hit_token_limit": row["hit_token_limit"],
+            "episode_truncated": row["episode_truncated"],
+            "info": shorten(info, 300),
+            "error": shorten(row.get("error") or "", 500),
+            "prompt": prompt if prompt != group["prompt"] else None,
+            "traces": [_pack_trace(t) for t in row.get("token_traces", [])]
+            if level == FULL
+            else [],
+        }
+        group["rollouts"].append({k: v for k, v in rollout.items() if v or k in ALWAYS})
+    return {"kind": key[0], "update": key[1], "groups": list(groups.values())}
+
+
+def _messages(messages: list[Record], chars: int) -> list[list[str]]:
+    limit = max(100, chars // max(1, len(messages)))
+    return [[shorten(str(m["role"]), 50), shorten(str(m["content"]), limit)] for m in messages]
+
+
+def _pack_trace(trace: dict[str, list[Any]]) -> list[Any] | None:
+    """The tokens of a turn as [texts, sampler, trainer - sampler, after - trainer, advantages].
+
+    The numbers are integers in units of 1e-4; advantages are one integer if all are equal. None if
+    the turn has no trace.
+    """
+    texts, *columns = (
+        trace.get(name, []) for name in ("text", "sampler", "trainer", "after", "advantage")
+    )
+    if not texts or {len(column) for column in columns} != {len(texts)}:
+        return None
+    sampler, trainer, after, advantages = ([_to_units(x) for x in column] for column in columns)
+    differences = [
+        [None if x is None or y is None else y - x for x, y in zip(first, second, strict=True)]
+        for first, second in ((sampler, trainer), (trainer, after))
+    ]
+    equal = len(set(advantages)) == 1
+    return [texts, sampler, *differences, advantages[0] if equal else advantages]
+
+
+def _to_units(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None else round(value * 10_000)
+
+
+def _number(value: Any) -> float | None:
+    """The number to six digits; None for what is not a finite number."""
     if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def cut(text: str, limit: int) -> str:
-    """The text, or its start and its end, where answers stand."""
-    gone, half = len(text) - limit, limit // 2
-    note = f" [{gone} characters left out: see rollouts.jsonl] "
-    return text if gone <= 0 else text[:half] + note + text[half + gone :]
-
-
-def _read(path: Path) -> Iterator[tuple[tuple[str, int], list[Row]]]:
-    """The rows of each update and each evaluation, as (kind, update), in the file's order."""
-    rows = itertools.chain(_rows(path.with_name("rollouts.old.jsonl")), _rows(path))
-    for name, some in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
-        yield name, list(some)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """The rows of a file, if it is there, up to one that was cut short."""
-    if path.exists():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            yield from itertools.takewhile(lambda row: row is not None, map(_parse, file))
-
-
-def _parse(line: str) -> Any:
-    try:
-        row = json.loads(line)
-    except ValueError:  # cut short by a crash
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _plan(sizes: list[dict[int, int]], ends: list[int], room: int) -> list[int]:
-    """The level at which each update is kept, so that all fit; the first and last give up last."""
-    middle = [i for i in range(len(sizes)) if i not in ends]
-    middle.sort(key=lambda i: abs(i - len(sizes) / 2))
-    steps = [(i, level) for level in (NO_TOKENS, ABSENT) for i in middle]
-    steps += [(i, level) for level in range(1, ABSENT + 1) for i in ends]
-    levels, total = [0] * len(sizes), sum(size[0] for size in sizes)
-    for i, level in steps:
-        if total <= room:
-            break
-        total += sizes[i].get(level, 0) - sizes[i][levels[i]]  # absent: 0
-        levels[i] = level
-    return levels
-
-
-def _size(packed: dict[str, Any]) -> int:
-    return len(encode(packed)) + 1  # with the comma after it
-
-
-def _pack(kind: str, update: int, rows: list[Row], level: int) -> dict[str, Any]:
-    """An update as the page has it: groups of rollouts, each group's opening once."""
-    tokens, chars = LEVELS[level]
-    groups: dict[tuple, dict[str, Any]] = {}
-    for row in rows:
-        # written by the policy: the last messages of its side, one a turn
-        said = [i for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
-        start = [*said[max(0, len(said) - len(row["rewards"])) :], len(row["messages"])][0]
-        asked = _messages(row["messages"][:start], chars)
-        key = (row["group_id"], row["env"], row["seed"], row["agent"])
-        about = {"e": row["env"], "a": row["agent"], "s": row["seed"], "q": asked, "r": []}
-        group = groups.setdefault(key, about)
-        others = {k: v for k, v in row["info"].items() if k != "correct"}
-        rollout = {
-            "p": number(row["return"]),
-            "w": [number(reward) for reward in row["rewards"]],
-            "n": row["tokens"],
-            "m": _messages(row["messages"][start:], chars),
-            "v": number(row["info"].get("correct")),
-            "c": row["hit_token_limit"],
-            "t": row["episode_truncated"],
-            "i": cut(", ".join(f"{k} {v}" for k, v in others.items()), 300),
-            "x": cut(row.get("error") or "", 500),
-            # joined late, and was asked something else than the rest of its group
-            "o": asked if asked != group["q"] else None,
-        }
-        looks = row.get("token_traces", [])
-        tokens -= sum(len(look.get("text", ())) for look in looks)
-        if looks and tokens >= 0:
-            rollout["l"] = [_trace_tokens(look) for look in looks]
-        group["r"].append({k: v for k, v in rollout.items() if v or k in ("p", "v")})
-    return {"k": kind, "u": update, "g": list(groups.values())}
-
-
-def _messages(messages: list[Row], chars: int) -> list[list[str]]:
-    limit = max(100, chars // max(1, len(messages)))
-    return [[cut(str(m["role"]), 50), cut(str(m["content"]), limit)] for m in messages]
-
-
-def _trace_tokens(look: dict[str, list]) -> list | None:
-    """A turn's tokens: text, log-probs in 1e-4 nats (trainer and after as steps), advantages."""
-    texts, *columns = (look.get(field, []) for field in FIELDS)
-    if not texts or {len(column) for column in columns} != {len(texts)}:
-        return None  # not looked at
-    sampler, trainer, after, advantage = ([_ticks(x) for x in column] for column in columns)
-    steps = [
-        [None if x is None or y is None else y - x for x, y in zip(low, high, strict=True)]
-        for low, high in ((sampler, trainer), (trainer, after))
-    ]
-    same = len(set(advantage)) == 1  # most often: one number for the whole turn
-    return [texts, sampler, *steps, advantage[0] if same else advantage]
-
-
-def _ticks(value: Any) -> int | None:
-    known = isinstance(value, (int, float)) and math.isfinite(value)
-    return round(value * 10_000) if known else None
-
-
 def _ranges(numbers: Iterable[int]) -> str:
-    """'1-3, 7' of 1, 2, 3, 7."""
-    runs: list[list[int]] = []
+    """'1-3, 7' for 1, 2, 3, 7."""
+    ranges: list[list[int]] = []
     for number in numbers:
-        if runs and number - runs[-1][-1] == 1:
-            runs[-1].append(number)
+        if ranges and number - ranges[-1][-1] == 1:
+            ranges[-1][-1] = number
         else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+            ranges.append([number, number])
+    return ", ".join(f"{low}-{high}" if low < high else str(low) for low, high in ranges)

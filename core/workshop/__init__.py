@@ -1,1 +1,1 @@
-"""The program behind scratch.py: checks the exercises, and trains with them."""
+"""The workshop: the program behind scratch.py, and `--algo scratch`."""

@@ -156,10 +156,10 @@ def explain_errors(module: ModuleType) -> Iterator[None]:
         if ran_out(error):
             raise
         file = Path(str(module.__file__))
-        line, name = checker.line_in(file, traceback.extract_tb(error.__traceback__))
+        line, name = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
         number = next((f" (exercise {e.number})" for e in checker.EXERCISES if e.name == name), "")
         where = f", line {line}{number}" if line else ""
-        raise UsageError(f"{file.name}{where}: {checker.named(error)}") from error
+        raise UsageError(f"{file.name}{where}: {checker.describe_error(error)}") from error
 
 
 def _require_tensor(name: str, result: object, like: Tensor) -> None:

@@ -1,8 +1,8 @@
-"""One answer to each exercise of scratch.py; `python scratch.py --solution N` shows it.
+"""One solution to each exercise of scratch.py; `python scratch.py --solution N` prints it.
 
-What the project itself uses does the same, and more: exercises 1 and 6 in algorithms/common.py, 3
-and 5 in grpo.py, 4 in reinforce.py, 7 in ppo.py, 2 in core/batching.py, 8 in core/sampler.py, 9 in
-train.py.
+The library computes the same for many rollouts at once and in less memory: exercises 1 and 6 in
+algorithms/common.py, 2 in core/batching.py, 3 and 5 in algorithms/grpo.py, 4 in reinforce.py, 7 in
+ppo.py, 8 in core/sampler.py, 9 in train.py.
 """
 
 import torch
@@ -25,8 +25,8 @@ def group_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
     advantages = torch.zeros_like(returns)
     for group in group_ids.unique():
         members = group_ids == group
-        better = returns[members] - returns[members].mean()
-        advantages[members] = better / (returns[members].std() + 1e-4)
+        centered = returns[members] - returns[members].mean()
+        advantages[members] = centered / (returns[members].std() + 1e-4)
     return advantages
 
 
@@ -39,8 +39,8 @@ def clipped_loss(
 ) -> Tensor:
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
-    gain = torch.minimum(ratio * advantages, clipped * advantages)
-    return -gain[mask].sum() / mask.sum()
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    return -objective[mask].sum() / mask.sum()
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def training_step(
 
 
 def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    returns = (rewards * mask).sum(1)  # what was paid, however many tokens it took
+    returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence
     same = (group_ids[:, None] == group_ids[None, :]).float()
     baseline = (same @ returns) / same.sum(1)
     return (returns - baseline)[:, None] * mask

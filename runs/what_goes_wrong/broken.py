@@ -53,13 +53,13 @@ def merged_adapter() -> None:
         whole = sum(float(first[n].float().norm() ** 2) for n in base)
         drifts.append((moved / whole) ** 0.5)
 
-    log = run_log.Journal.log
+    log = run_log.RunLog.log
 
-    def log_drift(self: run_log.Journal, record: dict) -> None:
+    def log_drift(self: run_log.RunLog, record: dict) -> None:
         log(self, record | ({"base/drift": drifts[-1]} if drifts else {}))
 
     sampler.TorchSampler.sync = sync
-    run_log.Journal.log = log_drift
+    run_log.RunLog.log = log_drift
 
 
 MISTAKES = {f.__name__: f for f in (wrong_clip, retokenised, merged_adapter)}

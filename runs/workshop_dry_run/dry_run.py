@@ -30,7 +30,7 @@ COMMANDS = (
     "python scratch.py",
     "python train.py --run-name reference",
     "python train.py --algo scratch --run-name mine",
-    "python -m core.run_log runs/reference runs/mine",
+    "python -m core.report.compare runs/reference runs/mine",
     "python runs/what_goes_wrong/broken.py wrong_clip --num-epochs 4 --lr 3e-4 --num-updates 10",
 )
 

@@ -174,7 +174,7 @@ def test_a_resumed_run_raises_the_same(tmp_path):
     assert {name for name, _, _ in whole} == {
         "weights_at_cap", "kl_runaway", "reward_without_accuracy",
     }  # fmt: skip
-    log = run_log.Journal(tmp_path, CONFIG)
+    log = run_log.RunLog(tmp_path, CONFIG)
     with log:
         for record in records:
             log.log(record)  # NaN becomes null

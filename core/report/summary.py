@@ -1,0 +1,94 @@
+"""Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core import diagnostics
+from core.metrics import before_after, describe
+from core.run_log import METRICS, Record, read_records
+
+TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
+
+README = """\
+# {name}
+
+`{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates,
+{minutes:.1f} min (torch {torch}, {threads} threads).
+
+| held-out tasks | before RL [95%] | after RL [95%] |
+| --- | --- | --- |
+{results}
+
+![curves](curves.png)
+
+To repeat the run under another name:
+
+    python train.py --config {run_dir}/config.yaml --run-name again
+
+`report.html` shows the rollouts and tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data, and
+`model/` loads with `from_pretrained`.
+"""  # noqa: E501
+
+
+def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
+    """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
+    results = [
+        f"| {env} | {describe(env, first)} | {describe(env, last)} |"
+        for env, first, last in before_after(records)
+    ]
+    text = README.format(
+        **{key: config[key] for key in ("algo", "model_id", "seed", "sft_steps")},
+        name=run_dir.name,
+        env=" ".join(config["env"]),
+        updates=num_updates(records),
+        minutes=minutes(records),
+        torch=torch.__version__,
+        threads=torch.get_num_threads(),
+        results="\n".join(results),
+        run_dir=run_dir,
+    )
+    (run_dir / "README.md").write_text(text)
+
+
+def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
+    """Returns the lines that end a run: accuracy before and after, warnings, files, a next step."""
+    records = read_records(run_dir / METRICS)
+    lines = [
+        f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
+        f"{describe(env, last)} after {last['update']} updates"
+        for env, first, last in before_after(records)
+    ]
+    for name, updates, message in diagnostics.logged_warnings(records):
+        lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
+    lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
+    flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
+    flags += ["--env", *config["env"], "--seed", str(config["seed"])]
+    flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
+    return [*lines, f"next: python train.py {shlex.join(flags)}"]
+
+
+def num_updates(records: list[Record]) -> int:
+    """Returns the number of the last update; 0 before the first."""
+    return max((record["update"] for record in records if "update" in record), default=0)
+
+
+def minutes(records: list[Record]) -> float:
+    """Returns the minutes spent in warm start, sampling, training and evaluation."""
+    return sum(v for r in records for k, v in r.items() if k.startswith("time/") and v) / 60
+
+
+def sampled_tokens(records: list[Record]) -> int:
+    """Returns the number of tokens sampled for training."""
+    return sum(record.get("tokens/sampled") or 0 for record in records)
+
+
+def tokens_to_target(env: str, records: list[Record]) -> int | None:
+    """Returns the tokens sampled for training up to the first evaluation with TARGET_ACCURACY on
+    `env`; None if no evaluation reached it."""
+    for i, record in enumerate(records):
+        if (record.get(f"eval/{env}/accuracy") or 0) >= TARGET_ACCURACY:
+            return sampled_tokens(records[: i + 1])
+    return None

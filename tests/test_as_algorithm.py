@@ -1,0 +1,262 @@
+"""`--algo scratch`: the participant's functions with the signatures of an algorithm."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from test_workshop import STUBS, solved
+
+from algorithms import grpo
+from core import run
+from core.sampler import SamplingParams, TorchSampler
+from core.types import Message, UsageError
+from core.workshop import checker
+from core.workshop.as_algorithm import ScratchAlgorithm, load_scratch
+from environments.base import Env, Step
+from environments.registry import ENVIRONMENTS
+
+OPTIONS = grpo.Options(
+    "grpo", "group", 0.2, 0.2, ratio_level="token", surrogate="min", aggregation="token"
+)
+
+
+def make_algorithm(folder: Path, **others: str) -> ScratchAlgorithm:
+    (folder / "scratch.py").write_text(solved(**others))
+    return ScratchAlgorithm(checker.load(folder / "scratch.py"))
+
+
+@pytest.fixture(scope="module")
+def algorithm(tmp_path_factory) -> ScratchAlgorithm:
+    return make_algorithm(tmp_path_factory.mktemp("solved"))
+
+
+def episodes() -> tuple[torch.Tensor, ...]:
+    """Rewards and mask [6, 5], all of one turn; groups of 3, 2 and 1 rollouts in mixed order."""
+    torch.manual_seed(0)
+    mask = torch.arange(5) < torch.tensor([[5], [1], [3], [4], [2], [5]])
+    return torch.randn(6, 5) * mask, mask, torch.tensor([7, 1, 7, 1, 7, 4])
+
+
+def advantages_of(algorithm: object, rewards, mask, group_ids) -> torch.Tensor:
+    turn_ids, ended = torch.zeros_like(mask, dtype=torch.int64), torch.zeros(len(mask)).bool()
+    advantages, _ = algorithm.compute_advantages(
+        rewards, mask, turn_ids, group_ids, None, ended, 1.0, OPTIONS
+    )
+    return advantages
+
+
+def loss_inputs() -> list[torch.Tensor]:
+    """Log-probs, old log-probs, advantages, mask, importance weights, token weights; [6, 5] each.
+
+    Two sampled tokens have weight 0, as --mask-truncated-completions gives them.
+    """
+    torch.manual_seed(1)
+    _, mask, _ = episodes()
+    logprobs, advantages = torch.randn(2, 6, 5)
+    old = logprobs + 0.4 * torch.randn(6, 5)
+    counted = mask.clone()
+    counted[3, :2] = False
+    return [logprobs, old, advantages, mask, torch.rand(6, 5) * 2, counted / counted.sum()]
+
+
+def test_advantages_are_those_of_grpo(algorithm):
+    rewards, mask, group_ids = episodes()
+    ours = advantages_of(algorithm, rewards, mask, group_ids)
+    assert torch.allclose(ours, advantages_of(grpo, rewards, mask, group_ids), atol=1e-6)
+    assert (ours[5] == 0).all() and (ours[~mask] == 0).all()  # alone in its group; padding
+
+
+def test_advantages_compare_discounted_returns_of_episodes(algorithm):
+    rewards, mask = torch.tensor([[0.0, 4.0], [3.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
+    turn_ids, ended = torch.tensor([[0, 1], [0, 1]]), torch.zeros(2, dtype=torch.bool)
+    advantages, targets = algorithm.compute_advantages(
+        rewards, mask, turn_ids, torch.zeros(2), None, ended, 0.5, OPTIONS
+    )
+    expected = 0.5 / (0.5**0.5 + 1e-4)  # returns 2 and 3: mean 2.5, standard deviation √½
+    assert torch.allclose(advantages[:, 0], torch.tensor([-expected, expected]))
+    assert torch.equal(advantages[:, 0], advantages[:, 1]) and targets is None
+
+
+def test_loss_gradient_and_metrics_are_those_of_grpo(algorithm):
+    found = []
+    for algo in (algorithm, grpo):
+        logprobs, *others = loss_inputs()
+        logprobs.requires_grad_()
+        loss, metrics = algo.compute_loss(logprobs, *others, OPTIONS)
+        loss.backward()
+        found.append((loss, logprobs.grad, metrics))
+    (ours, our_gradient, our_metrics), (loss, gradient, metrics) = found
+    assert torch.allclose(ours, loss, atol=1e-6)
+    assert torch.allclose(our_gradient, gradient, atol=1e-6)
+    assert our_metrics == pytest.approx(metrics)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_losses_of_micro_batches_add_up(algorithm, size):
+    whole, _ = algorithm.compute_loss(*loss_inputs(), OPTIONS)
+    parts = zip(*(tensor.split(size) for tensor in loss_inputs()), strict=True)
+    total = sum(algorithm.compute_loss(*part, OPTIONS)[0] for part in parts)
+    assert torch.allclose(total, whole, atol=1e-6)
+
+
+def test_micro_batch_without_weighted_tokens_has_loss_and_gradient_0(algorithm):
+    logprobs, *others, weights = loss_inputs()
+    logprobs.requires_grad_()
+    loss, _ = algorithm.compute_loss(logprobs, *others, 0 * weights, OPTIONS)
+    loss.backward()
+    assert loss == 0 and (logprobs.grad == 0).all()
+
+
+def test_values_outside_the_mask_do_not_matter(algorithm):
+    logprobs, old, advantages, mask, importance, weights = loss_inputs()
+    expected, _ = algorithm.compute_loss(
+        logprobs, old, advantages, mask, importance, weights, OPTIONS
+    )
+    logprobs, old = (x.masked_fill(~mask, -torch.inf) for x in (logprobs, old))
+    loss, _ = algorithm.compute_loss(logprobs, old, advantages, mask, importance, weights, OPTIONS)
+    assert loss == expected
+
+
+def test_draw_repeats_and_returns_the_log_prob_of_the_token(algorithm):
+    logits, params = torch.randn(40, 9), SamplingParams(1, temperature=0.5)
+    ids, logprobs = algorithm.draw(logits, params, torch.full((40,), 0.3))
+    again, _ = algorithm.draw(logits, params, torch.full((40,), 0.3))
+    other, _ = algorithm.draw(logits, params, torch.full((40,), 0.4))
+    assert torch.equal(ids, again) and not torch.equal(ids, other)
+    expected = (logits / 0.5).log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+    assert torch.allclose(logprobs, expected)
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("    return returns.nope", "(exercise 3): AttributeError"),
+        ("    return None", "group_advantages (exercise 3) returned NoneType, not a tensor"),
+        ("    return returns[:, None]", "returned a tensor of shape [5, 1], not [5]"),
+        ("    return returns / 0", "returned a value that is not finite"),
+    ],
+)
+def test_wrong_advantages_are_one_line_that_names_the_exercise(tmp_path, code, message):
+    text = f"def group_advantages(returns, group_ids):\n{code}\n"
+    with pytest.raises(UsageError) as raised:
+        advantages_of(make_algorithm(tmp_path, group_advantages=text), *episodes())
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("    return logprobs.detach().mean()", "returned a tensor without a gradient"),
+        ("    return logprobs.mean().item()", "returned float, not a tensor"),
+        ("    assert len(logprobs) < 5", "(exercise 5): AssertionError"),
+    ],
+)
+def test_wrong_loss_is_one_line_that_names_the_exercise(tmp_path, code, message):
+    text = f"def clipped_loss(logprobs, old_logprobs, advantages, mask, clip=0.2):\n{code}\n"
+    logprobs, *others = loss_inputs()
+    with pytest.raises(UsageError) as raised:
+        make_algorithm(tmp_path, clipped_loss=text).compute_loss(
+            logprobs.requires_grad_(), *others, OPTIONS
+        )
+    assert message in str(raised.value)
+
+
+def test_error_names_the_line(tmp_path):
+    algorithm = make_algorithm(tmp_path, sample="def sample(logits, t, generator):\n    1 / 0\n")
+    lines = (tmp_path / "scratch.py").read_text().splitlines()
+    with pytest.raises(UsageError) as raised:
+        algorithm.draw(torch.zeros(1, 3), SamplingParams(1), torch.zeros(1))
+    line = lines.index("    1 / 0") + 1
+    assert str(raised.value).startswith(f"scratch.py, line {line} (exercise 8): ZeroDivisionError")
+
+
+def test_out_of_memory_in_an_exercise_is_left_to_the_loop():
+    def group_advantages(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    module = ModuleType("scratch")
+    module.group_advantages = group_advantages  # type: ignore[attr-defined]
+    with pytest.raises(torch.OutOfMemoryError):
+        advantages_of(ScratchAlgorithm(module), *episodes())
+
+
+def test_load_names_missing_exercises_that_training_needs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scratch.py").write_text(STUBS.read_text())
+    with pytest.raises(UsageError) as raised:
+        load_scratch()
+    named = ("3 (group_advantages)", "5 (clipped_loss)", "8 (sample)")
+    assert all(exercise in str(raised.value) for exercise in named)
+    assert "1 (" not in str(raised.value) and "9 (" not in str(raised.value)
+
+
+def test_load_allows_wrong_exercises_with_a_remark(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = solved().replace("ratio.clamp(1 - clip, 1 + clip)", "ratio.clamp(1 - clip)")
+    Path("scratch.py").write_text(text.replace("optimizer.step()", "pass"))
+    algorithm = load_scratch()
+    assert len(algorithm.remarks) == 1 and "exercise 5 (clipped_loss)" in algorithm.remarks[0]
+    Path("run").mkdir()
+    algorithm.save_source(Path("run"))
+    assert Path("run/scratch.py").read_text() == Path("scratch.py").read_text()
+
+
+SHORT = """--env vowels --sft-steps 0 --num-updates 2 --num-prompts 2 --group-size 4 --max-tokens 12
+    --max-turns 2 --eval-num-tasks 0 --lr 1e-3""".split()
+
+
+@pytest.fixture
+def vowels(monkeypatch):
+    """An environment of two turns that rewards vowels: an untrained policy earns some."""
+
+    class Vowels(Env):
+        def reset(self, seed: int) -> list[Message]:
+            self.turns = 0
+            return [{"role": "user", "content": f"say {seed % 7}"}]
+
+        def step(self, response: str) -> Step:
+            self.turns += 1
+            reward = sum(map(response.count, "aeiou"))
+            return Step({"role": "user", "content": "more"}, reward, self.turns == 2)
+
+    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
+
+
+def test_solutions_train_as_grpo_does(command, monkeypatch, vowels):
+    """The same metrics to 1e-5, if GRPO's sampler draws with exercise 8 too."""
+    Path("scratch.py").write_text(solved())
+    assert command(*SHORT, "--algo", "scratch", "--run-name", "mine")[0] == 0
+    draw = load_scratch().draw
+    monkeypatch.setattr(run, "_make_sampler", lambda _, policy, *rest: TorchSampler(policy, draw))
+    same = "--algo grpo --grpo.loss-type grpo --grpo.aggregation token --tis-cap 0".split()
+    assert command(*SHORT, *same, "--run-name", "ours")[0] == 0
+    mine, ours = (records(name) for name in ("mine", "ours"))
+    assert [r["update"] for r in mine] == [r["update"] for r in ours] == [0, 1, 2]
+    for a, b in zip(mine[1:], ours[1:], strict=True):
+        assert a.keys() == b.keys() and b["grad/norm"] > 0
+        numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
+        assert {k: a[k] for k in numbers} == pytest.approx(numbers, abs=1e-5)
+    assert Path("runs/mine/scratch.py").read_text() == solved()
+    assert "algo: scratch" in Path("runs/mine/config.yaml").read_text()
+
+
+def records(name: str) -> list[dict]:
+    lines = map(json.loads, Path(f"runs/{name}/metrics.jsonl").read_text().splitlines())
+    return [record for record in lines if "update" in record]
+
+
+def test_missing_exercises_are_named_before_a_run_folder_is_made(command):
+    Path("scratch.py").write_text(STUBS.read_text())
+    code, _, err = command("--algo", "scratch")
+    assert (code, err.count("\n")) == (2, 1) and "3 (group_advantages)" in err
+    assert not Path("runs").exists()
+
+
+def test_error_during_training_is_one_line_and_keeps_the_checkpoint(command, vowels):
+    text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
+    Path("scratch.py").write_text(text)
+    code, _, err = command(*SHORT, "--algo", "scratch", "--run-name", "mine")
+    assert (code, err.count("\n")) == (2, 1) and "(exercise 5): AssertionError" in err
+    assert Path("runs/mine/checkpoint").exists()

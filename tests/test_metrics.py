@@ -1,0 +1,109 @@
+"""Metrics of rollouts, evaluations and gradient steps, against numbers computed by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from core.batching import MicroBatch, to_rollout_batch
+from core.metrics import (
+    UpdateStats,
+    before_after,
+    describe,
+    eval_metrics,
+    explained_variance,
+    rollout_metrics,
+    wilson,
+)
+from core.types import Rollout, Turn
+
+
+def rollout(reward, group=0, tokens=2, reason="stop", **info):
+    turn = Turn([1], [5] * tokens, [-0.5] * tokens, reason, reward)
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    return Rollout("e", "player", 0, group, messages, [turn], info=info)
+
+
+def test_rollout_metrics_by_hand():
+    metrics = rollout_metrics([
+        rollout(1.0, 0, correct=True, worked=True),
+        rollout(1.0, 0, tokens=4, reason="length", correct=True, worked=False),
+        rollout(0.0, 1, correct=False, worked=False),
+        rollout(0.5, 1, correct=False, note="text"),
+    ])  # fmt: skip
+    expected = {
+        "reward/mean": 0.625, "reward/min": 0.0, "reward/max": 1.0, "reward/std": 0.171875**0.5,
+        "reward/correct": 0.5, "groups/zero_std_fraction": 0.5, "groups/all_right": 0.5,
+        "groups/all_wrong": 0.5, "length/mean": 2.5, "length/max": 4,
+        "length/hit_token_limit": 0.25, "info/worked": 1 / 3,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "info/note" not in metrics and "info/correct" not in metrics
+
+
+def test_group_means_explain_the_variance_between_groups():
+    # returns 0 2 | 4 6: variance 20/3; around the group means 1 and 5: 4/3
+    rollouts = [rollout(0.0), rollout(2.0), rollout(4.0, group=1), rollout(6.0, group=1)]
+    explained = rollout_metrics(rollouts)["baseline/explained_variance"]
+    assert explained == pytest.approx(1 - (4 / 3) / (20 / 3))
+    constant = torch.tensor([1.0, 1.0])
+    assert explained_variance(constant, torch.tensor([2.0, 5.0])) == {
+        "baseline/explained_variance": 0
+    }
+
+
+def test_accuracy_counts_info_correct_and_not_the_reward():
+    metrics = eval_metrics([rollout(0.9, correct=False), rollout(0.1, correct=True)])
+    half = 1.96 * 0.4 / math.sqrt(2)  # returns 0.9 and 0.1 have a standard deviation of 0.4
+    expected = {"accuracy": 0.5, "return_mean": 0.5, "return_low": 0.5 - half,
+                "return_high": 0.5 + half}  # fmt: skip
+    assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected)
+    assert metrics["eval/e/ci_low"] < 0.5 < metrics["eval/e/ci_high"]
+
+
+def test_wilson_interval_by_hand_and_at_one():
+    assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
+    assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
+
+
+def test_before_and_after_are_the_first_and_last_evaluations():
+    def record(update, accuracy):
+        return {"update": update, "eval/a:k=1/accuracy": accuracy,
+                "eval/a:k=1/ci_low": 0.1, "eval/a:k=1/ci_high": 0.9}  # fmt: skip
+
+    records = [{"sft_step": 1}, record(0, 0.2), {"update": 1}, record(2, 0.5), record(4, 0.75)]
+    ((env, first, last),) = before_after(records)
+    assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
+    assert describe(env, last) == "0.75 [0.10, 0.90]"
+    assert before_after([{"update": 1}]) == []
+
+
+@pytest.mark.parametrize(
+    ("cap", "mode", "capped"), [(2.0, "truncate", 1), (2.0, "mask", 2), (0.0, "truncate", 0)]
+)
+def test_update_stats_by_hand(cap, mode, capped):
+    cfg = SimpleNamespace(tis_cap=cap, tis_mode=mode, mask_truncated_completions=False)
+    batch = to_rollout_batch([rollout(1.0, tokens=3)])  # sampler log-probs -0.5
+    batch.values, batch.value_targets = torch.tensor([[[1.5, 2.5, 2.0]], [[1.0, 3.0, 2.0]]])
+    stats = UpdateStats(cfg, batch)
+    micro = MicroBatch(
+        input_ids=torch.tensor([[1, 5, 5, 5]]),
+        completion_mask=torch.ones(1, 3, dtype=torch.bool),
+        index=torch.tensor([[0, 1, 2]]),
+    )
+    old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])  # 0, 0.5 and 1 from the sampler's
+    ratio = torch.tensor([[0.4, 1.0, 3.0]])  # 3 is above a cap of 2, 0.4 below 1 / 2
+    entropy = torch.tensor([[0.1, 0.2, 0.6]])
+    for epoch, kl in ((0, 9.0), (1, 0.3)):  # the metrics are those of the last epoch
+        stats.add(epoch, micro, torch.tensor(-2.0), old_logprobs, entropy, ratio, {"kl/approx": kl})
+        stats.end_pass()
+    expected = {
+        "loss": -2.0, "kl/approx": 0.1, "policy/entropy": 0.3, "gap/logprob_mean": 0.5,
+        "gap/logprob_max": 1.0, "weights/mean": 4.4 / 3, "weights/capped": capped / 3,
+        "tokens/trained": 3,
+        # variances of a sample: value targets 1, 3, 2: 1; minus the values (-0.5, 0.5, 0): 0.25
+        "baseline/explained_variance": 0.75,
+    }  # fmt: skip
+    means = stats.means()
+    assert {name: means[name] for name in expected} == pytest.approx(expected)

@@ -1,0 +1,103 @@
+"""The logs of a run: one JSON object per line, bounded, rewound on resume, sent to trackers."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from core import run_log
+from core.report.page import pack_rollouts
+from core.run_log import RunLog, read_records, rewind
+from core.types import Rollout, Turn
+
+CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}
+ROLLOUTS = ("rollouts.old.jsonl", "rollouts.jsonl")
+
+
+def rollout(**changes):
+    turns = [Turn([1], [5, 6], [-0.5, -0.5], "stop", 0.25), Turn([1], [5], [-0.5], "length", 1.0)]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    return Rollout("e", "player", 3, 4, messages, turns, info={"correct": True}, **changes)
+
+
+def write_lines(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
+    trace = {"text": ["a"], "sampler": [-0.5], "trainer": [-0.5], "after": [0.0], "advantage": [1]}
+    with RunLog(tmp_path, CONFIG) as log:
+        log.log_rollouts("train", 1, [rollout(), rollout(token_traces=[trace])])
+    plain, traced = read_records(tmp_path / "rollouts.jsonl")
+    assert plain == {
+        "update": 1, "kind": "train", "env": "e", "agent": "player", "seed": 3, "group_id": 4,
+        "return": 1.25, "rewards": [0.25, 1.0], "tokens": 3, "hit_token_limit": True,
+        "episode_truncated": False, "error": "", "info": {"correct": True},
+        "messages": rollout().messages,
+    }  # fmt: skip
+    assert traced == plain | {"token_traces": [trace]}
+
+
+def test_non_finite_metrics_are_logged_as_null(tmp_path):
+    with RunLog(tmp_path, CONFIG) as log:
+        log.log({"update": 0, "reward/mean": float("nan"), "loss": float("inf")})
+    assert read_records(tmp_path / "metrics.jsonl") == [
+        {"update": 0, "reward/mean": None, "loss": None}
+    ]
+
+
+@pytest.mark.parametrize("line", ["[1]", "3", "null", '"update"', '{"update": 2, "rew', "\xff"])
+def test_records_end_at_a_line_that_is_no_object(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{line}\n{{"update": 1}}\n')
+    assert read_records(tmp_path / "metrics.jsonl") == [{"update": 0}]
+    assert read_records(tmp_path / "missing.jsonl") == []
+
+
+@pytest.mark.parametrize(("sft_step", "update", "kept"), [(20, -1, 1), (40, 1, 4)])
+def test_rewind_drops_the_records_after_a_checkpoint(tmp_path, sft_step, update, kept):
+    records = [{"sft_step": 20}, {"sft_step": 40}, {"update": 0}, {"update": 1}, {"update": 2}]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        write_lines(tmp_path / name, records)
+    rewind(tmp_path, {"sft_step": sft_step, "update": update})
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert read_records(tmp_path / name) == records[:kept]
+
+
+def test_rollouts_are_rotated_read_and_rewound_across_both_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_log, "ROLLOUTS_BYTES", 2000)
+    with RunLog(tmp_path, CONFIG) as log:
+        for update in range(60):
+            log.log_rollouts("train", update, [rollout()])
+    files = [tmp_path / name for name in ROLLOUTS]
+    line = max(len(line) + 1 for file in files for line in file.read_text().splitlines())
+    assert 2000 < files[0].stat().st_size <= 2000 + line and files[1].stat().st_size <= 2000 + line
+    kept = [record["update"] for file in files for record in read_records(file)]
+    assert kept == list(range(kept[0], 60)) and kept[0] > 0
+    batches, left_out = pack_rollouts(tmp_path, 10**6)
+    assert [batch["update"] for batch in batches] == kept and not left_out
+    rewind(tmp_path, {"sft_step": 0, "update": kept[0]})  # within the older file
+    assert [r["update"] for file in files for r in read_records(file)] == kept[:1]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tracker_receives_the_numbers_of_every_update(tmp_path, monkeypatch, name):
+    sent, settings = [], {}
+    tracker = SimpleNamespace(
+        log=lambda scalars, step: sent.append((step, scalars)), finish=lambda: sent.append("end")
+    )
+    module = SimpleNamespace(init=lambda **kwargs: settings.update(kwargs) or tracker)
+    monkeypatch.setitem(sys.modules, name, module)
+    with RunLog(tmp_path, CONFIG, track=name) as log:
+        log.log({"sft_step": 1, "sft/loss": 3.0})
+        log.log({"update": 0, "eval/e/accuracy": 0.5})
+        log.log({"update": 1, "reward/mean": 0.25, "warnings": {"kl_runaway": "KL 0.1"}})
+    assert sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
+    assert settings == {"project": "picorl", "name": tmp_path.name, "config": CONFIG}
+
+
+def test_tensorboard_receives_an_event_file(tmp_path):
+    with RunLog(tmp_path, CONFIG, track="tensorboard") as log:
+        log.log({"update": 1, "reward/mean": 0.25})
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"reward/mean" in events.read_bytes()
