@@ -95,7 +95,7 @@ class Display:
             parts = [f"{_label(name)} {_format(name, value)}" for name, value in values.items()]
             seconds = record["time/rollout_s"] + record["time/train_s"]
             self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
-        if record.get("update/skipped"):
+        if record.get("update/skipped") and "grad/norm" in record:
             self.say(f"update {update} skipped: its loss or its gradient is not finite")
         if rollouts:
             self.completion = _completion_panel(rollouts[0])

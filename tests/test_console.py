@@ -1,4 +1,4 @@
-"""A terminal gets a live display, a pipe plain lines; both tell the same."""
+"""The display: live in a terminal, plain lines elsewhere, with the same content."""
 
 import io
 
@@ -10,57 +10,67 @@ from core.types import Rollout
 
 RECORD = {
     "reward/mean": 0.5, "length/mean": 12.0, "info/worked": 0.25,
-    "time/rollout_s": 0.4, "time/train_s": 0.6, "update/skipped": 0.0,
+    "time/rollout_s": 0.4, "time/train_s": 0.6,
 }  # fmt: skip
+SKIPPED = RECORD | {"update/skipped": 1.0, "grad/norm": float("nan")}
 ROLLOUT = Rollout(
     "e", "player", 0, 0,
     [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "[b]3[/b]"}],
 )  # fmt: skip
 
 
-def shown(record=RECORD, **kind):
-    screen = io.StringIO()
-    with Display("picoRL · x", Console(file=screen, width=100, highlight=False, **kind)) as display:
+def screen(record=RECORD, **options):
+    """What a console with these options shows of a short run."""
+    file = io.StringIO()
+    console = Console(file=file, width=100, highlight=False, **options)
+    with Display("picoRL · x", console) as display:
         with display.phase("warm start", 20) as phase:
             for _ in range(20):
-                phase.advance("loss 1.5")
-        with display.phase("updates", 3, done=2) as phase:
-            display.update(3, record, [ROLLOUT])
-            phase.advance(quiet=True)
+                phase.advance("loss\n1.5")
+        with display.phase("rollouts", 3, done=2) as phase:
+            phase.advance("[b]quiet[/b]", quiet=True)
+        display.update(3, record, [ROLLOUT])
         display.say("[held-out] accuracy")
-    return screen.getvalue()
+    return file.getvalue()
 
 
-def test_a_pipe_gets_one_plain_line_an_update():
-    lines = shown().splitlines()
-    assert lines[0] == "picoRL · x"
-    assert sum(line.startswith("warm start") for line in lines) == 10
+def test_pipe_gets_one_plain_line_per_update():
+    lines = screen().splitlines()
+    assert lines[0] == "picoRL · x" and lines[-1] == "[held-out] accuracy"
+    assert sum(line.startswith("warm start") and "loss 1.5" in line for line in lines) == 10
     assert "update    3  reward 0.500  tokens 12.0  worked 0.25  1.0 s" in lines
-    assert lines[-1] == "[held-out] accuracy"
-    assert "\x1b" not in shown()
+    assert "quiet" not in screen() and "\x1b" not in screen()
 
 
 @pytest.mark.parametrize("term", ["dumb", "unknown"])
-def test_a_dumb_terminal_is_treated_as_a_pipe(monkeypatch, term):
+def test_dumb_terminal_gets_plain_lines(monkeypatch, term):
     monkeypatch.setenv("TERM", term)
-    assert "\x1b" not in shown(force_terminal=True)
+    assert "\x1b" not in screen(force_terminal=True)
 
 
-def test_a_terminal_sees_progress_metrics_and_a_completion(monkeypatch):
+def test_terminal_shows_progress_metrics_and_a_completion(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
-    screen = shown(force_terminal=True)
-    for text in ("warm start", "20/20", "3/3", "reward", "worked", "how many?", "[b]3[/b]"):
-        assert text in screen
-    assert "[held-out] accuracy" in screen
+    text = screen(force_terminal=True)
+    for part in ("warm start", "20/20", "3/3", "[b]quiet[/b]", "reward", "worked", "how many?",
+                 "[b]3[/b]", "[held-out] accuracy"):  # fmt: skip
+        assert part in text
 
 
-@pytest.mark.parametrize("kind", [{}, {"force_terminal": True}])
-def test_a_skipped_update_is_said(kind):
-    screen = shown({**RECORD, "update/skipped": 1.0, "reward/mean": float("nan")}, **kind)
-    assert "update 3 skipped" in screen
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True}])
+def test_update_without_a_finite_gradient_is_reported(options):
+    assert "update 3 skipped" in screen(SKIPPED, **options)
+    assert "skipped" not in screen(RECORD, **options)
 
 
-def test_a_sparkline_keeps_the_whole_run_in_view():
+def test_phase_calls_back_and_counts(monkeypatch):
+    display, calls = Display("x", Console(file=io.StringIO())), []
+    with display.phase("rollouts", 3) as phase:
+        tick = phase.tick_and(lambda: calls.append(phase.done))
+        tick(), tick()
+    assert calls == [1, 2] and phase.lap() >= 0
+
+
+def test_sparkline_keeps_the_whole_run_in_view():
     assert sparkline([1.0] * 3, 10) == "▁▁▁"
     assert sparkline([float(i) for i in range(1000)], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0.0, float("nan"), 1.0], 10) == "▁█"
