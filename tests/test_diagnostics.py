@@ -63,7 +63,7 @@ def test_recorded_failure_raises_its_warning(name, warning):
 
 @pytest.mark.parametrize("folder", sorted({path.parent.name for path in LEARNING}))
 def test_recorded_runs_that_learn_raise_no_warning(folder):
-    """The exception: accuracy fell below the interval of an earlier evaluation while reward rose."""
+    """The exception: accuracy fell below the interval of an earlier evaluation."""
     for path in LEARNING:
         records = read_records(path)
         for name, update in raised(records) if path.parent.name == folder else []:
@@ -202,7 +202,7 @@ def test_warning_inputs_are_a_small_part_of_a_record():
 
 @pytest.mark.parametrize(
     ("stop_on", "stops"),
-    [([], False), (["sampler_gap"], False), (["sampler_gap", "dead_groups"], True), (["any"], True)],
+    [([], False), (["kl_runaway"], False), (["kl_runaway", "dead_groups"], True), (["any"], True)],
 )
 def test_stop_on_names_the_warnings_that_stop_a_run(stop_on, stops):
     run = SimpleNamespace(
