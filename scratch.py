@@ -252,7 +252,7 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 #
 #     python train.py --run-name reference                 # GRPO as the library implements it
 #     python train.py --algo scratch --run-name mine       # your functions, the same warm start
-#     python -m core.report.compare runs/reference runs/mine   # which run needs fewer tokens to 0.90?
+#     python -m core.report.compare runs/reference runs/mine   # tokens until accuracy 0.90
 #
 # `--algo scratch` trains with exercise 3 (advantages), 5 (loss) and 8 (sampling), and you may now
 # change them: another clip, no division by the standard deviation, advantages by rank. Settings of
