@@ -1,119 +1,144 @@
-"""Messages to token ids, each token once.
+"""Chat messages to token ids, with the tokenizer's chat template; a chat grows only by appending.
 
-A chat grows by appending: after a completion come only the ids that close the turn, hold the new
-message and open the next turn. What the policy sampled is never rendered or tokenised again.
+    ids = prompt_ids(tokenizer, messages)                   # opening prompt, ready to sample from
+    completion = ...                                        # token ids, sampled by the policy
+    ids += completion + ids_after_completion(tokenizer, messages, turn_closed=True)
 
-Only the template marks turns. A token that does so, such as "<|im_end|>", is mere characters where
-a message quotes it: no page, player or server can forge a turn. Other text has its usual ids.
+A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
+`ids_after_completion` closes the assistant's turn, renders the next message, and opens the next
+turn of the assistant.
+
+Only the template can write the tokens that mark turns. A message that quotes such a token, like
+"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn. All other text
+gets the ids that the tokenizer usually gives it.
 """
 
 from bisect import bisect_left
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from core.types import Message, UsageError
 
 END_OF_THOUGHT = "</think>"
-SENTINEL = "\ufdd1"  # stands where a completion would; no template strips or splits it
-CUT = "\ufdd0"  # what is before and behind it is tokenised apart
-NO_TEXT = {ord(SENTINEL): "\ufffd", ord(CUT): "\ufffd"}  # never characters: Unicode, 23.7
+# Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
+COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
+SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
+NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
 
-def prompt_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
-    """Token ids of an opening prompt, up to where the assistant begins to write.
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """Token ids of an opening prompt, up to the point where the assistant begins to write.
 
-    Raises UsageError if the chat template refuses the messages, TypeError as `clean` does.
+    Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
     """
-    return _encode(tokenizer, _render(tokenizer, _quoted(tokenizer, messages)))
+    return _encode(tokenizer, _render(tokenizer, _split_turn_tokens(tokenizer, messages)))
 
 
-def following_ids(tokenizer: Any, messages: list[Message], ended: bool) -> list[int]:
+def ids_after_completion(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], turn_closed: bool
+) -> list[int]:
     """Token ids between a completion and the next one. Raises as `prompt_ids` does.
 
-    `messages`: all so far; the last is the new one, the one before it the assistant's. `ended`: the
-    completion closed its own turn, so the closing token is already there.
+    `messages` ends with the assistant's message and the new one. `turn_closed`: the completion ends
+    with the token that closes the turn, so that token is not repeated.
     """
-    *before, _, last = _quoted(tokenizer, messages)
-    text = _behind(tokenizer, before, [last])
-    return _encode(tokenizer, text.lstrip())[1:] if ended else _encode(tokenizer, text)
+    *before, _, last = _split_turn_tokens(tokenizer, messages)
+    text = _text_after_completion(tokenizer, before, [last])
+    return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
 
 
-def without_thinking(tokenizer: Any, ids: list[int]) -> list[int]:
-    """The ids, as sampled, behind a completion's last </think>; all, if it closed no thought."""
+def without_thinking(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+    """The sampled ids that follow the last </think>; all of them without a </think>."""
 
-    def thoughts(end: int) -> int:
-        return tokenizer.decode(ids[:end]).count(END_OF_THOUGHT)
+    def num_thoughts(end: int) -> int:
+        return cast(str, tokenizer.decode(ids[:end])).count(END_OF_THOUGHT)
 
-    return ids[bisect_left(range(len(ids)), thoughts(len(ids)), key=thoughts) :]
+    return ids[bisect_left(range(len(ids)), num_thoughts(len(ids)), key=num_thoughts) :]
 
 
-def end_of_turn_id(tokenizer: Any) -> int:
-    """The id of the token by which the chat template closes the assistant's turn."""
-    text = _behind(tokenizer, [{"role": "user", "content": "?"}], [], opening=False)
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Id of the token with which the chat template closes the assistant's turn.
+
+    Raises UsageError if the template closes it with ordinary text.
+    """
+    question: Message = {"role": "user", "content": "?"}
+    text = _text_after_completion(tokenizer, [question], [], open_turn=False)
     ids = _encode(tokenizer, text.lstrip())
-    if not ids or ids[0] not in tokenizer.added_tokens_decoder:  # others end no turn in mid-text
+    if not ids or ids[0] not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
     return ids[0]
 
 
-def clean(message: Any) -> Message:
-    """Role and text alone, U+FFFD for what is no character; TypeError for what is no message.
+def clean_message(message: Message) -> Message:
+    """Keeps role and content; replaces invalid characters by U+FFFD. Raises TypeError if not text.
 
-    >>> clean({"role": "user", "content": "\\ud83d\\ude00 \\ud83d", "name": "Ann"})
+    >>> clean_message({"role": "user", "content": "\\ud83d\\ude00 \\ud83d", "name": "Ann"})
     {'role': 'user', 'content': '😀 �'}
     """
     try:
         texts = [message[key].encode("utf-16", "surrogatepass") for key in ("role", "content")]
     except (TypeError, KeyError, AttributeError):
-        raise TypeError(f"a message has a role and a text, not {message!r:.200}") from None
-    role, content = (t.decode("utf-16", "replace").translate(NO_TEXT) for t in texts)
+        raise TypeError(
+            f"a message needs a role and a content of text, not {message!r:.200}"
+        ) from None
+    role, content = (t.decode("utf-16", "replace").translate(NONCHARACTERS) for t in texts)
     return {"role": role, "content": content}
 
 
-def _quoted(tokenizer: Any, messages: list[Message]) -> list[Message]:
-    """The messages, clean, with a CUT in what they quote of the tokens that mark turns."""
+def _split_turn_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
+) -> list[Message]:
+    """Clean messages with a SPLIT inside every turn token that they quote."""
 
-    def cut(text: str) -> str:
-        for mark in _marks(tokenizer):
-            while mark in text:  # again: "aXaXa" is "aXa" twice
-                text = text.replace(mark, mark[0] + CUT + mark[1:])
+    def split(text: str) -> str:
+        for token in _turn_tokens(tokenizer):
+            while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
+                text = text.replace(token, token[0] + SPLIT + token[1:])
         return text
 
-    cleaned = map(clean, messages)
-    return [{"role": cut(m["role"]), "content": cut(m["content"])} for m in cleaned]
+    cleaned = map(clean_message, messages)
+    return [{"role": split(m["role"]), "content": split(m["content"])} for m in cleaned]
 
 
 @lru_cache(maxsize=8)
-def _marks(tokenizer: Any) -> list[str]:
-    """The special tokens, and what else the template writes (DeepSeek's roles aren't special)."""
-    chat = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
-    written = _encode(tokenizer, _render(tokenizer, chat, opening=False))
+def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The special tokens, and other added tokens that the template writes, as DeepSeek's does."""
+    chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
+    written = _encode(tokenizer, _render(tokenizer, chat, open_turn=False))
     added = tokenizer.added_tokens_decoder.items()
-    marks = (token.content for i, token in added if token.special or i in written)
-    return [mark for mark in marks if len(mark.strip()) > 1]
+    tokens = (token.content for i, token in added if token.special or i in written)
+    return [token for token in tokens if len(token.strip()) > 1]
 
 
-def _behind(tokenizer: Any, before: list, after: list, opening: bool = True) -> str:
-    """What the template writes behind the assistant's text."""
-    chat = [*before, {"role": "assistant", "content": SENTINEL}, *after]
-    _, found, text = _render(tokenizer, chat, opening).rpartition(SENTINEL)
+def _text_after_completion(
+    tokenizer: PreTrainedTokenizerBase,
+    before: list[Message],
+    after: list[Message],
+    open_turn: bool = True,
+) -> str:
+    chat: list[Message] = [*before, {"role": "assistant", "content": COMPLETION}, *after]
+    _, found, text = _render(tokenizer, chat, open_turn).rpartition(COMPLETION)
     if not found:
-        raise UsageError("the chat template leaves out or rewrites what the assistant wrote")
+        raise UsageError("the chat template leaves out or rewrites the assistant's messages")
     return text
 
 
-def _render(tokenizer: Any, chat: list, opening: bool = True) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, chat: list[Message], open_turn: bool = True) -> str:
+    """The chat as text; `open_turn`: ending where the assistant begins to write."""
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
     try:
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=opening)
+        dicts = cast(list[dict[str, str]], chat)
+        text = tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=open_turn)
     except TemplateError as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"the chat template refuses these messages: {reason}") from None
+    return cast(str, text)
 
 
-def _encode(tokenizer: Any, text: str) -> list[int]:
-    # the template writes the special tokens itself, the BOS among them
-    return [i for s in text.split(CUT) for i in tokenizer.encode(s, add_special_tokens=False)]
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    # add_special_tokens=False: the template writes the special tokens, including BOS
+    return [i for s in text.split(SPLIT) for i in tokenizer.encode(s, add_special_tokens=False)]

@@ -1,20 +1,29 @@
-"""Many environments at once: tasks in, rollouts out.
+"""Play tasks in many environments at once: tasks in, one Rollout per agent out.
 
-Each round asks every episode that is still open for its next prompt, samples all of them in one
-batch, and steps each environment with its text. Every episode that was begun is kept, however early
-it ended, so short games aren't favoured. An environment that raises, takes too long or answers with
-what is no Step costs its own episode only: `Rollout.error` says why.
+`RolloutCollector.collect` works in this order:
+
+ 1. Reset the environment of each task with the task's seed. It returns opening messages.
+ 2. Render these messages to token ids with the chat template: the first prompt.
+ 3. Sample one completion for every agent that has a prompt, all in one batch.
+ 4. Append the sampled ids to the agent's context, and pass the text to the environment's `step`.
+ 5. Append the ids of the environment's next message: the next prompt. Earlier ids stay as they
+    are; nothing is tokenized a second time.
+ 6. Repeat from 3 until every episode is done, has had `max_turns` turns, or has no room left in the
+    context.
+
+Every episode is kept, also those that end early, so short episodes are not favored. An environment
+that raises, exceeds its time limit or returns something invalid costs only its own episode:
+`Rollout.error` gives the reason.
 """
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from core import distributed
-from core.chat_template import clean, following_ids, prompt_ids, without_thinking
+from core.chat_template import clean_message, ids_after_completion, prompt_ids, without_thinking
 from core.interrupt import limited
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
@@ -23,24 +32,53 @@ from core.types import Completion, Message, Rollout, Turn
 from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import make
 
-T = TypeVar("T")
-PLAYER = "player"  # the one agent of a single-player environment
-MOST_TEXT, MOST_INFO = 500_000, 100_000  # characters of a step's message; of its info, as JSON
-MOST_SEATS = 1000  # of an episode; their numbers don't run into the next one's
-ROUND = 1_000_000_007  # between the seeds of two rounds
+PLAYER = "player"  # name of the agent in a single-agent environment
+MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
+STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
+ROUND_STRIDE = 1_000_000_007  # distance between the sampling seeds of two rounds
 
 
-class BatchedEnv:
-    """Plays tasks with a policy. Environments are built once for each spec and used again."""
+@dataclass
+class AgentState:
+    """One agent of an episode: its rollout, and its context as messages and as token ids."""
+
+    stream: int  # random stream of its completions
+    rollout: Rollout
+    chat: list[Message] = field(default_factory=list)  # messages in the context
+    context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
+    prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
+    response: str | None = None  # sampled text that the environment has not received yet
+    turn_closed: bool = False  # the last completion ended with the end-of-turn token
+    context_full: bool = False  # a message did not fit, so the agent cannot act any more
+
+
+@dataclass
+class Episode:
+    """One task while it is played. `env` is None once the environment has failed."""
+
+    number: int  # of the task, among the tasks of all ranks
+    task: Task
+    env: MultiAgentEnv | None = None
+    agents: dict[str, AgentState] = field(default_factory=dict)
+
+
+Waiting = list[tuple[Episode, AgentState]]  # agents that have a prompt
+Respond = Callable[[Waiting, int], Sequence[Completion | None]]  # (agents, round); None: failed
+
+
+class RolloutCollector:
+    """Plays tasks with a policy, and reuses the environments of finished episodes."""
 
     def __init__(
-        self, policy: Policy, max_turns: int, drop_thinking: bool = False, patience: float = 0.0
+        self, policy: Policy, max_turns: int, drop_thinking: bool = False, env_timeout: float = 0.0
     ):
+        """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
+        `env_timeout`: seconds that one reset or step may take; 0: no limit."""
         self.policy = policy
         self.max_turns = max_turns
-        self.patience = patience  # seconds that an environment may take to answer; 0: for ever
-        self.drop_thinking = drop_thinking  # <think>..</think> leaves the context of later turns
-        self.idle: dict[str, list[MultiAgentEnv]] = {}
+        self.drop_thinking = drop_thinking
+        self.env_timeout = env_timeout
+        self.idle_envs: dict[str, list[MultiAgentEnv]] = {}  # by spec
 
     def collect(
         self,
@@ -49,127 +87,142 @@ class BatchedEnv:
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
     ) -> list[Rollout]:
-        """Play each task with the sampler; a Rollout for each agent, in the order of the tasks."""
+        """Plays each task with completions of `sampler`; rollouts are in the order of the tasks.
 
-        numbered = list(enumerate(tasks))  # play the same wherever they are played
+        The draws of an agent depend on `params.seed`, its task's place in `tasks`, and the round,
+        but not on the other episodes or the number of ranks.
+        """
 
-        def respond(seats: list["_Seat"], round_: int) -> list[Completion]:
-            # a seat draws the same whoever else is asked, and something else in each round
-            streams = tuple(seat.number for seat in seats)
-            now = replace(params, seed=params.seed + round_ * ROUND, streams=streams)
-            chats = [seat.chat for seat in seats]
-            return sampler.sample([seat.prompt for seat in seats], now, on_progress, chats)
+        def respond(waiting: Waiting, round_: int) -> list[Completion]:
+            agents = [agent for _, agent in waiting]
+            streams = tuple(agent.stream for agent in agents)
+            seed = params.seed + round_ * ROUND_STRIDE
+            prompts, chats = [a.prompt_ids for a in agents], [a.chat for a in agents]
+            now = replace(params, seed=seed, streams=streams)
+            return sampler.sample(prompts, now, on_progress, chats)
 
-        return _numbered(distributed.all_gather(self._play(distributed.shard(numbered), respond)))
+        return self._play(tasks, respond)
 
     def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
-        """Play each task as its environment demonstrates it; single-player environments only."""
-        tokenizer, closing = self.policy.tokenizer, self.policy.end_of_turn_id
+        """Plays each task with the environment's own demonstrations; single-agent ones only."""
 
-        def show(seat: "_Seat") -> Completion:
-            env = seat.env.env if isinstance(seat.env, _Solo) else None
-            with limited(self.patience):
-                text = env.demonstrate(hasty=seat.task.hasty) if env else None
-            if not isinstance(text, str):
-                raise TypeError("it has no demonstration to give")
-            ids = [*tokenizer.encode(text, add_special_tokens=False), closing]
-            return Completion(ids, [0.0] * len(ids), text, "stop")
+        def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
+            return [self._demonstration(episode) for episode, _ in waiting]
 
-        def respond(seats: list["_Seat"], round_: int) -> list[Completion | None]:
-            return [seat.episode.attempt(partial(show, seat)) for seat in seats]
+        return self._play(tasks, respond)
 
-        mine = distributed.shard(list(enumerate(tasks)))
-        return _numbered(distributed.all_gather(self._play(mine, respond)))
-
-    def _play(self, tasks: list[tuple[int, Task]], respond: Callable) -> list[Rollout]:
-        episodes = [_Episode(self, number, task) for number, task in tasks]
+    def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
+        """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
+        episodes = [self._start(i, task) for i, task in distributed.shard(list(enumerate(tasks)))]
         for round_ in range(self.max_turns):
-            asked = [seat for episode in episodes for seat in episode.asked()]
-            if not asked:
+            waiting = [(e, a) for e in episodes for a in e.agents.values() if a.prompt_ids]
+            if not waiting:
                 break
-            written = respond(asked, round_)
-            for seat, completion in zip(asked, written, strict=True):
+            for (_, agent), completion in zip(waiting, respond(waiting, round_), strict=True):
                 if completion is not None:
-                    seat.write(completion)
+                    self._add_completion(agent, completion)
             for episode in episodes:
-                episode.step()
+                self._step(episode)
         for episode in episodes:
-            episode.leave()
-        seats = [seat for episode in episodes for seat in episode.seats.values()]
-        return [seat.finish() for seat in seats if seat.rollout.turns or seat.error]
+            if episode.env is not None:
+                self.idle_envs[episode.task.env].append(episode.env)
+        rollouts = [agent.rollout for episode in episodes for agent in episode.agents.values()]
+        kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
+        return _group_by_agent(distributed.all_gather(kept))
 
-    def take(self, spec: str) -> MultiAgentEnv:
-        pool = self.idle.setdefault(spec, [])
-        if pool:
-            return pool.pop()
+    def _start(self, number: int, task: Task) -> Episode:
+        episode = Episode(number, task)
+        with _contain_failure(episode):
+            with limited(self.env_timeout):
+                episode.env = self._take_env(task.env)
+                openings = episode.env.reset(task.seed)
+            for name, messages in openings.items():
+                agent = _new_agent(episode, name)
+                for message in messages:
+                    _add_message(agent, clean_message(message))
+                if messages:
+                    self._set_prompt(agent)
+                episode.agents[name] = agent
+        return episode
+
+    def _take_env(self, spec: str) -> MultiAgentEnv:
+        idle = self.idle_envs.setdefault(spec, [])
+        if idle:
+            return idle.pop()
         env = make(spec)
-        return _Solo(env) if isinstance(env, Env) else env
+        return _SingleAgentEnv(env) if isinstance(env, Env) else env
 
+    def _demonstration(self, episode: Episode) -> Completion | None:
+        with _contain_failure(episode):
+            text = None
+            if isinstance(episode.env, _SingleAgentEnv):
+                with limited(self.env_timeout):
+                    text = episode.env.env.demonstrate(hasty=episode.task.hasty)
+            if not isinstance(text, str):
+                raise TypeError("the environment has no demonstration")
+            ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+            ids = [*ids, self.policy.end_of_turn_id]
+            return Completion(ids, [0.0] * len(ids), text, "stop")
+        return None
 
-class _Episode:
-    """One task being played: an environment and the seats of its agents."""
+    def _add_completion(self, agent: AgentState, completion: Completion) -> None:
+        """Records the completion that was sampled after `agent.prompt_ids`."""
+        ids = completion.token_ids
+        turn = Turn(agent.prompt_ids, ids, completion.logprobs, completion.finish_reason)
+        agent.rollout.turns.append(turn)
+        _add_message(agent, {"role": "assistant", "content": completion.text})
+        agent.turn_closed = ids[-1] == self.policy.end_of_turn_id
+        kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
+        agent.context_ids = agent.prompt_ids + kept
+        agent.prompt_ids = []
+        agent.response = completion.text
 
-    def __init__(self, table: BatchedEnv, number: int, task: Task):
-        self.table, self.task = table, task
-        self.number = number * MOST_SEATS  # of its first seat
-        self.seats: dict[str, _Seat] = {}
-        self.env: MultiAgentEnv | None = None
-        self.attempt(self.begin)
-
-    def attempt(self, act: Callable[[], T]) -> T | None:
-        """What `act` makes; None if it fails, and then the episode has."""
-        try:
-            return act()
-        except Exception as error:  # what is everybody's mistake ends the run by its number
-            self.fail(error)
-            return None
-
-    def begin(self) -> None:
-        with limited(self.table.patience):
-            self.env = self.table.take(self.task.env)
-            openings = self.env.reset(self.task.seed)
-        for agent, messages in openings.items():
-            self.sit(agent, messages)
-
-    def sit(self, agent: str, messages: list[Message]) -> None:
-        number = self.number + len(self.seats)
-        self.seats[agent] = _Seat(self, number, agent, messages)
-
-    def asked(self) -> list["_Seat"]:
-        return [seat for seat in self.seats.values() if seat.prompt]
-
-    def step(self) -> None:
-        """Give the environment what was written since; read its answer."""
-        responses = {a: s.written for a, s in self.seats.items() if s.written is not None}
-        if not responses or self.env is None:
+    def _step(self, episode: Episode) -> None:
+        """Passes the new responses to the environment, and reads the steps that it returns."""
+        responses = {n: a.response for n, a in episode.agents.items() if a.response is not None}
+        if not responses or episode.env is None:
             return
-        for agent in responses:
-            self.seats[agent].written = None
-        self.attempt(partial(self.give, self.env, responses))
+        for name in responses:
+            episode.agents[name].response = None
+        with _contain_failure(episode):
+            with limited(self.env_timeout):
+                steps = episode.env.step(responses)
+                _check_steps(steps)
+            for name, step in steps.items():
+                if name not in episode.agents:  # joins after the start
+                    episode.agents[name] = _new_agent(episode, name)
+                self._read_step(episode.agents[name], step)
 
-    def give(self, env: MultiAgentEnv, responses: dict[str, str]) -> None:
-        with limited(self.table.patience):
-            steps = checked(env.step(responses))
-        for agent, step in steps.items():
-            if agent not in self.seats:  # joins late: its first message opens its chat
-                self.sit(agent, [])
-            self.seats[agent].read(step)
+    def _read_step(self, agent: AgentState, step: Step) -> None:
+        """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
+        if agent.rollout.turns:
+            agent.rollout.turns[-1].reward += float(step.reward)
+        agent.rollout.info = step.info or agent.rollout.info
+        agent.rollout.episode_truncated = not step.done
+        if step.message is None:
+            return
+        if step.fresh:
+            agent.chat, agent.context_ids, agent.context_full = [], [], False
+        _add_message(agent, clean_message(step.message))
+        if not step.done and not agent.context_full:
+            self._set_prompt(agent)
 
-    def fail(self, error: Exception) -> None:
-        """End the episode for every agent, and never use this environment again."""
-        self.env = None
-        if not self.seats:
-            self.sit(PLAYER, [])
-        for seat in self.seats.values():
-            seat.prompt, seat.error = [], f"{type(error).__name__}: {error}"[:500]
+    def _set_prompt(self, agent: AgentState) -> None:
+        """Renders the agent's new messages. Raises ValueError if they alone exceed the context."""
+        tokenizer, max_length = self.policy.tokenizer, self.policy.max_length
+        if agent.context_ids:
+            new_ids = ids_after_completion(tokenizer, agent.chat, agent.turn_closed)
+        else:
+            new_ids = prompt_ids(tokenizer, agent.chat)
+        if len(new_ids) >= max_length:
+            raise ValueError(f"one message has {len(new_ids)} tokens; the context of an episode "
+                             f"has {max_length} (--max-model-len)")  # fmt: skip
+        agent.context_full = len(agent.context_ids) + len(new_ids) >= max_length
+        agent.prompt_ids = [] if agent.context_full else agent.context_ids + new_ids
 
-    def leave(self) -> None:
-        if self.env is not None:
-            self.table.idle[self.task.env].append(self.env)
 
-
-class _Solo(MultiAgentEnv):
-    """A single-player environment, seen as one with one agent."""
+class _SingleAgentEnv(MultiAgentEnv):
+    """Presents an Env as a MultiAgentEnv with one agent."""
 
     def __init__(self, env: Env):
         self.env = env
@@ -181,75 +234,38 @@ class _Solo(MultiAgentEnv):
         return {PLAYER: self.env.step(responses[PLAYER])}
 
 
-class _Seat:
-    """One agent of one episode: its chat so far, as messages and as ids."""
+@contextmanager
+def _contain_failure(episode: Episode) -> Iterator[None]:
+    """An exception in the block ends the episode of all its agents; its environment is dropped.
 
-    def __init__(self, episode: _Episode, number: int, agent: str, messages: list[Message]):
-        self.policy, self.drop_thinking = episode.table.policy, episode.table.drop_thinking
-        self.episode, self.task, self.env = episode, episode.task, episode.env
-        self.number, self.agent, task = number, agent, episode.task
-        self.chat = [clean(message) for message in messages]  # those that the policy sees
-        self.rollout = Rollout(task.env, agent, task.seed, task.group_id, list(self.chat))
-        self.context: list[int] = []  # their ids, up to the last one sampled
-        # []: don't ask
-        self.prompt = self._fitting(prompt_ids) if self.chat else []
-        self.written: str | None = None  # what the environment has not seen yet
-        self.error = ""
-        self.done = False
-        self.ended_turn = False
-        self.full = False  # a message did not fit: what comes after it would lack it
-
-    def write(self, completion: Completion) -> None:
-        """Record what was sampled in the context of `self.prompt`."""
-        ids = completion.token_ids
-        self.rollout.turns.append(
-            Turn(self.prompt, ids, completion.logprobs, completion.finish_reason)
-        )
-        self._add({"role": "assistant", "content": completion.text})
-        self.ended_turn = ids[-1] == self.policy.end_of_turn_id
-        kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
-        self.context = self.prompt + kept
-        self.prompt = []
-        self.written = completion.text
-
-    def read(self, step: Step) -> None:
-        """Take the reward for the last turn, and the next message if there is one."""
-        if self.rollout.turns:
-            self.rollout.turns[-1].reward += float(step.reward)
-        self.rollout.info = step.info or self.rollout.info
-        self.done = step.done
-        if step.message is None:
-            return
-        if step.fresh:
-            self.chat, self.context, self.full = [], [], False
-        self._add(clean(step.message))
-        if step.done or self.full:
-            return
-        render, how = (following_ids, [self.ended_turn]) if self.context else (prompt_ids, [])
-        more = self._fitting(render, *how)
-        self.full = len(self.context) + len(more) >= self.policy.max_length  # no room to write
-        self.prompt = [] if self.full else self.context + more
-
-    def _fitting(self, render: Callable, *how: Any) -> list[int]:
-        """The ids of what the policy is told; ValueError if they alone are more than fits."""
-        ids = render(self.policy.tokenizer, self.chat, *how)
-        if len(ids) >= self.policy.max_length:
-            most = self.policy.max_length
-            raise ValueError(f"{len(ids)} tokens at once; an episode has {most} (--max-model-len)")
-        return ids
-
-    def _add(self, message: Message) -> None:
-        self.rollout.messages.append(message)
-        self.chat.append(message)
-
-    def finish(self) -> Rollout:
-        self.rollout.episode_truncated = not self.done
-        self.rollout.error = self.error
-        return self.rollout
+    A mistake that affects every episode ends the run: selection.drop_failed raises when too many
+    episodes have failed.
+    """
+    try:
+        yield
+    except Exception as error:
+        episode.env = None
+        if not episode.agents:
+            episode.agents[PLAYER] = _new_agent(episode, PLAYER)
+        for agent in episode.agents.values():
+            agent.prompt_ids = []
+            agent.rollout.error = f"{type(error).__name__}: {error}"[:500]
 
 
-def checked(steps: dict[str, Step]) -> dict[str, Step]:
-    """The steps themselves; raises TypeError or ValueError for what an environment may not say."""
+def _new_agent(episode: Episode, name: str) -> AgentState:
+    task = episode.task
+    stream = episode.number * STREAMS_PER_EPISODE + len(episode.agents)
+    rollout = Rollout(task.env, name, task.seed, task.group_id, episode_truncated=True)
+    return AgentState(stream, rollout)
+
+
+def _add_message(agent: AgentState, message: Message) -> None:
+    agent.rollout.messages.append(message)
+    agent.chat.append(message)
+
+
+def _check_steps(steps: dict[str, Step]) -> None:
+    """Raises TypeError or ValueError if an environment returned an invalid step."""
     for agent, step in steps.items():
         if not isinstance(step, Step):
             raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
@@ -257,17 +273,16 @@ def checked(steps: dict[str, Step]) -> dict[str, Step]:
             raise ValueError(f"the reward of {agent} is {step.reward}")
         if step.message is not None and not isinstance(step.message.get("content"), str):
             raise TypeError(f"the message to {agent} has no text")
-        if step.message is not None and len(step.message["content"]) > MOST_TEXT:
-            raise ValueError(f"the message to {agent} has more than {MOST_TEXT} characters")
+        if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
+            raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
         if not isinstance(step.info, dict):
             raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
-        if len(json.dumps(step.info)) > MOST_INFO:  # TypeError for what rollouts.jsonl can't hold
-            raise ValueError(f"the info of {agent} has more than {MOST_INFO} characters")
-    return steps
+        if len(json.dumps(step.info)) > MAX_INFO:  # TypeError if JSON cannot represent it
+            raise ValueError(f"the info of {agent} has more than {MAX_INFO} characters")
 
 
-def _numbered(rollouts: list[Rollout]) -> list[Rollout]:
-    """With a group for each agent of a task: like is compared with like, seat with seat."""
+def _group_by_agent(rollouts: list[Rollout]) -> list[Rollout]:
+    """Gives each agent of a task its own group, so that only the same agent is compared."""
     numbers: dict[tuple[int, str], int] = {}
     for rollout in rollouts:
         key = (rollout.group_id, rollout.agent)

@@ -28,7 +28,7 @@ from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import reference_bytes
 from core.report.summary import final_lines
-from core.rollouts import BatchedEnv
+from core.rollouts import RolloutCollector
 from core.sampler import Sampler, TorchSampler
 from core.types import Rollout, Stopped, UsageError
 
@@ -44,7 +44,7 @@ class Run:
     folder: Path  # runs/<name>
     policy: Policy
     optimizer: MasterAdamW
-    batched_env: BatchedEnv
+    batched_env: RolloutCollector
     sampler: Sampler
     run_log: run_log.RunLog
     display: Display
@@ -221,7 +221,7 @@ def _opened(
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
             display.say(line)
-        batched_env = BatchedEnv(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
+        batched_env = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
         history = [diagnostics.warning_inputs(record) for record in records]
         yield Run(cfg, folder, policy, optimizer, batched_env, sampler, log, display, interrupt,
                   dict(found.progress), history)  # fmt: skip

@@ -12,7 +12,7 @@ from core.config import Config, resolve
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.reference import make_reference
-from core.rollouts import BatchedEnv
+from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import train_tasks
 
@@ -43,7 +43,7 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
     policy = load_policy(str(small_folder), device="cpu")
     drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=3, group_size=4)
     params = SamplingParams(max_tokens=20, seed=1)
-    rollouts = BatchedEnv(policy, 2).collect(drawn, TorchSampler(policy), params)
+    rollouts = RolloutCollector(policy, 2).collect(drawn, TorchSampler(policy), params)
     for i, rollout in enumerate(rollouts):  # random weights earn nothing: give them a spread
         rollout.turns[0].reward = float(i % 3)
     one_by_one, metrics_1 = gradients(algo, 1, small_folder, rollouts)
@@ -60,7 +60,7 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
 def test_ppo_trains_its_value_head(qwen3_folder):
     policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
     drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=2)
-    rollouts = BatchedEnv(policy, 2).collect(
+    rollouts = RolloutCollector(policy, 2).collect(
         drawn, TorchSampler(policy), SamplingParams(max_tokens=9)
     )
     rollouts[0].turns[0].reward = 1.0
@@ -74,7 +74,7 @@ def played(policy, rewards, num_turns=1, max_tokens=9):
     """Rollouts of one group of letter counting, paid as it suits a test."""
     drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=1, group_size=len(rewards))
     params = SamplingParams(max_tokens=max_tokens, seed=1)
-    rollouts = BatchedEnv(policy, num_turns).collect(drawn, TorchSampler(policy), params)
+    rollouts = RolloutCollector(policy, num_turns).collect(drawn, TorchSampler(policy), params)
     for rollout, reward in zip(rollouts, rewards, strict=True):
         rollout.turns[0].reward = reward
     return rollouts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.rollouts import BatchedEnv
+from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.selection import without_failed
 from core.tasks import Task
@@ -87,7 +87,7 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
 def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy, misdeed, monkeypatch):
-    table = BatchedEnv(policy, max_turns=2)
+    table = RolloutCollector(policy, max_turns=2)
     bad = f"remote:command={sys.executable} {tmp_path / misdeed}.py,timeout=2"
     start(tmp_path, misdeed)
     tasks = [Task("letter_counting", 1, 0), Task(bad, 1, 1), Task("letter_counting", 2, 2)]
@@ -104,7 +104,7 @@ def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, pol
     start(tmp_path, "die")
     bad = f"remote:command={sys.executable} {tmp_path / 'die'}.py"
     tasks = [Task(bad, 1, 0), Task(bad, 1, 0), Task("letter_counting", 2, 1)]
-    rollouts = BatchedEnv(policy, 2).collect(
+    rollouts = RolloutCollector(policy, 2).collect(
         tasks, TorchSampler(policy), SamplingParams(max_tokens=4)
     )
     with pytest.raises(UsageError, match=r"2 of 3 episodes failed.*the process ended"):

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import train
 from algorithms import grpo
-from core import rollouts, run_log, sampler
+from core import run_log, sampler
+from core.rollouts import AgentState, RolloutCollector
 from core.types import Completion
 
 
@@ -27,15 +28,16 @@ def wrong_clip() -> None:
 
 def retokenised() -> None:
     """The text is tokenised again, and the token that ended it, which is no text, is lost."""
-    write = rollouts._Seat.write
+    add_completion = RolloutCollector._add_completion
 
-    def write_again(seat: rollouts._Seat, completion: Completion) -> None:
-        ids = seat.policy.tokenizer.encode(completion.text.strip(), add_special_tokens=False)
+    def add_retokenised(self: RolloutCollector, agent: AgentState, completion: Completion) -> None:
+        ids = self.policy.tokenizer.encode(completion.text.strip(), add_special_tokens=False)
         ids = ids or completion.token_ids
         logprobs = [*completion.logprobs, *[0.0] * len(ids)][: len(ids)]
-        write(seat, Completion(ids, logprobs, completion.text, completion.finish_reason))
+        retokenised = Completion(ids, logprobs, completion.text, completion.finish_reason)
+        add_completion(self, agent, retokenised)
 
-    rollouts._Seat.write = write_again
+    RolloutCollector._add_completion = add_retokenised
 
 
 def merged_adapter() -> None:

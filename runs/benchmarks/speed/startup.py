@@ -110,13 +110,13 @@ def warm_start() -> dict[str, Any]:
     import train
     from core import batching, config, tasks
     from core.model import load_policy
-    from core.rollouts import BatchedEnv
+    from core.rollouts import RolloutCollector
 
     cfg = config.resolve(train.Config())
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy("tiny", device="cpu", tiny_folder=Path(folder) / "tiny")
     shape, operations = SHAPES["tiny"], 0.0
-    players = BatchedEnv(policy, cfg.max_turns)
+    players = RolloutCollector(policy, cfg.max_turns)
     for step in range(SAMPLED):
         drawn = tasks.demo_tasks(cfg.env, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
         shown = batching.to_rollout_batch(players.demonstrate(drawn))
