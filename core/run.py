@@ -221,7 +221,9 @@ def _opened(
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
             display.say(line)
-        batched_env = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
+        batched_env = RolloutCollector(
+            policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout
+        )
         history = [diagnostics.warning_inputs(record) for record in records]
         yield Run(cfg, folder, policy, optimizer, batched_env, sampler, log, display, interrupt,
                   dict(found.progress), history)  # fmt: skip
