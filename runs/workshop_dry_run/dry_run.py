@@ -1,13 +1,13 @@
-"""The workshop as a new user would try it: a clean clone and environment, commands as written.
+"""Runs the workshop's commands as a new user would, in a clean clone and virtual environment.
 
     python runs/workshop_dry_run/dry_run.py     # about a quarter of an hour; writes README.md here
 
-Each command is one that the README or runs/README.md gives. Two things are done for the user: the
-exercises are filled in with what `--solution N` prints, and report.html is not looked at.
+The commands are those of the README and of core/workshop/README.md. The script fills in the
+exercises with the output of `python scratch.py --solution N`.
 """
 
+import ast
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,9 +18,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path.append(str(HERE.parent))
 
-from record import machine, write_table  # noqa: E402
+from record import machine, read_metrics, write_table  # noqa: E402
 
-LINES = 14  # of a command's output that are shown
+MAX_LINES = 14  # of a command's output in the report
+PIP_NOISE = ("Looking in ", "  Stored in ")  # lines with local paths
 COMMANDS = (
     "pip install -e .",
     "python train.py",
@@ -41,68 +42,80 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(home)], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
-        env["PICORL_CACHE"] = str(Path(folder, "cache"))  # as on a machine that has none yet
-        begun, out, rising = time.monotonic(), [], None
+        env["PICORL_CACHE"] = str(Path(folder, "cache"))  # a new user has no cached warm start
+        start, report = time.monotonic(), list[str]()
+        installed = risen = 0.0
         for command in COMMANDS:
             if command == "FILL IN":
                 fill_in(home, env)
-                out += ["", "*(Each exercise is now filled in with what `--solution N` prints.)*"]
+                report += ["", "*(The exercises now contain the output of `--solution N`.)*"]
                 continue
-            started = time.monotonic()
-            lines, code, first = run(command, home, env)
-            seconds = time.monotonic() - started
-            if command == "python train.py" and first is not None:
-                rising = first - begun
-            out += ["", f"**`{command}`** {seconds:.0f} s, exit code {code}", "", "```"]
-            out += [*shorten(lines), "```"]
+            began = time.monotonic()
+            lines, code, reward_rose = run(command, home, env)
+            seconds = time.monotonic() - began
+            if command == COMMANDS[0]:
+                installed = time.monotonic() - start
+            elif command == COMMANDS[1]:
+                if reward_rose is None:
+                    sys.exit("the reward did not rise")
+                risen = reward_rose - start
+            report += ["", f"**`{command}`** {seconds:.0f} s, exit code {code}", "", "```"]
+            report += [*shorten(lines), "```"]
             print(f"{command}: {seconds:.0f} s, exit code {code}", flush=True)
-        assert rising is not None, "the reward did not rise"
         head = [
-            f"From the clone to a reward that has risen: **{rising / 60:.1f} minutes**, of them "
-            f"the packages' installation the first {out[1].split('** ')[1].split(',')[0]}.",
+            f"From the clone to a higher reward: **{risen / 60:.1f} minutes**; cloning and "
+            f"installing took the first {installed:.0f} s.",
             "",
-            f"Machine: {machine()}. The download of packages depends on the line; here they "
-            "came from a cache nearby.",
+            f"{machine()}. The packages came from a nearby cache; a slow connection takes longer.",
         ]
-        text = [line.replace(str(home), "~/picorl").replace(folder, "~") for line in [*head, *out]]
-        write_table(HERE, text)
+        text = "\n".join([*head, *report])
+        text = text.replace(str(home), "~/picorl").replace(folder, "~")
+        write_table(HERE, text.splitlines())
 
 
 def run(command: str, home: Path, env: dict[str, str]) -> tuple[list[str], int, float | None]:
-    """The lines, the exit code, and when the reward first was a tenth above that of update 1."""
-    process = subprocess.Popen(command.split(), cwd=home, env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    lines, first, begin = [], None, None
-    for line in process.stdout or ():
-        if not re.match(r"Looking in |  Stored in ", line):  # where pip finds and keeps packages
-            lines.append(line.rstrip())
-        found = re.match(r"update +\d+ +reward (-?[\d.]+)", line)
-        if found:
-            reward = float(found[1])
-            begin = reward if begin is None else begin
-            if first is None and reward > begin + 0.1:
-                first = time.monotonic()
-    return lines, process.wait(), first
+    """Returns the lines, the exit code, and the time at which the reward had risen by 0.1."""
+    output, reward_rose = Path(home.parent, "output.txt"), None
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command.split(), cwd=home, env=env, stdout=file, stderr=subprocess.STDOUT
+        )
+        while process.poll() is None:
+            time.sleep(0.2)
+            if reward_rose is None and has_risen(home):
+                reward_rose = time.monotonic()
+    lines = [line for line in output.read_text().splitlines() if not line.startswith(PIP_NOISE)]
+    return lines, process.returncode, reward_rose
+
+
+def has_risen(home: Path) -> bool:
+    """Whether the reward of a run's latest update is 0.1 above that of its first."""
+    for file in home.glob("runs/*/metrics.jsonl"):
+        rewards = [r["reward/mean"] for r in read_metrics(file) if "reward/mean" in r]
+        if rewards and rewards[-1] > rewards[0] + 0.1:
+            return True
+    return False
 
 
 def fill_in(home: Path, env: dict[str, str]) -> None:
-    """Put the printed solutions where the stubs stand."""
+    """Replaces each function of scratch.py by the solution that `--solution N` prints."""
     file = home / "scratch.py"
     for number in range(1, 11):
         command = ["python", "scratch.py", "--solution", str(number)]
-        answer = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True,
-                                check=True).stdout  # fmt: skip
-        name = re.match(r"def (\w+)", answer)[1]  # type: ignore[index]
-        text = file.read_text()
-        begin = text.index(f"def {name}(")
-        end = re.compile(r"^(# ---|if __name__)", re.MULTILINE).search(text, begin).start()  # type: ignore[union-attr]
-        file.write_text(f"{text[:begin]}{answer.rstrip()}\n\n\n{text[end:]}")
+        solution = subprocess.check_output(command, cwd=home, env=env, text=True)
+        name = next(n.name for n in ast.parse(solution).body if isinstance(n, ast.FunctionDef))
+        lines = file.read_text().splitlines()
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                lines[node.lineno - 1 : node.end_lineno] = solution.rstrip().splitlines()
+        file.write_text("\n".join(lines) + "\n")
 
 
 def shorten(lines: list[str]) -> list[str]:
-    if len(lines) <= LINES:
+    """Returns the first 6 and the last lines, at most MAX_LINES in all."""
+    if len(lines) <= MAX_LINES:
         return lines
-    return [*lines[:6], f".. {len(lines) - LINES} lines ..", *lines[6 - LINES :]]
+    return [*lines[:6], f".. {len(lines) - MAX_LINES} lines ..", *lines[6 - MAX_LINES :]]
 
 
 if __name__ == "__main__":
