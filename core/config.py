@@ -236,8 +236,7 @@ NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effe
     "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
     "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",
 }  # fmt: skip
-# scratch.py draws the tokens (exercise 8), and its loss has no importance weights.
-NO_EFFECT_WITH_SCRATCH = "tis_cap tis_level tis_mode top_p top_k".split()
+NO_EFFECT_WITH_SCRATCH = ("top_p", "top_k")  # scratch.py draws the tokens (exercise 8)
 MAX_SEED = 2**32 - 1
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
@@ -277,6 +276,8 @@ def validate(cfg: Config) -> None:
         raise UsageError("--group-size 1: rollouts are compared within their group; use 2 or more")
     if cfg.algo == "ppo" and cfg.credit == "episode":
         raise UsageError("--credit episode: PPO estimates the advantage of each token; remove it")
+    if cfg.algo == "scratch" and cfg.credit == "turn":
+        raise UsageError("--credit turn: exercise 3 compares the returns of episodes; remove it")
     if cfg.kl_coef and cfg.kl_estimator == "k1" and cfg.kl_in == "loss":
         raise UsageError("--kl-estimator k1 has an expected gradient of 0 in the loss; "
                          "use k2, or --kl-in reward")  # fmt: skip

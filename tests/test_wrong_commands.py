@@ -49,7 +49,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),
     ("--train-difficulty 3 --env tic_tac_toe", "--train-difficulty"),
     ("--curriculum 0.8 --env snake", "--curriculum"),
-    ("--algo scratch --tis-mode mask", "--tis-mode"),
+    ("--algo scratch --credit turn", "--credit turn"),
     ("--algo scratch --top-k 5", "--top-k"),
     ("--algo scratch --sampler openai", "--sampler"),
     ("--algo scratch --grpo.clip-high 0.3", "--grpo.*"),
