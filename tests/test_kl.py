@@ -12,7 +12,6 @@ import torch
 import train
 from algorithms import reinforce
 from algorithms.common import kl_estimate
-from core.batching import Update
 
 # logits of the policy and of what it is held to: close to each other, and not
 PAIRS = {
@@ -92,10 +91,16 @@ def reward_loss(logprobs, other, kind, scale):
     logprobs = logprobs[:, None]
     old, zeros = logprobs.detach(), torch.zeros(logprobs.shape)
     mask, turn_ids, row_of = zeros == 0, zeros.long(), zeros[:, 0].long()
-    update = Update([], mask, zeros, turn_ids, turn_ids, ~mask, old, row_of, row_of.bool())
-    known = {"old_logprobs": old, "ref_logprobs": other[:, None]}
-    train.assign_credit(cfg, update, known)
-    advantages, ones = known["advantages"], torch.ones_like(old)
+    batch = RolloutBatch(
+        sequences=[], completion_mask=mask, rewards=zeros, completion_lengths=turn_ids,
+        turn_ids=turn_ids, hit_token_limit=~mask, sampler_logprobs=old, group_ids=row_of,
+        episode_truncated=row_of.bool(), old_logprobs=old, ref_logprobs=other[:, None],
+    )  # fmt: skip
+    rewards, turn_ids = train.shape_rewards(cfg, batch)
+    advantages, _ = reinforce.compute_advantages(
+        rewards, mask, turn_ids, row_of, None, row_of.bool(), 1.0, options
+    )
+    ones = torch.ones_like(old)
     return reinforce.compute_loss(logprobs, old, advantages, mask, ones, scale[:, None], options)[0]
 
 

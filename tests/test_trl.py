@@ -11,12 +11,12 @@ import copy
 import gc
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import save_small
 from datasets import Dataset
+from single_update import single_update
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -212,16 +212,15 @@ def our_run(cfg, folder, weights):
     reference = replace(policy, model=copy.deepcopy(policy.model)) if cfg.kl_coef else None
     if reference is not None:
         reference.model.load_state_dict(weights["reference"])
-    return SimpleNamespace(
-        policy=policy, optimizer=optimizer, reference=reference, exercises=None
-    ), gradients
+    return policy, optimizer, reference, gradients
 
 
 def our_steps(folder, weights, rollouts, **changes):
     """Gradients of our steps, and the metrics, which are those of the last."""
     cfg = our_config(**changes)
-    run, gradients = our_run(cfg, folder, weights)
-    return gradients, train.learn(cfg, run, rollouts, 1)
+    policy, optimizer, reference, gradients = our_run(cfg, folder, weights)
+    metrics = single_update(cfg, policy, optimizer, rollouts, reference=reference)
+    return gradients, metrics
 
 
 def assert_close(ours, theirs):
@@ -328,9 +327,11 @@ def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, wei
     theirs = scored(make_trainer(folder, weights, rollouts, vllm=vllm))
     cfg = our_config(tis_cap=2.0, tis_level="sequence", num_minibatches=2)
     update = batching.to_rollout_batch(rollouts)
-    old = train.score(cfg, our_run(cfg, folder, weights)[0], update)["old_logprobs"]
-    ours = common.sampler_ratio(old, update.sampler_logprobs, update.mask, "sequence")[:, :1]
-    product = update.mask.sum(1, keepdim=True) * ours.log()
+    policy = our_run(cfg, folder, weights)[0]
+    old, _ = train.score_logprobs(policy, update, cfg.temperature)
+    mask = update.completion_mask
+    ours = common.sampler_ratio(old, update.sampler_logprobs, mask, "sequence")[:, :1]
+    product = mask.sum(1, keepdim=True) * ours.log()
     assert product.std() > 1
     torch.testing.assert_close(
         product, theirs["importance_sampling_ratio"].log(), rtol=RELATIVE, atol=1e-4
@@ -338,10 +339,18 @@ def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, wei
 
 
 def our_advantages(folder, weights, rollouts, **changes):
-    cfg, update = our_config(**changes), batching.to_rollout_batch(rollouts)
-    known = train.score(cfg, our_run(cfg, folder, weights)[0], update)
-    train.assign_credit(cfg, update, known)
-    return known["advantages"][:, 0]
+    cfg, batch = our_config(**changes), batching.to_rollout_batch(rollouts)
+    policy, _, reference, _ = our_run(cfg, folder, weights)
+    batch.old_logprobs, _ = train.score_logprobs(policy, batch, cfg.temperature)
+    if reference is not None:
+        batch.ref_logprobs, _ = train.score_logprobs(reference, batch, cfg.temperature)
+    rewards, turn_ids = train.shape_rewards(cfg, batch)
+    algorithm, options = train.algorithm_for(cfg)
+    advantages, _ = algorithm.compute_advantages(
+        rewards, batch.completion_mask, turn_ids, batch.group_ids, None,
+        batch.episode_truncated, cfg.gamma, options,
+    )  # fmt: skip
+    return advantages[:, 0]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
