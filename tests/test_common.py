@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from algorithms.common import (
+    group_sum,
     importance_weights,
     masked_mean,
     normalize,
     overlong_penalty,
-    same_group,
     sampler_ratio,
     surrogate_metrics,
     token_logprobs,
-    token_scale,
+    token_weights,
     turn_returns,
 )
 
@@ -130,28 +130,37 @@ def test_turn_returns_ignore_what_is_masked(junk):
     assert played[1].tolist() == [True, False, False]
 
 
-def test_same_group_marks_the_pairs_of_one_group_wherever_they_stand():
-    got = same_group(torch.tensor([7, 3, 7]))
-    assert got.tolist() == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+def test_group_sum_adds_the_rows_of_each_group_in_any_order():
+    values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+    got = group_sum(values, torch.tensor([7, 3, 7]))
+    assert got.tolist() == [[5, 50], [2, 20], [5, 50]]
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_token_weights_of_some_rows_are_those_of_a_batch_of_these_rows(aggregation):
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    weights = token_weights(mask, aggregation, max_tokens=8, rows=[0, 2])
+    assert torch.equal(weights[[0, 2]], token_weights(mask[[0, 2]], aggregation, max_tokens=8))
+    assert (weights[1] == 0).all()
 
 
 @pytest.mark.parametrize(
     "aggregation, one, three",  # the scale of each token of a rollout of 1 token, and of 3
     [("token", 1 / 4, 1 / 4), ("sequence", 1 / 3, 1 / 9), ("constant", 1 / 24, 1 / 24)],
 )
-def test_token_scale_by_hand(aggregation, one, three):
+def test_token_weights_by_hand(aggregation, one, three):
     # 3 rollouts of at most 8 tokens; the last has none, but is one of those that are counted
     mask = torch.tensor([[False, True, False, False], [True, True, False, True], [False] * 4])
-    scale = token_scale(mask, aggregation, max_tokens=8)
+    scale = token_weights(mask, aggregation, max_tokens=8)
     want = torch.tensor([[0, one, 0, 0], [three, three, 0, three], [0, 0, 0, 0]])
     torch.testing.assert_close(scale, want, atol=1e-7, rtol=0)
-    padded = token_scale(torch.nn.functional.pad(mask, (2, 3)), aggregation, max_tokens=8)
+    padded = token_weights(torch.nn.functional.pad(mask, (2, 3)), aggregation, max_tokens=8)
     assert torch.equal(padded, torch.nn.functional.pad(scale, (2, 3)))
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_token_scale_of_nothing_is_zero(aggregation):
-    scale = token_scale(torch.zeros(2, 3, dtype=torch.bool), aggregation, max_tokens=8)
+def test_token_weights_of_nothing_is_zero(aggregation):
+    scale = token_weights(torch.zeros(2, 3, dtype=torch.bool), aggregation, max_tokens=8)
     assert torch.equal(scale, torch.zeros(2, 3))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from algorithms import grpo, ppo, reinforce
-from algorithms.common import token_scale
+from algorithms.common import token_weights
 
 JUNK = [float("nan"), float("inf"), float("-inf")]
 LOSSES = {
@@ -76,7 +76,7 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
     """One step of a policy that is a table of logits and one of values, from `parts` of the rows:
     loss, gradients and metrics, each added up. `junk` stands in what it says off the mask."""
     module, options = LOSSES[name]
-    scale = token_scale(known["mask"], getattr(options, "aggregation", "token"), max_tokens=6)
+    scale = token_weights(known["mask"], getattr(options, "aggregation", "token"), max_tokens=6)
     torch.manual_seed(1)
     logits, values = (torch.randn(n, dtype=torch.float64).requires_grad_() for n in ((5, 5), (5,)))
     totals = {"loss": 0.0}
@@ -101,7 +101,7 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
 def credit(name, tensors):
     module, options = CREDITS[name]
     arguments = "rewards mask turn_ids group_ids values episode_truncated".split()
-    return module.compute_advantages(*(tensors[x] for x in arguments), 0.5, options)
+    return module.compute_advantages(*(tensors[x] for x in arguments), 0.5, options)[0]
 
 
 def episodes():
@@ -143,7 +143,7 @@ def test_masked_tokens_never_matter_to_loss_or_gradient(name, junk):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nothing_sampled_teaches_nothing(name):
+def test_an_empty_mask_gives_zero_loss_and_gradient(name):
     known = draw()
     known["mask"][:] = False
     assert all((x == 0).all() for x in step(name, known).values())

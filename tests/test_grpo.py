@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algorithms.common import token_scale
+from algorithms.common import token_weights
 from algorithms.grpo import (
     EPS,
     LOSS_TYPES,
@@ -23,7 +23,7 @@ def advantages_of(rewards, group_ids, scale="none", turn_ids=None, mask=None, ga
     turn_ids = mask.long() * 0 if turn_ids is None else torch.tensor(turn_ids)
     cut, group_ids = torch.zeros(len(rewards), dtype=torch.bool), torch.tensor(group_ids)
     options = Options(scale_rewards=scale)
-    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)
+    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)[0]
 
 
 def of_returns(returns, group_ids, scale="none"):
@@ -54,10 +54,10 @@ PAPERS = {
 }
 
 
-@pytest.mark.parametrize("variant", LOSS_TYPES)
-def test_a_variant_is_a_name_for_values_that_can_be_overruled(variant):
-    assert with_loss_type(Options(variant)) == Options(variant, *PAPERS[variant])
-    given = Options(variant, "batch", 0.0, 0.7, "sequence", "cispo", "constant", 3.0)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_variant_is_a_name_for_values_that_can_be_overruled(loss_type):
+    assert with_loss_type(Options(loss_type)) == Options(loss_type, *PAPERS[loss_type])
+    given = Options(loss_type, "batch", 0.0, 0.7, "sequence", "cispo", "constant", 3.0)
     assert with_loss_type(given) == given  # 0 is given, too
 
 
@@ -133,7 +133,7 @@ def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale):
 def test_aggregation_says_what_the_loss_is_the_mean_of(aggregation, want):
     mask = torch.tensor([[True, False, False], [True] * 3])
     options = with_loss_type(Options(aggregation=aggregation))
-    scale = token_scale(mask, options.aggregation, max_tokens=8)
+    scale = token_weights(mask, options.aggregation, max_tokens=8)
     advantages, ones = torch.tensor([[1.0] * 3, [-1.0] * 3]), torch.ones(2, 3)
     loss, _ = compute_loss(ones, ones, advantages, mask, ones, scale, options)
     assert loss.item() == pytest.approx(want, abs=1e-6)
@@ -152,12 +152,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "gspo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "gspo"])
 @pytest.mark.parametrize("case", CASES)
-def test_clip_in_each_case(variant, case):
+def test_clip_in_each_case(loss_type, case):
     ratio, advantage, want_loss, want_gradient = CASES[case]
     loss, gradient, metrics = loss_of(
-        [[ratio]], [[advantage]], variant=variant, clip_low=0.2, clip_high=0.3
+        [[ratio]], [[advantage]], loss_type=loss_type, clip_low=0.2, clip_high=0.3
     )
     assert loss == pytest.approx(want_loss, abs=1e-6)
     assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
@@ -169,16 +169,16 @@ def test_clip_in_each_case(variant, case):
 
 
 @pytest.mark.parametrize(
-    "variant, low, high",
+    "loss_type, low, high",
     [("grpo", 0.8, 1.2), ("dr_grpo", 0.8, 1.2), ("dapo", 0.8, 1.28), ("gspo", 0.9997, 1.0004)],
 )
-def test_each_variant_stops_where_its_paper_says(variant, low, high):
+def test_each_variant_stops_where_its_paper_says(loss_type, low, high):
     hair = (high - 1) / 20
     for ratio, advantage, stopped in [
         (high + hair, 1.0, True), (high - hair, 1.0, False),
         (low - hair, -1.0, True), (low + hair, -1.0, False),
     ]:  # fmt: skip
-        _, gradient, _ = loss_of([[ratio]], [[advantage]], variant=variant)
+        _, gradient, _ = loss_of([[ratio]], [[advantage]], loss_type=loss_type)
         assert gradient.item() == pytest.approx(0 if stopped else -advantage * ratio, abs=1e-6)
 
 
@@ -195,7 +195,7 @@ def test_each_variant_stops_where_its_paper_says(variant, low, high):
 def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
     ratio, advantage, want_loss, want_gradient
 ):
-    loss, gradient, _ = loss_of([[ratio]], [[advantage]], variant="grpo", dual_clip=2.5)
+    loss, gradient, _ = loss_of([[ratio]], [[advantage]], loss_type="grpo", dual_clip=2.5)
     assert loss == pytest.approx(want_loss, abs=1e-6)
     assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
 
@@ -205,14 +205,19 @@ def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
 )
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, advantage):
-    loss, gradient, _ = loss_of([[ratio]], [[advantage]], variant="cispo")
+    loss, gradient, _ = loss_of([[ratio]], [[advantage]], loss_type="cispo")
     assert loss == pytest.approx(-weight * advantage * math.log(0.2 * ratio), rel=1e-5)
     assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
 
 
 def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
     """Ratios 4 and 1: their geometric mean is 2. The third token isn't sampled."""
-    settings = {"variant": "gspo", "clip_low": 0.2, "clip_high": 0.3, "mask": [[True, True, False]]}
+    settings = {
+        "loss_type": "gspo",
+        "clip_low": 0.2,
+        "clip_high": 0.3,
+        "mask": [[True, True, False]],
+    }
     loss, gradient, metrics = loss_of([[4.0, 1.0, 9.0]], [[1.0] * 3], **settings)
     assert loss == pytest.approx(-2.6, abs=1e-6)  # both tokens at 1.3
     assert gradient.tolist() == [[0, 0, 0]]  # also of the one whose own ratio is 1
@@ -225,15 +230,15 @@ def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
 
 def test_gspo_lets_a_token_far_off_learn_if_its_sequence_is_not():
     # ratios 2 and 1/2: geometric mean 1, where single tokens would be clipped
-    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], variant="gspo")
+    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], loss_type="gspo")
     torch.testing.assert_close(gradient, torch.tensor([[-3.0, -3.0]]), atol=1e-6, rtol=0)
-    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], variant="grpo")
+    _, gradient, _ = loss_of([[2.0, 0.5]], [[3.0, 3.0]], loss_type="grpo")
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -1.5]]), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("variant", LOSS_TYPES)
-def test_weights_and_scale_multiply_loss_and_gradient(variant):
-    plain_loss, plain, _ = loss_of([[1.0]], [[3.0]], variant=variant)
-    loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], variant=variant)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_weights_and_scale_multiply_loss_and_gradient(loss_type):
+    plain_loss, plain, _ = loss_of([[1.0]], [[3.0]], loss_type=loss_type)
+    loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], loss_type=loss_type)
     assert loss == pytest.approx(plain_loss / 8, abs=1e-6)
     assert gradient.item() == plain.item() / 8 == pytest.approx(-3 / 8, abs=1e-6)

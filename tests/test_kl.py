@@ -12,6 +12,7 @@ import torch
 import train
 from algorithms import reinforce
 from algorithms.common import kl_estimate
+from core.batching import RolloutBatch
 
 # logits of the policy and of what it is held to: close to each other, and not
 PAIRS = {

@@ -6,27 +6,29 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_tree import EVERYTHING, gradients_of, grouped
 
 import train
-from core import batching, config, memory
-from core.memory import checkpoint_layers, fit, kept_bytes
+from core import batching, memory
+from core.config import Config, resolve
+from core.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
 from core.model import Policy, load_policy
 from core.optimizer import make_optimizer
 from core.types import OutOfMemory
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.parametrize(("kept", "low", "high"), [("", 20_000, 30_000), ("keep_freed()", 0, 2000)])
+@pytest.mark.parametrize(
+    ("kept", "low", "high"), [("", 20_000, 30_000), ("keep_freed_memory()", 0, 2000)]
+)
 def test_freed_memory_is_used_again_without_asking_the_system(kept, low, high):
     """Page faults of 30 tensors of 3 MB, 22,000 pages, made for the third time."""
     script = f"""
 import resource, torch
-from core.memory import keep_freed
+from core.memory import keep_freed_memory
 {kept}
 for _ in range(3):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -40,7 +42,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert low <= int(done.stdout) <= high
 
 
-def test_kept_bytes_are_those_of_a_linear_map_and_its_activation(policy):
+def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
     """Of x [T, 32] -> silu(x W) [T, 32]: x and x W are kept, 256 bytes a token, W is not."""
     policy.model.weight = torch.nn.Parameter(torch.randn(32, 32))
 
@@ -49,16 +51,17 @@ def test_kept_bytes_are_those_of_a_linear_map_and_its_activation(policy):
         return torch.nn.functional.silu(x @ policy.model.weight)
 
     policy.hidden_states = one_layer
-    assert kept_bytes(policy) == 2 * 32 * 4
+    assert bytes_per_token(policy) == 2 * 32 * 4
 
 
-def test_kept_bytes_grow_with_the_layers_and_not_with_the_vocabulary(policy, tmp_path):
+def test_bytes_per_token_grow_with_the_layers_and_not_with_the_vocabulary(policy, tmp_path):
     from conftest import save_small
 
     deep = save_small("qwen3", tmp_path / "deep", num_hidden_layers=4)
     wide = save_small("qwen3", tmp_path / "wide", vocab_size=4096)
     two, four, more_words = (
-        kept_bytes(p) for p in (policy, *(load_policy(str(f), device="cpu") for f in (deep, wide)))
+        bytes_per_token(p)
+        for p in (policy, *(load_policy(str(f), device="cpu") for f in (deep, wide)))
     )
     assert 1.7 < four / two < 2.0  # beside the layers there are an embedding and a norm
     assert more_words == pytest.approx(two, rel=0.01)
@@ -69,10 +72,10 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(small_folde
     policy = load_policy(str(small_folder), device="cpu", lora_rank=lora_rank, seed=1)
     update = batching.to_rollout_batch(grouped(later_turns=1))
     plain, expected, _ = gradients_of(policy, update, EVERYTHING, policy.packs_groups)
-    before = kept_bytes(policy)
+    before = bytes_per_token(policy)
     checkpoint_layers(policy)
     assert len(policy.checkpointed_layers) == 2
-    assert kept_bytes(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
+    assert bytes_per_token(policy) < 0.8 * before  # its inputs, and one of its two layers at a time
     again, found, _ = gradients_of(policy, update, EVERYTHING, policy.packs_groups)
     assert torch.equal(again, plain)
     for ours, theirs in zip(found, expected, strict=True):
@@ -89,33 +92,35 @@ def test_sampling_is_not_computed_twice(policy):
 @pytest.mark.parametrize(
     ("free", "asked", "mode", "at_once", "again"),
     [
-        (None, None, "auto", memory.ON_CPU, False),  # nothing is known of the memory
+        (None, None, "auto", memory.CPU_BUDGET, False),  # nothing is known of the memory
         (None, 100, "auto", 100, False),
-        (None, None, "on", memory.ON_CPU, True),
-        (10**12, None, "auto", memory.MOST, False),
+        (None, None, "on", memory.CPU_BUDGET, True),
+        (10**12, None, "auto", memory.MAX_BUDGET, False),
         (10**12, 5000, "auto", 5000, False),
-        (10**12, None, "on", memory.MOST, True),
+        (10**12, None, "on", memory.MAX_BUDGET, True),
         (1.1e9, None, "auto", "fits", False),
         (0.7e9, None, "auto", "fits", True),  # the longest episode wouldn't fit
         (0.7e9, None, "off", "fits", False),
         (0.7e9, 3000, "auto", 3000, True),
-        (0, None, "auto", memory.LEAST, True),
+        (0, None, "auto", memory.MIN_BUDGET, True),
     ],
 )
 def test_micro_batches_fit_into_what_is_free(
     policy, monkeypatch, free, asked, mode, at_once, again
 ):
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    cfg = config.resolve(
-        train.Config(model_id="x", max_tokens_per_micro_batch=asked, gradient_checkpointing=mode)
+    cfg = resolve(
+        Config(model_id="x", max_tokens_per_micro_batch=asked, gradient_checkpointing=mode)
     )
     assert cfg.max_model_len == 8 * 1024 + 4096
-    said = fit(policy, SimpleNamespace(**vars(cfg)), to_come=0)
+    said = set_micro_batch_budget(policy, cfg, future_bytes=0)
     assert bool(policy.checkpointed_layers) == again
     if at_once == "fits":
         room = free - 4 * memory.LOGIT_COPIES * memory.LOGITS
-        assert memory.LEAST < policy.micro_batch_tokens < memory.MOST
-        assert policy.micro_batch_tokens * kept_bytes(policy) == pytest.approx(0.7 * room, rel=0.01)
+        assert memory.MIN_BUDGET < policy.micro_batch_tokens < memory.MAX_BUDGET
+        assert policy.micro_batch_tokens * bytes_per_token(policy) == pytest.approx(
+            0.7 * room, rel=0.01
+        )
     else:
         assert policy.micro_batch_tokens == at_once
     assert bool(said) == (free is not None)
@@ -123,10 +128,10 @@ def test_micro_batches_fit_into_what_is_free(
 
 def test_what_is_still_to_come_is_left_free(policy, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2 * 10**9)
-    cfg = config.resolve(train.Config(model_id="x"))
-    fit(policy, cfg, to_come=0)
+    cfg = resolve(Config(model_id="x"))
+    set_micro_batch_budget(policy, cfg, future_bytes=0)
     most = policy.micro_batch_tokens
-    fit(policy, cfg, to_come=10**9)
+    set_micro_batch_budget(policy, cfg, future_bytes=10**9)
     assert policy.micro_batch_tokens < most
 
 
@@ -168,82 +173,60 @@ def scarce(monkeypatch, most, error=RAN_OUT["the GPU"]):
     return sizes
 
 
-def here(policy):
-    said = []
-    display = SimpleNamespace(say=said.append)
-    return SimpleNamespace(
-        policy=policy, optimizer=make_optimizer(policy, 0.1), display=display
-    ), said
+def probe(policy, longest):
+    """Runs the probe where memory counts as scarce; returns the optimizer and the lines it said."""
+    cfg = resolve(Config(max_model_len=longest, max_tokens=longest - 1))
+    optimizer, said = make_optimizer(policy, 0.1), []
+    memory.probe_peak_memory(cfg, policy, optimizer, train.forward, said.append)
+    return optimizer, said
 
 
-def passes(run, update):
-    """A training pass in micro-batches, as the loop makes it."""
-
-    def make():
-        for batch in train.micro_batches(run.policy, update.sequences):
-            logprobs, _, _ = train.forward(run.policy, batch, 1.0)
-            run.optimizer.backward((logprobs * batch.completion_mask).sum())
-        return "made"
-
-    return make
+@pytest.fixture
+def scarce_host(monkeypatch):
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 10**6)
 
 
 @pytest.mark.parametrize("whose", RAN_OUT)
-def test_a_pass_that_runs_out_of_memory_is_made_again_in_smaller_parts(
-    qwen3_folder, monkeypatch, whose
+def test_the_probe_halves_the_budget_until_the_largest_micro_batch_fits(
+    policy, monkeypatch, scarce_host, whose
 ):
-    update = batching.to_rollout_batch(grouped(later_turns=1))
-    longest = batching.longest(update.sequences)
-    gradients = []
-    for most in (10**9, longest + 5):
-        run, said = here(load_policy(str(qwen3_folder), device="cpu"))
-        run.policy.micro_batch_tokens = 8 * longest
-        with monkeypatch.context() as patch:
-            sizes = scarce(patch, most, RAN_OUT[whose])
-            assert memory.attempt(run, longest, passes(run, update)) == "made"
-        gradients.append([p.grad for p in run.optimizer.masters])
-    assert run.policy.micro_batch_tokens < 2 * longest < max(sizes)
-    assert 1 <= len(said) <= 3 and all("out of memory with" in line for line in said)
-    for ours, theirs in zip(*gradients, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    policy.micro_batch_tokens = 1600
+    sizes = scarce(monkeypatch, 450, RAN_OUT[whose])
+    optimizer, said = probe(policy, longest=200)
+    assert policy.micro_batch_tokens == 400  # two sequences of 200 that share their first token
+    assert sizes[-3:] == [8 * 199 + 1, 4 * 199 + 1, 2 * 199 + 1]
+    assert len(said) == 2 and all("out of memory" in line for line in said)
+    assert all(p.grad is None for p in optimizer.masters)
 
 
-def test_when_a_sequence_alone_is_too_much_layers_are_computed_twice_and_then_it_ends(
-    policy, monkeypatch
+def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_gives_up(
+    policy, monkeypatch, scarce_host
 ):
-    update = batching.to_rollout_batch(grouped(later_turns=0))
-    run, said = here(policy)
-    policy.micro_batch_tokens = longest = batching.longest(update.sequences)
-    scarce(monkeypatch, longest - 1)
-    with pytest.raises(OutOfMemory, match=f"a sequence of {longest} tokens.*--max-tokens"):
-        memory.attempt(run, longest, passes(run, update))
-    assert "computed twice" in said[0] and policy.checkpointed_layers
-    assert all(p.grad is None for p in run.optimizer.masters)
-
-    run, said = here(policy)
-    policy.checkpointed_layers, policy.may_checkpoint_layers = (
-        [],
-        False,
-    )  # --gradient-checkpointing off
+    policy.micro_batch_tokens = 200
+    scarce(monkeypatch, 199)
+    with pytest.raises(OutOfMemory, match=r"one sequence of 200 tokens.*--max-tokens"):
+        probe(policy, longest=200)
+    assert policy.checkpointed_layers
+    policy.checkpointed_layers, policy.may_checkpoint_layers = [], False
     with pytest.raises(OutOfMemory):
-        memory.attempt(run, longest, passes(run, update))
-    assert not said and not policy.checkpointed_layers
+        probe(policy, longest=200)
+    assert not policy.checkpointed_layers  # --gradient-checkpointing off
 
 
-def test_other_errors_are_not_taken_for_want_of_memory(policy):
-    run, said = here(policy)
-
-    def wrong():
-        raise RuntimeError("shapes cannot be multiplied")
-
+def test_the_probe_raises_errors_that_are_not_about_memory(policy, monkeypatch, scarce_host):
+    scarce(monkeypatch, 0, lambda: RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
-        memory.attempt(run, 10, wrong)
-    assert not said
+        probe(policy, longest=200)
+
+
+def test_the_probe_leaves_the_loss_scale_of_float16_alone(policy, scarce_host):
+    optimizer, _ = probe(policy, longest=50)
+    assert (optimizer.loss_scale, optimizer.steps_at_scale) == (1.0, 0)
 
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2
     --group-size 4 --eval-num-tasks 0 --max-tokens 12 --max-model-len 200 --device cpu --no-cache
-    """.split()
+    --save-every 1""".split()
 
 
 def losses_of(run):
@@ -251,39 +234,43 @@ def losses_of(run):
     return [json.loads(line).get("loss") for line in lines]
 
 
-def test_a_run_goes_on_when_memory_runs_out_and_learns_the_same(command, monkeypatch):
+def test_a_run_that_runs_out_of_memory_names_the_command_that_resumes_it_exactly(
+    command, monkeypatch
+):
     assert command(*SMALL)[0] == 0
-    plain = losses_of("a")
+    expected = losses_of("a")
+    with monkeypatch.context() as patch:
+        scarce(patch, 90)
+        code, _, err = command(*SMALL, "--run-name", "b")
+    assert code == 1 and err.count("\n") == 1 and "out of memory" in err
+    advised = err.split("python train.py ")[1].split()
+    assert advised == ["--resume", "runs/b", "--max-tokens-per-micro-batch", "1024"]
+    assert not list(Path("runs/b").rglob(".part*"))
+    advised[-1] = "64"
     scarce(monkeypatch, 90)
-    code, out, err = command(*SMALL, "--run-name", "b")
-    assert (code, err) == (0, "") and "out of memory with 2048 tokens at one time" in out
-    assert losses_of("b") == pytest.approx(plain, abs=1e-5)
+    assert command(*advised)[0] == 0
+    assert losses_of("b") == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_run_whose_memory_is_never_enough_ends_with_one_line(command, monkeypatch):
-    monkeypatch.setattr(memory, "PROBE", 8)
-    scarce(monkeypatch, 20)
-    code, _, err = command(*SMALL)
-    assert code == 1 and err.count("\n") == 1 and err.startswith("train.py: a sequence of")
-    assert "--lora-rank 16" in err and Path("runs/a/config.yaml").exists()
-
-
-@pytest.mark.parametrize(("free", "tried"), [(10**12, False), (10**6, True), (None, False)])
-def test_the_longest_batch_is_tried_first_where_memory_is_scarce(command, monkeypatch, free, tried):
+@pytest.mark.parametrize(("free", "probed"), [(10**12, False), (10**6, True), (None, False)])
+def test_the_largest_micro_batch_is_probed_where_memory_is_scarce(
+    command, monkeypatch, free, probed
+):
     monkeypatch.setattr(memory, "host_free_bytes", lambda: free)
     sizes = scarce(monkeypatch, 10**9)
     args = ["--sft-steps", "0", "--max-tokens-per-micro-batch", "500", "--num-updates", "1"]
     assert command(*SMALL, *args)[0] == 0
-    # two sequences of 200 tokens, as a tree: 399 of their own and one that they share
-    assert (sizes[0] == memory.PROBE) == (free is not None)
-    assert (399 in sizes) == tried and max(sizes) <= 399
+    # two sequences of 200 tokens, packed: 199 of their own each, and the first token once
+    assert (sizes[0] == memory.PROBE_TOKENS) == (free is not None)
+    assert (399 in sizes) == probed and max(sizes) <= 399
 
 
-def test_a_longest_batch_that_does_not_fit_ends_the_run_before_it_begins(command, monkeypatch):
-    monkeypatch.setattr(memory, "host_free_bytes", lambda: 10**6)
+def test_a_run_whose_longest_sequence_does_not_fit_ends_before_the_first_update(
+    command, monkeypatch, scarce_host
+):
     scarce(monkeypatch, 150)
     code, _, err = command(*SMALL)
-    assert code == 1 and err.startswith("train.py: a sequence of 200 tokens, alone")
+    assert code == 1 and err.startswith("train.py: one sequence of 200 tokens")
     assert "update" not in Path("runs/a/metrics.jsonl").read_text()
 
 

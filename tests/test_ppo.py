@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from algorithms.ppo import Options, compute_advantages, compute_loss, gae, value_targets
+from algorithms.ppo import Options, compute_advantages, compute_loss, gae
 
 NAN = float("nan")
 # gaps at the start, in the middle and at the end; a full row; a row of one token
@@ -87,21 +87,25 @@ def test_a_truncated_rollout_goes_on_in_its_last_value_a_turn_later():
     mask = torch.tensor([[True, True, False]] * 2)  # 99 stands on padding
     cut, zeros = torch.tensor([True, False]), torch.zeros(2, 3)
     for gamma, after in ((1.0, 3.0), (0.5, 1.5)):
-        got = gae(zeros, mask, zeros.long(), values, cut, gamma, lam=1.0)
+        got = gae(zeros, mask, zeros.long(), values, cut, gamma, gae_lambda=1.0)
         assert got.tolist() == [[after - 1, after - 3, 0], [-1, -3, 0]]
 
 
 def test_value_targets_with_lam_1_are_the_returns_to_go():
     rewards, values = torch.tensor([[0.0, 0.25, 1.0]]), torch.tensor([[0.3, -2.0, 5.0]])
     turn_ids, cut = torch.tensor([[0, 0, 1]]), torch.tensor([False])
-    got = value_targets(rewards, rewards >= 0, turn_ids, values, cut, 0.5, Options(lam=1.0))
+    options, group_ids = Options(gae_lambda=1.0), torch.zeros(1)
+    _, got = compute_advantages(
+        rewards, rewards >= 0, turn_ids, group_ids, values, cut, 0.5, options
+    )
     torch.testing.assert_close(got, torch.tensor([[0.75, 0.75, 1.0]]), atol=1e-6, rtol=0)
 
 
 def test_value_targets_are_gae_plus_the_old_values_and_0_off_the_mask():
     rewards, values = draw()
     cut, junk = torch.tensor([True, False, False]), values.masked_fill(~GAPS, NAN)
-    got = value_targets(rewards, GAPS, TURNS, junk, cut, 0.5, Options(lam=0.75))
+    options, group_ids = Options(gae_lambda=0.75), torch.zeros(3)
+    _, got = compute_advantages(rewards, GAPS, TURNS, group_ids, junk, cut, 0.5, options)
     want = (gae(rewards, GAPS, TURNS, values, cut, 0.5, 0.75) + values) * GAPS
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
@@ -109,7 +113,8 @@ def test_value_targets_are_gae_plus_the_old_values_and_0_off_the_mask():
 def test_advantages_are_gae_normalised_over_the_batch():
     rewards, values = draw(torch.float32)
     cut, group_ids = torch.tensor([True, False, False]), torch.zeros(3)
-    got = compute_advantages(rewards, GAPS, TURNS, group_ids, values, cut, 0.9, Options(lam=0.8))
+    options = Options(gae_lambda=0.8)
+    got, _ = compute_advantages(rewards, GAPS, TURNS, group_ids, values, cut, 0.9, options)
     raw = gae(rewards, GAPS, TURNS, values, cut, 0.9, 0.8)[GAPS]
     want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
     torch.testing.assert_close(got[GAPS], want, atol=1e-6, rtol=0)

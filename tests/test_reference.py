@@ -1,10 +1,10 @@
-"""What --kl-coef holds on to: a frozen copy, or the base without its adapters."""
+"""The reference policy of --kl-coef: a frozen copy, or the base without its adapters."""
 
 import pytest
 import torch
 
 from core.model import load_policy
-from core.reference import FILE, as_reference, make_reference, reference_memory
+from core.reference import FILE, freeze_reference, reference_bytes
 from core.types import UsageError
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -20,45 +20,43 @@ def nudge(policy):
             parameter.add_(0.05)
 
 
-def test_a_frozen_copy_stays_when_the_policy_moves_on(qwen3_folder, tmp_path):
+def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, tmp_path):
     policy = load_policy(str(qwen3_folder), device="cpu")
     before = hidden(policy)
-    reference = make_reference(policy, tmp_path, update=-1)
+    reference = freeze_reference(policy, tmp_path, next_update=0)
     nudge(policy)
-    with as_reference(reference) as held:
-        assert torch.equal(hidden(held), before)
-        assert not held.hidden_states(IDS).requires_grad
+    assert torch.equal(hidden(reference), before)
+    assert not reference.hidden_states(IDS).requires_grad
     assert (hidden(policy) - before).abs().max() > 1e-3
     assert not reference.trainable()
     weights = sum(p.numel() * 4 for p in policy.model.parameters())
-    assert reference_memory(policy) == weights
+    assert reference_bytes(policy) == weights
 
 
-@pytest.mark.parametrize("update", [0, 3])
-def test_a_resumed_run_has_the_reference_of_its_beginning(qwen3_folder, tmp_path, update):
+@pytest.mark.parametrize("next_update", [0, 1, 3])
+def test_a_resumed_run_loads_the_reference_of_its_start(qwen3_folder, tmp_path, next_update):
     policy = load_policy(str(qwen3_folder), device="cpu")
     before = hidden(policy)
-    make_reference(policy, tmp_path, update=-1)
+    freeze_reference(policy, tmp_path, next_update=0)
     nudge(policy)
-    with as_reference(make_reference(policy, tmp_path, update)) as held:
-        assert torch.equal(hidden(held), before)
+    assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update)), before)
 
 
-def test_a_reference_that_is_gone_is_told_and_not_made_anew(qwen3_folder, tmp_path):
+def test_a_resumed_run_without_its_reference_file_is_refused(qwen3_folder, tmp_path):
     policy = load_policy(str(qwen3_folder), device="cpu")
-    with pytest.raises(UsageError, match=f"{FILE} is gone"):
-        make_reference(policy, tmp_path, update=1)
+    with pytest.raises(UsageError, match=FILE):
+        freeze_reference(policy, tmp_path, next_update=2)
 
 
-def test_under_lora_the_reference_is_the_base_and_costs_nothing(qwen3_folder, tmp_path):
+def test_with_lora_the_reference_is_the_base_and_needs_no_memory(qwen3_folder, tmp_path):
     base = load_policy(str(qwen3_folder), device="cpu")
     policy = load_policy(str(qwen3_folder), device="cpu", lora_rank=2)
     names = set(policy.trainable())
     nudge(policy)
     moved = hidden(policy)
     assert (moved - hidden(base)).abs().max() > 1e-3
-    with as_reference(make_reference(policy, tmp_path, update=-1)) as held:
-        assert torch.equal(hidden(held), hidden(base))
-    assert torch.equal(hidden(policy), moved)  # the adapters are back,
-    assert set(policy.trainable()) == names  # and learn
-    assert reference_memory(policy) == 0 and not list(tmp_path.iterdir())
+    reference = freeze_reference(policy, tmp_path, next_update=0)
+    assert torch.equal(hidden(reference), hidden(base))
+    assert torch.equal(hidden(policy), moved)  # the policy itself keeps its adapters
+    assert set(policy.trainable()) == names
+    assert reference_bytes(policy) == 0 and not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ def advantages_of(rewards, group_ids, options, turn_ids=None, mask=None, gamma=1
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
     turn_ids = mask.long() * 0 if turn_ids is None else torch.tensor(turn_ids)
     cut, group_ids = torch.zeros(len(rewards), dtype=torch.bool), torch.tensor(group_ids)
-    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)
+    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)[0]
 
 
 def loss_of(logprobs, advantages, mask, weights=None, scale=None, old=None):

@@ -1,10 +1,10 @@
-"""Tasks depend on the seed and the number of the update, and on nothing else."""
+"""Tasks depend on the seed and the update only."""
 
 from core.tasks import (
     demo_tasks,
     eval_tasks,
     harder,
-    next_step,
+    next_level,
     train_tasks,
     with_difficulty,
 )
@@ -24,13 +24,13 @@ def test_environments_take_turns_also_across_updates():
     assert [envs.count(env) for env in ENVS] == [4, 4, 4]
 
 
-def test_an_update_is_decided_by_seed_and_number():
+def test_seed_and_update_decide_the_tasks():
     assert train_tasks(ENVS, 0, 1, 4, 2) == train_tasks(ENVS, 0, 1, 4, 2)
     assert train_tasks(ENVS, 0, 1, 4, 2) != train_tasks(ENVS, 0, 2, 4, 2)
     assert train_tasks(ENVS, 0, 1, 4, 2) != train_tasks(ENVS, 1, 1, 4, 2)
 
 
-def test_training_demonstrations_and_evaluation_draw_from_ranges_that_do_not_meet():
+def test_training_demonstrations_and_evaluation_draw_from_disjoint_ranges():
     drawn = [
         ({t.seed for u in range(50) for t in train_tasks(ENVS, 3, u, 16, 1)}, TRAIN_SEEDS),
         ({t.seed for s in range(50) for t in demo_tasks(ENVS, 3, s, 16, 0.5)}, DEMO_SEEDS),
@@ -41,13 +41,13 @@ def test_training_demonstrations_and_evaluation_draw_from_ranges_that_do_not_mee
     assert not drawn[0][0] & drawn[1][0] and not drawn[1][0] & drawn[2][0]
 
 
-def test_the_share_of_hasty_demonstrations_is_the_one_asked_for():
+def test_the_fraction_of_hasty_demonstrations_is_the_given_one():
     for share in (0.0, 0.6, 1.0):
         tasks = [t for step in range(100) for t in demo_tasks(ENVS, 0, step, 32, share)]
         assert abs(sum(t.hasty for t in tasks) / len(tasks) - share) < 0.03
 
 
-def test_every_evaluation_plays_the_same_tasks_of_each_environment():
+def test_every_evaluation_has_the_same_tasks():
     tasks = eval_tasks(ENVS, 10)
     assert tasks == eval_tasks(ENVS, 10)
     assert len({t.group_id for t in tasks}) == 30
@@ -66,18 +66,18 @@ def test_another_attempt_of_an_update_draws_other_tasks():
     assert {t.seed for t in first}.isdisjoint(t.seed for t in train_tasks(ENVS, 0, 1, 4, 2, 1))
 
 
-def test_difficulty_is_whatever_key_the_environment_has_for_it():
+def test_difficulty_sets_the_option_that_the_environment_has_for_it():
     specs = ["math_qa", "reverse:length=4,turns=1", "wikipedia_maze", "tic_tac_toe"]
     assert [with_difficulty(spec, 3) for spec in specs] == [
         "math_qa:level=3", "reverse:turns=1,length=3", "wikipedia_maze:n_hops=3", "tic_tac_toe",
     ]  # fmt: skip
 
 
-def test_the_curriculum_follows_the_share_that_is_right():
+def test_the_curriculum_follows_the_training_accuracy():
     envs = ["math_qa:level=2", "letter_counting"]
-    assert [next_step(envs, 1, success, aim=0.8) for success in (0.8, 0.79, 0.41, 0.4)] == [
+    assert [next_level(envs, 1, accuracy, target=0.8) for accuracy in (0.8, 0.79, 0.41, 0.4)] == [
         2, 1, 1, 0,
     ]  # fmt: skip
-    assert next_step(envs, 0, 0.0, aim=0.8) == 0  # never easier than it was asked for
-    assert next_step(["math_qa:level=6"], 0, 1.0, aim=0.8) == 0  # there is nothing harder
+    assert next_level(envs, 0, 0.0, target=0.8) == 0  # not below the given difficulty
+    assert next_level(["math_qa:level=6"], 0, 1.0, target=0.8) == 0  # the highest level
     assert [harder(env, 5) for env in envs] == ["math_qa:level=6", "letter_counting:difficulty=6"]

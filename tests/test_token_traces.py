@@ -1,4 +1,4 @@
-"""What the journal says of single tokens is what the update knew of them."""
+"""Token traces hold what the update computed for each token."""
 
 import json
 import random
@@ -23,7 +23,7 @@ def even():
 
     @register("even")
     class Even(Env):
-        """Pays a response of even length, for so many turns."""
+        """Rewards responses of even length."""
 
         def __init__(self, turns: int = 1):
             self.turns = turns
@@ -49,7 +49,7 @@ def rows(run, kind="train"):
 
 @pytest.mark.parametrize("algo", ["grpo", "reinforce", "ppo", "scratch"])
 @pytest.mark.parametrize("turns", [1, 2])
-def test_each_token_of_each_turn_is_there_and_goes_where_its_advantage_points(
+def test_traces_cover_every_token_and_the_step_follows_the_advantages(
     command, even, algo, turns
 ):  # fmt: skip
     Path("scratch.py").write_text(solved())
@@ -59,21 +59,21 @@ def test_each_token_of_each_turn_is_there_and_goes_where_its_advantage_points(
     for row in rows("a"):
         spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert len(row["token_traces"]) == len(spoken) == len(row["rewards"])
-        for look, text in zip(row["token_traces"], spoken, strict=True):
-            assert "".join(look["text"]).removesuffix("<|end|>") == text
-            assert len({len(values) for values in look.values()}) == 1
+        for trace, text in zip(row["token_traces"], spoken, strict=True):
+            assert "".join(trace["text"]).removesuffix("<|end|>") == text
+            assert len({len(values) for values in trace.values()}) == 1
             for a, sampler, trainer, after in zip(
-                *(look[k] for k in ("advantage", "sampler", "trainer", "after")), strict=True
+                *(trace[k] for k in ("advantage", "sampler", "trainer", "after")), strict=True
             ):
                 assert trainer == pytest.approx(sampler, abs=2e-4)
                 assert sampler <= 0 and after <= 0
                 gained += a * (after - trainer)
         if algo == "grpo":  # one advantage for a whole rollout
-            assert len({a for look in row["token_traces"] for a in look["advantage"]}) == 1
-    assert gained > 0  # the step raised what was better, lowered what was worse
+            assert len({a for trace in row["token_traces"] for a in trace["advantage"]}) == 1
+    assert gained > 0
 
 
-def test_whole_groups_within_the_budget_are_looked_at_and_one_at_least(command):
+def test_whole_groups_within_the_budget_are_traced_and_at_least_one(command):
     one = [Rollout("e", "p", 0, g, turns=[Turn([1], [2] * n, [0.0] * n, "stop")])
            for g, n in ((0, 3), (1, 4), (0, 3), (1, 4), (2, 1))]  # fmt: skip
     assert first_groups(one, 14) == {0, 1, 2, 3}
@@ -86,7 +86,7 @@ def test_whole_groups_within_the_budget_are_looked_at_and_one_at_least(command):
     assert not any("token_traces" in row for row in rows("c"))
 
 
-def test_looking_changes_nothing_that_is_learnt(command):
+def test_tracing_does_not_change_training(command):
     for name, budget in (("with", 4096), ("without", 0)):
         flags = ["--num-updates", "2", "--microscope", str(budget), "--run-name", name]
         assert command(*SHORT, *flags)[0] == 0
@@ -100,7 +100,7 @@ def test_looking_changes_nothing_that_is_learnt(command):
     assert with_ == without and len(with_) == 4
 
 
-def test_a_character_of_several_tokens_stands_at_its_last(policy):
+def test_a_character_of_several_tokens_appears_at_its_last_token(policy):
     ids = policy.tokenizer.encode("aé≠b", add_special_tokens=False)
     found = pieces(policy.tokenizer, ids)
     assert len(found) == len(ids) and "".join(found) == "aé≠b"
@@ -110,7 +110,7 @@ def test_a_character_of_several_tokens_stands_at_its_last(policy):
     assert pieces(policy.tokenizer, [*lonely * 2, *ids]) == ["", "", "\ufffd" * 2 + "a", *found[1:]]
 
 
-def test_pieces_of_any_bytes_are_together_the_text(policy):
+def test_pieces_of_any_bytes_join_to_the_text(policy):
     draw = random.Random(0)
     for _ in range(300):
         ids = [draw.randrange(256) for _ in range(draw.randrange(1, 40))]
