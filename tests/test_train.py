@@ -1,4 +1,4 @@
-"""The whole command, small: it learns nothing here, but everything it promises must hold."""
+"""Whole runs of a few small updates: files, repetition, resuming, skipped updates, invalid input."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import train
 from core import checkpoint, config
 from core.interrupt import Interrupt
+from core.run import MAX_SKIPPED, Run
 from core.types import UsageError
 from environments import base, registry
 from environments.base import Env, Step
@@ -35,7 +36,7 @@ def metrics_of(run, with_times=False):
 
 
 @pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
-def test_a_run_leaves_its_whole_journal(command, algo):
+def test_a_run_writes_all_its_files(command, algo):
     code, out, err = command("--algo", algo, "--run-name", "a", *SMALL)
     assert (code, err) == (0, "")
     run = Path("runs/a")
@@ -80,7 +81,7 @@ def test_config_yaml_runs_the_same_again(command):
     assert metrics_of(Path("runs/a")) == metrics_of(Path("runs/b"))
 
 
-LOSS_TYPES = {
+SETTINGS = {
     "grpo": ["--algo", "grpo"],
     "ppo": ["--algo", "ppo", "--num-epochs", "2"],
     "lora": ["--algo", "reinforce", "--lora-rank", "2"],
@@ -90,16 +91,25 @@ LOSS_TYPES = {
 }
 
 
-@pytest.mark.parametrize("variant", LOSS_TYPES)
-@pytest.mark.parametrize("stop_at", ["sft_step 3", "sft_step 6", "update 1", "update 3"])
+@pytest.mark.parametrize(
+    ("variant", "stop_at"),
+    [
+        ("grpo", "sft_step 3"),
+        ("ppo", "update 1"),
+        ("lora", "sft_step 6"),
+        ("bfloat16", "update 3"),
+        ("reference", "update 1"),
+        ("best and curriculum", "update 3"),
+    ],
+)
 def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, variant, stop_at):
-    flags = [*LOSS_TYPES[variant], *SMALL]
+    flags = [*SETTINGS[variant], *SMALL]
     assert command("--run-name", "whole", *flags)[0] == 0
     key, value = stop_at.split()
 
     def interrupt(self, saved=Interrupt.check):
-        progress = sys._getframe(1).f_locals.get("run")
-        if progress is not None and progress.progress[key] == int(value):
+        caller = sys._getframe(1).f_locals.get("self")  # Run.check_interrupt
+        if isinstance(caller, Run) and caller.progress[key] == int(value):
             self.requested = True
         saved(self)
 
@@ -113,15 +123,17 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, 
     assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
 
 
-@pytest.mark.parametrize("place", ["token_metrics", "eval_metrics"])  # after and before the first
-def test_a_run_killed_between_checkpoints_resumes_to_the_same(command, monkeypatch, place):
+@pytest.mark.parametrize("place", ["UpdateStats", "evaluate"])  # after and before a checkpoint
+def test_a_run_that_crashed_between_checkpoints_resumes_to_the_same_metrics(
+    command, monkeypatch, place
+):
     assert command("--run-name", "whole", *SMALL)[0] == 0
 
     def die(*args):
-        raise ZeroDivisionError  # anything that nobody catches
+        raise ZeroDivisionError  # an error that nothing catches
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.metrics, place, die)
+        patch.setattr(train, place, die)
         with pytest.raises(ZeroDivisionError):
             command("--run-name", "cut", *SMALL)
     assert command("--resume", "runs/cut")[0] == 0
@@ -135,7 +147,7 @@ def test_a_finished_run_can_be_made_longer(command):
     assert metrics_of(Path("runs/part")) == metrics_of(Path("runs/whole"))
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_named(command):
+def test_a_damaged_checkpoint_is_skipped_and_named(command):
     assert command("--run-name", "a", *SMALL)[0] == 0
     whole = metrics_of(Path("runs/a"))
     newest = sorted(Path("runs/a/checkpoint").iterdir())[-1]
@@ -149,14 +161,14 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(command):
     assert metrics_of(Path("runs/a")) == whole
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+def test_ctrl_c_saves_the_run_and_names_the_command_that_resumes_it(tmp_path):
     process = subprocess.Popen(
         [sys.executable, ROOT / "train.py", "--run-name", "a", *SMALL, "--sft-steps", "10000"],
         cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert process.stdout is not None
-    process.stdout.readline()  # the title: it is on its way
+    process.stdout.readline()  # the title: the run has started
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
@@ -167,7 +179,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 
 @pytest.fixture
 def poisoned():
-    """An environment that pays, on some training seeds, more than float32 can add up."""
+    """An environment whose reward overflows float32 on some training seeds."""
     known = dict(registry.ENVIRONMENTS)
 
     @register("poisoned")
@@ -193,6 +205,14 @@ def poisoned():
 def easy():
     """An environment of four levels that any answer solves."""
     known = dict(registry.ENVIRONMENTS)
+
+    @register("equal")
+    class Equal(Env):
+        def reset(self, seed):
+            return [{"role": "user", "content": f"{seed}"}]
+
+        def step(self, response):
+            return Step(None, 1.0, True, {"correct": True})
 
     @register("easy")
     class Easy(Env):
@@ -224,22 +244,42 @@ def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisone
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_ten_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
+def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--num-updates", "30"]
     code, out, _ = command("--run-name", "a", *flags)
     assert code == 1
-    assert "10 updates in a row" in out
-    assert len(metrics_of(Path("runs/a"))) == 11
+    assert f"{MAX_SKIPPED} updates in a row" in out
+    assert len(metrics_of(Path("runs/a"))) == 1 + MAX_SKIPPED
     assert checkpoint.find_checkpoint(Path("runs/a")).progress["update"] == 0
+
+
+def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, easy):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "equal", "--num-updates", "1"]
+    code, out, _ = command("--run-name", "a", *flags, "--filter-groups", "2")
+    assert code == 0 and "update 1: every group has equal returns" in out
+    record = metrics_of(Path("runs/a"))[-1]
+    assert (record["update/steps"], record["update/skipped"], record["tokens/trained"]) == (0, 1, 0)
+    assert record["groups/zero_std_fraction"] == 1 and "loss" not in record
+    rollouts = Path("runs/a/rollouts.jsonl").read_text().splitlines()
+    assert sum(json.loads(x)["kind"] == "train" for x in rollouts) == 3 * 12  # three rounds
+
+
+def test_target_kl_on_the_first_step_is_an_update_without_a_step(command, easy):
+    flags = [*SMALL, "--sft-steps", "0", "--env", "easy", "--num-updates", "1", "--algo", "ppo"]
+    flags += ["--num-epochs", "2", "--ppo.target-kl", "1e-30", "--temperature", "0.7"]
+    code, out, _ = command("--run-name", "a", *flags)
+    record = metrics_of(Path("runs/a"))[-1]
+    assert code == 0 and record["update/steps"] <= 1
+    assert record["update/skipped"] == (record["update/steps"] == 0)
 
 
 def test_groups_without_spread_are_replaced_up_to_the_budget(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0", "--num-updates", "2"]
-    flags += ["--group-size", "2", "--num-prompts", "8"]  # half of all pairs are paid alike
+    flags += ["--group-size", "2", "--num-prompts", "8"]  # half of all pairs have equal returns
     assert command("--run-name", "a", *flags, "--filter-groups", "5")[0] == 0
     for record in metrics_of(Path("runs/a"))[1:]:
         assert record["tokens/trained"] < record["tokens/sampled"]
-        assert 0 < record["groups/zero_std_fraction"] < 1  # of all that were played
+        assert 0 < record["groups/zero_std_fraction"] < 1  # of all sampled groups
     rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
     first = [r for r in rollouts if r["kind"] == "train" and r["update"] == 1]
     groups = {}
