@@ -1,9 +1,12 @@
-"""One update of learning: what moves, by how much, and what is left alone."""
+"""One update of the training loop: which weights it changes, and its metrics."""
+
+import math
 
 import pytest
 import torch
 from single_update import single_update
 
+import train
 from algorithms import ppo
 from core.config import Config
 from core.model import load_policy
@@ -99,6 +102,48 @@ def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder)
         metrics = single_update(cfg, policy, optimizer, played(policy, [0.0, 1.0, 2.0]))
         steps[target] = metrics["update/steps"]
     assert steps == {0.0: 4, 1e-6: 1, 1e3: 4}
+
+
+def test_target_kl_exceeded_by_the_first_step_is_an_update_without_a_step(
+    qwen3_folder, monkeypatch
+):
+    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
+    rollouts, before = played(policy, [0.0, 1.0, 2.0]), weights_of(policy)
+    score = train.score_logprobs
+
+    def other_old_policy(*args):
+        logprobs, values = score(*args)
+        return logprobs - 0.5, values  # KL of e^-0.5 - 1 + 0.5 = 0.107 nats per token
+
+    monkeypatch.setattr(train, "score_logprobs", other_old_policy)
+    cfg = config(algo="ppo", num_epochs=2, ppo=ppo.Options(target_kl=0.1))
+    metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
+    assert (metrics["update/steps"], metrics["update/skipped"]) == (0, 1)
+    assert metrics["kl/approx"] == pytest.approx(math.exp(-0.5) - 0.5, abs=1e-3)
+    assert "grad/norm" not in metrics
+    assert all(torch.equal(p, before[n]) for n, p in weights_of(policy).items())
+
+
+def test_metrics_are_those_of_the_last_epoch_with_fewer_rollouts_than_minibatches(qwen3_folder):
+    policy = load_policy(str(qwen3_folder), device="cpu")
+    rollouts = played(policy, [0.0, 1.0])
+    optimizer = make_optimizer(policy, 1e-1)
+    cfg = config(num_epochs=3, num_minibatches=4, num_prompts=1, group_size=4)
+    entropy, forward = [], train.forward
+
+    def watched(policy, micro, temperature):
+        result = forward(policy, micro, temperature)
+        if torch.is_grad_enabled():
+            entropy.append((result[1].sum().item(), micro.num_tokens))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "forward", watched)
+        metrics = single_update(cfg, policy, optimizer, rollouts)
+    assert metrics["update/steps"] == 6 == len(entropy)  # 2 rollouts: 2 steps in each epoch
+    last = entropy[-2:]
+    expected = sum(x for x, _ in last) / sum(n for _, n in last)
+    assert metrics["policy/entropy"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_folder):
