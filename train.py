@@ -169,7 +169,7 @@ def warm_start(cfg: Config, run: Run) -> None:
                 run.check_interrupt()
                 run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
                 drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-                loss = sft_step(cfg, run, run.drop_failed(run.batched_env.demonstrate(drawn)))
+                loss = sft_step(cfg, run, run.drop_failed(run.collector.demonstrate(drawn)))
                 run.progress["sft_step"] = step + 1
                 phase.advance(f"loss {loss:.3f}")
                 if is_due(step + 1, 20, cfg.sft_steps):
@@ -197,7 +197,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
             on_progress = phase.tick_and(run.interrupt.check_alone)
-            fresh = run.batched_env.collect(drawn, run.sampler, params, on_progress)
+            fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
             rollout.group_id += len(sampled)  # unique across the rounds
         sampled += fresh

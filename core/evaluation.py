@@ -23,7 +23,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        rollouts = run.batched_env.collect(
+        rollouts = run.collector.collect(
             held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
         )
     run.drop_failed(rollouts)  # warns about failed ones

@@ -44,7 +44,7 @@ class Run:
     folder: Path  # runs/<name>
     policy: Policy
     optimizer: MasterAdamW
-    batched_env: RolloutCollector
+    collector: RolloutCollector
     sampler: Sampler
     run_log: run_log.RunLog
     display: Display
@@ -221,11 +221,11 @@ def _opened(
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
             display.say(line)
-        batched_env = RolloutCollector(
+        collector = RolloutCollector(
             policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout
         )
         history = [diagnostics.warning_inputs(record) for record in records]
-        yield Run(cfg, folder, policy, optimizer, batched_env, sampler, log, display, interrupt,
+        yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
                   dict(found.progress), history)  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from core.config import Config
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.reference import freeze_reference
-from core.rollouts import BatchedEnv
+from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import train_tasks
 
