@@ -221,9 +221,7 @@ def _opened(
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
             display.say(line)
-        collector = RolloutCollector(
-            policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout
-        )
+        collector = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
         history = [diagnostics.warning_inputs(record) for record in records]
         yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
                   dict(found.progress), history)  # fmt: skip
