@@ -64,8 +64,7 @@ def record(
     write_atomically(
         folder / "seconds.json", json.dumps(read_seconds(folder) | {name: seconds}, indent=1)
     )
-    commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True)
-    line = f"Recorded with picoRL at commit {commit.strip()} on {machine()}."
+    line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
     write_atomically(folder / "recorded.txt", line)
 
 
@@ -112,11 +111,15 @@ def recorded_with(folder: Path) -> str:
 
 
 def machine() -> str:
-    """Returns the machine, torch's version and the date, for a README."""
-    return (
-        f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU; torch {version('torch')}; "
-        f"{time.strftime('%Y-%m-%d')}"
-    )
+    """Returns the machine and the date, for a README."""
+    date = time.strftime("%Y-%m-%d")
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU, {date}"
+
+
+def commit() -> str:
+    """Returns the short hash of the commit that is checked out."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
 
 def write_table(folder: Path, lines: list[str], name: str = "") -> None:

@@ -152,7 +152,7 @@ def test_the_optimiser_holds_and_takes_what_the_terms_say(rank):
     for p in parameters:
         p.grad = torch.zeros_like(p)
     terms = fit.memory(m, "cpu", rank, 1024)
-    assert optimizer.memory_to_come() == pytest.approx(terms["moments"] * fit.GB)
+    assert optimizer.future_bytes() == pytest.approx(terms["moments"] * fit.GB)
     gradients = sum(p.grad.nbytes for p in parameters)
     assert gradients == pytest.approx(terms["gradients"] * fit.GB)
     optimizer.step()

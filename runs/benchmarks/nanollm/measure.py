@@ -365,7 +365,7 @@ def full(args: Args) -> dict[str, Any]:
     stages = {"model loaded": memory_used()}
     optimizer = make_optimizer(policy, lr=1e-6)
     stages["optimiser made"] = memory_used()
-    sampler = NanoLLM(policy, 0.9, optimizer.memory_to_come())
+    sampler = NanoLLM(policy, 0.9, optimizer.future_bytes())
     stages["engine asleep"] = memory_used()
     asked = prompts(args, policy.causal_lm.config.vocab_size)
     syncs = []

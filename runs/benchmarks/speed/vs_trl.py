@@ -1,15 +1,15 @@
-"""A whole step of picoRL beside one of TRL's GRPOTrainer: sampling, training pass, optimiser step.
+"""A training step of picoRL and of TRL's GRPOTrainer: sampling, training pass, optimizer step.
 
-    python runs/benchmarks/speed/vs_trl.py  # on the CPU, about 10 minutes
-    python runs/benchmarks/speed/vs_trl.py --gpu  # TRL with vLLM in its process; needs vLLM
-    python runs/benchmarks/speed/vs_trl.py --rounds 1 --steps 1 --no-write  # a quick look
+    python runs/benchmarks/speed/vs_trl.py         # on the CPU, 10 minutes
+    python runs/benchmarks/speed/vs_trl.py --gpu   # TRL with vLLM in its process; needs vLLM
+    python runs/benchmarks/speed/vs_trl.py --rounds 1 --steps 1 --no-write
 
-Both read the same folder, play the same prompts, sample as many tokens (checked: the run fails
-otherwise) and learn from all of them once, without a reference model or gradient checkpointing. On
-the CPU in float32. picoRL runs `train.play_and_learn` in a run as train.py opens it, its metrics
-and rollouts written to the journal, without the microscope (a pass after the step, for the report,
-that TRL has no like of). TRL runs `GRPOTrainer.train`, its defaults otherwise. The time of a step
-is from the end of one to the end of the next; the first one of a process is left out.
+Both sides load the same model, use the same prompts, sample the same number of tokens (checked) and
+train once on all of them, without a reference model or gradient checkpointing; on the CPU in
+float32. picoRL runs `train.main`, including its metrics and rollout files, without --microscope: a
+pass after the step for the report, which TRL does not have. TRL runs `GRPOTrainer.train` with its
+other defaults. A step lasts from the end of one step to the end of the next; the first step of a
+process is left out.
 """
 
 import os
@@ -28,33 +28,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
-from pairs import in_child, in_turn, play_part, publish, ratios, spread, verdict
+from pairs import Side, alternate, in_child, publish, ratios, run_child, spread, verdict
+from workload import Workload
 
-GOALS = {50: 0.6, 200: 0.4}  # share of TRL's time, on the CPU, by the tokens of the prompt
+GOALS = {50: 0.6, 200: 0.4}  # maximum of picoRL's time / TRL's time on the CPU, by prompt length
 SIZES = ("0.6B", "1.7B", "4B")
 RANK = 32
 GB = 2**30
 
 
 @dataclass
-class Args:
+class Args(Workload):
     """What to measure."""
 
-    rounds: int = 5  # pairs of fresh processes
     steps: int = 4  # measured in each process, after one that is not
-    prompt_tokens: tuple[int, ...] = (50, 200)
-    num_prompts: int = 8
-    group_size: int = 8
-    max_tokens: int = 64  # of every completion
-    our_tokens: int = 2048  # padded tokens of our micro-batches
-    trl_rows: int = 16  # completions of TRL's micro-batches
-    shape: str = "4M"  # see workload.py
-    gpu: bool = False  # pair with TRL and vLLM on a GPU: SIZES, all weights and LoRA
+    our_tokens: int = 2048  # padded tokens per micro-batch of picoRL
+    trl_rows: int = 16  # completions per micro-batch of TRL
+    gpu: bool = False  # TRL with vLLM on a GPU: all models of --sizes, all weights and LoRA
     sizes: tuple[str, ...] = SIZES  # with --gpu
-    write: bool = True  # keep the figures as JSON and put the table in the README
-
-
-# --- the parent ----------------------------------------------------------------------------------
 
 
 def main(args: Args) -> None:
@@ -75,33 +66,35 @@ def main(args: Args) -> None:
 
 
 def pair(args: Args, folder: str, prompt_tokens: int, lora_rank: int) -> dict[str, Any]:
-    """One line of the table. Raises RuntimeError if the two sides did not do the same work."""
+    """Measures one row of the table. Raises RuntimeError if the sides did different work."""
     work = {k: getattr(args, k) for k in ("num_prompts", "group_size", "max_tokens", "steps")}
     work |= {"prompt_tokens": prompt_tokens, "lora_rank": lora_rank}
     settings = work | {"folder": folder, "gpu": args.gpu}
     print(f"prompts of {prompt_tokens} tokens, LoRA rank {lora_rank}", flush=True)
-    sides: dict[str, Callable[[], dict]] = {
-        "picoRL": lambda: in_child(__file__, "picorl", tokens=args.our_tokens, **settings),
-        "TRL": lambda: in_child(__file__, "trl", rows=args.trl_rows, **settings),
+
+    def side(part: str, **options: Any) -> Side:
+        return lambda: in_child(__file__, part, **settings, **options)
+
+    sides = {
+        "picoRL": side("picorl", tokens=args.our_tokens),
+        "TRL": side("trl", rows=args.trl_rows),
     }
     if args.gpu:
-        sides["TRL, sleep"] = lambda: in_child(
-            __file__, "trl", rows=args.trl_rows, sleep=True, **settings
-        )
-    found = in_turn(sides, args.rounds, "step_s")
+        sides["TRL, sleep"] = side("trl", rows=args.trl_rows, sleep=True)
+    results = alternate(sides, args.rounds, "step_s")
     budget = args.num_prompts * args.group_size * args.max_tokens
-    for name, answers in found.items():
+    for name, answers in results.items():
         for answer in answers:
             if set(answer["sampled"]) != {budget} or answer["prompt_tokens"] != prompt_tokens:
-                raise RuntimeError(f"{name} did other work: {answer}; asked for {budget} tokens")
-    return work | {"budget": budget, "sides": found}
+                raise RuntimeError(f"{name} sampled other tokens than {budget}: {answer}")
+    return work | {"budget": budget, "sides": results}
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
-    """Markdown lines."""
+    """One row per case and side, as Markdown."""
     gpu = any("memory_gb" in case["sides"]["picoRL"][0] for case in cases)
     lines = [
-        "| model | prompts | tokens a step | side | step, s | of it sampling, s | picoRL takes |"
+        "| model | prompts | tokens per step | side | step, s | sampling, s | picoRL / TRL |"
         + (" peak in training, GB | peak, GB |" if gpu else " goal |"),
         "| --- | --- | --- | --- | --- | --- | --- | --- |" + (" --- |" if gpu else ""),
     ]
@@ -110,12 +103,12 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
         trained = f"LoRA {case['lora_rank']}" if case["lora_rank"] else "all weights"
         for name, answers in case["sides"].items():
             times = [answer["step_s"] for answer in answers]
-            share = ratios(ours, times)
+            ratio = ratios(ours, times)
             cells = [
                 f"{case['size']}, {trained}", f"{case['num_prompts']} of {case['prompt_tokens']}",
                 f"{case['budget']:,}", name, spread(times),
                 spread([answer["sampling_s"] for answer in answers]),
-                "" if name == "picoRL" else f"{spread(share)} of it",
+                "" if name == "picoRL" else spread(ratio),
             ]  # fmt: skip
             if gpu:
                 peaks = [answer["memory_gb"] for answer in answers]
@@ -123,44 +116,45 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                           for k in ("training", "all")]  # fmt: skip
             else:
                 goal = GOALS.get(case["prompt_tokens"])
-                said = name != "picoRL" and goal
-                cells.append(verdict(statistics.median(share), goal) if said else "")
+                compared = name != "picoRL" and goal
+                cells.append(verdict(statistics.median(ratio), goal) if compared else "")
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
-# --- the children --------------------------------------------------------------------------------
+# --- child processes -----------------------------------------------------------------------------
 
 
 @dataclass
-class Notes:
-    """What a child notes down: where the time and the memory went."""
+class StepTimer:
+    """The times, tokens and peak memory of the steps of one process."""
 
-    phase: str = "training"  # all that isn't sampling
-    sampling: list[float] = field(default_factory=list)  # seconds, of each step
-    sampling_cpu: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)  # when a step ended
-    cpu: list[float] = field(default_factory=list)  # the process's CPU seconds by then
-    sampled: list[int] = field(default_factory=list)  # tokens, of each step
+    gpu: bool
+    phase: str = "training"  # everything but sampling
+    sampling: list[float] = field(default_factory=list)  # seconds, one per step
+    sampling_cpu: list[float] = field(default_factory=list)  # CPU seconds of the process
+    ends: list[float] = field(default_factory=list)  # time at the end of each step
+    cpu: list[float] = field(default_factory=list)  # CPU seconds of the process until then
+    sampled: list[int] = field(default_factory=list)  # tokens, one per step
     prompt_tokens: int = 0
     peaks: dict[str, float] = field(default_factory=dict)  # GB on the device, by phase
-    over: bool = False
+    done: bool = False
 
-    def step_ended(self, gpu: bool) -> None:
-        if gpu:
+    def step_ended(self) -> None:
+        if self.gpu:
             import torch
 
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
         self.cpu.append(time.process_time())
 
-    def around(self, call: Callable) -> Callable:
-        """The call, its time noted as sampling."""
+    def time_sampling(self, sample: Callable) -> Callable:
+        """Wraps the function that samples; its time counts as sampling."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.phase = "sampling"
             started, cpu = time.perf_counter(), time.process_time()
-            result = call(*args, **kwargs)
+            result = sample(*args, **kwargs)
             self.sampling.append(time.perf_counter() - started)
             self.sampling_cpu.append(time.process_time() - cpu)
             self.phase = "training"
@@ -168,9 +162,32 @@ class Notes:
 
         return timed
 
+    @contextmanager
+    def watch_memory(self) -> Iterator[None]:
+        """Samples the memory in use on the GPU, of all allocators, a hundred times a second."""
+        import torch
+
+        def watch() -> None:
+            while not self.done:
+                free, total = torch.cuda.mem_get_info()
+                if self.ends:  # the first step warms up
+                    used = (total - free) / GB
+                    self.peaks[self.phase] = max(self.peaks.get(self.phase, 0.0), used)
+                time.sleep(0.01)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        if self.gpu:
+            watcher.start()
+        try:
+            yield
+        finally:
+            self.done = True
+            if self.gpu:
+                watcher.join()
+
     def answer(self) -> dict[str, Any]:
         steps = [b - a for a, b in pairwise(self.ends)]
-        found = {
+        answer = {
             "step_s": statistics.median(steps),
             "sampling_s": statistics.median(self.sampling[1:]),
             "steps_s": steps,
@@ -180,33 +197,8 @@ class Notes:
             "prompt_tokens": self.prompt_tokens,
         }
         if self.peaks:
-            found["memory_gb"] = self.peaks | {"all": max(self.peaks.values())}
-        return found
-
-
-@contextmanager
-def memory_watched(notes: Notes) -> Iterator[None]:
-    """Look at the device's memory in use, all allocators' together, a hundred times a second."""
-    import torch
-
-    def watch() -> None:
-        while not notes.over:
-            free, total = torch.cuda.mem_get_info()
-            used = (total - free) / GB
-            if notes.ends:  # the first step warms up
-                notes.peaks[notes.phase] = max(notes.peaks.get(notes.phase, 0.0), used)
-            time.sleep(0.01)
-
-    if not torch.cuda.is_available():
-        yield
-        return
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        notes.over = True
-        watcher.join()
+            answer["memory_gb"] = self.peaks | {"all": max(self.peaks.values())}
+        return answer
 
 
 def make(folder: str, size: str, dtype: str) -> dict[str, Any]:
@@ -219,74 +211,72 @@ def picorl(
     folder: str, gpu: bool, tokens: int, lora_rank: int, num_prompts: int, group_size: int,
     prompt_tokens: int, max_tokens: int, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps of picoRL, as train.py takes them."""
+    """Measures steps of picoRL, in a run of train.py."""
     import workload  # noqa: F401 (registers its environment)
 
     import train
-    from algorithms import grpo
-    from core import config, run_dir
-    from core.run import open_run
+    from core.run import Run
 
-    env = f"speed:prompt_tokens={prompt_tokens}"
-    cfg = config.resolve(train.Config(
-        model_id=folder, env=(env,), num_updates=steps + 1, num_prompts=num_prompts,
-        group_size=group_size, max_tokens=max_tokens, max_turns=1,
-        max_model_len=prompt_tokens + max_tokens, max_tokens_per_micro_batch=tokens,
-        lora_rank=lora_rank, sampler="vllm" if gpu else "torch", device="cuda" if gpu else "cpu",
-        eval_num_tasks=0, microscope=0,
-    ))  # fmt: skip
-    cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
-    config.validate(cfg)
-    notes = Notes()
-    play = train.play
+    timer = StepTimer(gpu)
+    collect, log = train.collect_rollouts, Run.log
 
-    def watched(*args: Any) -> Any:
-        played, kept = play(*args)
-        notes.prompt_tokens = len(played[0].turns[0].prompt_ids)
-        return played, kept
+    def collect_rollouts(*args: Any) -> Any:
+        sampled, kept = collect(*args)
+        timer.prompt_tokens = len(sampled[0].turns[0].prompt_ids)
+        return sampled, kept
 
-    train.play = notes.around(watched)
+    def end_step(run: Run, update: int, metrics: dict[str, Any], rollouts: list) -> bool:
+        stop = log(run, update, metrics, rollouts)
+        if update > 0:
+            assert metrics["tokens/trained"] == metrics["tokens/sampled"]
+            timer.sampled.append(metrics["tokens/sampled"])
+            timer.step_ended()
+        return stop
+
+    train.collect_rollouts = timer.time_sampling(collect_rollouts)
+    Run.log = end_step  # type: ignore[method-assign]
+    here = os.getcwd()
     try:
-        with (
-            tempfile.TemporaryDirectory() as runs,
-            open_run(cfg, run_dir.config_to_dict(cfg), Path(runs), []) as run,
-            memory_watched(notes),
-        ):
-            for update in range(1, steps + 2):
-                record = train.play_and_learn(cfg, run, [env], update)
-                run.log.log({"update": update} | record)
-                notes.sampled.append(record["tokens/sampled"])
-                assert record["tokens/trained"] == record["tokens/sampled"]
-                notes.step_ended(gpu)
+        with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
+            os.chdir(empty)  # for runs/
+            train.main(train.Config(
+                model_id=folder, env=(f"speed:prompt_tokens={prompt_tokens}",),
+                num_updates=steps + 1, num_prompts=num_prompts, group_size=group_size,
+                max_tokens=max_tokens, max_turns=1, max_model_len=prompt_tokens + max_tokens,
+                max_tokens_per_micro_batch=tokens, lora_rank=lora_rank, sft_steps=0,
+                sampler="vllm" if gpu else "torch", device="cuda" if gpu else "cpu",
+                eval_num_tasks=0, save_every=0, microscope=0,
+            ))  # fmt: skip
     finally:
-        train.play = play
-    return notes.answer()
+        os.chdir(here)
+        train.collect_rollouts, Run.log = collect, log  # type: ignore[method-assign]
+    return timer.answer()
 
 
 def trl(
     folder: str, gpu: bool, rows: int, lora_rank: int, num_prompts: int, group_size: int,
     prompt_tokens: int, max_tokens: int, steps: int, sleep: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps of TRL's GRPOTrainer."""
+    """Measures steps of TRL's GRPOTrainer."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
     from workload import prompt, reward
 
-    notes = Notes()
+    timer = StepTimer(gpu)
 
-    class Watch(TrainerCallback):
+    class EndOfStep(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            notes.step_ended(gpu)
+            timer.step_ended()
 
-    def pay(completions: list, **rest: Any) -> list[float]:
+    def rewards(completions: list, **rest: Any) -> list[float]:
         return [reward(completion[0]["content"]) for completion in completions]
 
     number = num_prompts * (steps + 1)
     data = Dataset.from_list([{"prompt": prompt(seed, prompt_tokens)} for seed in range(number)])
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
-            model=folder, reward_funcs=pay, train_dataset=data, callbacks=[Watch()],
+            model=folder, reward_funcs=rewards, train_dataset=data, callbacks=[EndOfStep()],
             args=trl_config(
                 folder, out, gpu, rows, bool(lora_rank), num_prompts, group_size, prompt_tokens,
                 max_tokens, steps, sleep,
@@ -295,26 +285,26 @@ def trl(
         )  # fmt: skip
         sample = trainer._generate_single_turn
 
-        def watched(prompt_ids: list, *args: Any, **kwargs: Any) -> Any:
-            found = sample(prompt_ids, *args, **kwargs)
-            notes.prompt_tokens = len(prompt_ids[0])
-            notes.sampled.append(sum(map(len, found[0])))
-            return found
+        def generate(prompt_ids: list, *args: Any, **kwargs: Any) -> Any:
+            result = sample(prompt_ids, *args, **kwargs)
+            timer.prompt_tokens = len(prompt_ids[0])
+            timer.sampled.append(sum(map(len, result[0])))
+            return result
 
-        trainer._generate_single_turn = notes.around(watched)
-        with memory_watched(notes):
+        trainer._generate_single_turn = timer.time_sampling(generate)
+        with timer.watch_memory():
             trainer.train()
-    return notes.answer()
+    return timer.answer()
 
 
 def trl_config(
     folder: str, out: str, gpu: bool, rows: int, lora: bool, num_prompts: int, group_size: int,
     prompt_tokens: int, max_tokens: int, steps: int, sleep: bool,
 ) -> Any:  # fmt: skip
-    """TRL's defaults but for the work that both sides share.
+    """Returns TRL's defaults, except for the workload.
 
-    Its default precision on a GPU is bfloat16 over float32 weights, as ours is; LoRA's frozen
-    weights are bfloat16 on both sides.
+    On a GPU both TRL and picoRL use bfloat16 compute over float32 weights; the frozen weights of
+    LoRA are bfloat16 on both sides.
     """
     from trl import GRPOConfig
 
@@ -337,9 +327,9 @@ def trl_config(
 
 
 def vllm_share(folder: str, rows: int, length: int) -> float:
-    """Of the GPU, for TRL's engine: its copy of the weights, all rows' cache and 4 GB to work in.
+    """Returns the share of GPU memory for TRL's engine: weights, cache of all rows, and 4 GB.
 
-    Its default of 0.3 would count memory against it that it has no use for.
+    TRL's default of 0.3 would reserve memory that the engine does not use.
     """
     import json
 
@@ -353,7 +343,7 @@ def vllm_share(folder: str, rows: int, length: int) -> float:
 
 
 def trl_lora(rank: int) -> Any:
-    """As core.model makes adapters; None without."""
+    """Returns the same adapters as core.model makes; None for rank 0."""
     if rank == 0:
         return None
     from peft import LoraConfig
@@ -367,5 +357,5 @@ PARTS = {"make": make, "picorl": picorl, "trl": trl}
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not play_part(PARTS):
+    if not run_child(PARTS):
         main(tyro.cli(Args, description=__doc__))

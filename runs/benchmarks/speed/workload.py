@@ -1,11 +1,11 @@
-"""What all scripts here measure with: a model of random weights, prompts of a length, a reward.
+"""The workload of all scripts here: a model with random weights, prompts, a reward.
 
-The model never ends a completion, by construction and on any engine: one coordinate of the residual
-stream is 1 in every token's embedding, no layer writes to it, and the row of the end token has
-`FAR` there, so its logit is far below all others. So both sides sample exactly as many tokens, and
-neither pays for a ban on the end.
+The model never ends a completion, on any engine. One coordinate of the residual stream is 1 in the
+embedding of every token, no layer writes to it, and the output row of the end token has `FAR`
+there, so the logit of the end token is far below all others. Both sides of a comparison therefore
+sample exactly the same number of tokens, and neither spends time on banning the end token.
 
-    save_model("folder", SHAPES["4M"])           # read by picoRL, TRL, transformers and vLLM alike
+    save_model("folder", SHAPES["4M"])           # picoRL, TRL, transformers and vLLM can load it
     make("speed:prompt_tokens=50").reset(seed=3)
 """
 
@@ -13,7 +13,7 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (2, 3)]
 
@@ -21,14 +21,17 @@ from core.types import Message
 from environments.base import Env, Step
 from environments.registry import register
 
-LETTERS = "bcdfghjklm"  # no word of the tiny tokenizer can be spelt with them: a token each
+if TYPE_CHECKING:
+    from core.model import Policy
+
+LETTERS = "bcdfghjklm"  # one token each: no word of the tiny tokenizer is spelt with them alone
 TEMPLATE_TOKENS = 3  # <|user|> .. <|end|><|assistant|>
 COORDINATE, FAR = 0, -1000.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 with tied embeddings."""
+    """The shape of a Qwen3 with tied embeddings."""
 
     width: int
     mlp: int
@@ -36,7 +39,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    vocab: int = 384  # at least what the tokenizer of `tiny` has
+    vocab: int = 384  # at least the vocabulary of the tiny tokenizer
 
     @property
     def queries(self) -> int:
@@ -48,7 +51,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' matrices; each token is multiplied with each of them once."""
+        """Weights of the matrices of all layers. Each token is multiplied by each of them once."""
         attention = 2 * self.width * (self.queries + self.keys)
         return self.layers * (attention + 3 * self.width * self.mlp)
 
@@ -63,8 +66,21 @@ SHAPES = {
 }
 
 
+@dataclass
+class Workload:
+    """What both sides of a comparison do."""
+
+    rounds: int = 5  # pairs of fresh processes
+    prompt_tokens: tuple[int, ...] = (50, 200)  # one row of the table each
+    num_prompts: int = 8
+    group_size: int = 8
+    max_tokens: int = 64  # tokens of every completion
+    shape: str = "4M"  # model, of workload.SHAPES
+    write: bool = True  # save the results as JSON and write the table into README.md
+
+
 def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
-    """Write a model of random weights that never ends, and its tokenizer. Returns its weights."""
+    """Saves a model with random weights and its tokenizer. Returns the number of weights."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -93,20 +109,20 @@ def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
 
 
 def prompt(seed: int, tokens: int) -> list[Message]:
-    """A chat that is exactly so many tokens long with the template of `tiny`."""
+    """Returns a chat of exactly `tokens` tokens with the chat template of `tiny`."""
     rng = random.Random(seed)
     text = "".join(rng.choices(LETTERS, k=tokens - TEMPLATE_TOKENS))
     return [{"role": "user", "content": text}]
 
 
 def reward(text: str) -> float:
-    """Share of vowels: cheap, and not the same for all."""
+    """Returns the fraction of vowels: cheap to compute, and different between completions."""
     return sum(text.count(vowel) for vowel in "aeiou") / max(1, len(text))
 
 
 @register("speed")
 class Speed(Env):
-    """One turn; `prompt_tokens`: the length of its prompt."""
+    """One turn; `prompt_tokens`: tokens of the prompt."""
 
     def __init__(self, prompt_tokens: int = 50):
         self.prompt_tokens = prompt_tokens
@@ -118,9 +134,12 @@ class Speed(Env):
         return Step(None, reward(response), True, {"correct": False})
 
 
-def grouped(policy: Any, num_prompts: int, group_size: int, tokens: int) -> list[list[int]]:
-    """Token ids of P distinct prompts, each G times, side by side."""
+def repeated_prompts(
+    policy: "Policy", num_prompts: int, group_size: int, prompt_tokens: int
+) -> list[list[int]]:
+    """Returns the token ids of P different prompts, each repeated G times in a row."""
     from core.chat_template import prompt_ids
 
-    distinct = [prompt_ids(policy.tokenizer, prompt(seed, tokens)) for seed in range(num_prompts)]
+    distinct = [prompt_ids(policy.tokenizer, prompt(i, prompt_tokens)) for i in range(num_prompts)]
+    assert {len(ids) for ids in distinct} == {prompt_tokens}
     return [ids for ids in distinct for _ in range(group_size)]
