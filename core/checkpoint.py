@@ -1,14 +1,13 @@
-"""Atomic checkpoints and exact resume, and the export of the finished model.
+"""Atomic checkpoints, exact resume, and the export of the trained model.
 
-    <run>/checkpoint/000800-000021/      800 warm-start steps done, then updates 0 to 20
+    <run>/checkpoint/000800-000021/      after 800 SFT steps and updates 0 to 20
         weights.safetensors              every trainable parameter
-        optimizer.pt                     moments, and float32 masters where there are any
-        state.json                       progress, the settings that may not change, and checksums:
-                                         of the other two, and of all this
+        optimizer.pt                     moments, and float32 master weights if there are any
+        state.json                       progress, settings, and checksums of all three files
 
-A folder is written under another name, flushed to disk and then renamed, so a checkpoint is there
-whole or not at all. The two newest are kept; one whose checksums don't fit is passed over. Random
-numbers need no saving: each update derives its own from the seed and its number.
+A checkpoint is written under another name, flushed to disk and renamed, so it is complete as soon
+as it exists. The two newest are kept, and a damaged one is skipped when a run resumes. Random
+states are not saved: every update derives its seeds from --seed and its own number.
 """
 
 import hashlib
@@ -31,82 +30,87 @@ from core.types import UsageError
 
 KEEP = 2  # checkpoints
 FILES = ("weights.safetensors", "optimizer.pt")
+START = {"sft_step": 0, "update": -1, "skipped_in_a_row": 0, "level": 0, "best": []}
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint to go on from: its folder, what was done by then, and lines to show."""
+class ResumePoint:
+    """Where a run continues: a checkpoint, or None for its beginning."""
 
     folder: Path | None
-    progress: dict[str, Any]  # update -1: not even evaluated
-    remarks: list[str]  # about newer checkpoints that were passed over
+    progress: dict[str, Any]  # "update": the last finished one, -1: not even evaluated; ...
+    remarks: list[str]  # one line per damaged checkpoint, to be shown
 
 
-START = {"sft_step": 0, "update": -1, "skipped_in_a_row": 0, "level": 0, "best": []}
-NEW_RUN = Found(None, START, [])
+NEW_RUN = ResumePoint(None, START, [])
 
 
 def save_checkpoint(
     run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any]
 ) -> Path:
-    """Write a checkpoint of the run at `progress` ({"sft_step": .., "update": .., ..}).
+    """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
-    Raises OSError if it can't be written; then those before it are as they were.
+    `progress` has at least "sft_step" and "update". Raises OSError if the disk is full or
+    read-only; then the earlier checkpoints are unchanged.
     """
     root = run / "checkpoint"
     target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
     part = root / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
+    tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
     try:
-        _write(part, policy, optimizer)
-        state: dict[str, Any] = {"progress": progress, "settings": _settings(run)}
+        with disk_errors(part, sum(tensor.nbytes for tensor in tensors.values())):
+            save_file(tensors, part / FILES[0])
+            torch.save(optimizer.state_dict(), part / FILES[1])
+        state: dict[str, Any] = {"progress": progress, "settings": _fixed_settings(run)}
         state["sha256"] = {name: _sha256(part / name) for name in FILES}
-        state["whole"] = _digest(state)
+        state["whole"] = _json_sha256(state)
         (part / "state.json").write_text(json.dumps(state, indent=1) + "\n")
         for path in [*part.iterdir(), part]:
             _flush(path)
     except OSError:
-        shutil.rmtree(part, ignore_errors=True)  # room, perhaps for what tells of it
+        shutil.rmtree(part, ignore_errors=True)  # free the space
         raise
-    if target.exists():  # the same point of the same run, but perhaps a damaged file of it
+    if target.exists():  # the run resumed from an older checkpoint, because this one is damaged
         shutil.rmtree(target)
     os.rename(part, target)
     _flush(root)
-    for old in sorted(_candidates(root))[:-KEEP]:
+    for old in _newest_first(root)[KEEP:]:
         shutil.rmtree(old)
     return target
 
 
-def find_checkpoint(run: Path) -> Found:
-    """The newest whole checkpoint of a run; its beginning, if it was ended before its first one.
+def find_checkpoint(run: Path) -> ResumePoint:
+    """The newest intact checkpoint of a run, or its beginning if it has no checkpoint yet.
 
-    Raises UsageError if the folder is no run, or if none of its checkpoints will do.
+    Raises UsageError if `run` is not a run folder, or if all its checkpoints are damaged.
     """
     if not (run / "config.yaml").exists():
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
-    candidates = sorted(_candidates(run / "checkpoint"), reverse=True)
-    if not candidates:
-        return Found(None, NEW_RUN.progress, [f"{run} has no checkpoint yet: from the beginning"])
+    folders = _newest_first(run / "checkpoint")
+    if not folders:
+        return ResumePoint(
+            None, START, [f"{run} has no checkpoint yet: starting from the beginning"]
+        )
     remarks: list[str] = []
-    for folder in candidates:
-        progress, fault = _read_state(folder, _settings(run))
+    for folder in folders:
+        progress, fault = _read_progress(folder, _fixed_settings(run))
         if not fault:
-            return Found(folder, progress, remarks)
-        remarks.append(f"{folder} {fault}: using an older one")
-    raise UsageError(
-        f"--resume {run}: no whole checkpoint of its settings in it; start again under a new name"
-    )
+            return ResumePoint(folder, progress, remarks)
+        remarks.append(f"{folder} {fault}: using an older checkpoint")
+    raise UsageError(f"--resume {run}: {folders[0]} {fault}, and there is no intact checkpoint; "
+                     "start again with another --run-name")  # fmt: skip
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW | None = None) -> None:
-    """Put a checkpoint's weights into the policy and, if given, its state into the optimiser.
+    """Copy the saved weights into the policy and, if given, the saved state into the optimizer.
 
-    Raises UsageError if the model is another one than was saved.
+    Raises UsageError if names, shapes or dtypes of the weights differ from the policy's.
     """
     saved, trainable = load_file(folder / FILES[0]), policy.trainable()
-    shapes = {n: (tuple(p.shape), p.dtype) for n, p in trainable.items()}
-    if {n: (tuple(t.shape), t.dtype) for n, t in saved.items()} != shapes:
+    expected = {n: (tuple(p.shape), p.dtype) for n, p in trainable.items()}
+    if {n: (tuple(t.shape), t.dtype) for n, t in saved.items()} != expected:
         raise UsageError(f"--resume: the model in {folder} differs from the one configured")
     with torch.no_grad():
         for name, parameter in trainable.items():
@@ -117,7 +121,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW | None 
 
 
 def export_model(run: Path, policy: Policy) -> Path:
-    """Write `<run>/model/`, for plain AutoModelForCausalLM or, with LoRA, PeftModel."""
+    """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load."""
     part, target = run / ".part-model", run / "model"
     shutil.rmtree(part, ignore_errors=True)
     policy.model.save_pretrained(part)
@@ -127,42 +131,36 @@ def export_model(run: Path, policy: Policy) -> Path:
     return target
 
 
-def _write(part: Path, policy: Policy, optimizer: MasterAdamW) -> None:
-    tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
-    with disk_errors(part):
-        save_file(tensors, part / FILES[0])
-        torch.save(optimizer.state_dict(), part / FILES[1])
-
-
-def _read_state(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What was done by this checkpoint, and what is wrong with it, if anything is."""
+def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The progress of a checkpoint, and what is wrong with it; "": nothing."""
     try:
         state = json.loads((folder / "state.json").read_text())
-        told = state.pop("whole")
-        damaged = ["state.json"] if told != _digest(state) else []
-        damaged += [n for n in FILES if _sha256(folder / n) != state["sha256"][n]]
+        damaged = [name for name in FILES if _sha256(folder / name) != state["sha256"][name]]
+        if state.pop("whole") != _json_sha256(state):
+            damaged.append("state.json")
         if damaged:
             return {}, f"is damaged ({', '.join(damaged)})"
-        shared = settings.keys() & state["settings"].keys()  # another version may have others
+        shared = settings.keys() & state["settings"].keys()  # other versions have other settings
         if any(state["settings"][key] != settings[key] for key in shared):
-            return {}, "is of other settings than config.yaml has"
+            return {}, "has other settings than config.yaml"
         return state["progress"], ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {}, f"can't be read ({error})"
+        return {}, f"cannot be read ({error})"
 
 
-def _settings(run: Path) -> dict[str, Any]:
-    """The settings that a resumed run has to share."""
+def _fixed_settings(run: Path) -> dict[str, Any]:
+    """The settings in config.yaml that a resumed run must not change."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
     return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
 
 
-def _digest(data: dict[str, Any]) -> str:
+def _newest_first(root: Path) -> list[Path]:
+    folders = [p for p in root.glob("*-*") if p.is_dir() and not p.name.startswith(".")]
+    return sorted(folders, reverse=True)
+
+
+def _json_sha256(data: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _candidates(root: Path) -> list[Path]:
-    return [p for p in root.glob("*-*") if p.is_dir() and not p.name.startswith(".")]
 
 
 def _sha256(path: Path) -> str:

@@ -1,12 +1,10 @@
-"""Stopping what runs: by Ctrl-C, or because it takes too long.
-
-Ctrl-C once: stop at the next safe point, with nothing half-written. Twice: stop at once.
-"""
+"""Ctrl-C at safe points only, and time limits for calls into environments."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from core import distributed
@@ -14,15 +12,21 @@ from core.types import Stopped
 
 
 class Interrupt:
-    """Inside `with Interrupt() as stop:` a signal only sets a flag, and `stop.check()` raises."""
+    """Delays SIGINT and SIGTERM: the first signal sets a flag, the second has its usual effect.
+
+    with Interrupt() as interrupt:
+        for step in range(1000):
+            interrupt.check()            # raises Stopped after Ctrl-C
+            ...                          # never interrupted in the middle by the first Ctrl-C
+    """
 
     def __init__(self) -> None:
         self.requested = False
-        self.previous: dict[int, Any] = {}
+        self.previous: dict[int, Any] = {}  # the handler of each signal outside this context
 
     def __enter__(self) -> "Interrupt":
         for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous[number] = signal.signal(number, self._note)
+            self.previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -30,47 +34,47 @@ class Interrupt:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise Stopped if a signal came to any rank; all of them ask at the same point."""
+        """Raise Stopped if any rank received a signal. All ranks must call this together."""
         if any(distributed.all_gather([self.requested])):
             raise Stopped
 
     def check_alone(self) -> None:
-        """The same at a point where ranks are apart: only a run of one rank stops there."""
+        """Raise Stopped after a signal if there is one rank. With several, wait for `check`."""
         if self.requested and distributed.num_ranks() == 1:
             raise Stopped
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
-        signal.signal(number, self.previous[number])  # the second one acts as usual
+        signal.signal(number, self.previous[number])
 
 
-class _Late(BaseException):
-    """No Exception, for what is interrupted may catch those."""
+class _TimeLimit(BaseException):
+    """Not an Exception, because the interrupted code may catch those."""
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError when the seconds are over; 0, or not in the main thread: never.
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the body after `seconds`; 0: no limit, nor outside the main thread.
 
-    Code that holds on to the interpreter, such as a C library's, is stopped when it returns; an
-    environment like that can have a process of its own (environments/adapters/remote.py).
+    The signal arrives between two Python instructions, so it interrupts a C library only when that
+    returns. Such an environment can run in a process of its own (environments/adapters/remote.py).
     """
     if seconds == 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    over = False
+    finished = False
 
-    def late(number: int, frame: Any) -> None:
-        if not over:
-            raise _Late
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        if not finished:
+            raise _TimeLimit
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # and again, should it be caught
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # every second, if the body catches it
     try:
         yield
-        over = True
-    except _Late:
+        finished = True
+    except _TimeLimit:
         raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

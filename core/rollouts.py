@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 
 from core import distributed
 from core.chat_template import clean_message, ids_after_completion, prompt_ids, without_thinking
-from core.interrupt import limited
+from core.interrupt import time_limit
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
@@ -133,7 +133,7 @@ class RolloutCollector:
     def _start(self, number: int, task: Task) -> Episode:
         episode = Episode(number, task)
         with _contain_failure(episode):
-            with limited(self.env_timeout):
+            with time_limit(self.env_timeout):
                 episode.env = self._take_env(task.env)
                 openings = episode.env.reset(task.seed)
             for name, messages in openings.items():
@@ -156,7 +156,7 @@ class RolloutCollector:
         with _contain_failure(episode):
             text = None
             if isinstance(episode.env, _SingleAgentEnv):
-                with limited(self.env_timeout):
+                with time_limit(self.env_timeout):
                     text = episode.env.env.demonstrate(hasty=episode.task.hasty)
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
@@ -185,7 +185,7 @@ class RolloutCollector:
         for name in responses:
             episode.agents[name].response = None
         with _contain_failure(episode):
-            with limited(self.env_timeout):
+            with time_limit(self.env_timeout):
                 steps = episode.env.step(responses)
                 _check_steps(steps)
             for name, step in steps.items():

@@ -1,7 +1,7 @@
 """A run's folder: its config.yaml, and its lock.
 
     with lock_run_dir(Path("runs/mine"), settings, new=True):   # new=False: resume the run
-        ...                                # another process that locks the folder gets a UsageError
+        ...                                                     # no other process can lock it
 
 A new folder is complete, with its config.yaml, as soon as it exists: it is written under another
 name and then renamed. It is removed again if the run fails before its first record.
@@ -41,8 +41,8 @@ def read_config(file: Path, trust_remote_code: bool = False) -> Config:
     A file cannot set `trust_remote_code`: it is only accepted if the argument, from the command
     line, is True as well.
     """
-    try:  # BaseLoader returns texts, so `1e-5` and `off` mean the same as in a flag
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    try:  # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -91,8 +91,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
             raise
         command = f"python train.py --resume {run}" if run.exists() else "the same command"
         raise CannotWrite(
-            f"{error.filename or run}: {error.strerror}; earlier checkpoints are intact: make room "
-            f"on the disk, then run {command}"
+            f"{error.filename or run}: {error.strerror}; earlier checkpoints are intact: fix "
+            f"this, then run {command}"
         ) from None
 
 
@@ -119,11 +119,11 @@ def write_config(run: Path, settings: dict[str, Any]) -> None:
 
 
 @contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
     """Raise OSError for a failed write that a library reports as an error of its own.
 
-    safetensors and torch hide the error number. Writing 1 MB to `folder` raises the OSError again;
-    if that succeeds, the disk is not the cause.
+    safetensors and torch hide the error number. Writing `num_bytes`, the size of the library's
+    file, to `folder` raises the OSError again; if that succeeds, the disk is not the cause.
     """
     try:
         yield
@@ -133,7 +133,9 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if folder.exists():
             probe = folder / ".part-probe"
             try:
-                probe.write_bytes(bytes(1 << 20))
+                with probe.open("wb") as file:
+                    for _ in range(0, num_bytes, 1 << 20):
+                        file.write(bytes(1 << 20))
             finally:
                 probe.unlink(missing_ok=True)
         raise

@@ -1,4 +1,4 @@
-"""A run's folder is there whole or not at all, has one process, and survives a disk that won't."""
+"""A run folder is complete or absent, belongs to one process, and survives a full disk."""
 
 import errno
 import os
@@ -12,111 +12,109 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core import checkpoint, run_dir
-from core.run_dir import create_run, lock_run_dir, new_folder
+from core import checkpoint
+from core.run_dir import create_run, disk_errors, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent
-CONFIG = {"algo": "grpo"}
+SETTINGS = {"algo": "grpo"}
 SMALL = """--run-name a --sft-steps 4 --sft-batch-size 4 --num-updates 4 --num-prompts 2
     --group-size 4 --eval-num-tasks 4 --save-every 1 --max-tokens 16 --device cpu
     --no-cache""".split()
 
 
-def test_a_new_folder_appears_with_its_config(tmp_path):
+def test_a_new_folder_has_its_config_and_no_lock_file_afterwards(tmp_path):
     run = tmp_path / "runs" / "a"
-    with lock_run_dir(run, CONFIG, new=True):
-        assert {p.name for p in run.iterdir()} == {"config.yaml", ".lock"}
+    with lock_run_dir(run, SETTINGS, new=True):
+        assert (run / "config.yaml").read_text() == "algo: grpo\n"
         assert [p.name for p in run.parent.iterdir()] == ["a"]
+    assert [p.name for p in run.iterdir()] == ["config.yaml"]
 
 
-def test_what_can_not_begin_leaves_nothing(tmp_path):
+def test_a_usage_error_removes_a_new_folder_without_records(tmp_path):
     run = tmp_path / "runs" / "a"
-    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=True):
+    with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=True):
         raise UsageError("no such model")
     assert list(tmp_path.iterdir()) == []
-    create_run(run, CONFIG)
-    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=False):
-        raise UsageError("no whole checkpoint")
-    assert (run / "config.yaml").exists()
-
-
-def test_a_mistake_in_a_run_that_has_begun_leaves_it(tmp_path):
-    run = tmp_path / "a"
-    with pytest.raises(UsageError), lock_run_dir(run, CONFIG, new=True):
+    with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=True):
         (run / "metrics.jsonl").touch()
         raise UsageError("9 of 12 episodes failed")
-    assert (run / "metrics.jsonl").exists()
+    with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=False):
+        raise UsageError("no intact checkpoint")
+    assert sorted(p.name for p in run.iterdir()) == ["config.yaml", "metrics.jsonl"]
 
 
-def test_two_new_runs_of_one_name_are_not_mixed(tmp_path):
-    create_run(tmp_path / "a", CONFIG)
+def test_an_existing_folder_is_not_used_for_a_new_run(tmp_path):
+    create_run(tmp_path / "a", SETTINGS)
     with pytest.raises(UsageError, match="exists"):
-        create_run(tmp_path / "a", CONFIG)
+        create_run(tmp_path / "a", SETTINGS)
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
     with pytest.raises(UsageError, match="exists"):
         new_folder(tmp_path, "a", "")
+    create_run(tmp_path / "b-1", SETTINGS)
+    assert new_folder(tmp_path, "", "b") == tmp_path / "b-2"
 
 
-def test_a_second_process_is_refused_and_the_lock_falls_with_the_first(tmp_path):
+def test_a_second_process_is_refused_and_the_lock_ends_with_the_first(tmp_path):
     run = tmp_path / "a"
     code = f"""
 import sys, time; from pathlib import Path; from core.run_dir import lock_run_dir
-with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("mine", flush=True); time.sleep(60)
+with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    assert first.stdout.readline() == b"mine\n"
-    with (
-        pytest.raises(UsageError, match="in use by another process"),
-        lock_run_dir(run, {}, new=False),
-    ):
-        raise AssertionError("lock_run_dir twice")
+    assert first.stdout.readline() == b"locked\n"
+    with pytest.raises(UsageError, match="in use"), lock_run_dir(run, {}, new=False):
+        raise AssertionError("locked twice")
     first.kill()
     first.wait()
     with lock_run_dir(run, {}, new=False):
         pass
 
 
-def test_the_command_refuses_a_run_that_is_going_on(command):
-    assert command(*SMALL)[0] == 0
-    before = {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
+def test_a_run_in_use_is_not_resumed(command):
+    Path("runs").mkdir()
+    create_run(Path("runs/a"), SETTINGS)
     with lock_run_dir(Path("runs/a"), {}, new=False):
+        before = {p: p.read_bytes() for p in Path("runs/a").iterdir()}
         code, _, err = command("--resume", "runs/a", "--num-updates", "9")
-    assert code == 2 and err.count("\n") == 1 and "in use by another process" in err
-    assert before == {p: p.stat().st_mtime_ns for p in Path("runs/a").rglob("*")}
+        assert code == 2 and err.count("\n") == 1 and "runs/a is in use" in err
+        assert before == {p: p.read_bytes() for p in Path("runs/a").iterdir()}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_disk_that_takes_no_more_is_one_line(tmp_path, number):
-    with pytest.raises(CannotWrite) as told, lock_run_dir(tmp_path / "a", CONFIG, new=True):
+def test_a_disk_error_is_one_line_with_the_command_to_resume(tmp_path, number):
+    run = tmp_path / "a"
+    with pytest.raises(CannotWrite) as error, lock_run_dir(run, SETTINGS, new=True):
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
-    assert os.strerror(number) in str(told.value) and "--resume" in str(told.value)
-    assert "\n" not in str(told.value)
+    assert os.strerror(number) in str(error.value) and f"--resume {run}" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-def test_a_write_that_fails_inside_a_library_is_reported_with_its_cause(tmp_path):
-    """torch and safetensors hide the error number: here the limit on the size of a file."""
+def test_other_errors_are_raised_as_they_are(tmp_path):
+    run = tmp_path / "a"
+    with pytest.raises(ConnectionRefusedError), lock_run_dir(run, SETTINGS, new=True):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
+    with pytest.raises(KeyError), lock_run_dir(run, SETTINGS, new=False):
+        raise KeyError("a mistake in the code")
+    assert [p.name for p in run.iterdir()] == ["config.yaml"]
+
+
+def test_a_disk_error_inside_a_library_is_an_os_error(tmp_path):
+    """torch and safetensors hide the error number, here that of the limit on a file's size."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
         for save in (torch.save, save_file):
-            with pytest.raises(OSError, match="File too large"), run_dir.disk_errors(tmp_path):
+            with pytest.raises(OSError, match="File too large"), disk_errors(tmp_path):
                 save({"x": torch.zeros(100_000)}, tmp_path / "x")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
-    with pytest.raises(ValueError, match="a mistake"), run_dir.disk_errors(tmp_path):
-        raise ValueError("a mistake")
     assert not list(tmp_path.glob(".part*"))
 
 
-def test_other_errors_pass(tmp_path):
-    with pytest.raises(ConnectionRefusedError), lock_run_dir(tmp_path / "a", CONFIG, new=True):
-        raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
-
-
-# Run `python train.py` in a namespace of its own, where it may mount: sizes in KiB, or read-only.
+# Runs `python train.py` in a namespace of its own, in which it may mount a small or read-only disk.
 MOUNTED = """
 set -e
 mkdir -p runs
@@ -145,10 +143,10 @@ def run_mounted(tmp_path, size, mode, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # 4 MB, and 10 MB a checkpoint
+@pytest.mark.parametrize(  # a run needs 4 MB, and 10 MB per checkpoint
     "kib", [20_000, *(pytest.param(kib, marks=pytest.mark.seeds) for kib in (5_000, 30_000))]
 )
-def test_a_full_disk_stops_the_run_with_one_line_and_its_checkpoint(tmp_path, kib):
+def test_a_full_disk_stops_the_run_and_leaves_its_checkpoint(tmp_path, kib):
     code, err = run_mounted(tmp_path, kib, "rw", *SMALL)
     assert code == 1 and err.count("\n") == 1, err
     assert "No space left on device" in err and "Traceback" not in err
@@ -166,7 +164,7 @@ def test_a_full_disk_stops_the_run_with_one_line_and_its_checkpoint(tmp_path, ki
 
 
 @pytest.mark.slow
-def test_a_read_only_folder_is_one_line(tmp_path, command):
+def test_a_read_only_disk_is_one_line(tmp_path, command):
     (tmp_path / "kept").mkdir()
     code, err = run_mounted(tmp_path, 50_000, "ro", *SMALL)
     assert code == 1 and err.count("\n") == 1 and "Read-only file system" in err, err
@@ -177,7 +175,3 @@ def test_a_read_only_folder_is_one_line(tmp_path, command):
     code, err = run_mounted(tmp_path, 50_000, "ro", *args)
     assert code == 1 and err.count("\n") == 1 and "Read-only file system" in err, err
     assert checkpoint.find_checkpoint(tmp_path / "after" / "a").progress["update"] == 4
-
-
-def test_the_known_disk_errors_are_those_of_this_system():
-    assert {errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG} <= run_dir.DISK_ERRORS

@@ -1,6 +1,7 @@
-"""Nothing that somebody else wrote is run.
+"""Code from others does not run: in models, data sets, weights, settings and commands.
 
-Each attack is real: what is refused here is first shown to work on a reader that takes less care.
+Each attack is real: a careless reader of the same file would run it, and create the file `marker`.
+ruff's rules in pyproject.toml reject eval, exec, pickle, shells and unsafe YAML in our own source.
 """
 
 import ast
@@ -30,11 +31,9 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def marker(tmp_path):
-    """A file that is there once foreign code has run."""
+    """A file that exists once foreign code has run."""
     return tmp_path / "marker"
 
-
-# --- code that comes with a model or a dataset
 
 MODEL_CODE = """
 from pathlib import Path
@@ -59,11 +58,11 @@ def change(file, **changes):
 
 @pytest.fixture
 def own_code(tmp_path, marker, monkeypatch):
-    """Make a model's folder with code in it; changes go to its config and its tokenizer's."""
-    modules = str(tmp_path / "modules")  # where transformers copies what it runs
+    """A function that saves a model with code of its own, with changes to its two configs."""
+    modules = str(tmp_path / "modules")  # transformers copies the code to here
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
-    monkeypatch.setattr("builtins.input", lambda *args: "yes")  # nobody is to be asked
+    monkeypatch.setattr("builtins.input", lambda *args: "yes")  # answers any question
 
     def write(config=None, tokenizer=None):
         folder = save_small("qwen3", tmp_path / "model")
@@ -91,54 +90,54 @@ NAMED_OWN_TOKENIZER = OWN_TOKENIZER | {"tokenizer_class": "OwnTokenizer"}
         ({}, NAMED_OWN_TOKENIZER, "OwnTokenizer"),
     ],
 )
-def test_code_in_a_model_folder_runs_only_if_trusted(own_code, marker, config, tokenizer, loaded):
+def test_code_of_a_model_runs_only_if_trusted(own_code, marker, config, tokenizer, loaded):
     folder = own_code(config, tokenizer)
     with pytest.raises(UsageError, match="--trust-remote-code") as error:
         load_policy(folder, device="cpu")
-    assert "\n" not in str(error.value)
-    assert not marker.exists()
+    assert "\n" not in str(error.value) and not marker.exists()
     policy = load_policy(folder, device="cpu", trust_remote_code=True)
     assert marker.exists()
     assert loaded in (type(policy.model).__name__, type(policy.tokenizer).__name__)
-    assert policy.trust_remote_code  # for the engine that samples
+    assert policy.trust_remote_code  # read by the vLLM sampler
 
 
-def test_the_flag_of_the_command_is_the_only_way(own_code, marker, command):
+def test_every_command_must_give_the_flag(own_code, marker, command):
     flags = ["--model-id", own_code(OWN_MODEL), "--device", "cpu", "--eval-num-tasks", "0"]
-    flags += ["--num-updates", "0"]
-    code, out, err = command(*flags)
-    assert (code, out) == (2, "")
-    assert err.startswith("train.py: --model-id") and err.count("\n") == 1
-    assert "--trust-remote-code" in err and not marker.exists()
-    assert command(*flags, "--trust-remote-code", "--run-name", "trusted")[0] == 0
+    flags += ["--num-updates", "0", "--run-name", "a"]
+    assert command(*flags, "--trust-remote-code")[0] == 0
     assert marker.exists()
-    assert "trust_remote_code: true" in Path("runs/trusted/config.yaml").read_text()
+    marker.unlink()
+    assert "trust_remote_code" not in Path("runs/a/config.yaml").read_text()
+    for args in (["--resume", "runs/a"], [*flags[:-1], "b"]):
+        code, out, err = command(*args)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust-remote-code" in err
+        assert not marker.exists()
+    assert command("--resume", "runs/a", "--trust-remote-code")[0] == 0
 
 
-def test_a_type_that_transformers_knows_is_made_by_its_code(own_code, marker):
+def test_a_known_model_type_is_loaded_by_transformers(own_code, marker):
     folder = own_code({"auto_map": {"AutoModelForCausalLM": "own.OwnModel"}})
     policy = load_policy(folder, device="cpu")
     assert type(policy.model) is transformers.Qwen3ForCausalLM and not marker.exists()
     own = load_policy(folder, device="cpu", trust_remote_code=True)
     assert type(own.model).__name__ == "OwnModel"
-    # what its attention does with a tree isn't known
+    # whether the attention of the model's own code handles packed groups is unknown
     assert policy.packs_groups and not own.packs_groups
 
 
-def test_attention_from_elsewhere_is_not_fetched(own_code):
-    with pytest.raises(UsageError, match="can't be loaded") as error:
+def test_attention_kernels_are_not_downloaded(own_code):
+    with pytest.raises(UsageError, match="--model-id"):
         load_policy(own_code({"attn_implementation": "somebody/kernel"}), device="cpu")
-    assert "\n" not in str(error.value)
 
 
-def test_packages_that_trusted_code_misses_are_named(own_code):
+def test_packages_that_trusted_code_needs_are_named(own_code):
     folder = own_code(OWN_MODEL)
     Path(folder, "own.py").write_text("import no_such_package\n")
-    with pytest.raises(UsageError, match=r"packages that were not found.*no_such_package"):
+    with pytest.raises(UsageError, match="no_such_package"):
         load_policy(folder, device="cpu", trust_remote_code=True)
 
 
-def test_a_chat_template_reaches_nothing_but_the_chat(own_code):
+def test_a_chat_template_cannot_reach_python_objects(own_code):
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ messages[0].content }}"
     folder = own_code(tokenizer={"chat_template": template})
     Path(folder, "chat_template.jinja").unlink()
@@ -146,35 +145,19 @@ def test_a_chat_template_reaches_nothing_but_the_chat(own_code):
         load_policy(folder, device="cpu")
 
 
-@pytest.mark.parametrize("script", ["gsm8k.py", "builder.py"])
-def test_a_dataset_script_is_not_run(tmp_path, marker, monkeypatch, script):
-    """`datasets` refuses them from version 4 on (its load.py: "Dataset scripts are no longer
-    supported"), and environments/math_qa.py needs version 5."""
+def test_the_script_of_a_dataset_does_not_run(tmp_path, marker, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "openai/gsm8k"  # what load_dataset takes before it asks the hub
+    folder = tmp_path / "openai/gsm8k"  # load_dataset looks here before it asks the Hub
     folder.mkdir(parents=True)
-    (folder / script).write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
-    row = json.dumps({"question": "What is 6 * 7?", "answer": "6 * 7 = 42 #### 42"})
-    if script != "gsm8k.py":  # the data is usable: what is beside it isn't looked at
-        for split in ("train", "test"):
-            (folder / f"{split}.jsonl").write_text(f"{row}\n" * 2)
-        (folder / "README.md").write_text(
-            "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n"
-            "    path: train.jsonl\n  - split: test\n    path: test.jsonl\n---\n"
-        )
-        assert "6 * 7" in make("math_qa:data=gsm8k").reset(1)[0]["content"]
-    else:
-        with pytest.raises(UsageError, match="scripts are no longer supported"):
-            make("math_qa:data=gsm8k")
+    (folder / "gsm8k.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
+    with pytest.raises(UsageError, match="gsm8k"):
+        make("math_qa:data=gsm8k")
     assert not marker.exists()
 
 
-# --- files that hold weights, moments and settings
-
-
 class Evil:
-    """An object whose pickle makes the marker when it is read."""
+    """Creates the marker when it is unpickled."""
 
     def __init__(self, marker):
         self.marker = str(marker)
@@ -184,8 +167,8 @@ class Evil:
 
 
 def assert_evil(file, marker):
-    """The attack is real: a careless reader runs it."""
-    with file.open("rb") as opened:  # by name, torch reads .safetensors as such
+    """A careless reader runs the code in `file`."""
+    with file.open("rb") as opened:  # given a name, torch would read .safetensors as such
         torch.load(opened, weights_only=False)
     assert marker.exists()
     marker.unlink()
@@ -209,24 +192,14 @@ def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, name):
         (folder / "model.safetensors").unlink()
     torch.save({"weight": Evil(marker)}, folder / name)
     assert_evil(folder / name, marker)
-    with pytest.raises(UsageError, match=r"can't be loaded: .*safetensors") as error:
+    with pytest.raises(UsageError, match="safetensors") as error:
         load_policy(str(folder), device="cpu")
     assert "\n" not in str(error.value) and not marker.exists()
 
 
-def test_even_honest_pickled_weights_are_refused_in_one_line(tmp_path):
-    folder = save_small("qwen3", tmp_path / "model")
-    state = load_policy(str(folder), device="cpu").model.state_dict()
-    (folder / "model.safetensors").unlink()
-    torch.save(state, folder / "pytorch_model.bin")
-    with pytest.raises(UsageError, match=r"no file named model\.safetensors") as error:
-        load_policy(str(folder), device="cpu")
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("name", checkpoint.FILES)
 def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker, name, monkeypatch):
-    """Its checksums fit: whoever can write the one file can write the other."""
+    """Its checksums are right: an attacker who writes one file can write the other."""
     optimizer = make_optimizer(policy, 0.1)
     writer = optimizer
     if name == "optimizer.pt":
@@ -242,121 +215,63 @@ def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker, name,
     assert not marker.exists()
 
 
-def test_a_reference_is_read_without_running_it(tmp_path, policy, marker):
+def test_a_saved_reference_is_read_without_running_it(tmp_path, policy, marker):
     torch.save(Evil(marker), tmp_path / reference.FILE)
     assert_evil(tmp_path / reference.FILE, marker)
     with pytest.raises((SafetensorError, UsageError)):
-        reference.make_reference(policy, tmp_path, update=1)
+        reference.freeze_reference(policy, tmp_path, next_update=2)
     assert not marker.exists()
 
 
-def test_a_warm_start_of_others_is_read_without_running_it(tmp_path, policy, marker, monkeypatch):
+def test_a_cached_warm_start_is_read_without_running_it(tmp_path, policy, marker, monkeypatch):
     folder = tmp_path / "recipe"
     folder.mkdir()
     torch.save(Evil(marker), folder / "weights.safetensors")
     assert_evil(folder / "weights.safetensors", marker)
     monkeypatch.setattr(warm_cache, "folder_of", lambda *args: folder)
-    told = []
-    run = SimpleNamespace(
-        policy=policy, progress={"sft_step": 0}, display=SimpleNamespace(say=told.append)
-    )
+    lines = []
+    run = SimpleNamespace(policy=policy, progress={"sft_step": 0}, say=lines.append)
     assert not warm_cache.reuse(None, run, [])
-    assert "can't be read" in told[0] and not marker.exists()
+    assert str(folder) in lines[0] and not marker.exists()
 
 
 def test_settings_are_read_without_running_them(tmp_path, marker, command):
     file = tmp_path / "evil.yaml"
     file.write_text(f"algo: !!python/object/apply:os.system ['touch {marker}']\n")
     code, _, err = command("--config", file)
-    assert (code, err) == (2, f"train.py: {file}: not YAML (line 1)\n")
+    assert code == 2 and err.startswith(f"train.py: {file}: algo")
     assert not marker.exists()
 
 
-# --- what our own source may not say
-
-UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-UNSAFE_CALLS = """eval exec compile __import__ os.system os.popen yaml.load yaml.unsafe_load
-    yaml.full_load yaml.load_all torch.hub.load torch.jit.load pandas.read_pickle
-    subprocess.getoutput subprocess.getstatusoutput""".split()
-
-
-def unsafe(source):
-    """The expressions of a program that may run what others wrote."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
-        modules = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-            modules += [f"{node.module}.{alias.name}" for alias in node.names]
-        found += [m for m in modules if m.split(".")[0] in UNSAFE_MODULES or m in UNSAFE_CALLS]
-        if isinstance(node, ast.Call) and is_unsafe(node):
-            found.append(ast.unparse(node))
-    return found
+def test_no_source_file_turns_a_protection_off():
+    for folder in ("algorithms", "core", "environments"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+                    protection = (node.arg, node.value.value)
+                    assert protection not in {
+                        ("weights_only", False), ("trust_remote_code", True),
+                        ("allow_pickle", True), ("shell", True),
+                    }, file  # fmt: skip
 
 
-def is_unsafe(call):
-    name = ast.unparse(call.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    return (
-        name in UNSAFE_CALLS
-        or (name == "torch.load" and given.get("weights_only") != "True")
-        or (name.endswith(".from_pretrained") and given.get("trust_remote_code", "True") == "True")
-        or (name.endswith("load_dataset") and "trust_remote_code" in given)
-        or given.get("shell", "False") != "False"
-        or given.get("allow_pickle", "False") != "False"
-    )
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        *("import pickle", "from pickle import loads", "from os import system", "eval(x)"),
-        *("exec(x)", "os.system('ls')", "yaml.load(x, Loader=y)", "torch.load(f)"),
-        *("torch.load(f, weights_only=False)", "subprocess.run('ls', shell=True)"),
-        *("AutoTokenizer.from_pretrained(x)", "numpy.load(f, allow_pickle=True)"),
-        *("AutoConfig.from_pretrained(x, trust_remote_code=True)", "import joblib.numpy_pickle"),
-        "datasets.load_dataset(x, trust_remote_code=True)",
-    ],
-)
-def test_an_unsafe_program_is_known_as_one(source):
-    assert unsafe(source)
-
-
-def test_our_own_source_runs_nothing_of_others():
-    files = [ROOT / "train.py"]
-    files += [f for room in ("algorithms", "core", "environments") for f in (ROOT / room).glob("*")]
-    found = {f.name: unsafe(f.read_text()) for f in files if f.suffix == ".py"}
-    assert len(found) > 50
-    assert {name: what for name, what in found.items() if what} == {}
-
-
-def test_the_engine_trusts_what_the_policy_may():
+def test_vllm_trusts_what_the_policy_trusts():
     [call] = [
         node
         for node in ast.walk(ast.parse((ROOT / "core/nanollm.py").read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "vllm.EngineArgs"
     ]
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    assert given["trust_remote_code"] == "policy.trust_remote_code"
-
-
-# --- commands
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    assert keywords["trust_remote_code"] == "policy.trust_remote_code"
 
 
 @pytest.mark.parametrize(
-    "written",
-    [
-        *("cat ; touch {}", "cat;touch {}", "cat $(touch {})", "cat `touch {}`", "cat && touch {}"),
-        *("cat | touch {}", "cat & touch {}", "cat\ntouch {}", "cat > {}", 'cat "$(touch {})"'),
-        "cat ${{x:-`touch {}`}}",
-    ],
+    "template", ["cat; touch {}", "cat `touch {}`", "cat && touch {}", "cat\ntouch {}", "cat > {}"]
 )
-def test_a_remote_command_is_read_by_no_shell(marker, written):
-    command = written.format(marker)
+def test_no_shell_reads_a_remote_command(marker, template):
+    command = template.format(marker)
     subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert marker.exists(), "a shell would obey"
+    assert marker.exists()
     marker.unlink()
     env = make(f"remote:command={command},timeout=1")
     with pytest.raises((RemoteError, UsageError)):
@@ -364,21 +279,15 @@ def test_a_remote_command_is_read_by_no_shell(marker, written):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", ["$(touch marker)", "`touch marker`", "x && touch marker"])
-def test_a_remote_environment_is_named_to_no_shell(tmp_path, monkeypatch, name):
+def test_no_shell_reads_the_name_of_a_remote_environment(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    name = "`touch marker`"
     rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(30)]
     Path(name).write_text("\n".join(map(json.dumps, rows)))
-    env = make(f"remote:env=math_qa:data={name}")  # served: the other side has the same name
+    env = make(f"remote:env=math_qa:data={name}")  # the server process gets the same name
     assert "What is" in env.reset(1)[0]["content"]
     env.close()
-    assert not Path("marker").exists()
-
-
-@pytest.mark.parametrize("tail", ["; touch marker", "$(touch marker)", "`touch marker`"])
-def test_a_remote_environment_that_is_none_is_refused(tmp_path, monkeypatch, tail):
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError):
-        make(f"remote:env=tic_tac_toe{tail}")
+        make("remote:env=tic_tac_toe; touch marker")
     assert not Path("marker").exists()
