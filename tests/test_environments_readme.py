@@ -1,0 +1,117 @@
+"""environments/README.md: its table, its numbers, its code and its commands."""
+
+import random
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from environments import registry
+from environments.__main__ import run_command
+from environments.base import DEMO_SEEDS, EVAL_SEEDS
+from environments.registry import constructor, list_envs, make, options_of
+
+README = (Path(__file__).parent.parent / "environments/README.md").read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in README.splitlines()
+    if line.startswith("| `") and line.count("|") == 7
+]
+PARITY, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def middle_column(env, text, rng):
+    top_row = re.findall(r"^[.XO]{7}$", text, re.MULTILINE)[-6]
+    return f"<move>{next(c for c in (3, 2, 4, 1, 5, 0, 6) if top_row[c] == '.') + 1}</move>"
+
+
+def target_or_random_link(env, text, rng):
+    target = re.findall(r"Target: ([^,\n]*)", text)[-1]
+    links = text.rpartition("Links: ")[2].split(", ")
+    link = target if target in links else rng.choice(links)
+    return f"<visit_url>{link}</visit_url>"
+
+
+PLAYERS = {  # (environment, latest message, random generator) -> response
+    "letter_counting": lambda *_: "<answer>1</answer>",
+    "math_qa": lambda *_: "<answer>12</answer>",
+    "reverse": lambda *_: "<answer>word</answer>",
+    "reverse_echo": lambda *_: "<answer>word</answer>",
+    "tic_tac_toe": lambda env, *_: f"<move>{env.board.index('.') + 1}</move>",
+    "connect4": middle_column,
+    "snake": lambda env, text, rng: f"<move>{rng.choice(('up', 'down', 'left', 'right'))}</move>",
+    "iterated_game": lambda *_: "<choice>cooperate</choice>",
+    "reward_hacking": lambda *_: "<action>loot</action>",
+    "wikipedia_maze": target_or_random_link,
+    "gymnasium": lambda env, text, rng: rng.choice(("left", "right")),
+}
+
+
+@pytest.fixture
+def restore_registry():
+    before = dict(registry.ENVIRONMENTS)
+    yield
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(before)
+
+
+def test_table_lists_every_environment_with_its_options_and_defaults():
+    names = [row[0].strip("`") for row in ROWS]
+    ours = [name for name in list_envs() if constructor(name).__module__.startswith("environments")]
+    assert sorted(names) == ours
+    for name, row in zip(names, ROWS, strict=True):
+        listed = re.findall(r"`(\w+)=([^`]*)`", row[2]) or "as `reverse`" in row[2]
+        defaults = {k: str(v).lower() if v in (True, False) and type(v) is bool else str(v)
+                    for k, v in options_of(name).items()}  # fmt: skip
+        assert listed is True or dict(listed) == defaults, name
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row[5]], ids=lambda row: row[0].strip("`"))
+def test_player_without_skill_reaches_the_stated_value(row):
+    name, value = row[0].strip("`"), row[5].partition(":")[0]
+    env, correct, total = make(name), 0, 0.0
+    for i in range(256):
+        text, done, rng = env.reset(EVAL_SEEDS[i])[-1]["content"], False, random.Random(i)
+        while not done:
+            step = env.step(PLAYERS[name](env, text, rng))
+            total, done = total + step.reward, step.done
+            text = "" if step.message is None else step.message["content"]
+        correct += step.info["correct"]
+    assert value == (f"{total / 256:.1f}" if name == "gymnasium" else f"{correct / 256:.2f}")
+
+
+def test_example_environment_trains_and_keeps_its_held_out_tasks_apart(
+    command, restore_registry, tmp_path
+):
+    exec(compile(PARITY, "parity.py", "exec"), {"__name__": "parity"})
+    env = make("parity:digits=2")
+    trained = {env.reset(seed)[0]["content"] for seed in (*range(300), *DEMO_SEEDS[:300])}
+    assert not trained & {env.reset(seed)[0]["content"] for seed in EVAL_SEEDS[:100]}
+    env.reset(3)
+    assert env.step(env.demonstrate()).info["correct"] and env.step("?").reward == 0
+    assert {env.demonstrate(hasty=True) for seed in range(9) if env.reset(seed)} == {
+        "<answer>odd</answer>", "<answer>even</answer>"}  # fmt: skip
+    flags = """--env parity --sft-steps 1 --num-updates 1 --num-prompts 2 --group-size 2
+        --eval-num-tasks 2 --max-tokens 4 --run-name parity --no-cache"""
+    assert command(*flags.split())[0] == 0
+
+
+def test_environments_work_in_gymnasium_and_pettingzoo_code():
+    pytest.importorskip("gymnasium")
+    pytest.importorskip("pettingzoo")
+    variables = {}
+    exec(OUTWARD, variables)
+    assert variables["env"].action_space.contains("x")
+    assert variables["rewards"] == {"X": 0, "O": 0} and variables["infos"]["O"]["asked"]
+
+
+def test_commands_run(capsys):
+    lines = re.findall(r"^    python -m environments(.*?)(?:#.*)?$", README, re.MULTILINE)
+    assert len(lines) == 3
+    for line in lines:
+        arguments = shlex.split(line)
+        if arguments[:1] != ["play"]:  # waits for input
+            assert run_command(arguments) == 0
+    for spec in ("reverse:kind=numbers;turns=2", "snake"):
+        assert f"remote:env={spec}" in README and make(f"remote:env={spec}")
