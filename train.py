@@ -36,6 +36,7 @@ from core.reference import freeze_reference
 from core.report.token_traces import trace_tokens
 from core.run import Run, is_due, open_run
 from core.sampler import SamplingParams
+from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
 from core.workshop.as_algorithm import load_scratch
 
@@ -86,7 +87,7 @@ def main(cfg: Config) -> int:
             stats = UpdateStats(cfg, batch)
             loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
             aggregation = cfg.grpo.aggregation or "token"
-            seed = (cfg.seed * 1_000_003 + update) * 101
+            seed = derive_seed(cfg.seed, MINIBATCHES, update)
             for epoch, rows in minibatches(
                 len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed
             ):
@@ -193,7 +194,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         if missing == 0:
             break
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
-        seed = cfg.seed * 1_000_003 + update + attempt * 1009
+        seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
             on_progress = phase.tick_and(run.interrupt.check_alone)

@@ -166,7 +166,7 @@ def minibatches(
     >>> list(minibatches(4, num_epochs=2, num_minibatches=1, seed=0))
     [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
     """
-    rng, parts = random.Random(f"minibatches {seed}"), min(num_minibatches, num_rollouts)
+    rng, parts = random.Random(seed), min(num_minibatches, num_rollouts)
     edges = [round(i * num_rollouts / parts) for i in range(parts + 1)] if parts else []
     for epoch in range(num_epochs):
         rows = list(range(num_rollouts))

@@ -28,13 +28,13 @@ from core import distributed, weight_sharing
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
 from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limit, to_completions
+from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
 FAMILIES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM"]
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
-RANK_SEED_STRIDE = 998_244_353  # distance between the vLLM seeds of two ranks
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
     "VLLM_NO_USAGE_STATS": "1",  # send no telemetry
@@ -127,7 +127,7 @@ class NanoLLM(Sampler):
         finished: dict[str, Any] = {}
         request_ids = [str(i) for i in range(len(prompts))]
         # one seed per call: with one per request, vLLM loops over the requests for every token
-        with preserve_random_state(params.seed + distributed.rank() * RANK_SEED_STRIDE):
+        with preserve_random_state(derive_seed(params.seed, distributed.rank())):
             for request_id, prompt in zip(request_ids, prompts, strict=True):
                 self.engine.add_request(
                     request_id, vllm.TokensPrompt(prompt_token_ids=prompt), vllm_params,

@@ -27,6 +27,7 @@ from core.chat_template import clean_message, ids_after_completion, prompt_ids, 
 from core.interrupt import time_limit
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
+from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn
 from environments.base import Env, MultiAgentEnv, Step
@@ -35,7 +36,6 @@ from environments.registry import make
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
-ROUND_STRIDE = 1_000_000_007  # distance between the sampling seeds of two rounds
 
 
 @dataclass
@@ -96,7 +96,7 @@ class RolloutCollector:
         def respond(waiting: Waiting, round_: int) -> list[Completion]:
             agents = [agent for _, agent in waiting]
             streams = tuple(agent.stream for agent in agents)
-            seed = params.seed + round_ * ROUND_STRIDE
+            seed = derive_seed(params.seed, round_)
             prompts, chats = [a.prompt_ids for a in agents], [a.chat for a in agents]
             now = replace(params, seed=seed, streams=streams)
             return sampler.sample(prompts, now, on_progress, chats)

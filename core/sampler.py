@@ -16,9 +16,9 @@ from torch import Tensor
 from core.kv_cache import prefill
 from core.memory import ran_out
 from core.model import Policy
+from core.seeds import derive_seed
 from core.types import Completion, Message, OutOfMemory, UsageError
 
-SEED_STRIDE = 1_000_003  # distance between the random streams of two consecutive seeds
 COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
 
 
@@ -203,7 +203,7 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
     generator = torch.Generator()
     rows = []
     for stream in streams:
-        generator.manual_seed((seed * SEED_STRIDE + stream) % 2**63)
+        generator.manual_seed(derive_seed(seed, stream))
         rows.append(torch.rand(steps, generator=generator))
     return torch.stack(rows)
 

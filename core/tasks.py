@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
 from environments.registry import accepts, make, options_of
@@ -35,8 +36,7 @@ def train_tasks(
     >>> [t.group_id for t in train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=3)]
     [0, 0, 0, 1, 1, 1]
     """
-    suffix = f" {attempt}" if attempt else ""
-    rng = random.Random(f"train {seed} {update}{suffix}")  # a string seed: the same on any machine
+    rng = random.Random(derive_seed(seed, TASKS, update, attempt))
     tasks = []
     for group in range(num_prompts):
         env = envs[(update * num_prompts + group) % len(envs)]
@@ -48,7 +48,7 @@ def demo_tasks(
     envs: Sequence[str], seed: int, step: int, batch_size: int, hasty: float
 ) -> list[Task]:
     """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`."""
-    rng = random.Random(f"demo {seed} {step}")
+    rng = random.Random(derive_seed(seed, DEMONSTRATIONS, step))
     return [
         Task(envs[i % len(envs)], rng.choice(DEMO_SEEDS), i, hasty=rng.random() < hasty)
         for i in range(batch_size)

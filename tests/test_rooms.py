@@ -36,17 +36,6 @@ def test_imports_point_one_way(package):
             assert module.startswith(package) or module in ALLOWED[package], (file.name, module)
 
 
-@pytest.mark.parametrize("package", ["core/report", "core/workshop"])
-def test_core_does_not_need_the_programs_below_it_but_for_what_the_loop_calls(package):
-    used = {
-        module
-        for file in (ROOT / "core").glob("*.py")
-        for module in imports_of(file, top_level_only=True)
-        if module.startswith(package.replace("/", "."))
-    }
-    assert used <= {"core.report.summary", "core.report.page", "core.report.curves"}, used
-
-
 def test_no_circle_of_imports():
     modules = {
         ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file

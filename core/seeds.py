@@ -1,0 +1,16 @@
+"""Every derived random seed of a run: numpy's SeedSequence of the run's seed and a purpose.
+
+>>> derive_seed(0, TASKS, 1) == derive_seed(0, TASKS, 1)
+True
+>>> len({derive_seed(seed, stream, 1) for seed in range(100) for stream in (TASKS, SAMPLING)})
+200
+"""
+
+import numpy as np
+
+TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES = range(1, 5)  # purposes
+
+
+def derive_seed(*numbers: int) -> int:
+    """A seed below 2**63 from non-negative integers; other numbers give an independent seed."""
+    return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
