@@ -1,4 +1,4 @@
-"""What holds for every environment: seeded, robust against any text, paid as documented."""
+"""Facts that hold for every environment: reproducible, robust against any text, bounded rewards."""
 
 import hashlib
 import json
@@ -7,57 +7,61 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env
-from environments.registry import constructor, list_envs, make
+from core.types import UsageError
+from environments.base import DEMO_SEEDS, EVAL_SEEDS
+from environments.registry import ENVIRONMENTS, make
 
 ROOT = Path(__file__).parent.parent
-# spec: (least and most of a step, most of an episode, whether the demonstrator always gets that)
+
+
+class Facts(NamedTuple):
+    low: float  # smallest reward of a step
+    high: float  # largest reward of a step
+    max_return: float
+    demo: str  # demonstrations are always "optimal" (maximum return), "correct" or "valid"
+
+
 SPECS = {
-    "letter_counting": (0.0, 1.0, 1.0, True),
-    "letter_counting:difficulty=4": (0.0, 1.0, 1.0, True),
-    "reverse": (-1.0, 1.0, 3.0, True),
-    "reverse:kind=numbers,turns=2,length=9": (-1.0, 1.0, 2.0, True),
-    "reverse:kind=uuids": (-1.0, 1.0, 3.0, True),
-    "reverse_echo": (-1.0, 1.0, 3.0, True),
-    "tic_tac_toe": (-1.0, 1.0, 1.0, False),  # a random O may hold a draw
-    "tic_tac_toe:opponent=perfect": (-1.0, 0.0, 0.0, True),
-    "connect4": (-1.0, 1.0, 1.0, False),
-    "connect4:opponent=minimax,depth=2": (-1.0, 1.0, 1.0, False),
-    "snake": (-1.001, 1.0, 5.0, False),  # each step costs 0.001
-    "snake:size=6,fruits=2,grid=true": (-1.001, 1.0, 2.0, False),
-    "iterated_game": (-1.0, 1.0, 5.0, False),
-    "iterated_game:opponent=always_defect,rounds=3": (-1.0, 1.0, 3.0, False),
-    "iterated_game:opponent=random,end=random,continue_probability=0.5": (-1.0, 1.0, 50.0, False),
-    "math_qa": (0.0, 1.0, 1.0, True),
-    "math_qa:level=6": (0.0, 1.0, 1.0, True),
-    "reward_hacking:world=rescue,proxy_weight=0": (-1.0, 1.0, 1.0, True),
-    "reward_hacking:world=fragile,proxy_weight=0": (-2.0, 1.0, 1.0, True),
-    "reward_hacking:world=renewable,proxy_weight=0": (-1.0, 1.0, 1.0, True),
-    "reward_hacking": (-1.0, 1.0, 1.0, False),
-    "wikipedia_maze": (-1.0, 1.0, 1.0, True),
-    "wikipedia_maze:n_hops=3,dense=true,brief=true": (-1.0, 1.0, 1.5, True),
-    "remote:env=letter_counting": (0.0, 1.0, 1.0, True),
-    "gymnasium": (-1.0, 1.0, 500.0, False),
-    "gymnasium:id=Blackjack-v1": (-1.0, 1.0, 1.0, False),
-    "reasoning_gym": (0.0, 1.0, 1.0, True),
-    "textworld": (-1.0, 1.0, 10.0, False),
+    "letter_counting": Facts(0, 1, 1, "optimal"),
+    "letter_counting:difficulty=4": Facts(0, 1, 1, "optimal"),
+    "reverse": Facts(-1, 1, 3, "optimal"),
+    "reverse:kind=numbers,turns=2,length=9": Facts(-1, 1, 2, "optimal"),
+    "reverse:kind=uuids": Facts(-1, 1, 3, "optimal"),
+    "reverse_echo": Facts(-1, 1, 3, "optimal"),
+    "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
+    "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
+    "connect4": Facts(-1, 1, 1, "valid"),
+    "connect4:opponent=minimax,depth=2": Facts(-1, 1, 1, "valid"),
+    "snake": Facts(-1.001, 1, 5, "correct"),  # each step costs 0.001
+    "snake:size=6,fruits=2,grid=true": Facts(-1.001, 1, 2, "correct"),
+    "iterated_game": Facts(-1, 1, 5, "correct"),
+    "iterated_game:opponent=always_defect,rounds=3": Facts(-1, 1, 3, "correct"),
+    "iterated_game:opponent=random,end=random": Facts(-1, 1, 50, "correct"),
+    "math_qa": Facts(0, 1, 1, "optimal"),
+    "math_qa:level=6": Facts(0, 1, 1, "optimal"),
+    "reward_hacking": Facts(-1, 1, 1, "correct"),
+    "reward_hacking:world=rescue,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
+    "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
+    "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
+    "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
+    "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
+    "remote:env=letter_counting": Facts(0, 1, 1, "optimal"),
+    "gymnasium": Facts(-1, 1, 500, "valid"),
+    "gymnasium:id=Blackjack-v1": Facts(-1, 1, 1, "valid"),
+    "reasoning_gym": Facts(0, 1, 1, "optimal"),
 }
-ELSEWHERE = {"openenv"}  # needs a server: tests/test_openenv.py starts one
-SLOW = {"remote:env=letter_counting", "gymnasium", "textworld"}  # long, or slow to begin
-MULTI = {"textarena", "tic_tac_toe:opponent=self", "iterated_game:opponent=self"}
-SOLVES = {
-    "textworld",
-    "snake",
-    "snake:size=6,fruits=2,grid=true",
-    "iterated_game",
-    "reward_hacking",
-} | {
-    s for s in SPECS if s.startswith("iterated_game")
-}  # always "correct", though the most that is paid depends on the seed
+MULTI_AGENT = ["textarena", "tic_tac_toe:opponent=self", "iterated_game:opponent=self"]
+ELSEWHERE = {"openenv", "textworld"}  # they have the same tests in files of their own
+SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym"}  # fewer seeds and texts
+FAST = [spec for spec in SPECS if spec not in SLOW]
+# games have few openings: their evaluation seeds start other games from the same positions
+HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze")
 PIECES = [
     "", " ", "\n\n", "\x00", "é" * 50, "你好，世界", "🎲" * 20, "\ud800", "‮txet", "{", "}", "[[[[",
     "{}", '{"action": ', '{"answer": }', '{"move": null}', '{"move": [1, 2]}',
@@ -72,126 +76,149 @@ PIECES = [
     '{"action": "visit_url", "url": 5}', "cooperate defect cooperate", "up down left right",
     "yes", "%s%n{0}", "\\", "\r", "\t",
 ]  # fmt: skip
+LONG = [
+    *(piece * (100_000 // len(piece)) for piece in PIECES if piece),
+    *(f'{{"{key}":' * 10_000 for key in ("answer", "action", "move", "choice", "url")),
+    *(f"<{tag}>" * 10_000 for tag in ("answer", "action", "move", "choice", "visit_url")),
+    *("<answer>" + "[" * 99_000 + "]" * 99_000 + "</answer>", "<answer>\ud800</answer>"),
+    *('<answer>{"r": ' + "9" * 5000 + "}</answer>", '{"answer": "\\ud800"}', '{"url": []}' * 9_000),
+    *("answer is " * 10_000, "move " * 20_000, "cell 5 " * 14_000 + "?x", "visit_url(" * 10_000),
+    *("\n \t" * 30_000, "a" + " " * 100_000 + ".", "5" + "." * 100_000 + "x"),
+    *(r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>"),
+    "visit_url" + "'\"" * 50_000,
+]
 
 
-def hostile(seed):
-    """2,000 texts: the pieces, mixtures of them, and now and then 100 kB of one."""
+def hostile_texts(seed):
     rng = random.Random(seed)
-    yield from PIECES
-    for i in range(2000 - len(PIECES)):
-        if i % 50 == 0:
-            piece = rng.choice(PIECES) or "{"
-            yield piece * (100_000 // len(piece))
-        else:
-            yield "".join(rng.choices(PIECES, k=rng.randint(1, 8)))
+    mixtures = ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(200)]
+    return [*PIECES, *LONG, *mixtures]
 
 
-def digest(spec, seeds):
-    """A checksum of whole episodes: openings, demonstrations, a fixed wrong answer, all steps."""
-    env, seen = make(spec), hashlib.sha256()
-    for seed in seeds:
-        seen.update(repr(env.reset(seed)).encode())
-        if isinstance(env, Env):
-            for turn in range(6):
-                text = "no idea" if turn == 1 else env.demonstrate(hasty=turn % 3 == 2) or "?"
-                step = env.step(text)
-                seen.update(repr((text, step)).encode())
-                if step.done:
-                    break
-    return seen.hexdigest()
-
-
-def test_every_environment_is_tried():
-    tried = {spec.partition(":")[0] for spec in [*SPECS, *MULTI]}
-    here = {
-        name for name in list_envs() if constructor(name).__module__.startswith("environments.")
-    }
-    assert tried | ELSEWHERE == here  # other tests may have registered their own
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_500_seeds_are_played_to_their_end(spec):
-    low, high, most, always = SPECS[spec]
-    env = make(spec)
-    for seed in range(5 if spec in SLOW else 500):
-        messages = env.reset(seed * 4_000_037)
-        assert messages and all(m["content"] and m["role"] in ("system", "user") for m in messages)
-        assert env.demonstrate() == env.demonstrate()
-        total, done, turns = 0.0, False, 0
-        while not done:
-            text = env.demonstrate()
-            assert text is not None and turns < 1000
-            step = env.step(text)
-            assert low <= step.reward <= high
-            assert step.done == (step.message is None) or step.done
-            total, done, turns = total + step.reward, step.done, turns + 1
-        assert isinstance(step.info["correct"], bool)
-        assert total <= most + 1e-9
-        if always or spec in SOLVES:
-            assert step.info["correct"], seed
-        if always:
-            assert total == pytest.approx(most), seed
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_2000_hostile_texts_are_answered_with_a_documented_reward(spec):
-    low, high = SPECS[spec][:2]
-    env, seed, done = make(spec), 0, True
-    for text in hostile(spec):
-        if done:
-            seed += 1
-            env.reset(seed % 3 if spec in SLOW else seed)
+def play(env, seed):
+    """Yields the opening, then each demonstration, guess or unreadable text with its Step."""
+    yield env.reset(seed)
+    for turn in range(6):
+        text = "no idea" if turn == 1 else env.demonstrate(hasty=turn % 3 == 2) or "?"
         step = env.step(text)
-        assert low <= step.reward <= high and math.isfinite(step.reward), text[:80]
+        yield text, step
+        if step.done:
+            return
+
+
+def digest(spec, seeds, reuse=True):
+    """Returns a checksum of whole episodes, in one environment or in a new one for each seed."""
+    env, checksum = make(spec), hashlib.sha256()
+    for seed in seeds:
+        env = env if reuse else make(spec)
+        checksum.update(repr(list(play(env, seed))).encode(errors="replace"))
+    return checksum.hexdigest()
+
+
+def test_every_environment_of_the_table_is_tested_here():
+    names = {spec.partition(":")[0] for spec in [*SPECS, *MULTI_AGENT]} | ELSEWHERE
+    assert names == {name for name, entry in ENVIRONMENTS.items() if isinstance(entry, str)}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_demonstrations_play_every_seed_to_its_end(spec):
+    facts, env = SPECS[spec], make(spec)
+    for seed in [7, 8] if spec in SLOW else [*range(20), *DEMO_SEEDS[:10], *EVAL_SEEDS[:10]]:
+        messages = env.reset(seed)
+        assert messages and all(m["content"] and m["role"] in ("system", "user") for m in messages)
+        total, step = 0.0, None
+        while step is None or not step.done:
+            text = env.demonstrate()
+            assert text is not None and text == env.demonstrate()
+            step = env.step(text)
+            assert facts.low <= step.reward <= facts.high
+            assert step.done or step.message is not None
+            total += step.reward
+        assert isinstance(step.info["correct"], bool)
+        assert total <= facts.max_return + 1e-9
+        assert step.info["correct"] or facts.demo == "valid", seed
+        assert total == pytest.approx(facts.max_return) or facts.demo != "optimal", seed
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_hostile_texts_get_a_step_with_a_bounded_reward_in_little_time(spec):
+    facts, env, seed, step = SPECS[spec], make(spec), 0, None
+    for text in hostile_texts(spec)[:: 8 if spec in SLOW else 1]:
+        if step is None or step.done:
+            seed += 1
+            env.reset(1 if spec in SLOW else seed)
+        started = time.process_time()
+        step = env.step(text)
+        assert time.process_time() - started < 0.5, text[:80]  # seconds
+        assert facts.low <= step.reward <= facts.high and math.isfinite(step.reward), text[:80]
         assert step.message is None or isinstance(step.message["content"], str)
         json.dumps(step.info)
-        done = step.done
 
 
-# games have few openings: there the held-out seeds are other games from the same positions
-APART = ("letter_counting", "reverse", "math_qa", "wikipedia_maze")
-
-
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.startswith(APART)])
-def test_held_out_tasks_never_come_up_in_training(spec):
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.startswith(HELD_OUT)])
+def test_tasks_of_evaluation_never_occur_in_training_or_demonstrations(spec):
     env = make(spec)
-    trained = {repr(env.reset(seed)) for seed in range(300)}
-    shown = {repr(env.reset(DEMO_SEEDS[i])) for i in range(300)}
-    assert not {repr(env.reset(EVAL_SEEDS[i])) for i in range(300)} & (trained | shown)
+    seen = {repr(env.reset(seed)) for seeds in (range(700), DEMO_SEEDS[:700]) for seed in seeds}
+    held_out = {repr(env.reset(seed)) for seed in EVAL_SEEDS[:700]}
+    assert len(seen) > 100 and len(held_out) > 20 and not seen & held_out
 
 
 def test_another_process_plays_the_same_episodes():
-    specs = [spec for spec in SPECS if spec not in SLOW]
+    seeds = [0, 1, EVAL_SEEDS[0]]
     code = "import sys, json; sys.path.insert(0, 'tests'); import test_environments as t\n"
-    code += f"print(json.dumps([t.digest(s, range(20)) for s in {specs!r}]))"
-    found = subprocess.run(
+    code += f"print(json.dumps([t.digest(s, {seeds}) for s in t.FAST]))"
+    output = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
         env={**os.environ, "PYTHONHASHSEED": "12345"},
-    )  # fmt: skip
-    there = json.loads(found.stdout.splitlines()[-1])
-    assert dict(zip(specs, there, strict=True)) == {s: digest(s, range(20)) for s in specs}
+    ).stdout  # fmt: skip
+    assert json.loads(output.splitlines()[-1]) == [digest(spec, seeds) for spec in FAST]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_an_environment_used_again_forgets_the_last_episode(spec):
-    if spec not in SLOW:
-        assert digest(spec, [5, 6, 5]) == digest(spec, [5, 6, 5])
-    once, again = make(spec), make(spec)
-    again.reset(1)
-    again.step("nonsense")
-    assert once.reset(2) == again.reset(2)
-    assert once.demonstrate(hasty=True) == again.demonstrate(hasty=True)
+@pytest.mark.parametrize("spec", FAST)
+def test_the_seed_alone_determines_the_episode(spec):
+    seeds = [3, 4, EVAL_SEEDS[0], 3]
+    random.seed(0)
+    assert digest(spec, seeds) == digest(spec, seeds, reuse=False)
+    assert digest(spec, range(3, 8)) != digest(spec, range(8, 13))
 
 
-@pytest.mark.parametrize("spec", sorted(MULTI))
-def test_games_of_several_players_answer_any_text_and_end(spec):
-    env, texts = make(spec), hostile(spec)
-    for seed in range(100):
-        waiting, total = set(env.reset(seed)), 0
+@pytest.mark.parametrize("spec", MULTI_AGENT)
+def test_multi_agent_games_accept_any_text_and_end(spec):
+    env, texts = make(spec), iter(hostile_texts(spec) * 4)
+    for seed in range(20):
+        waiting, num_steps = set(env.reset(seed)), 0
         while waiting:
             steps = env.step({agent: next(texts, "5") for agent in sorted(waiting)})
-            assert all(-1.0 <= s.reward <= 1.0 for s in steps.values())
+            assert all(-1.0 <= step.reward <= 1.0 for step in steps.values())
             waiting -= {agent for agent, step in steps.items() if step.done or not step.message}
             waiting |= {a for a, step in steps.items() if step.message and not step.done}
-            total += 1
-            assert total < 500
+            num_steps += 1
+            assert num_steps < 500
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("letter_counting:difficulty=0", "letter_counting:difficulty=11"),
+        *("reverse:kind=letters", "reverse:turns=0", "reverse:length=2", "reverse_echo:length=51"),
+        *("tic_tac_toe:opponent=human", "connect4:opponent=perfect"),
+        *("connect4:depth=0", "connect4:depth=7"),
+        *("snake:size=3", "snake:size=21", "snake:fruits=0", "snake:size=4,fruits=14"),
+        "snake:max_steps=0",
+        *("iterated_game:opponent=me", "iterated_game:end=never", "iterated_game:rounds=0"),
+        *("iterated_game:rounds=51", "iterated_game:continue_probability=1.5"),
+        *("iterated_game:payoffs=3/3_0/5_5/0", "iterated_game:payoffs=3/3/0/5/5/0/1/1"),
+        *("iterated_game:payoffs=3/3_0/5_5/0_1/x", "iterated_game:payoffs=3/3_0/5_5/0_1/inf"),
+        "iterated_game:payoffs=0/0_0/0_0/0_-1/0",
+        *("math_qa:level=0", "math_qa:level=7", "math_qa:data=gsm9k", "math_qa:data=/"),
+        *("reward_hacking:world=moon", "reward_hacking:proxy_weight=1.1"),
+        *("wikipedia_maze:n_hops=0", "wikipedia_maze:n_hops=7", "wikipedia_maze:max_chunk=99"),
+        *("wikipedia_maze:max_visits=-1", "wikipedia_maze:n_hops=3,max_visits=2"),
+        *("wikipedia_maze:start=Gold", "wikipedia_maze:live=true,start=Gold,target=Gold"),
+        "wikipedia_maze:live=true,dense=true",
+    ],
+)
+def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
+    with pytest.raises(UsageError) as error:
+        make(spec)
+    assert "\n" not in str(error.value) and spec in str(error.value)
