@@ -8,7 +8,7 @@ import pytest
 
 from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
-from core.selection import without_failed
+from core.selection import drop_failed
 from core.tasks import Task
 from core.types import UsageError
 from environments.adapters.remote import Remote, RemoteError
@@ -87,17 +87,17 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
 
 @pytest.mark.parametrize("misdeed", MISDEEDS)
 def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy, misdeed, monkeypatch):
-    table = RolloutCollector(policy, max_turns=2)
+    collector = RolloutCollector(policy, max_turns=2)
     bad = f"remote:command={sys.executable} {tmp_path / misdeed}.py,timeout=2"
     start(tmp_path, misdeed)
     tasks = [Task("letter_counting", 1, 0), Task(bad, 1, 1), Task("letter_counting", 2, 2)]
-    rollouts = table.collect(tasks, TorchSampler(policy), SamplingParams(max_tokens=4))
+    rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(max_tokens=4))
     assert [bool(r.error) for r in rollouts] == [False, True, False]
     assert REASONS[misdeed] in rollouts[1].error
-    kept, told = without_failed(rollouts)
+    kept, warning = drop_failed(rollouts)
     assert [r.group_id for r in kept] == [0, 2]
-    assert told[0].startswith("1 of 3 episodes failed; the first, of remote:command=")
-    assert "\n" not in told[0]
+    assert warning.startswith("1 of 3 episodes failed; the first one, remote:command=")
+    assert "\n" not in warning
 
 
 def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, policy):
@@ -108,7 +108,7 @@ def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, pol
         tasks, TorchSampler(policy), SamplingParams(max_tokens=4)
     )
     with pytest.raises(UsageError, match=r"2 of 3 episodes failed.*the process ended"):
-        without_failed(rollouts)
+        drop_failed(rollouts)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, pol
         ("remote", "name either env=.. "),
         ("remote:env=letter_counting,command=cat", "name either env=.. "),
         ("remote:env=chess", "unknown environment 'chess'"),
-        ("remote:env=letter_counting:difficulty=99", "difficulty is 1 to 10, not 99"),
+        ("remote:env=letter_counting:difficulty=99", "difficulty must be 1 to 10, not 99"),
         ("remote:command=cat,timeout=0", "timeout must be more than 0"),
     ],
 )
