@@ -1,6 +1,5 @@
-"""Sweeps: which runs they are, what a failed one costs, and the table, here and on Flyte."""
+"""runs/on_flyte.py: the runs of a sweep, failed runs, and the table, here and on Flyte."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import train
+from core import cli
 from core.metrics import describe
+from core.run_log import read_records
 
 MISSING = 'Flyte is not installed: pip install -e ".[flyte]"'
-ROOT = Path(train.__file__).parent
+ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "runs"))
 import on_flyte  # noqa: E402
 
@@ -29,7 +29,7 @@ if seed == "2":
 if seed == "3":
     sys.exit(1)
 if seed == "4":
-    sys.exit("train.py: that can't be meant\\nand more")
+    sys.exit("train.py: invalid setting\\nand more")
 run = pathlib.Path("runs", name)
 run.mkdir(parents=True)
 evals = {f"eval/{e}/{k}": v for e in ("reverse", "a|b") for k, v in
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stub(folder, monkeypatch):
-    """A train.py that takes no time, and fails in the way that its seed says."""
+    """A train.py that takes no time and fails depending on its seed."""
     (folder / "train.py").write_text(STUB)
     monkeypatch.setattr(on_flyte, "ROOT", folder)
 
@@ -56,78 +56,75 @@ def table_of(name):
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
 
 
-def test_a_sweep_is_the_cross_product_each_run_with_its_name(folder):
+def test_sweep_runs_all_combinations(folder):
     labels, runs = on_flyte.plan(["seed=0,1", "grpo.clip-high=0.2,0.3"], ["--lr", "1e-3"])
     assert labels == [
         "seed=0 grpo.clip-high=0.2", "seed=0 grpo.clip-high=0.3",
         "seed=1 grpo.clip-high=0.2", "seed=1 grpo.clip-high=0.3",
     ]  # fmt: skip
     assert [run[-1] for run in runs] == ["sweep-1-1", "sweep-1-2", "sweep-1-3", "sweep-1-4"]
-    config = on_flyte.parsed(runs[1])
-    assert (config.seed, config.grpo.clip_high, config.lr) == (0, 0.3, 1e-3)
+    cfg = cli.parse(runs[1])
+    assert (cfg.seed, cfg.grpo.clip_high, cfg.lr) == (0, 0.3, 1e-3)
+
+
+def test_runs_are_named_after_a_free_folder_or_the_run_name(folder):
     (folder / "runs/sweep-1").mkdir(parents=True)
     assert on_flyte.plan(["seed=4"], ["--seed", "3"])[1][0][-1] == "sweep-2-1"
     assert on_flyte.plan(["seed=4"], ["--run-name", "yours"])[1][0][-1] == "yours-1"
     assert on_flyte.plan(None, ["--run-name", "yours"])[1] == [["--run-name", "yours"] * 2]
 
 
-def test_values_may_hold_commas_spaces_and_switches(folder):
-    sweep = [
-        "env=reverse math_qa:level=1;gymnasium:id=CartPole-v1,repeat=3",
-        "mask_truncated_completions=true",
-    ]
-    configs = [on_flyte.parsed(run) for run in on_flyte.plan(sweep, [])[1]]
+def test_sweep_values_may_contain_commas_spaces_and_switches(folder):
+    switch = "mask-truncated-completions"
+    sweep = ["env=reverse math_qa:level=1;gymnasium:id=CartPole-v1,repeat=3", f"{switch}=true"]
+    configs = [cli.parse(run) for run in on_flyte.plan(sweep, [])[1]]
     assert [c.env for c in configs] == [
         ("reverse", "math_qa:level=1"), ("gymnasium:id=CartPole-v1,repeat=3",),
     ]  # fmt: skip
     assert all(c.mask_truncated_completions for c in configs)
-    assert (
-        on_flyte.plan(["mask_truncated_completions=false"], [])[1][0][0]
-        == "--no-mask_truncated_completions"
-    )
+    assert on_flyte.plan([f"{switch}=false"], [])[1][0][0] == f"--no-{switch}"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("--sweep", "at least one"),
+        ("--sweep", "--sweep needs at least one flag"),
         ("--sweep seed", "write flag=value,value"),
-        ("--sweep seed=", "write flag=value,value"),
         ("--sweep seed=0,,1", "write flag=value,value"),
         ("--sweep seed=0,0", "each value once"),
-        ("--sweep seed=0 seed=1", "names each flag once"),
+        ("--sweep seed=0 seed=1", "each flag once"),
         ("--sweep seed=0,1 -- --resume runs/there", "runs/there"),
         ("--sweep seed=0,two", "--seed"),
         ("--sweep algo=grpo,dqn", "--algo"),
-        ("--sweep speed=1,2", "--speed"),
         ("--learning-rate 1", "--learning-rate"),
         ("--config none.yaml", "none.yaml"),
         ("--run-name there", "--run-name"),
     ],
 )
-def test_bad_input_is_one_line_and_code_2(folder, capsys, args, message):
+def test_invalid_input_exits_with_code_2_and_makes_no_run(folder, capsys, args, message):
     (folder / "runs/there").mkdir(parents=True)
-    assert on_flyte.main(["--local", *args.split()]) == 2
+    with pytest.raises(SystemExit) as exit:
+        sys.exit(on_flyte.main(["--local", *args.split()]))
+    assert exit.value.code == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err
-    assert len(err.strip().splitlines()) == 1
     assert [p.name for p in (folder / "runs").iterdir()] == ["there"]
 
 
-def test_without_flyte_it_says_what_to_install(folder, capsys, monkeypatch):
+def test_without_flyte_the_error_names_the_extra(folder, capsys, monkeypatch):
     monkeypatch.setattr(on_flyte, "flyte", None)
     assert on_flyte.main(["--num-updates", "1"]) == 2
     assert 'pip install -e ".[flyte]"' in capsys.readouterr().err
 
 
-def test_a_failed_run_costs_its_own_row(stub, capsys):
+def test_a_failed_run_is_a_row_of_the_table(stub, capsys):
     assert on_flyte.main(["--local", "--sweep", "seed=1,2,3,4,0"]) == 1
     before = "0.50 [0.25, 0.75]"
     assert [[*row[:4], row[5]] for row in table_of("sweep-1")] == [
         ["seed=1", "", "failed: MemoryError: no room for 7 GB", "", ""],
         ["seed=2", "", "failed: exit code -9", "", ""],
         ["seed=3", "", "failed: exit code 1", "", ""],
-        ["seed=4", "", "failed: train.py: that can't be meant", "", ""],
+        ["seed=4", "", "failed: train.py: invalid setting", "", ""],
         ["seed=0", "reverse", before, before, "runs/sweep-1-5"],
         ["seed=0", "a¦b", before, before, "runs/sweep-1-5"],
     ]
@@ -137,13 +134,13 @@ def test_a_failed_run_costs_its_own_row(stub, capsys):
     assert len(table_of("sweep-2")) == 4
 
 
-def test_an_interrupt_leaves_the_table_of_what_was_done(stub, monkeypatch):
-    really = on_flyte.train_once
+def test_interrupt_keeps_the_finished_runs(stub, monkeypatch):
+    train_once = on_flyte.train_once
 
     def interrupted(flags):
         if "5" in flags:
             raise KeyboardInterrupt
-        return really(flags)
+        return train_once(flags)
 
     monkeypatch.setattr(on_flyte, "train_once", interrupted)
     assert on_flyte.main(["--local", "--sweep", "seed=0,5,6"]) == 1
@@ -153,59 +150,39 @@ def test_an_interrupt_leaves_the_table_of_what_was_done(stub, monkeypatch):
     }  # fmt: skip
 
 
-def test_flyte_without_a_cluster_is_one_line(folder, capsys, monkeypatch):
+def test_flyte_without_a_cluster_is_an_error(folder, capsys, monkeypatch):
     pytest.importorskip("flyte", reason=MISSING)
     monkeypatch.setenv("HOME", str(folder))
     assert on_flyte.main(["--num-updates", "1"]) == 2
-    assert capsys.readouterr().err == (
-        "on_flyte.py: no Flyte cluster is configured: flyte create config; or --local\n"
-    )
+    assert "no Flyte cluster is configured" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["--local", "--flyte-local"])
-def test_a_real_sweep_has_a_row_for_each_run(folder, where):
+def test_a_sweep_trains_and_evaluates_each_run(folder, where):
     if where == "--flyte-local":
         pytest.importorskip("flyte", reason=MISSING)
-    sweep = ["--sweep", "group-size=1,2,3", "--", *TINY]
-    assert on_flyte.main([where, *sweep]) == 1
+    assert on_flyte.main([where, "--sweep", "group-size=1,2,3", "--", *TINY]) == 1
     rows = table_of("sweep-1")
     assert [row[0] for row in rows] == ["group-size=1", "group-size=2", "group-size=3"]
-    assert rows[0][2].startswith("failed: train.py: --group-size 1 has nothing to compare")
-    for row in rows[1:]:
-        assert float(row[4]) >= 0
-        records = (Path(row[5]) / "metrics.jsonl").read_text().splitlines()
-        env, before, after = row[1:4]
-        assert env == "letter_counting"
-        assert before == describe(env, json.loads(records[-2]))
-        assert after == describe(env, json.loads(records[-1]))
-        assert (Path(row[5]) / "report.html").exists()
+    assert rows[0][2].startswith("failed: train.py: --group-size 1")
+    for _, env, before, after, minutes, run in rows[1:]:
+        records = read_records(Path(run) / "metrics.jsonl")
+        assert env == "letter_counting" and float(minutes) >= 0
+        assert (before, after) == (describe(env, records[-2]), describe(env, records[-1]))
+        assert (Path(run) / "report.html").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.seeds
-def test_a_single_run_is_the_same_on_flyte_and_its_task_returns_what_it_left(folder):
-    flyte = pytest.importorskip("flyte", reason=MISSING)
-    assert on_flyte.main(["--local", "--run-name", "here", *TINY]) == 0
-    run = flyte.with_runcontext(mode="local").run(on_flyte.train, [*TINY, "--run-name", "there"])
-    (row,), metrics, kept = json.loads(run.outputs()[0]), run.outputs()[1], run.outputs()[2]
-    assert Path("runs/there/metrics.jsonl").read_text() == metrics
-    assert row[4] == kept.path and (Path(kept.path) / "report.html").exists()
-    there = [json.loads(line)["sft/loss"] for line in metrics.splitlines() if "sft/" in line]
-    here = Path("runs/here/metrics.jsonl").read_text().splitlines()
-    assert there == [json.loads(line)["sft/loss"] for line in here if "sft/" in line]
-
-
-@pytest.mark.slow
-def test_flyte_tasks_ask_for_what_the_file_states():
+def test_flyte_tasks_request_the_resources_in_the_file():
     pytest.importorskip("flyte", reason=MISSING)
     show = "import on_flyte as o; print(o.train.resources, o.train.env_vars, o.train.image._layers)"
-    asked = {}
-    for machine in ("cpu", "gpu"):  # chosen while the file is read, here and in a container
+    tasks = {}
+    for machine in ("cpu", "gpu"):  # chosen when the file is imported, here and in a container
         env = os.environ | {"PICORL_ON": machine}
         command = [sys.executable, "-c", show]
-        asked[machine] = subprocess.check_output(command, env=env, cwd=ROOT / "runs", text=True)
-    assert "gpu='L40s:1'" in asked["gpu"] and "gpu=None" in asked["cpu"]
-    assert "'vllm>=" in asked["gpu"] and "'vllm>=" not in asked["cpu"]
-    assert all("'transformers>=" in text for text in asked.values())
-    assert all(f"'PICORL_ON': '{name}'" in text for name, text in asked.items())
+        tasks[machine] = subprocess.check_output(command, env=env, cwd=ROOT / "runs", text=True)
+    assert "gpu='L40s:1'" in tasks["gpu"] and "gpu=None" in tasks["cpu"]
+    assert "'vllm>=" in tasks["gpu"] and "'vllm>=" not in tasks["cpu"]
+    assert all("'transformers>=" in text for text in tasks.values())
+    assert all(f"'PICORL_ON': '{name}'" in text for name, text in tasks.items())
