@@ -36,7 +36,7 @@ from core.types import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = "auto, cpu, cuda, cuda:N or mps"
-LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
+MAX_LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
 PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
 MAX_REASON = 200  # characters of another library's error message that are shown
 
@@ -105,7 +105,7 @@ class Policy:
     @property
     def logits_chunk(self) -> int:
         """Number of tokens whose logits may exist at one time."""
-        return max(1, LOGITS // self.causal_lm.config.get_text_config().vocab_size)
+        return max(1, MAX_LOGITS // self.causal_lm.config.get_text_config().vocab_size)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns."""

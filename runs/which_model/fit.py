@@ -45,7 +45,7 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 from record import write_table  # noqa: E402
 
-from core.model import LOGITS  # noqa: E402
+from core.model import MAX_LOGITS  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
@@ -157,7 +157,7 @@ def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
         "gradients": 4 * trained,
         "one gradient": 0 if rank else (size + 4) * largest,
         "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
-        "logits": 16 * min(m.vocab * tokens, LOGITS),
+        "logits": 16 * min(m.vocab * tokens, MAX_LOGITS),
         "step": 4 * trained if cuda else 8 * min(trained, largest),
         "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
         "drawing": 16 * m.vocab * rollouts,
