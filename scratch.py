@@ -15,6 +15,7 @@ Shapes: B rollouts, T tokens of a chat, N sampled tokens of a rollout, V tokens 
 """
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -264,4 +265,4 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 if __name__ == "__main__":
     from core.workshop.checker import run_command
 
-    sys.exit(run_command(sys.argv[1:]))
+    sys.exit(run_command(sys.argv[1:], Path(__file__)))

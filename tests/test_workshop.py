@@ -3,6 +3,8 @@
 import ast
 import inspect
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -149,7 +151,7 @@ def test_exercise_waits_for_those_that_it_calls(write):
     stub = "def group_advantages(returns, group_ids):\n    raise TODO\n"
     verdicts = check_all(load(write(group_advantages=stub)))
     assert [v.exercise.number for v in verdicts if v.state == "not yet"] == [3, 9]
-    assert verdicts[8].hint == "needs exercise 3 first"
+    assert verdicts[8].hint == "first: exercise 3"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,13 @@ def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys, text, messag
     assert run_command([], tmp_path / "scratch.py") == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_script_checks_itself_wherever_it_is(write, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["scratch.py"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(write()), run_name="__main__")
+    assert stopped.value.code == 0
 
 
 def test_missing_function_is_named(tmp_path):

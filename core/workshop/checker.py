@@ -102,7 +102,7 @@ def check_all(module: ModuleType) -> list[Verdict]:
         verdict = check(exercise, module)
         open_ = [str(n) for n in exercise.needs if verdicts[n - 1].state != "right"]
         if open_ and verdict.state != "right":
-            hint = f"needs exercise {' and '.join(open_)} first"
+            hint = f"first: exercise {', '.join(open_)}"
             verdict = Verdict(exercise, "not yet", hint=hint)
         verdicts.append(verdict)
     return verdicts
@@ -211,9 +211,9 @@ def describe_answer(fact: Fact, expected: Any, actual: Any) -> str:
 
 def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
     """Prints the table, the first failing fact of each wrong exercise, and what to do next."""
-    table = Table("", "exercise", "", "in the library", box=None, padding=(0, 2, 0, 0))
+    table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
     for v in verdicts:
-        note = {"right": v.exercise.read, "wrong": "", "not yet": v.hint}[v.state]
+        note = {"right": f"read {v.exercise.read}", "wrong": "", "not yet": v.hint}[v.state]
         table.add_row(str(v.exercise.number), v.exercise.title, LABELS[v.state], note)
     console.print(table)
     for v in verdicts:
