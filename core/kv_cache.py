@@ -22,7 +22,7 @@ from core.model import Policy
 def prefill(
     policy: Policy, prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
-    """Compute each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
+    """Computes each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
     index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     width, device = max(map(len, index_of)), policy.device
     # left padding: all prompts end in the last column, where their completions begin
@@ -121,7 +121,7 @@ class SharedPrefixCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attend from the appended token to its prompt and its row: [R, 1, H, d].
+        """Attends from the appended token to its prompt and its row: [R, 1, H, d].
 
         `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
         """
@@ -143,7 +143,7 @@ class SharedPrefixCache:
         return out.reshape(num_rows, 1, heads, head_dim)
 
     def _index_rows(self) -> None:
-        """Set `row_table`, `table_index` and `in_order` from `prompt_of`."""
+        """Sets `row_table`, `table_index` and `in_order` from `prompt_of`."""
         num_prompts, device = len(self.prompt_kv[0][1]), self.prompt_of.device
         counts = [0] * num_prompts
         places = []  # (prompt, column) of each row

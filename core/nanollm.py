@@ -45,10 +45,10 @@ ENVIRONMENT = {
 def make_sampler(
     name: str, policy: Policy, gpu_memory_utilization: float = 0.9, reserved_bytes: int = 0
 ) -> Sampler:
-    """Make the sampler `name`: "torch", "vllm" or "auto", NanoLLM on a GPU if vLLM is installed.
+    """Makes the sampler `name`: "torch", "vllm" or "auto", NanoLLM on a GPU if vLLM is installed.
 
-    NanoLLM takes the other arguments. Raises UsageError as NanoLLM does; "auto" does not raise it
-    where vLLM is missing or cannot share the weights, but falls back to TorchSampler.
+    NanoLLM takes the other arguments. Raises UsageError as NanoLLM does, but "auto" falls back to
+    TorchSampler where vLLM is missing or cannot share the weights.
     """
     torch_sampler = TorchSampler(policy)
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
@@ -69,7 +69,7 @@ class NanoLLM(Sampler):
     def __init__(
         self, policy: Policy, gpu_memory_utilization: float = 0.9, reserved_bytes: int = 0
     ):
-        """Start the engine in this process, on the policy's device.
+        """Starts the engine in this process, on the policy's device.
 
         During sampling, training and sampling together use at most `gpu_memory_utilization` of the
         GPU's memory, less `reserved_bytes` for what training has yet to allocate. Raises UsageError
@@ -150,7 +150,7 @@ class NanoLLM(Sampler):
         )
 
     def sync(self) -> None:
-        """Copy the LoRA adapters, if any, and drop the prefix cache of the old weights.
+        """Copies the LoRA adapters, if any, and drops the prefix cache of the old weights.
 
         Raises RuntimeError while a completion is being sampled.
         """
@@ -160,7 +160,7 @@ class NanoLLM(Sampler):
             raise RuntimeError("vLLM kept its prefix cache: a completion is still being sampled")
 
     def __enter__(self) -> "NanoLLM":
-        """Allocate the KV cache."""
+        """Allocates the KV cache."""
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()  # vLLM allocates outside of PyTorch's cached memory
             self.engine.wake_up()
@@ -172,7 +172,7 @@ class NanoLLM(Sampler):
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Free the KV cache."""
+        """Frees the KV cache."""
         self.awake = False
         if self.policy.device.type == "cuda":
             self.engine.sleep(level=1)
@@ -180,7 +180,7 @@ class NanoLLM(Sampler):
             storage.resize_(0)
 
     def close(self) -> None:
-        """Shut down the engine and free its memory; the policy keeps the weights."""
+        """Shuts down the engine and frees its memory; the policy keeps the weights."""
         if self.engine is not None:
             self.engine.engine_core.shutdown()
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
@@ -223,7 +223,7 @@ class NanoLLM(Sampler):
 
 
 def check_shareable(policy: Policy) -> None:
-    """Raise UsageError if vLLM is missing or cannot share this policy's weights."""
+    """Raises UsageError if vLLM is missing or cannot share this policy's weights."""
     alternative = "or use --sampler torch"
     if importlib.util.find_spec("vllm") is None:
         raise UsageError(f'vLLM is not installed: pip install -e ".[vllm]", {alternative}')
@@ -257,7 +257,7 @@ def check_shareable(policy: Policy) -> None:
 
 
 def _engine_arguments(policy: Policy, loader: str, memory_arguments: dict[str, Any]) -> Any:
-    """Return vllm.EngineArgs; `loader` is the name that `register_loader` returned."""
+    """Returns vllm.EngineArgs; `loader` is the name that `register_loader` returned."""
     import vllm
     from vllm import envs
 
@@ -289,7 +289,7 @@ def _engine_arguments(policy: Policy, loader: str, memory_arguments: dict[str, A
 
 
 def _config_dir(policy: Policy, cache_root: str) -> str:
-    """Save the model's config alone, always in the same folder: vLLM's compile cache needs that."""
+    """Saves the model's config, always in the same folder, which vLLM's compile cache needs."""
     config = policy.causal_lm.config
     digest = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
     folder = os.path.join(cache_root, "nanollm", digest)
@@ -298,7 +298,7 @@ def _config_dir(policy: Policy, cache_root: str) -> str:
 
 
 def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -> dict[str, Any]:
-    """Return vLLM's memory limits; UsageError if the keys and values of one sequence don't fit."""
+    """Returns vLLM's memory limits; raises UsageError if no sequence of full length fits."""
     kv_weights = [
         parameter for name, parameter in policy.causal_lm.named_parameters()
         if name.endswith("weight") and ".lora_" not in name

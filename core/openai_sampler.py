@@ -113,7 +113,7 @@ class OpenAISampler(Sampler):
 
 
 def _one_line(error: Exception) -> str:
-    """Say why a request failed, in one line and without the API key that a server may repeat."""
+    """Says why a request failed, in one line and without the API key that a server may repeat."""
     import openai
 
     if isinstance(error, openai.APIStatusError):

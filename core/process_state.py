@@ -23,7 +23,7 @@ import torch
 
 @contextmanager
 def preserve_process_state(**environment: str) -> Iterator[None]:
-    """Restore seeds, thread counts, signal handlers, logging and environment variables on exit.
+    """Restores seeds, thread counts, signal handlers, logging and environment variables on exit.
 
     Inside, the given environment variables are set and Python warnings are hidden.
     """
@@ -51,7 +51,7 @@ def preserve_process_state(**environment: str) -> Iterator[None]:
 
 @contextmanager
 def preserve_random_state(seed: int | None = None) -> Iterator[None]:
-    """Restore the generators of Python, NumPy and PyTorch on exit; first seed them if asked to."""
+    """Restores the generators of Python, NumPy and PyTorch on exit; first seeds them if asked."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:

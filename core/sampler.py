@@ -56,14 +56,14 @@ class Sampler(ABC):
         on_progress: Callable[[], None] = lambda: None,
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """Sample one completion for each prompt (token ids) and return them in the same order.
+        """Samples one completion for each prompt (token ids), in the same order.
 
         `chats` holds the same prompts as messages, for a server that takes no token ids. Calls
         `on_progress` repeatedly; an exception that it raises stops the sampling.
         """
 
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
-        """Make the weights of the last optimizer step take effect. Call it after every step."""
+        """Makes the weights of the last optimizer step take effect. Call it after every step."""
 
     def __enter__(self) -> "Sampler":
         return self
@@ -72,7 +72,7 @@ class Sampler(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027
-        """Free all resources. The sampler cannot be used afterwards."""
+        """Frees all resources. The sampler cannot be used afterwards."""
 
 
 class TorchSampler(Sampler):
@@ -90,7 +90,7 @@ class TorchSampler(Sampler):
         on_progress: Callable[[], None] = lambda: None,
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """As `Sampler.sample`. Halves its batch when memory runs out.
+        """As `Sampler.sample`; halves the batch when memory runs out.
 
         Raises OutOfMemory if a batch of one completion does not fit, and UsageError if a prompt
         leaves no room for a completion.
@@ -129,7 +129,7 @@ class TorchSampler(Sampler):
     def _sample_batch(
         self, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[], None]
     ) -> list[Completion]:
-        """Sample B completions of at most T = `params.max_tokens` tokens in one batch."""
+        """Samples B completions of at most T = `params.max_tokens` tokens in one batch."""
         device, num_rows, max_tokens = self.policy.device, len(prompts), params.max_tokens
         self.policy.causal_lm.eval()
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
@@ -167,7 +167,7 @@ class TorchSampler(Sampler):
 
 
 def completion_limit(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
-    """Return `max_tokens`, or what the longest prompt leaves of the model's length if that is less.
+    """Returns `max_tokens`, or the length that the longest prompt leaves, whichever is less.
 
     Raises UsageError if the longest prompt leaves nothing.
     """
@@ -182,7 +182,7 @@ def completion_limit(policy: Policy, prompts: list[list[int]], max_tokens: int) 
 def to_completions(
     policy: Policy, token_ids: list[list[int]], logprobs: list[list[float]], stopped: list[bool]
 ) -> list[Completion]:
-    """Build Completions; the text of a `stopped` one leaves out its last token, the stop token."""
+    """Builds Completions; the text of a `stopped` one leaves out its last token, the stop token."""
     texts = policy.tokenizer.batch_decode(
         [ids[:-1] if stop else ids for ids, stop in zip(token_ids, stopped, strict=True)],
         skip_special_tokens=False,
@@ -194,7 +194,7 @@ def to_completions(
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """Return uniform numbers in [0, 1), float32 [B, steps] on the CPU: one row per stream.
+    """Returns uniform numbers in [0, 1), float32 [B, steps] on the CPU: one row per stream.
 
     >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
@@ -209,7 +209,7 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw token ids [B] int64 from logits [B, V]; also return their log-probs [B] float32, nats.
+    """Draws token ids [B] int64 from logits [B, V]; returns also their log-probs [B], nats.
 
     Inverse transform sampling: `uniform` [B] in [0, 1) selects the first token whose cumulative
     probability exceeds it.

@@ -29,7 +29,7 @@ CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 
 
 def share_weights(model: Any) -> dict[str, Tensor]:
-    """Return the weights of a Hugging Face model under vLLM's names and in vLLM's layout.
+    """Returns the weights of a Hugging Face model under vLLM's names and in vLLM's layout.
 
     Allocates each tensor that vLLM fuses or pads, and makes the model's parameters views of its
     rows. Returns any other parameter as it is. Leaves out LoRA adapters.
@@ -55,7 +55,7 @@ def share_weights(model: Any) -> dict[str, Tensor]:
 
 
 def register_loader(shared: dict[str, Tensor]) -> str:
-    """Register a vLLM weight loader that binds `shared`; return its name for `load_format`."""
+    """Registers a vLLM weight loader that binds `shared`; returns its name for `load_format`."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -79,7 +79,7 @@ def register_loader(shared: dict[str, Tensor]) -> str:
 
 
 def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Replace the data of every parameter of vLLM's model by the shared tensor of its name.
+    """Replaces the data of every parameter of vLLM's model by the shared tensor of its name.
 
     Raises RuntimeError, before any change, unless names, shapes, dtypes and devices all match.
     """
@@ -96,7 +96,7 @@ def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
 
 
 def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Raise RuntimeError if a parameter of vLLM's model is not the shared tensor."""
+    """Raises RuntimeError if a parameter of vLLM's model is not the shared tensor."""
     for name, parameter in engine_model.named_parameters():
         if parameter.data_ptr() != shared[name.replace(".base_layer.", ".")].data_ptr():
             raise RuntimeError(f"vLLM has a copy of {name} instead of the weight itself")
@@ -114,7 +114,7 @@ class AdapterSlot:
 
 
 def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot]:
-    """Pair each LoRA layer of a Hugging Face model with its tensors in vLLM's model."""
+    """Pairs each LoRA layer of a Hugging Face model with its tensors in vLLM's model."""
     from peft.tuners.lora import LoraLayer
 
     engine_layers: dict[str, Any] = dict(engine_model.named_modules())
@@ -135,14 +135,14 @@ def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot
 
 @torch.no_grad()
 def copy_adapters(slots: list[AdapterSlot]) -> None:
-    """Copy A and (alpha / r) B of all layers into vLLM's tensors."""
+    """Copies A and (alpha / r) B of all layers into vLLM's tensors."""
     torch._foreach_copy_([s.engine_A for s in slots], [s.A.data for s in slots])
     scaled = torch._foreach_mul([s.B.data for s in slots], [s.scaling for s in slots])
     torch._foreach_copy_([s.engine_B for s in slots], scaled)
 
 
 def _fused_layer(layer: str) -> tuple[str, int]:
-    """Return the name of the vLLM layer that contains a Hugging Face layer, and its index there.
+    """Returns the name of the vLLM layer that contains a Hugging Face layer, and its index there.
 
     >>> _fused_layer("model.layers.0.self_attn.v_proj"), _fused_layer("lm_head")
     (('model.layers.0.self_attn.qkv_proj', 2), ('lm_head', 0))
@@ -153,7 +153,7 @@ def _fused_layer(layer: str) -> tuple[str, int]:
 
 
 def _stack(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
-    """Stack the rows of the parameters, zero-padded to `num_rows`; make each a view of its rows."""
+    """Stacks the rows of the parameters, zero-padded to `num_rows`; each becomes a view."""
     stacked = parameters[0].data.new_zeros(num_rows, *parameters[0].shape[1:])
     start = 0
     for parameter in parameters:
@@ -165,14 +165,14 @@ def _stack(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
 
 
 def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Shrink a new parameter of vLLM to one element, so that no second copy is ever allocated."""
+    """Shrinks a new parameter of vLLM to one element, so that no second copy is ever allocated."""
     if parameter is not None:
         element = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
         parameter.data = element.expand(parameter.shape)
 
 
 def _use_unpacked_weight(layer: Any, remove_weight: bool) -> None:
-    """Replace vLLM's packing of weights for CPUs, which would compute with a copy."""
+    """Replaces vLLM's packing of weights for CPUs, which would compute with a copy."""
     layer.cpu_linear = torch.nn.functional.linear
 
 

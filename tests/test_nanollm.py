@@ -123,7 +123,11 @@ class TestEachFamily:
 
     @pytest.fixture(scope="class")
     def engine(self, folder):
-        sampler = NanoLLM(load_policy(str(folder), device="cpu"))
+        policy = load_policy(str(folder), device="cpu")
+        with torch.no_grad():
+            for parameter in policy.model.parameters():
+                parameter.mul_(1.01)  # unlike the weights of other tests that are still in memory
+        sampler = NanoLLM(policy)
         yield sampler
         sampler.close()
 
@@ -133,7 +137,7 @@ class TestEachFamily:
         ours = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
         theirs = {p.untyped_storage().data_ptr() for p in engine.engine_model.parameters()}
         assert ours == theirs
-        gc.unfreeze()  # vLLM freezes its objects, and get_objects would leave them out
+        gc.unfreeze()  # vLLM freezes its objects, which get_objects leaves out
         num_compared = 0
         for other in gc.get_objects():
             is_tensor = type(other) is torch.Tensor or issubclass(type(other), torch.nn.Parameter)
