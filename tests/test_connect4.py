@@ -49,13 +49,11 @@ def at(text, opponent="random", depth=4):
 
 
 def play(env, seed, hasty=False):
-    """Returns the texts and the last step of a demonstrated episode."""
-    texts, step = [env.reset(seed)[0]["content"]], None
-    while step is None or not step.done:
-        texts.append(env.demonstrate(hasty))
-        step = env.step(texts[-1])
-        texts += [step.message["content"]] if step.message else []
-    return texts, step
+    """Returns the last reward of a demonstrated episode."""
+    env.reset(seed)
+    while not (step := env.step(env.demonstrate(hasty))).done:
+        assert len(step.message["content"]) < 70
+    return step.reward
 
 
 def test_show_writes_the_top_row_first():
@@ -75,15 +73,12 @@ def test_has_line_finds_the_69_lines_and_nothing_else():
         assert has_line(bits(cells)) is any(line <= set(cells) for line in LINES)
 
 
-@pytest.mark.parametrize(
-    "board",
-    [
-        "XXX.XXX",
-        # adjacent bits at the top of a column and the bottom of the next one
-        "X...... X...... ....... ....... ....... .X.....",
-        "X...... X...... X...... ....... ....... .X.....",
-    ],
-)
+@pytest.mark.parametrize("board", [
+    "XXX.XXX",
+    # adjacent bits at the top of a column and the bottom of the next one
+    "X...... X...... ....... ....... ....... .X.....",
+    "X...... X...... X...... ....... ....... .X.....",
+])  # fmt: skip
 def test_has_line_rejects_gaps_and_lines_across_the_edge(board):
     assert not has_line(stones(board)[0])
 
@@ -95,12 +90,6 @@ def test_a_stone_lands_on_the_others_and_a_full_column_is_closed():
         assert stone(taken, 2) == 1 << 14 + row
         taken |= stone(taken, 2)
     assert legal(taken) == [3, 4, 1, 5, 0, 6]
-
-
-def test_wins_are_the_columns_that_complete_a_line():
-    x, o = stones("O...... O...... O.XXX..")
-    assert wins(x, o) == [1, 5]
-    assert wins(o, x) == [0]
 
 
 def plain_minimax(own, other, depth):
@@ -145,10 +134,10 @@ def test_minimax_wins_before_it_blocks_and_sees_a_double_threat():
 
 
 def test_minimax_beats_hasty_play_and_demonstrations_beat_both_opponents():
-    hasty = [play(ConnectFour("minimax"), seed, hasty=True)[1].reward for seed in range(15)]
+    hasty = [play(ConnectFour("minimax"), seed, hasty=True) for seed in range(15)]
     assert hasty.count(-1.0) >= 14
-    assert all(play(ConnectFour(), seed)[1].reward == 1.0 for seed in range(15))
-    last = [play(ConnectFour("minimax", 3), seed)[1].reward for seed in range(8)]
+    assert all(play(ConnectFour(), seed) == 1.0 for seed in range(15))
+    last = [play(ConnectFour("minimax", 3), seed) for seed in range(8)]
     assert last.count(1.0) >= 6
 
 
@@ -186,34 +175,21 @@ def test_a_demonstration_names_the_winning_columns_and_does_not_change_the_episo
 NEARLY_FULL = ".OXOXOX XOXOXOX OXOXOXO OXOXOXO XOXOXOX XOXOXOX"
 
 
-@pytest.mark.parametrize(
-    "board, opponent, column, reward",
-    [
-        ("OOO.... XXX....", "random", 4, 1.0),
-        ("X...... OOO.XX.", "minimax", 7, -1.0),
-        (NEARLY_FULL, "random", 1, 0.0),  # X drops the last stone
-        (NEARLY_FULL.replace(".O", "..", 1), "random", 1, 0.0),  # O does
-    ],
-)
+@pytest.mark.parametrize("board, opponent, column, reward", [
+    ("OOO.... XXX....", "random", 4, 1.0), ("X...... OOO.XX.", "minimax", 7, -1.0),
+    (NEARLY_FULL, "random", 1, 0.0),  # X drops the last stone
+    (NEARLY_FULL.replace(".O", "..", 1), "random", 1, 0.0),  # O does
+])  # fmt: skip
 def test_rewards_of_a_win_a_loss_and_a_full_board(board, opponent, column, reward):
     step = at(board, opponent, 1).step(f"<move>{column}</move>")
     assert (step.message, step.reward, step.done) == (None, reward, True)
     assert step.info == {"correct": reward == 1.0}
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        '{"move": 4}',
-        " 4.\n",
-        "My move is 4.",
-        "column 4",
-        "I drop in 4",
-        "<move>1</move> no: <move>4</move>",
-        "<move>4</move> or <move>8</move>",
-    ],
-)
-def test_the_last_well_formed_move_counts(response):
+@pytest.mark.parametrize("response", [
+    " 4.\n", "My move is 4.", "column 4", "I drop in 4",
+])  # fmt: skip
+def test_a_move_without_tags_counts_at_the_end(response):
     env = at("OO.....")
     step = env.step(response)
     assert step.reward == 0 and env.x == 1 << 21
@@ -221,33 +197,14 @@ def test_the_last_well_formed_move_counts(response):
     assert re.fullmatch("O drops in [1-7]\\.", first_line) and board == show(env.x, env.o)
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "44",
-        "<move>0</move>",
-        "<move>8</move>",
-        '{"move": 4.0}',
-        "<move>1</move>",  # full
-        "<move>4</move> no, <move>1</move>",  # the last one counts, although it is full
-    ],
-)
-def test_an_invalid_move_changes_nothing_and_the_third_ends_the_episode(response):
+@pytest.mark.parametrize("response", [
+    "44", "<move>8</move>",
+    "<move>1</move>",  # full
+    "<move>4</move> no, <move>1</move>",  # the last one counts, although it is full
+])  # fmt: skip
+def test_an_invalid_move_changes_nothing_and_lists_the_open_columns(response):
     env = at("O...... X...... O...... X...... O...... X......")
     before = env.x, env.o
-    for _ in range(2):
-        step = env.step(response)
-        assert (step.reward, step.done) == (-0.1, False)
-        assert step.message["content"] == "End with <move>column</move>; open: 2 3 4 5 6 7"
     step = env.step(response)
-    assert (step.message, step.reward, step.done) == (None, -1.0, True)
-    assert step.info == {"correct": False, "invalid": True} and (env.x, env.o) == before
-    env.reset(0)
-    assert [env.step("?").done for _ in range(3)] == [False, False, True]
-
-
-def test_texts_fit_the_context_of_a_tiny_policy():
-    for seed in range(10):
-        opening, *others = play(ConnectFour(), seed)[0]
-        assert len(opening) < 200 and all(len(text) < 70 for text in others)
+    assert (step.reward, step.done, env.x, env.o) == (-0.1, False, *before)
+    assert step.message["content"] == "End with <move>column</move>; open: 2 3 4 5 6 7"

@@ -25,6 +25,7 @@ class Facts(NamedTuple):
     high: float  # largest reward of a step
     max_return: float
     demo: str  # demonstrations are always "optimal" (maximum return), "correct" or "valid"
+    num_seeds: int = 40
 
 
 SPECS = {
@@ -36,9 +37,9 @@ SPECS = {
     "reverse_echo": Facts(-1, 1, 3, "optimal"),
     "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
     "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
-    "connect4": Facts(-1, 1, 1, "valid"),
-    "connect4:opponent=minimax,depth=2": Facts(-1, 1, 1, "valid"),
-    "snake": Facts(-1.001, 1, 5, "correct"),  # each step costs 0.001
+    "connect4": Facts(-1, 1, 1, "valid", 12),
+    "connect4:opponent=minimax,depth=2": Facts(-1, 1, 1, "valid", 8),
+    "snake": Facts(-1.001, 1, 5, "correct", 20),  # each step costs 0.001
     "snake:size=6,fruits=2,grid=true": Facts(-1.001, 1, 2, "correct"),
     "iterated_game": Facts(-1, 1, 5, "correct"),
     "iterated_game:opponent=always_defect,rounds=3": Facts(-1, 1, 3, "correct"),
@@ -51,17 +52,18 @@ SPECS = {
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
-    "remote:env=letter_counting": Facts(0, 1, 1, "optimal"),
-    "gymnasium": Facts(-1, 1, 500, "valid"),
+    "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
+    "gymnasium": Facts(-1, 1, 500, "valid", 2),
     "gymnasium:id=Blackjack-v1": Facts(-1, 1, 1, "valid"),
-    "reasoning_gym": Facts(0, 1, 1, "optimal"),
+    "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
 }
 MULTI_AGENT = ["textarena", "tic_tac_toe:opponent=self", "iterated_game:opponent=self"]
 ELSEWHERE = {"openenv", "textworld"}  # they have the same tests in files of their own
-SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym"}  # fewer seeds and texts
+SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym"}
 FAST = [spec for spec in SPECS if spec not in SLOW]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze")
+RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 PIECES = [
     "", " ", "\n\n", "\x00", "é" * 50, "你好，世界", "🎲" * 20, "\ud800", "‮txet", "{", "}", "[[[[",
     "{}", '{"action": ', '{"answer": }', '{"move": null}', '{"move": [1, 2]}',
@@ -123,7 +125,8 @@ def test_every_environment_of_the_table_is_tested_here():
 @pytest.mark.parametrize("spec", SPECS)
 def test_demonstrations_play_every_seed_to_its_end(spec):
     facts, env = SPECS[spec], make(spec)
-    for seed in [7, 8] if spec in SLOW else [*range(20), *DEMO_SEEDS[:10], *EVAL_SEEDS[:10]]:
+    seeds = [seed for i in range(20) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
+    for seed in seeds[: facts.num_seeds]:
         messages = env.reset(seed)
         assert messages and all(m["content"] and m["role"] in ("system", "user") for m in messages)
         total, step = 0.0, None
@@ -182,6 +185,17 @@ def test_the_seed_alone_determines_the_episode(spec):
     assert digest(spec, range(3, 8)) != digest(spec, range(8, 13))
 
 
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.startswith(RETRIES)])
+def test_the_third_unreadable_action_ends_the_episode(spec):
+    env = make(spec)
+    for seed in (0, 1):
+        env.reset(seed)
+        steps = [env.step("I resign") for _ in range(3)]
+        assert [(s.reward, s.done) for s in steps] == [(-0.1, False), (-0.1, False), (-1.0, True)]
+        assert steps[0].message and steps[1].message and steps[2].message is None
+        assert steps[2].info["invalid"] is True and steps[2].info["correct"] is False
+
+
 @pytest.mark.parametrize("spec", MULTI_AGENT)
 def test_multi_agent_games_accept_any_text_and_end(spec):
     env, texts = make(spec), iter(hostile_texts(spec) * 4)
@@ -196,29 +210,25 @@ def test_multi_agent_games_accept_any_text_and_end(spec):
             assert num_steps < 500
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        *("letter_counting:difficulty=0", "letter_counting:difficulty=11"),
-        *("reverse:kind=letters", "reverse:turns=0", "reverse:length=2", "reverse_echo:length=51"),
-        *("tic_tac_toe:opponent=human", "connect4:opponent=perfect"),
-        *("connect4:depth=0", "connect4:depth=7"),
-        *("snake:size=3", "snake:size=21", "snake:fruits=0", "snake:size=4,fruits=14"),
-        "snake:max_steps=0",
-        *("iterated_game:opponent=me", "iterated_game:end=never", "iterated_game:rounds=0"),
-        *("iterated_game:rounds=51", "iterated_game:continue_probability=1.5"),
-        *("iterated_game:payoffs=3/3_0/5_5/0", "iterated_game:payoffs=3/3/0/5/5/0/1/1"),
-        *("iterated_game:payoffs=3/3_0/5_5/0_1/x", "iterated_game:payoffs=3/3_0/5_5/0_1/inf"),
-        "iterated_game:payoffs=0/0_0/0_0/0_-1/0",
-        *("math_qa:level=0", "math_qa:level=7", "math_qa:data=gsm9k", "math_qa:data=/"),
-        *("reward_hacking:world=moon", "reward_hacking:proxy_weight=1.1"),
-        *("wikipedia_maze:n_hops=0", "wikipedia_maze:n_hops=7", "wikipedia_maze:max_chunk=99"),
-        *("wikipedia_maze:max_visits=-1", "wikipedia_maze:n_hops=3,max_visits=2"),
-        *("wikipedia_maze:start=Gold", "wikipedia_maze:live=true,start=Gold,target=Gold"),
-        "wikipedia_maze:live=true,dense=true",
-    ],
-)
-def test_an_invalid_option_is_a_usage_error_of_one_line(spec):
-    with pytest.raises(UsageError) as error:
-        make(spec)
-    assert "\n" not in str(error.value) and spec in str(error.value)
+INVALID_OPTIONS = {
+    "letter_counting": "difficulty=0 difficulty=11",
+    "reverse": "kind=letters turns=0 length=2 length=51",
+    "tic_tac_toe": "opponent=human",
+    "connect4": "opponent=perfect depth=0 depth=7",
+    "snake": "size=3 size=21 fruits=0 size=4,fruits=14 max_steps=0",
+    "iterated_game": "opponent=me end=never rounds=0 rounds=51 continue_probability=1.5 "
+    "payoffs=3/3_0/5_5/0 payoffs=3/3/0/5/5/0/1/1 payoffs=3/3_0/5_5/0_1/x payoffs=3/3_0/5_5/0_1/inf "
+    "payoffs=0/0_0/0_0/0_-1/0",
+    "math_qa": "level=0 level=7 data=gsm9k data=/",
+    "reward_hacking": "world=moon proxy_weight=1.1 proxy_weight=-1",
+    "wikipedia_maze": "n_hops=0 n_hops=7 max_chunk=99 max_visits=-1 n_hops=3,max_visits=2 "
+    "start=Gold live=true,start=Gold,target=Gold live=true,dense=true",
+}
+
+
+@pytest.mark.parametrize("name", INVALID_OPTIONS)
+def test_an_invalid_option_is_a_usage_error_of_one_line(name):
+    for options in INVALID_OPTIONS[name].split():
+        with pytest.raises(UsageError) as error:
+            make(f"{name}:{options}")
+        assert "\n" not in str(error.value) and f"{name}:{options}" in str(error.value)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from environments.iterated_game import AgainstRule, SelfPlay, iterated_game
+from environments.iterated_game import iterated_game
 
 C, D = "cooperate", "defect"
 RULES = ["tit_for_tat", "always_cooperate", "always_defect"]
@@ -28,11 +28,6 @@ def demonstrate(env, seed, hasty=False):
     return steps
 
 
-def test_opponent_self_has_two_agents_and_a_rule_one():
-    assert isinstance(iterated_game(), AgainstRule)
-    assert isinstance(iterated_game("self"), SelfPlay)
-
-
 def test_opening_states_the_matrix_the_rule_and_the_number_of_rounds():
     (message,) = iterated_game().reset(0)
     assert message["content"] == (
@@ -42,19 +37,14 @@ def test_opening_states_the_matrix_the_rule_and_the_number_of_rounds():
     )
 
 
-def test_tit_for_tat_copies_and_the_reward_is_the_points_over_the_maximum():
+def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maximum():
+    assert [s.reward for s in play(iterated_game("always_cooperate"), [C, D])] == [0.6, 1.0]
+    assert [s.reward for s in play(iterated_game("always_defect"), [C, D])] == [0.0, 0.2]
     steps = play(iterated_game(), [C, D, D, C, C])
     assert [step.reward for step in steps] == [0.6, 1.0, 0.2, 0.0, 0.6]
     assert steps[1].message["content"] == "You defect, other cooperate. Round 3 of 5."
     assert steps[-1].message is None and steps[-1].done
     assert steps[-1].info == {"correct": False, "cooperation": 0.6}
-
-
-@pytest.mark.parametrize(
-    "opponent, rewards", [("always_cooperate", [0.6, 1.0]), ("always_defect", [0.0, 0.2])]
-)
-def test_constant_opponents_repeat_their_choice(opponent, rewards):
-    assert [s.reward for s in play(iterated_game(opponent, rounds=2), [C, D])] == rewards
 
 
 @pytest.mark.parametrize("payoffs", PAYOFFS)
@@ -109,24 +99,10 @@ def test_cooperation_with_tit_for_tat_is_optimal_if_the_future_is_likely():
         assert not env.correct
 
 
-def test_demonstration_adds_up_the_expected_points():
-    env = iterated_game()
-    env.reset(0)
-    assert env.demonstrate() == "C 3+14=17, D 5+11=16 <choice>cooperate</choice>"
-    guesses = {env.demonstrate(hasty=True) for env.own in [[C] * n for n in range(20)]}
-    assert guesses == {choice(C), choice(D)}
-
-
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        ("<choice>defect</choice> no, <choice>cooperate</choice>", 0.6),
-        ('it may defect, so {"choice": "Defect"}', 1.0),
-        ("If I defect it will, so I cooperate.", 0.6),
-        ("<choice>stay</choice>", -0.1),
-        ("he defects", -0.1),
-    ],
-)
+@pytest.mark.parametrize("text, reward", [
+    ('it may defect, so {"choice": "Defect"}', 1.0), ("If I defect it will, so I cooperate.", 0.6),
+    ("<choice>stay</choice>", -0.1), ("he defects", -0.1),
+])  # fmt: skip
 def test_the_last_well_formed_choice_counts(text, reward):
     env = iterated_game()
     env.reset(0)
@@ -138,8 +114,6 @@ def test_an_unreadable_choice_is_not_a_round():
     env.reset(0)
     assert env.step("hm").reward == -0.1
     assert [env.step(choice(word)).info["correct"] for word in (C, C, C, C, D)][-1]
-    env.reset(0)
-    assert [env.step("hm").done for _ in range(3)] == [False, False, True]
 
 
 def both(env, row, column):

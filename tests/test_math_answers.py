@@ -9,57 +9,28 @@ import pytest
 from environments.math_answers import find_answer, is_equal, parse_number
 
 
-@pytest.mark.parametrize(
-    "response, answer",
-    [
-        ("<answer> 5\n</answer> I think", "5"),
-        (r"\boxed{\frac{1}{2}} ", r"\frac{1}{2}"),
-        (r"<answer>4</answer> no, \boxed{5}", "5"),
-        (r"\boxed{4} no, <answer>5</answer>", "5"),
-        (r"<answer>\boxed{5}</answer>", "5"),
-        ("<answer>4</answer><answer>5</answer> <answer>", "5"),
-        ("<answer>4<answer>5</answer>", "5"),
-        (r"\boxed{5} and then \boxed{6", "5"),
-        ("<answer>" + "5" * 200 + "</answer>", "5" * 200),
-        ("<answer>" + "5" * 201 + "</answer>", None),
-        ("<answer>5", None),
-        ("5</answer>", None),
-        ("5", None),
-        ("", None),
-        ("<answer>5</answer> or <answer> \n </answer>", None),
-        (r"\boxed{}", None),
-    ],
-)
+@pytest.mark.parametrize("response, answer", [
+    ("<answer> 5\n</answer> I think", "5"), (r"\boxed{\frac{1}{2}} ", r"\frac{1}{2}"),
+    (r"<answer>4</answer> no, \boxed{5}", "5"), (r"\boxed{4} no, <answer>5</answer>", "5"),
+    (r"<answer>\boxed{5}</answer>", "5"), ("<answer>4</answer><answer>5</answer> <answer>", "5"),
+    ("<answer>4<answer>5</answer>", "5"), (r"\boxed{5} and then \boxed{6", "5"),
+    ("<answer>" + "5" * 200 + "</answer>", "5" * 200),
+    ("<answer>" + "5" * 201 + "</answer>", None), ("<answer>5", None), ("5</answer>", None),
+    ("5", None), ("", None), ("<answer>5</answer> or <answer> \n </answer>", None),
+    (r"\boxed{}", None),
+])  # fmt: skip
 def test_find_answer_returns_the_last_complete_answer(response, answer):
     assert find_answer(response) == answer
 
 
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("+18", 18),
-        ("− 18", -18),
-        ("018", 18),
-        ("18.", 18),
-        (".5", Fraction(1, 2)),
-        ("1{,}000", 1000),
-        ("1,234,567.50", Fraction(2469135, 2)),
-        (r"\$18.00", 18),
-        ("$18$", 18),
-        ("-$5", -5),
-        ("18 miles per hour", 18),
-        (r"18\text{ cm}^2", 18),
-        (r"90^\circ", 90),
-        ("x = 5", 5),
-        ("2 + 3 = 5", 5),
-        ("2 / 4", Fraction(1, 2)),
-        (r"-\dfrac{1}{2}", Fraction(-1, 2)),
-        (r"\frac{-1}{2}", Fraction(-1, 2)),
-        (r"\frac12", Fraction(1, 2)),
-        ("3 1/2", Fraction(7, 2)),
-        (r"-3\frac{1}{2}", Fraction(-7, 2)),
-    ],
-)
+@pytest.mark.parametrize("text, value", [
+    ("+18", 18), ("− 18", -18), ("018", 18), ("18.", 18), (".5", Fraction(1, 2)),
+    ("1{,}000", 1000), ("1,234,567.50", Fraction(2469135, 2)), (r"\$18.00", 18), ("$18$", 18),
+    ("-$5", -5), ("18 miles per hour", 18), (r"18\text{ cm}^2", 18), (r"90^\circ", 90),
+    ("x = 5", 5), ("2 + 3 = 5", 5), ("2 / 4", Fraction(1, 2)), (r"-\dfrac{1}{2}", Fraction(-1, 2)),
+    (r"\frac{-1}{2}", Fraction(-1, 2)), (r"\frac12", Fraction(1, 2)), ("3 1/2", Fraction(7, 2)),
+    (r"-3\frac{1}{2}", Fraction(-7, 2)),
+])  # fmt: skip
 def test_parse_number_reads_the_usual_notations(text, value):
     assert parse_number(text) == (value, False)
 
@@ -80,36 +51,20 @@ def test_a_percent_sign_on_one_side_is_a_unit_or_a_hundredth():
     assert not is_equal("5000%", r"50\%") and not is_equal("0.5%", "50")
 
 
-@pytest.mark.parametrize(
-    "answer, solution, equal",
-    [
-        ("0.333333", "1/3", False),  # rounded
-        ("12 + 6", "18", False),  # not evaluated
-        ("17, 18", "18", False),
-        ("", "0", False),
-        (r"2^{1/2}", r"\sqrt{2}", True),
-        (r"1/\sqrt{3}", r"\frac{\sqrt{3}}{3}", True),
-        (r"x = 5 \pi", r"5\pi", True),
-        ("5", r"5\pi", False),
-        ("(x+1)^2", "x^2+2x+1", True),
-        ("(x+1)^2", "x^2+2x+2", False),
-        ("(1, 2)", "(1,2)", True),
-        ("(2, 1)", "(1,2)", False),
-        ("[0,1)", r"\left[0,1\right)", True),
-        ("(0,1)", "[0,1)", False),
-        ("2, 1", r"\{1,2\}", True),
-        ("C", r"\text{(C)}", True),
-        ("D", r"\text{(C)}", False),
-        ("monday", r"\text{Monday}", True),
-        ("dayMon", r"\text{Monday}", False),
-        ("2", "x = 1, y = 2", False),
-        ("y=2, x=1", "x=1, y=2", True),
-        ("$", ".", False),
-        ("12_5", "12_5", True),
-        ("12_6", "12_5", False),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
-    ],
-)
+@pytest.mark.parametrize("answer, solution, equal", [
+    ("0.333333", "1/3", False),  # rounded
+    ("12 + 6", "18", False),  # not evaluated
+    ("17, 18", "18", False), ("", "0", False), (r"2^{1/2}", r"\sqrt{2}", True),
+    (r"1/\sqrt{3}", r"\frac{\sqrt{3}}{3}", True), (r"x = 5 \pi", r"5\pi", True),
+    ("5", r"5\pi", False), ("(x+1)^2", "x^2+2x+1", True), ("(x+1)^2", "x^2+2x+2", False),
+    ("(1, 2)", "(1,2)", True), ("(2, 1)", "(1,2)", False), ("[0,1)", r"\left[0,1\right)", True),
+    ("(0,1)", "[0,1)", False), ("2, 1", r"\{1,2\}", True), ("C", r"\text{(C)}", True),
+    ("D", r"\text{(C)}", False), ("monday", r"\text{Monday}", True),
+    ("dayMon", r"\text{Monday}", False), ("2", "x = 1, y = 2", False),
+    ("y=2, x=1", "x=1, y=2", True), ("$", ".", False), ("12_5", "12_5", True),
+    ("12_6", "12_5", False),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", True),
+])  # fmt: skip
 def test_is_equal_compares_numbers_texts_and_formulas(answer, solution, equal):
     assert is_equal(answer, solution) is equal
 
@@ -127,16 +82,13 @@ def test_is_equal_works_outside_the_main_thread():
 
 
 @pytest.mark.parametrize("solution", ["7", r"7\sqrt{2}", "x^2+y^2+z"])
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *("9" * 100_000, "9**9**9", "9^{9^{9}}", "9^{999999999}", "^".join("9" * 50)),
-        *(r"\sqrt{9^{99999999}}", "9!!!", r"\binom{1000000}{500000}", "(x+y+z)^{300}"),
-        *("(((x+1)^9+1)^9+x)^9", r"\log_{2}{10^{1000000}}", "(" * 200, "(" * 99 + "1" + ")" * 99),
-        *(r"\frac{" * 33, r"\frac{1}{" * 18 + "2" + "}" * 18, "\ud800", "\0" * 100, "," * 200),
-        *("1" + " " * 150 + "x", "1" + " ab" * 60, "$" * 199, "__import__('os').abort()"),
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    *("9" * 100_000, "9**9**9", "9^{9^{9}}", "9^{999999999}", "^".join("9" * 50)),
+    *(r"\sqrt{9^{99999999}}", "9!!!", r"\binom{1000000}{500000}", "(x+y+z)^{300}"),
+    *("(((x+1)^9+1)^9+x)^9", r"\log_{2}{10^{1000000}}", "(" * 200, "(" * 99 + "1" + ")" * 99),
+    *(r"\frac{" * 33, r"\frac{1}{" * 18 + "2" + "}" * 18, "\ud800", "\0" * 100, "," * 200),
+    *("1" + " " * 150 + "x", "1" + " ab" * 60, "$" * 199, "__import__('os').abort()"),
+])  # fmt: skip
 def test_a_hostile_answer_is_rejected_in_little_time(answer, solution):
     is_equal(r"\sqrt{2}", r"2\sqrt{2}")  # imports math-verify
     started = time.process_time()

@@ -28,17 +28,11 @@ def test_expression_has_the_value_that_python_computes(level):
     assert (num_fractions > 25) == (level >= 5)
 
 
-@pytest.mark.parametrize(
-    "expression, steps",
-    [
-        ("12 + 5", ["12 + 5 = 17"]),
-        ("17 + 8", ["8 = 3 + 5", "17 + 3 = 20", "20 + 5 = 25"]),
-        ("3 + 17", ["3 + 10 = 13", "13 + 7 = 20"]),
-        ("17 - 17", ["17 - 10 = 7", "7 - 7 = 0"]),
-        ("65 - 18", ["65 - 10 = 55", "8 = 5 + 3", "55 - 5 = 50", "50 - 3 = 47"]),
-        ("80 - 5", ["80 - 5 = 75"]),
-        ("99 + 90", ["99 + 90 = 189"]),
-    ],
-)
+@pytest.mark.parametrize("expression, steps", [
+    ("12 + 5", ["12 + 5 = 17"]), ("17 + 8", ["8 = 3 + 5", "17 + 3 = 20", "20 + 5 = 25"]),
+    ("3 + 17", ["3 + 10 = 13", "13 + 7 = 20"]), ("17 - 17", ["17 - 10 = 7", "7 - 7 = 0"]),
+    ("65 - 18", ["65 - 10 = 55", "8 = 5 + 3", "55 - 5 = 50", "50 - 3 = 47"]),
+    ("80 - 5", ["80 - 5 = 75"]), ("99 + 90", ["99 + 90 = 189"]),
+])  # fmt: skip
 def test_steps_add_tens_first_and_then_go_to_a_multiple_of_ten(expression, steps):
     assert _steps_by_tens(expression) == steps

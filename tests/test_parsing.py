@@ -9,33 +9,19 @@ from environments.parsing import Retries, integer, one_of, read_action
 PLAIN = r"move is (\d+)"
 
 
-@pytest.mark.parametrize(
-    "response, action",
-    [
-        ("<move>5</move>", 5),
-        ("first <move> 5 \n</move>", 5),
-        ('{"move": 5}', 5),
-        ('{"move": "5"}', 5),
-        ("My move is 5.", 5),
-        ("<move>1</move> no, <move>5</move>", 5),  # the last one
-        ("<move>5</move> or <move>10</move>", 5),  # the last valid one
-        ('<move>1</move> {"move": 5} <move>2</move>', 5),  # JSON first
-        ("move is 1 <move>5</move> move is 2", 5),  # then tags
-        ("<move>1<move>5</move>", 5),
-        ("", None),
-        ("5", None),
-        ("<move>5", None),
-        ("<move></move>", None),
-        ("<move>five</move>", None),
-        ("<move>٥</move>", None),
-        ('{"move": 5.0}', None),
-        ('{"move": true}', None),
-        ('{"move": [5]}', None),
-        ('[{"moves": 5}]', None),
-        ('{"move": 10000000000000000000000}', None),
-        ("<move>5</move>" + "x" * 10_000, None),  # too far from the end
-    ],
-)
+@pytest.mark.parametrize("response, action", [
+    ("<move>5</move>", 5), ("first <move> 5 \n</move>", 5), ('{"move": 5}', 5),
+    ('{"move": "5"}', 5), ("My move is 5.", 5),
+    ("<move>1</move> no, <move>5</move>", 5),  # the last one
+    ("<move>5</move> or <move>10</move>", 5),  # the last valid one
+    ('<move>1</move> {"move": 5} <move>2</move>', 5),  # JSON first
+    ("move is 1 <move>5</move> move is 2", 5),  # then tags
+    ("<move>1<move>5</move>", 5), ("", None), ("5", None), ("<move>5", None),
+    ("<move></move>", None), ("<move>five</move>", None), ("<move>٥</move>", None),
+    ('{"move": 5.0}', None), ('{"move": true}', None), ('{"move": [5]}', None),
+    ('[{"moves": 5}]', None), ('{"move": 10000000000000000000000}', None),
+    ("<move>5</move>" + "x" * 10_000, None),  # too far from the end
+])  # fmt: skip
 def test_read_action_returns_the_last_well_formed_action(response, action):
     assert read_action(response, "move", integer(0, 8), PLAIN) == action
 
@@ -46,9 +32,9 @@ def test_one_of_ignores_case_quotes_and_punctuation():
     assert [convert(word) for word in words] == ["Left", "Left", "right", None, None, None, None]
 
 
-@pytest.mark.parametrize(
-    "piece", ['{"move":', "<move>", "</move>", "<move></move>", "move is ", "{", "[", "9", "\0"]
-)
+@pytest.mark.parametrize("piece", [
+    '{"move":', "<move>", "</move>", "<move></move>", "move is ", "{", "[", "9", "\0",
+])  # fmt: skip
 def test_read_action_takes_little_time_for_100_kb(piece):
     started = time.process_time()
     read_action(piece * (100_000 // len(piece)), "move", integer(0, 8), PLAIN)

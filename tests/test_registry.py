@@ -78,22 +78,16 @@ def test_an_unknown_name_lists_the_available_names(echo):
     assert "'ecko'" in message and "did you mean echo" in message and "letter_counting" in message
 
 
-@pytest.mark.parametrize(
-    "spec, words",
-    [
-        ("echo:time=3", ["'time'", "times, price, loud, text"]),
-        ("echo:=3", ["''"]),
-        ("echo:times=1,price=1,times=1", ["'times'", "twice"]),
-        ("echo:times", ["key=value", "'times'"]),
-        ("echo:times=x", ["times", "integer", "'x'"]),
-        ("echo:times=1.5", ["times", "integer", "'1.5'"]),
-        ("echo:times=", ["times", "integer", "''"]),
-        ("echo:price=cheap", ["price", "number", "'cheap'"]),
-        ("echo:price=inf", ["price", "number", "'inf'"]),
-        ("echo:loud=1", ["loud", "true or false", "'1'"]),
-        ("echo:times=-1", ["at least 0, not -1"]),  # raised by the environment
-    ],
-)
+@pytest.mark.parametrize("spec, words", [
+    ("echo:time=3", ["'time'", "times, price, loud, text"]), ("echo:=3", ["''"]),
+    ("echo:times=1,price=1,times=1", ["'times'", "twice"]),
+    ("echo:times", ["key=value", "'times'"]), ("echo:times=x", ["times", "integer", "'x'"]),
+    ("echo:times=1.5", ["times", "integer", "'1.5'"]), ("echo:times=", ["times", "integer", "''"]),
+    ("echo:price=cheap", ["price", "number", "'cheap'"]),
+    ("echo:price=inf", ["price", "number", "'inf'"]),
+    ("echo:loud=1", ["loud", "true or false", "'1'"]),
+    ("echo:times=-1", ["at least 0, not -1"]),  # raised by the environment
+])  # fmt: skip
 def test_an_invalid_option_is_named_in_the_error(echo, spec, words):
     message = error_of(spec)
     assert f"--env {spec}" in message

@@ -34,26 +34,15 @@ def abc():
     return env
 
 
-def test_words_and_numbers_have_3_to_length_characters():
+def test_items_have_3_to_length_characters_and_are_no_palindromes():
     for kind, pattern in [("words", "[a-z]{3,5}"), ("numbers", "[1-9][0-9]{1,3}[1-9]")]:
         items = [item for seed in range(100) for item in play(Reverse(kind), seed)[0]]
         assert {len(item) for item in items} == {3, 4, 5}
-        assert all(re.fullmatch(pattern, item) for item in items)
-    items = [item for seed in range(100) for item in play(Reverse(length=20), seed)[0]]
+        assert all(re.fullmatch(pattern, item) and item != item[::-1] for item in items)
+    items = [item for seed in range(100) for item in play(ReverseEcho(length=20), seed)[0]]
     assert max(map(len, items)) == 20
-
-
-def test_uuids_are_valid():
-    for seed in range(30):
-        assert all(str(uuid.UUID(item)) == item for item in play(Reverse("uuids"), seed)[0])
-
-
-@both_tasks
-@each_kind
-def test_no_item_is_a_palindrome(env_class, kind):
-    env = env_class(kind, length=3)
-    for seed in range(100):
-        assert all(item != item[::-1] for item in play(env, seed)[0])
+    items = [item for seed in range(30) for item in play(Reverse("uuids"), seed)[0]]
+    assert all(str(uuid.UUID(item)) == item for item in items)
 
 
 @both_tasks
@@ -83,21 +72,11 @@ def test_a_hasty_demonstration_is_a_wrong_answer_with_the_same_characters(env_cl
     assert 25 < opposite < 75
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "<answer>cba</answer>",
-        "Aa Bb Cc <answer> cba\n</answer>",
-        '<answer>"cba"</answer>',
-        '{"answer": "cba"}',
-        "<answer>abc</answer>, no: <answer>cba</answer>",
-        " cba\n",
-        '"cba".',
-        "Let me think.\ncba",
-        "The answer is cba.",
-        "Answer: cba",
-    ],
-)
+@pytest.mark.parametrize("response", [
+    "<answer>cba</answer>", "Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>',
+    '{"answer": "cba"}', "<answer>abc</answer>, no: <answer>cba</answer>", " cba\n", '"cba".',
+    "Let me think.\ncba", "The answer is cba.", "Answer: cba",
+])  # fmt: skip
 def test_the_reversed_word_is_right_in_each_format(abc, response):
     step = abc.step(response)
     assert (step.reward, step.done) == (1.0, False)
@@ -105,37 +84,21 @@ def test_the_reversed_word_is_right_in_each_format(abc, response):
     assert step.info == {"correct": False, "right": 1}
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "<answer>abc</answer>",
-        "<answer>CBA</answer>",
-        "<answer>c b a</answer>",
-        "<answer>cba</answer> or <answer>abc</answer>",
-        "<answer></answer>",
-        "<answer>cba",
-        '{"answer": ["cba"]}',
-        "cba, I think",
-        "",
-    ],
-)
+@pytest.mark.parametrize("response", [
+    "<answer>abc</answer>", "<answer>CBA</answer>", "<answer>c b a</answer>",
+    "<answer>cba</answer> or <answer>abc</answer>", "<answer></answer>", "<answer>cba",
+    '{"answer": ["cba"]}', "cba, I think", "",
+])  # fmt: skip
 def test_a_wrong_or_missing_answer_has_reward_minus_1_and_ends_the_episode(abc, response):
     step = abc.step(response)
     assert (step.reward, step.done, step.message) == (-1.0, True, None)
     assert step.info == {"correct": False, "right": 0}
 
 
-@pytest.mark.parametrize(
-    "env, item, rewards",
-    [
-        (ReverseEcho(turns=1), "abc", {'"abc"': 1.0, '"cba"': -1.0}),
-        (
-            Reverse("numbers", turns=1),
-            "12",
-            {"21": 1.0, '"21"': 1.0, "21.0": -1.0, "9" * 4000: -1.0},
-        ),
-    ],
-)
+@pytest.mark.parametrize("env, item, rewards", [
+    (ReverseEcho(turns=1), "abc", {'"abc"': 1.0, '"cba"': -1.0}),
+    (Reverse("numbers", turns=1), "12", {"21": 1.0, '"21"': 1.0, "21.0": -1.0, "9" * 4000: -1.0}),
+])  # fmt: skip
 def test_the_echo_expects_a_copy_and_a_number_may_be_a_json_number(env, item, rewards):
     for answer, reward in rewards.items():
         env.reset(0)
@@ -143,12 +106,8 @@ def test_the_echo_expects_a_copy_and_a_number_may_be_a_json_number(env, item, re
         assert env.step(f'{{"answer": {answer}}}').reward == reward
 
 
-def test_prompts_and_default_demonstrations_fit_the_context_of_a_tiny_policy():
+def test_default_demonstrations_fit_the_token_limit_of_a_tiny_policy():
+    env = Reverse()
     for seed in range(50):
-        env = Reverse()
         env.reset(seed)
         assert len(env.demonstrate()) < 64
-        for kind in KINDS:
-            env = Reverse(kind, length=50)
-            assert len(env.reset(seed)[0]["content"]) < 200
-            assert len(env.step(env.demonstrate()).message["content"]) < 70

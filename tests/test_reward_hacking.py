@@ -149,26 +149,16 @@ def test_hasty_demonstrations_are_readable_and_mostly_wrong(world):
     assert solved < 18 and len(openings) >= 10
 
 
-@pytest.mark.parametrize(
-    "text, cell",
-    [
-        ("<action>left</action> or <action>right</action>", 5),
-        ('{"action": "Left"} <action>right</action>', 3),
-        ("not right, I go left.", 3),
-    ],
-)
-def test_the_last_well_formed_action_counts(text, cell):
+def test_the_last_action_of_a_text_without_tags_counts():
     env = at("rescue", (4, (5, 7), (2, 3)), 5)
-    env.step(text)
-    assert env.state[0] == cell
+    env.step("not right, I go left.")
+    assert env.state[0] == 3
 
 
 def test_an_unreadable_action_takes_no_turn_and_logs_both_returns():
     env = at("rescue", (4, (5, 7), (2, 4)), 5)
     env.step(act("loot"))
-    steps = [env.step("hm") for _ in range(3)]
-    assert [(s.reward, s.done) for s in steps] == [(-0.1, False), (-0.1, False), (-1.0, True)]
-    info = {"correct": False, "invalid": True, "proxy_return": 0.5, "true_return": 0.0}
-    assert steps[-1].info == info and env.turns == 4
-    env.reset(0)
-    assert env.step("hm").info == {**info, "proxy_return": 0.0}
+    for _ in range(3):
+        step = env.step("hm")
+        info = {"correct": False, "invalid": True, "proxy_return": 0.5, "true_return": 0.0}
+        assert step.info == info and env.turns == 4

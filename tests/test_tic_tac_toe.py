@@ -1,11 +1,9 @@
 """Tic-tac-toe: the rules, the perfect player, the rewards of each side and the retries."""
 
-import random
 import re
 
 import pytest
 
-from environments.base import Env, MultiAgentEnv
 from environments.tic_tac_toe import (
     EMPTY,
     OTHER,
@@ -19,7 +17,6 @@ from environments.tic_tac_toe import (
     place,
     tic_tac_toe,
     value,
-    wins,
 )
 
 RULES = (
@@ -36,16 +33,6 @@ def at(board, perfect=False):
     return env
 
 
-def play(env, seed, hasty=False):
-    """Returns the rewards and the last step of a demonstrated episode."""
-    env.reset(seed)
-    rewards, step = [], None
-    while step is None or not step.done:
-        step = env.step(env.demonstrate(hasty))
-        rewards.append(step.reward)
-    return rewards, step
-
-
 def moves(env, *cells):
     """Plays the cells in self-play; returns the steps of the last move."""
     for cell in cells:
@@ -53,31 +40,13 @@ def moves(env, *cells):
     return steps
 
 
-def test_opponent_self_has_two_agents_and_any_other_one():
-    assert isinstance(tic_tac_toe(), Env) and isinstance(tic_tac_toe("perfect"), Env)
-    assert isinstance(tic_tac_toe("self"), MultiAgentEnv)
-
-
-@pytest.mark.parametrize(
-    "board",
-    "XXX...... ...XXX... ......XXX X..X..X.. .X..X..X. ..X..X..X X...X...X ..X.X.X..".split(),
-)
-def test_each_of_the_eight_lines_wins(board):
-    assert has_line(board, "X") and not has_line(board, "O")
-    assert is_over(board)
-    assert (outcome(board, "X"), outcome(board, "O")) == (1.0, -1.0)
-
-
-def test_a_board_without_a_line_is_over_only_if_it_is_full():
+def test_the_eight_lines_win_and_a_full_board_without_a_line_is_a_draw():
+    lines = "XXX...... ...XXX... ......XXX X..X..X.. .X..X..X. ..X..X..X X...X...X ..X.X.X.."
+    for board in lines.split():
+        assert has_line(board, "X") and not has_line(board, "O") and is_over(board)
+        assert (outcome(board, "X"), outcome(board, "O")) == (1.0, -1.0)
     assert not is_over("XX.X.....")
     assert is_over("XOXXOOOXX") and outcome("XOXXOOOXX", "X") == 0.0
-
-
-def test_wins_are_the_cells_that_complete_a_line():
-    assert wins("XX.OO....", "X") == [3]
-    assert wins("XX.OO....", "O") == [6]
-    assert wins("X.X...X..", "X") == [2, 4, 5]
-    assert wins(EMPTY, "X") == []
 
 
 def test_the_empty_board_is_a_draw_and_an_earlier_win_has_a_higher_value():
@@ -89,42 +58,31 @@ def test_the_empty_board_is_a_draw_and_an_earlier_win_has_a_higher_value():
     assert value("XX.......", "O") == pytest.approx(-(0.9**4))  # O blocks, X makes two threats
 
 
-def test_the_perfect_player_never_loses_to_a_random_one():
-    rng = random.Random(0)
-    outcomes = []
-    for game in range(400):
-        board, side, perfect = EMPTY, "X", "XO"[game % 2]
-        while not is_over(board):
-            options = best_moves(board, side) if side == perfect else free(board)
-            board, side = place(board, rng.choice(options), side), OTHER[side]
-        outcomes.append(outcome(board, perfect))
-    assert min(outcomes) == 0 and outcomes.count(1) > 320
-
-
-def test_every_game_of_two_perfect_players_is_a_draw():
-    seen, ends, boards = set(), set(), [(EMPTY, "X")]
-    while boards:
-        board, side = boards.pop()
-        for cell in best_moves(board, side):
-            after = place(board, cell, side)
-            if is_over(after):
-                ends.add(after)
-            elif after not in seen:
-                seen.add(after)
-                boards.append((after, OTHER[side]))
-    assert len(ends) > 10 and all(outcome(board, "X") == 0 for board in ends)
+@pytest.mark.parametrize("perfect", "XO")
+def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
+    for other_is_perfect in (False, True):
+        seen, outcomes, boards = set(), set(), [(EMPTY, "X")]
+        while boards:  # all games
+            board, side = boards.pop()
+            is_perfect = other_is_perfect or side == perfect
+            for cell in best_moves(board, side) if is_perfect else free(board):
+                after = place(board, cell, side)
+                if is_over(after):
+                    outcomes.add(outcome(after, perfect))
+                elif after not in seen:
+                    seen.add(after)
+                    boards.append((after, OTHER[side]))
+        assert outcomes == ({0} if other_is_perfect else {0, 1})
 
 
 def test_demonstrations_mostly_beat_a_random_o_and_never_lose():
-    rewards = [play(tic_tac_toe(), seed)[0] for seed in range(150)]
-    assert all(set(episode[:-1]) <= {0.0} for episode in rewards)
-    last = [episode[-1] for episode in rewards]
+    env, last = tic_tac_toe(), []
+    for seed in range(150):
+        env.reset(seed)
+        while not (step := env.step(env.demonstrate())).done:
+            assert step.reward == 0
+        last.append(step.reward)
     assert min(last) == 0 and last.count(1.0) > 135
-
-
-def test_hasty_demonstrations_never_beat_the_perfect_o():
-    env = tic_tac_toe("perfect")
-    assert {play(env, seed, hasty=True)[0][-1] for seed in range(150)} == {-1.0, 0.0}
 
 
 def test_the_seed_decides_which_side_begins_and_hasty_demonstrations_take_any_free_cell():
@@ -141,30 +99,24 @@ def test_the_seed_decides_which_side_begins_and_hasty_demonstrations_take_any_fr
     assert min(counts.values()) > 40
 
 
-@pytest.mark.parametrize(
-    "board, text",
-    [
-        ("XX.OO....", "X wins: 3. O wins: 6. <move>3</move>"),
-        ("X..OO....", "X wins: none. O wins: 6. <move>6</move>"),
-        ("X...O...X", "X wins: none. O wins: none."),
-        ("X.XO.OX.O", "X wins: 2 5. O wins: 5. <move>2</move>"),
-    ],
-)
+@pytest.mark.parametrize("board, text", [
+    ("XX.OO....", "X wins: 3. O wins: 6. <move>3</move>"),
+    ("X..OO....", "X wins: none. O wins: 6. <move>6</move>"),
+    ("X...O...X", "X wins: none. O wins: none."),
+    ("X.XO.OX.O", "X wins: 2 5. O wins: 5. <move>2</move>"),
+])  # fmt: skip
 def test_a_demonstration_names_the_winning_cells_of_both_sides(board, text):
     assert at(board).demonstrate().startswith(text)
 
 
 @pytest.mark.parametrize("perfect", [False, True])
-@pytest.mark.parametrize(
-    "board, cell, reward",
-    [
-        ("XX.OO....", 3, 1.0),
-        ("XOXXOO.XO", 7, 1.0),  # the last free cell
-        ("XOXOOX.XO", 7, 0.0),  # X fills the board
-        ("XO.OOX.XO", 3, 0.0),  # O fills it
-        ("OOXXOXO..", 8, -1.0),  # O takes 9
-    ],
-)
+@pytest.mark.parametrize("board, cell, reward", [
+    ("XX.OO....", 3, 1.0),
+    ("XOXXOO.XO", 7, 1.0),  # the last free cell
+    ("XOXOOX.XO", 7, 0.0),  # X fills the board
+    ("XO.OOX.XO", 3, 0.0),  # O fills it
+    ("OOXXOXO..", 8, -1.0),  # O takes 9
+])  # fmt: skip
 def test_rewards_of_a_win_a_draw_and_a_loss(board, cell, reward, perfect):
     step = at(board, perfect).step(f"<move>{cell}</move>")
     assert (step.message, step.reward, step.done) == (None, reward, True)
@@ -178,55 +130,26 @@ def test_the_next_message_has_the_move_of_o_and_the_board():
     assert step.message["content"] == "O takes 8. Board: O X . / . X . / . O ."
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "X wins: none. <move> 5 </move>",
-        '{"move": "5"}',
-        "<move>1</move> no, <move>5</move>",
-        "<move>5</move> or <move>10</move>",
-        " 5.\n",
-        "My move is 5.",
-        "I take cell 5",
-        "move: 5",
-    ],
-)
-def test_the_last_well_formed_move_counts(response):
+@pytest.mark.parametrize("response", [
+    " 5.\n", "My move is 5.", "I take cell 5", "move: 5",
+])  # fmt: skip
+def test_a_move_without_tags_counts_at_the_end(response):
     env = at(EMPTY)
     assert env.step(response).reward == 0 and env.board[4] == "X"
     assert env.board.count("X") == env.board.count("O") == 1
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        "",
-        "<move>0</move>",
-        "<move>10</move>",
-        '{"move": 5.0}',
-        "<move>1</move>",  # occupied
-        "<move>5</move> no, <move>1</move>",  # the last one counts, although it is occupied
-        "45",
-    ],
-)
-def test_an_invalid_move_changes_nothing_and_the_third_ends_the_episode(response):
+@pytest.mark.parametrize("response", [
+    "<move>10</move>",
+    "<move>1</move>",  # occupied
+    "<move>5</move> no, <move>1</move>",  # the last one counts, although it is occupied
+    "45",
+])  # fmt: skip
+def test_an_invalid_move_changes_nothing_and_lists_the_free_cells(response):
     env = at("X.O......")
-    for _ in range(2):
-        step = env.step(response)
-        assert (step.reward, step.done, env.board) == (-0.1, False, "X.O......")
-        assert step.message["content"] == "End with <move>cell</move>; free: 2 4 5 6 7 8 9"
     step = env.step(response)
-    assert (step.message, step.reward, step.done) == (None, -1.0, True)
-    assert step.info == {"correct": False, "invalid": True}
-
-
-def test_retries_are_counted_over_the_whole_episode():
-    env = at(EMPTY, perfect=True)
-    rewards = [env.step(text).reward for text in ("?", "<move>5</move>", "?")]
-    assert rewards == [-0.1, 0.0, -0.1]
-    assert env.step("?").done
-    env.reset(0)
-    assert [env.step("?").done for _ in range(3)] == [False, False, True]
+    assert (step.reward, step.done, env.board) == (-0.1, False, "X.O......")
+    assert step.message["content"] == "End with <move>cell</move>; free: 2 4 5 6 7 8 9"
 
 
 def test_in_self_play_both_agents_receive_the_rules_before_their_first_move():
@@ -241,14 +164,10 @@ def test_in_self_play_both_agents_receive_the_rules_before_their_first_move():
     assert steps["X"].message["content"] == "O takes 1. Board: O . . / . X . / . . ."
 
 
-@pytest.mark.parametrize(
-    "cells, x, o",
-    [
-        ((1, 4, 2, 5, 3), 1.0, -1.0),
-        ((1, 4, 2, 5, 9, 6), -1.0, 1.0),
-        ((1, 2, 3, 5, 4, 6, 8, 7, 9), 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize("cells, x, o", [
+    ((1, 4, 2, 5, 3), 1.0, -1.0), ((1, 4, 2, 5, 9, 6), -1.0, 1.0),
+    ((1, 2, 3, 5, 4, 6, 8, 7, 9), 0.0, 0.0),
+])  # fmt: skip
 def test_in_self_play_each_agent_has_its_own_reward(cells, x, o):
     env = SelfPlay()
     env.reset(0)

@@ -41,31 +41,21 @@ def test_opening_has_rules_target_page_text_and_links():
     ]
 
 
-def read_brief(text):
-    target, links = text.removeprefix("Target: ").split("\nLinks: ")
-    return target, links.split(", ")
-
-
-def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links():
-    env = at("Egypt", "Sahara", brief=True)
+def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links_shuffled():
+    env, openings = at("Egypt", "Sahara", brief=True), set()
     assert sorted(env.links) == ["Cat", "Cleopatra", "Desert", "Nile", "Pyramid"]
     step = env.step(visit("Nile"))
-    target, links = read_brief(step.message["content"])
-    assert step.fresh and target == "Sahara, 4 left"
-    assert sorted(links) == ["Paper", "Sahara", "Wheat"]  # without Egypt
+    target, links = step.message["content"].split("\nLinks: ")
+    assert step.fresh and target == "Target: Sahara, 4 left"
+    assert sorted(links.split(", ")) == ["Paper", "Sahara", "Wheat"]  # without Egypt
     for invalid in (visit("Egypt"), "no idea"):
         again = env.step(invalid)
         assert again.fresh and again.reward == -0.1 and again.message == step.message
     assert env.step(visit("Sahara")).info["correct"]
-
-
-def test_brief_shuffles_the_links():
-    env, orders = at("Egypt", "Sahara", brief=True), set()
     for seed in range(50):
-        opening = env.reset(seed)[0]["content"]
-        assert len(opening) < 170 and read_brief(opening)[1] == env.links
-        orders.add(tuple(env.links))
-    assert len(orders) > 10
+        openings.add(opening := env.reset(seed)[0]["content"])
+        assert opening == f"Target: Sahara, 5 left\nLinks: {', '.join(env.links)}"
+    assert len(openings) > 10
 
 
 def test_without_brief_the_context_continues_and_visited_pages_stay():
@@ -108,52 +98,27 @@ def test_dense_rewards_each_smaller_distance_once():
     assert steps[-1].info["correct"]
 
 
-@pytest.mark.parametrize("n_hops", [1, 2, 4])
-def test_dense_rewards_of_a_shortest_path_add_up_to_half(n_hops):
-    env = WikipediaMaze(n_hops=n_hops, dense=True)
-    for seed in range(20):
-        env.reset(seed)
-        rewards = [env.step(env.demonstrate()).reward for _ in range(n_hops)]
-        assert rewards[:-1] == pytest.approx([0.5 / max(n_hops - 1, 1)] * (n_hops - 1))
-        assert rewards[-1] == 1.0
-
-
-@pytest.mark.parametrize(
-    "response", ["Nile", visit("Rome"), visit("Sahara"), '{"url": 3}', visit("Nile") + visit("x")]
-)
-def test_an_invalid_action_changes_nothing_and_the_third_ends_the_episode(response):
+@pytest.mark.parametrize("response", [
+    "Nile", visit("Rome"), visit("Sahara"), '{"url": 3}', visit("Nile") + visit("x"),
+])  # fmt: skip
+def test_an_invalid_action_is_not_a_visit(response):
     env = at("Egypt", "Sahara")
-    steps = [env.step(response) for _ in range(3)]
-    assert [(s.reward, s.done) for s in steps] == [(-0.1, False), (-0.1, False), (-1.0, True)]
-    assert '{"action": "visit_url", "url": "TITLE"}' in steps[0].message["content"]
-    assert steps[2].info == {"correct": False, "invalid": True, "visits": 0}
-    assert env.title == "Egypt"
+    step = env.step(response)
+    assert (step.reward, step.done, env.title) == (-0.1, False, "Egypt")
+    assert '{"action": "visit_url", "url": "TITLE"}' in step.message["content"]
+    assert step.info == {"correct": False, "invalid": True, "visits": 0}
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
-        visit(" NILE. "),
-        'Egypt has the Nile. {"url": "Nile"} it is',
-        visit("Cat") + " no, " + visit("Nile"),
-        "<visit_url>Cat</visit_url> or rather <visit_url>nile</visit_url>",
-        "<visit_url>Cat</visit_url> but " + visit("Nile"),
-        '{"visit_url": "Nile"}',
-        "visit_url: Nile",
-        'visit_url("Nile")',
-        NEXT_PART + " is not needed " + visit("Nile"),
-    ],
-)
+@pytest.mark.parametrize("response", [
+    visit(" NILE. "), 'Egypt has the Nile. {"url": "Nile"} it is',
+    visit("Cat") + " no, " + visit("Nile"),
+    "<visit_url>Cat</visit_url> or rather <visit_url>nile</visit_url>",
+    "<visit_url>Cat</visit_url> but " + visit("Nile"), '{"visit_url": "Nile"}', "visit_url: Nile",
+    'visit_url("Nile")', NEXT_PART + " is not needed " + visit("Nile"),
+])  # fmt: skip
 def test_the_last_well_formed_visit_counts(response):
     env = at("Egypt", "Sahara")
     assert env.step(response).info == {"correct": False} and env.title == "Nile"
-
-
-@pytest.mark.parametrize("title", ["silk_road", "SILK ROAD", " silk  road", "'Silk_Road'"])
-def test_case_spaces_underscores_and_quotes_of_a_title_are_ignored(title):
-    env = at("Silk", "Pepper")
-    env.step(visit(title))
-    assert env.title == "Silk Road"
 
 
 def test_a_long_page_has_parts_and_the_links_of_all_parts_can_be_visited():
@@ -171,10 +136,9 @@ def test_a_long_page_has_parts_and_the_links_of_all_parts_can_be_visited():
     assert env.step(visit("Nile")).info == {"correct": False} and env.title == "Nile"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [*({"n_hops": n} for n in range(1, 7)), {"brief": True}, {"n_hops": 3, "max_visits": 3}],
-)
+@pytest.mark.parametrize("options", [
+    *({"n_hops": n} for n in range(1, 7)), {"brief": True}, {"n_hops": 3, "max_visits": 3},
+])  # fmt: skip
 def test_demonstrations_reach_the_target_in_n_hops_visits(options):
     env = WikipediaMaze(**options)
     for seed in [*range(50), *DEMO_SEEDS[:25], *EVAL_SEEDS[:25]]:
@@ -228,15 +192,3 @@ def test_a_demonstration_is_valid_after_any_detour(brief):
             assert step.reward >= 0
             turn += 1
     assert (num_lost > 0) == brief
-
-
-def test_hasty_demonstrations_are_valid_and_mostly_miss():
-    env, num_reached = WikipediaMaze(), 0
-    for seed in range(150):
-        env.reset(seed)
-        step = None
-        while step is None or not step.done:
-            step = env.step(env.demonstrate(hasty=True))
-            assert step.reward >= 0
-        num_reached += step.info["correct"]
-    assert 5 < num_reached < 75
