@@ -1,7 +1,12 @@
 """One file per third-party library: its environments behind our interface, or the other way."""
 
 import importlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
+
+import numpy as np
 
 from core.types import UsageError
 
@@ -13,3 +18,14 @@ def import_library(name: str) -> ModuleType:
     except ImportError:
         package = name.partition(".")[0].replace("_", "-")
         raise UsageError(f'{package} is not installed: pip install -e ".[envs]"') from None
+
+
+@contextmanager
+def preserve_global_generators() -> Iterator[None]:
+    """Restores the states of `random` and `numpy.random` on exit."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])

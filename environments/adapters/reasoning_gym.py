@@ -22,16 +22,11 @@ Some datasets iterate over sets of texts. They repeat their questions only under
 
 import json
 import os
-import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
 from core.types import Message, UsageError
-from environments.adapters import import_library
+from environments.adapters import import_library, preserve_global_generators
 from environments.base import Env, Step
 from environments.parsing import read_action, user
 
@@ -69,7 +64,7 @@ class ReasoningGym(Env):
             raise UsageError(f"Reasoning Gym: {' '.join(str(error).split())}") from None
 
     def reset(self, seed: int) -> list[Message]:
-        with _preserve_global_generators():
+        with preserve_global_generators():  # some datasets seed them
             self.dataset: Any = self.create(self.name, size=2, seed=seed)
             self.entry: dict[str, Any] = self.dataset[0]
         return [user(f"{self.entry['question']} End with <answer>..</answer>.")]
@@ -78,7 +73,7 @@ class ReasoningGym(Env):
         answer = read_action(response, "answer", _as_text)
         score = 0.0
         if answer is not None and is_safe(self.name, answer):
-            with _preserve_global_generators():
+            with preserve_global_generators():
                 try:
                     score = float(self.dataset.score_answer(answer, self.entry))
                 except Exception:  # each scorer raises something else for an unreadable answer
@@ -87,7 +82,7 @@ class ReasoningGym(Env):
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns the dataset's answer, None without one; `hasty`: another question's answer."""
-        with _preserve_global_generators():
+        with preserve_global_generators():
             answer = self.dataset[1 if hasty else 0]["answer"]
         return None if answer is None else f"<answer>{answer}</answer>"
 
@@ -102,14 +97,3 @@ def _as_text(value: Any) -> str | None:
         return value if isinstance(value, str) else json.dumps(value)
     except RecursionError:
         return None
-
-
-@contextmanager
-def _preserve_global_generators() -> Iterator[None]:
-    """Restores the state of `random` and `numpy.random`, which some datasets seed."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

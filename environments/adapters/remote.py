@@ -105,14 +105,12 @@ class Remote(Env):
             raise RemoteError(f"remote environment: {error}") from None
 
     def _start(self) -> subprocess.Popen:
+        pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(
-                self.arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                self.arguments, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
                 start_new_session=True,  # a process group of its own, which _kill ends as a whole
-            )
+            )  # fmt: skip
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
         assert process.stdin and process.stdout

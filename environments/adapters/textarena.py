@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from core.types import Message, UsageError
-from environments.adapters import import_library
+from environments.adapters import import_library, preserve_global_generators
 from environments.base import MultiAgentEnv, Step
 from environments.parsing import read_action, user
 
@@ -97,16 +97,14 @@ class TextArena(MultiAgentEnv):
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
-        """Uses this instance's states of the global generators, then restores the global ones."""
-        saved = random.getstate(), np.random.get_state()
-        random.setstate(self.generator_states[0])
-        np.random.set_state(self.generator_states[1])
-        try:
-            yield
-        finally:
-            self.generator_states = random.getstate(), np.random.get_state()
-            random.setstate(saved[0])
-            np.random.set_state(saved[1])
+        """Gives this instance its own states of the global generators."""
+        with preserve_global_generators():
+            random.setstate(self.generator_states[0])
+            np.random.set_state(self.generator_states[1])
+            try:
+                yield
+            finally:
+                self.generator_states = random.getstate(), np.random.get_state()
 
 
 def describe(said: list[tuple[int, str]], player: int, names: dict[int, str]) -> str:
