@@ -64,8 +64,7 @@ def record(
     write_atomically(
         folder / "seconds.json", json.dumps(read_seconds(folder) | {name: seconds}, indent=1)
     )
-    line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
-    write_atomically(folder / "recorded.txt", line)
+    write_recorded(folder)
 
 
 def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, int]:
@@ -105,8 +104,14 @@ def read_seconds(folder: Path) -> dict[str, int]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
+def write_recorded(folder: Path) -> None:
+    """Writes folder/recorded.txt: with which version and on what machine the runs were made."""
+    line = f"Recorded with picoRL at commit {commit()} on {machine()}; torch {version('torch')}."
+    write_atomically(folder / "recorded.txt", line)
+
+
 def recorded_with(folder: Path) -> str:
-    """Returns the sentence that says with which version and on what machine the runs were made."""
+    """Returns the sentence in folder/recorded.txt."""
     return (folder / "recorded.txt").read_text().strip()
 
 
