@@ -203,7 +203,7 @@ def test_load_allows_wrong_exercises_with_a_remark(tmp_path, monkeypatch):
     assert Path("run/scratch.py").read_text() == Path("scratch.py").read_text()
 
 
-SHORT = """--env vowels --sft-steps 0 --num-updates 2 --num-prompts 2 --group-size 4 --num-epochs 2
+SHORT = """--env vowels --sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 4 --num-epochs 2
     --num-minibatches 2 --max-tokens 12 --max-turns 2 --eval-num-tasks 0 --lr 1e-3""".split()
 
 
@@ -233,7 +233,7 @@ def test_solutions_train_as_grpo_does(command, monkeypatch, vowels):
     same = "--algo grpo --grpo.loss-type grpo --grpo.aggregation token --tis-cap 0".split()
     assert command(*SHORT, *same, "--run-name", "ours")[0] == 0
     mine, ours = (records(name) for name in ("mine", "ours"))
-    assert [r["update"] for r in mine] == [r["update"] for r in ours] == [0, 1, 2]
+    assert [r["update"] for r in mine] == [r["update"] for r in ours] == [0, 1]
     for a, b in zip(mine[1:], ours[1:], strict=True):
         assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
         numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}

@@ -139,6 +139,21 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
         assert f"scratch.py, line {number}: {error}: " in out
 
 
+@pytest.mark.parametrize(
+    "code, hint",
+    [
+        ("    return None", "is there a `return`?"),
+        ("    return logprobs.sum(1)", "the shape is [1], not []"),
+        ("    return logprobs.log().sum()", "the answer contains nan"),
+        ("    return 6", "-A · log π"),
+    ],
+)
+def test_answer_without_a_known_mistake_is_described(write, capsys, code, hint):
+    file = write(reinforce_loss=f"def reinforce_loss(logprobs, advantages, mask):\n{code}\n")
+    assert run_command([], file) == 1
+    assert hint in " ".join(capsys.readouterr().out.split())
+
+
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
     monkeypatch.setattr(checker, "TIME_LIMIT", 0.2)
     slow = "def gae(rewards, values, gamma=1.0, lam=0.95):\n    import time\n    time.sleep(1)\n"
