@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from algorithms.options import KL, GrpoOptions, Level, PpoOptions, ReinforceOptions
-from core import diagnostics, tasks
+from core import diagnostics
 from core.types import UsageError
 
 
@@ -371,6 +371,8 @@ def _validate_ranges(cfg: Config) -> None:
 
 def _validate_effect(cfg: Config) -> None:
     """Raise UsageError for a setting that was given but has no effect."""
+    from core.tasks import difficulty_key  # imports numpy, which --help does not need
+
     for name in ALGORITHMS:
         options = getattr(cfg, name)
         if name != cfg.algo and options != type(options)():
@@ -383,7 +385,7 @@ def _validate_effect(cfg: Config) -> None:
         if name in given and not getattr(cfg, other):
             raise UsageError(f"{flag(name)} has no effect without {flag(other)}")
     for name in ("train_difficulty", "curriculum"):
-        if name in given and not any(map(tasks.difficulty_key, cfg.env)):
+        if name in given and not any(map(difficulty_key, cfg.env)):
             raise UsageError(f"{flag(name)}: no environment of --env has a difficulty")
 
 
