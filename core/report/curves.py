@@ -41,7 +41,7 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
         _draw_metrics(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
         _draw_metrics(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
         if info:
-            title = "Reported by the environment, mean over rollouts"
+            title = "Info of the environment, mean"
             _draw_metrics(axes[1, 1], updates, title, info, [GREEN, PURPLE, ORANGE])
         elif warm_start:
             steps, losses = ([r[key] for r in warm_start] for key in ("sft_step", "sft/loss"))
@@ -121,7 +121,7 @@ def _draw_metrics(
             continue
         updates, values = zip(*points, strict=True)
         axis.plot(updates, values, color=color, linewidth=1, alpha=0.35)
-        axis.plot(updates, _smooth(values), color=color, linewidth=2.2, label=name.split("/")[1])
+        axis.plot(updates, _smooth(values), color=color, linewidth=2.2, label=name)
     if names[0].startswith("info/"):
         axis.legend(frameon=False)
         axis.set_ylim(-0.03, 1.05)

@@ -17,25 +17,26 @@ README = """\
 
 `{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates,
 {minutes:.1f} min (torch {torch}, {threads} threads).
-
-| held-out tasks | before RL [95%] | after RL [95%] |
-| --- | --- | --- |
 {results}
-
-![curves](curves.png)
-
 To repeat the run under another name:
 
     python train.py --config {run_dir}/config.yaml --run-name again
 
-`report.html` shows the rollouts and tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data, and
-`model/` loads with `from_pretrained`.
+`report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
+and `model/` loads with `from_pretrained`.
 """  # noqa: E501
+RESULTS = """
+| held-out tasks | before RL [95%] | after RL [95%] |
+| --- | --- | --- |
+{rows}
+
+![curves](curves.png)
+"""
 
 
 def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
-    results = [
+    rows = [
         f"| {env} | {describe(env, first)} | {describe(env, last)} |"
         for env, first, last in before_after(records)
     ]
@@ -47,7 +48,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         minutes=minutes(records),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        results="\n".join(results),
+        results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         run_dir=run_dir,
     )
     (run_dir / "README.md").write_text(text)
