@@ -257,4 +257,4 @@ def test_run_warns_once_and_stop_on_saves_stops_and_resumes(command, unrewarded)
 
 def test_stop_on_rejects_an_unknown_warning(command):
     code, _, err = command("--stop-on", "boredom")
-    assert code == 2 and err.count("\n") == 1 and "no such warning" in err
+    assert code == 2 and err.count("\n") == 1 and "boredom" in err

@@ -43,8 +43,9 @@ def synthetic(updates, groups, rollouts):
         metrics[-1]["loss"] = rng.gauss(0, 1)
         if update % (updates // 2) == 0:
             metrics[-1] |= evaluated(update, 0.2 + update / updates / 2)
-            rows += [row("eval", update, seed, f"at {update} {MARKUP * 9}", float(rng.random() < 0.5))
-                     for seed in range(8)]  # fmt: skip
+            for seed in range(8):
+                correct = float(rng.random() < 0.5)
+                rows.append(row("eval", update, seed, f"at {update} {MARKUP * 9}", correct))
         for group in range(groups if update else 0):
             for i in range(rollouts):
                 value = 0.5 if group == 3 else rng.choice([0.0, 0.1, round(rng.random(), 3), 1.0])
