@@ -1,7 +1,7 @@
 """`make("name:key=value,...")` builds an environment; `register("name")` adds one.
 
 The table maps each name to "module:class". The module is imported when the environment is first
-asked for, so that no library of an unused environment is loaded.
+used, so the libraries of the other environments are not loaded.
 
 >>> make("letter_counting:difficulty=2").reset(seed=7)[0]["role"]
 'user'
@@ -41,9 +41,18 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
 
 
 def register(name: str) -> Callable[[C], C]:
-    """Class decorator: makes a class known to `make` under `name`.
+    """Class decorator: registers a class, or a function that returns an environment, under `name`.
 
-    The class may also be a function that returns an environment.
+    >>> from environments.base import Step
+    >>> @register("silence")
+    ... class Silence(Env):
+    ...     def reset(self, seed):
+    ...         return [{"role": "user", "content": "Say nothing."}]
+    ...     def step(self, response):
+    ...         return Step(message=None, reward=float(response == ""), done=True)
+    >>> make("silence").step("").reward
+    1.0
+    >>> del ENVIRONMENTS["silence"]
     """
 
     def add(constructor: C) -> C:
