@@ -25,6 +25,7 @@ from transformers import (
 import train
 from core.model import load_policy
 from core.tiny import tiny_tokenizer
+from core.types import Rollout, Turn
 
 torch.set_num_threads(1)  # a second thread makes operations on small tensors slower
 FAMILIES = {  # supported by both samplers
@@ -72,6 +73,27 @@ def load_small(folder, **options):
 @cache
 def _load_once(folder, options):
     return load_policy(folder, device="cpu", **dict(options))
+
+
+def ids_of(count, generator):
+    return torch.randint(5, 300, (count,), generator=generator).tolist()
+
+
+def rollouts_of(num_groups, size, prompt):
+    """Groups whose prompts have `prompt`, `prompt` + 7, .. tokens; every second rollout has a
+    second turn."""
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for group in range(num_groups):
+        opening = ids_of(prompt + 7 * group, generator)
+        for member in range(size):
+            turns, context = [], opening
+            for _ in range(1 + member % 2):
+                completion = ids_of(1 + (5 * member + group) % 12, generator)
+                turns.append(Turn(context, completion, [-5.0] * len(completion), "stop"))
+                context = context + completion + ids_of(3, generator)
+            rollouts.append(Rollout("test", "player", group, group, [], turns))
+    return rollouts
 
 
 @pytest.fixture(scope="session", autouse=True)

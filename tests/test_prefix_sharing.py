@@ -2,34 +2,12 @@
 
 import pytest
 import torch
-from conftest import load_small, save_small
+from conftest import ids_of, load_small, rollouts_of, save_small
 
 from core import batching
 from core.prefix_sharing import pack_groups
-from core.types import Rollout, Turn
 
 UNLIMITED = 10**9
-
-
-def ids_of(count, generator):
-    return torch.randint(5, 300, (count,), generator=generator).tolist()
-
-
-def rollouts_of(num_groups, size, prompt):
-    """Groups whose prompts have `prompt`, `prompt` + 7, .. tokens; every second rollout has a
-    second turn."""
-    generator = torch.Generator().manual_seed(0)
-    rollouts = []
-    for group in range(num_groups):
-        opening = ids_of(prompt + 7 * group, generator)
-        for member in range(size):
-            turns, context = [], opening
-            for _ in range(1 + member % 2):
-                completion = ids_of(1 + (5 * member + group) % 12, generator)
-                turns.append(Turn(context, completion, [-5.0] * len(completion), "stop"))
-                context = context + completion + ids_of(3, generator)
-            rollouts.append(Rollout("test", "player", group, group, [], turns))
-    return rollouts
 
 
 def suffix_logprob(policy, hidden, ids, start):
