@@ -185,8 +185,10 @@ def test_draw_never_selects_a_token_of_probability_zero():
     assert drawn.tolist() == [1, 2, 3] and logprobs.isfinite().all()
 
 
-def test_top_p_warns_that_the_trainer_does_not_renormalise():
-    assert any("renormalised" in line for line in remarks(Config(top_p=0.9)))
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5}])
+def test_top_p_and_top_k_add_a_remark_about_the_gap(options):
+    [added] = set(remarks(Config(**options))) - set(remarks(Config()))
+    assert "gap" in added
 
 
 def test_uniforms_differ_between_seeds_and_streams():
