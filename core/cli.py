@@ -32,10 +32,11 @@ def parse(args: list[str]) -> Config:
     file = Path(cfg.resume, "config.yaml") if cfg.resume else Path(cfg.config)
     saved = read_config(file, cfg.trust_remote_code)
     cfg = _parse_flags(args, saved)
-    for name in vars(saved) if cfg.resume else ():
-        before, after = getattr(saved, name), getattr(cfg, name)
-        if before != after and name not in FREE_ON_RESUME:
-            raise UsageError(f"--resume {cfg.resume}: {name} is {before} in this run, not {after}")
+    after = _flat(cfg)
+    for name, value in _flat(saved).items() if cfg.resume else ():
+        if value != after[name] and name not in FREE_ON_RESUME:
+            raise UsageError(f"--resume {cfg.resume}: {name} is {value} in this run, "
+                             f"not {after[name]}")  # fmt: skip
     return cfg
 
 
@@ -64,6 +65,13 @@ def answer_at_once(args: list[str]) -> None:
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks and control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+
+
+def _flat(cfg: Config) -> dict[str, Any]:
+    values = dict(vars(cfg))
+    for name in ALGORITHMS:
+        values |= {f"{name}.{key}": value for key, value in vars(values.pop(name)).items()}
+    return values
 
 
 def _parse_flags(args: list[str], default: Config) -> Config:

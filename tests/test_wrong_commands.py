@@ -5,7 +5,6 @@ tyro reports wrong flags and values in a box of its own; every other line is fro
 
 import json
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from conftest import save_small
 from safetensors.torch import load_file, save_file
 
 import train
-from core.report import compare
+from core import config
 
 ROOT = Path(train.__file__).parent
 LONG = "x" * 300
@@ -35,6 +34,8 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--seed 99999999999999999999", "--seed"),
     ("--tis-cap 0.5", "--tis-cap"),
     ("--group-size 1", "--group-size"),
+    ("--algo reinforce --reinforce.baseline leave_one_out --group-size 1", "--group-size"),
+    ("--algo reinforce --filter-groups 1 --group-size 1", "--group-size"),
     ("--num-minibatches 129", "--num-minibatches"),
     ("--overlong-buffer 65", "--overlong-buffer"),
     ("--max-model-len 64", "--max-model-len"),
@@ -47,6 +48,8 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--kl-estimator k3", "--kl-coef"),
     ("--lora-alpha 16", "--lora-rank"),
     ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),
+    ("--tis-cap 0 --tis-mode mask", "--tis-mode"),
+    ("--train-difficulty 12", "12"),
     ("--train-difficulty 3 --env tic_tac_toe", "--train-difficulty"),
     ("--curriculum 0.8 --env snake", "--curriculum"),
     ("--algo scratch --credit turn", "--credit turn"),
@@ -75,6 +78,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     (f"--config {LONG}", LONG),
     ("--resume runs/none", "runs/none"),
     ("--resume runs/there --lora-rank 4", "lora_rank"),
+    ("--resume runs/there --grpo.clip-low 0.5", "grpo.clip_low"),
     ("--run-name there", "runs/there"),
     ("--run-name a/b", "--run-name"),
     ("--run-name ..", "--run-name"),
@@ -118,16 +122,16 @@ def wrong(tmp_path_factory):
     """A folder with unusable models and data."""
     root = tmp_path_factory.mktemp("wrong")
     good = Path(save_small("qwen3", root / "good"))
-    config, data = json.loads((good / "config.json").read_text()), "model.safetensors"
+    settings, data = json.loads((good / "config.json").read_text()), "model.safetensors"
     weights = load_file(good / data)
     of_layer_0 = {k: v for k, v in weights.items() if "layers.1." not in k}
     of_no_layer = {k: v for k, v in weights.items() if ".layers." not in k}
-    without_layers = {**config, "num_hidden_layers": 0, "layer_types": []}
+    without_layers = {**settings, "num_hidden_layers": 0, "layer_types": []}
 
     changes = {  # files of the good model and their new content; None: delete the file
         "broken_config": {"config.json": b"{"},
-        "unknown_type": {"config.json": {**config, "model_type": "nonsense"}},
-        "wrong_width": {"config.json": {**config, "hidden_size": 64}},
+        "unknown_type": {"config.json": {**settings, "model_type": "nonsense"}},
+        "wrong_width": {"config.json": {**settings, "hidden_size": 64}},
         "without_weights": {data: None},
         "cut_short": {data: (good / data).read_bytes()[:9000]},
         "half_the_layers": {data: of_layer_0},
@@ -222,31 +226,9 @@ def test_a_shell_gets_one_line_and_code_2(place):
     assert "wrong/binary" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [("play", "play"), ("play chess", "'chess'"), ("show snake:size=99", "99")],
-)
-def test_an_invalid_environment_to_play_is_one_line(monkeypatch, capsys, args, named):
-    monkeypatch.setattr(sys, "argv", ["environments", *args.split()])
-    with pytest.raises(SystemExit) as end:
-        runpy.run_module("environments", run_name="__main__")
-    out, err = capsys.readouterr()
-    assert (end.value.code, out) == (2, "")
-    assert named in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [([], "runs/a runs/b"), (["runs/none"], "runs/none"), (["runs/there"], "metrics.jsonl"),
-     (["runs/bad"], "runs/bad/config.yaml")],
-)  # fmt: skip
-def test_invalid_runs_to_compare_are_one_line(monkeypatch, capsys, place, args, named):
-    monkeypatch.chdir(place)
-    Path("runs/bad").mkdir()
-    Path("runs/bad/config.yaml").write_text("- algo")
-    Path("runs/bad/metrics.jsonl").write_text("{}\n")
-    before = contents(place)
-    assert compare.main(args) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and named in err and err.count("\n") == 1
-    assert contents(place) == before
+@pytest.mark.parametrize("flags", [["--sampler", "vllm"], ["--track", "trackio"]])
+def test_a_missing_package_is_named_with_the_command_to_install_it(
+    command, place, monkeypatch, flags
+):
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
+    check_rejected(command, place, flags, "pip install")
