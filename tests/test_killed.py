@@ -87,7 +87,7 @@ def run_processes():
     """A function (args, folder, ranks, death) -> exit codes, changes of rank 0 to files."""
     context = multiprocessing.get_context("forkserver")
     os.environ["OMP_NUM_THREADS"] = "1"
-    context.set_forkserver_preload(["train", "core.report.compare", "core.report.curves", "peft"])
+    context.set_forkserver_preload(["train", "core.report.page", "core.report.curves", "peft"])
     manager = context.Manager()
 
     def run(args, folder, ranks=1, death=None):

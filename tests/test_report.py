@@ -290,22 +290,6 @@ def test_curves_mark_warnings_with_their_names(tmp_path, warned, monkeypatch):
     assert sorted(lines) == [9, 9, 9, 30, 30, 30]
 
 
-def test_seeds_are_drawn_as_a_mean_and_a_band(tmp_path, monkeypatch):
-    drawn = {}
-
-    def keep(axis, x, low, high, **style):
-        drawn.setdefault(style["color"], (x, low, high))
-
-    monkeypatch.setattr(Axes, "fill_between", keep)
-    records = [evaluated(i, 0.25 * i) for i in range(4)]
-    other = [evaluated(i, 0.5) for i in range(3)]
-    seeds = {"grpo": [records, other], "ppo": [records]}
-    curves.draw_seeds(tmp_path / "seeds.png", seeds, "title")
-    band = ([0, 1, 2, 3], [0.0, 0.25, 0.5, 0.75], [0.5, 0.5, 0.5, 0.75])
-    assert drawn[curves.BLUE] == band
-    assert (tmp_path / "seeds.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def two_runs(tmp_path):
     """A run that reached accuracy 0.9 at its second update, and one that was never evaluated."""

@@ -1,4 +1,4 @@
-"""Draws the training curves of a run (`curves.png`), and of several seeds in one picture."""
+"""Draws the training curves of a run: `curves.png`."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,14 +17,11 @@ from core.run_log import Record
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"
 RED = "#c84820"
-LINES = [(BLUE, "-"), (ORANGE, "--"), (GREEN, ":"), (PURPLE, "-.")]  # color and line style
 STYLE: Any = {
     "font.size": 11, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
 }  # fmt: skip
-FIGURE: Any = {"nrows": 2, "ncols": 2, "figsize": (11, 7), "layout": "constrained"}
-TITLE: Any = {"fontsize": 15, "fontweight": "bold", "x": 0.02, "ha": "left"}
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 
@@ -35,8 +32,8 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
     warm_start = [r for r in records if "sft/loss" in r]
     info = sorted({k for r in updates for k in r if k.startswith("info/")})
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(**FIGURE)
-        figure.suptitle(title, **TITLE)
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, ha="left")
         _draw_accuracy(axes[0, 0], records)
         _draw_metrics(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
         _draw_metrics(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
@@ -48,37 +45,6 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
             axes[1, 1].plot(steps, losses, color=PURPLE)
             _label(axes[1, 1], "Warm start: loss, nats per token", "step")
         _mark_warnings(list(axes.flat)[: 4 if info else 3], records)
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
-
-
-def draw_seeds(path: Path, runs: dict[str, list[list[Record]]], title: str) -> None:
-    """Draws the mean over seeds of each algorithm, and a band from the lowest to the highest seed.
-
-    `runs` maps the name of an algorithm to the records of each seed's metrics.jsonl.
-    """
-    panels = [
-        ("/accuracy", "Held-out accuracy (greedy)"),
-        ("reward/correct", "Fraction correct in training (sampled)"),
-        ("length/mean", "Completion length, tokens"),
-        ("info/worked", "Fraction that writes out its work"),
-    ]
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(**FIGURE)
-        figure.suptitle(title, **TITLE)
-        for axis, (suffix, name) in zip(axes.flat, panels, strict=True):
-            _label(axis, name)
-            for (label, seeds), (color, style) in zip(runs.items(), LINES, strict=False):
-                points = _values_by_update(seeds, suffix)
-                means, low, high = (
-                    [function(values) for values in points.values()]
-                    for function in (statistics.fmean, min, max)
-                )
-                axis.plot(list(points), means, style, color=color, label=label, linewidth=1.8)
-                axis.fill_between(list(points), low, high, color=color, alpha=0.15, linewidth=0)
-            if suffix != "length/mean":
-                axis.set_ylim(-0.03, 1.05)
-        axes[0, 0].legend(frameon=False, loc="lower right")
         figure.savefig(path, dpi=110)
         plt.close(figure)
 
@@ -144,13 +110,3 @@ def _mark_warnings(panels: list[Axes], records: list[Record]) -> None:
 def _smooth(values: Sequence[float]) -> list[float]:
     windows = (values[max(0, i - SMOOTHING) : i + SMOOTHING + 1] for i in range(len(values)))
     return [statistics.fmean(window) for window in windows]
-
-
-def _values_by_update(seeds: list[list[Record]], suffix: str) -> dict[int, list[float]]:
-    """The values of all seeds at each update, of metrics whose names end in `suffix`."""
-    values: dict[int, list[float]] = {}
-    for record in (record for records in seeds for record in records if "update" in record):
-        for key, value in record.items():
-            if key.endswith(suffix) and value is not None:
-                values.setdefault(record["update"], []).append(value)
-    return dict(sorted(values.items()))
