@@ -4,11 +4,15 @@
     python train.py --algo ppo           # the same with PPO
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
-Each update samples G rollouts for each of P tasks, computes advantages, takes a gradient step (or
-several), and samples the next rollouts from the new weights.
+A task is an environment and a seed. A rollout is one episode of a task: one or more turns, each a
+prompt and the completion that the policy sampled for it. The G rollouts of a task are a group. Each
+update samples G rollouts for each of P tasks, turns their rewards into advantages, and takes one or
+more gradient steps.
 
-Axes in shape comments: B = P·G rollouts, N sampled tokens of a rollout; b sequences of a
-micro-batch, T tokens of a sequence. The settings are in core/config.py.
+Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). For a
+forward pass, micro_batches() cuts the token ids, prompts included, into sequences [b, T], and looks
+the [B, N] tensors up as [b, T-1]: column t is about the token at t+1, which position t predicts.
+The settings are in core/config.py.
 """
 
 import math
@@ -63,12 +67,12 @@ def main(cfg: Config) -> int:
             run.check_interrupt()
             timer = Timer()
 
-            # 1. Sample G rollouts for each of P tasks; some may be left out of training
+            # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             sampled, rollouts = collect_rollouts(cfg, run, update)
-            batch = to_rollout_batch(rollouts)  # tensors [B, N] over the sampled tokens
+            batch = to_rollout_batch(rollouts)  # tensors [B, N]
             timer.lap("time/rollout_s")
 
-            # 2. Log-probs under the weights that sampled, and under the reference
+            # 2. The trainer's log-probs before any gradient step, and those of the reference
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -83,10 +87,11 @@ def main(cfg: Config) -> int:
                 batch.episode_truncated, cfg.gamma, options,
             )  # fmt: skip
 
-            # 4. Gradient steps. Losses are sums over tokens, so micro-batches add up
+            # 4. Gradient steps, one per minibatch. A loss is a sum over tokens, so the gradients of
+            #    the micro-batches of a step add up to the gradient of the step
             stats = UpdateStats(cfg, batch)
             loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
-            aggregation = cfg.grpo.aggregation or "token"
+            aggregation = cfg.grpo.aggregation or "token"  # only GRPO has a choice
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             for epoch, rows in minibatches(
                 len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed
@@ -94,35 +99,43 @@ def main(cfg: Config) -> int:
                 batch.token_weights = common.token_weights(
                     loss_mask, aggregation, cfg.max_tokens, rows
                 )
-                for micro in micro_batches(run.policy, batch, rows):  # one graph alive at a time
+                for micro in micro_batches(run.policy, batch, rows):
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
-                    # None: this is the only step, so these are the weights that sampled
-                    old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                    ratio = common.sampler_ratio(
-                        old, micro.sampler_logprobs, micro.completion_mask, cfg.tis_level
+                    old_logprobs = micro.old_logprobs
+                    if old_logprobs is None:  # the only step: the weights are still the old ones
+                        old_logprobs = logprobs.detach()
+                    # truncated importance sampling: corrects for the sampler's other kernels
+                    sampler_ratio = common.sampler_ratio(
+                        old_logprobs, micro.sampler_logprobs, micro.completion_mask, cfg.tis_level
                     )
+                    weights = common.importance_weights(sampler_ratio, cfg.tis_cap, cfg.tis_mode)
                     loss, sums = algorithm.compute_loss(
-                        logprobs, old, micro.advantages, micro.completion_mask,
-                        common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode),
-                        micro.token_weights, options, values, micro.values, micro.value_targets,
+                        logprobs, old_logprobs, micro.advantages, micro.completion_mask, weights,
+                        micro.token_weights, options,
+                        values=values, old_values=micro.values, value_targets=micro.value_targets,
                     )  # fmt: skip
-                    penalty, kl_sum = regularizers(cfg, logprobs, entropy, micro)
-                    run.optimizer.backward(loss + penalty)
-                    stats.add(epoch, micro, loss + penalty, old, entropy, ratio, sums | kl_sum)
-                stats.end_pass()
-                if stats.approx_kl > cfg.ppo.target_kl > 0:
+                    extra_loss, kl_sum = regularizers(cfg, logprobs, entropy, micro)
+                    loss = loss + extra_loss
+                    run.optimizer.backward(loss)
+                    stats.add(
+                        epoch, micro, loss, old_logprobs, entropy, sampler_ratio, sums | kl_sum
+                    )
+                stats.end_minibatch()
+                if stats.approx_kl > cfg.ppo.target_kl > 0:  # of this minibatch
                     run.optimizer.zero_grad()  # too far from the old policy: no further steps
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
-                    cfg.max_grad_norm, math.isfinite(stats.loss), update <= cfg.ppo.value_warmup
+                    cfg.max_grad_norm,
+                    finite_loss=math.isfinite(stats.loss),
+                    only_value_head=update <= cfg.ppo.value_warmup,
                 )
                 stats.num_steps += stepped
-
-            # 5. Give the sampler the new weights (nothing to send when it shares them)
             metrics = rollout_metrics(sampled) | stats.means()
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
             if cfg.sft_best:
                 metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
+
+            # 5. Give the sampler the new weights; nothing to send if it shares them
             run.sampler.sync()
             timer.lap("time/train_s")
 
@@ -162,7 +175,11 @@ def algorithm_for(cfg: Config) -> tuple[Any, Any]:
 
 
 def warm_start(cfg: Config, run: Run) -> None:
-    """Supervised steps on demonstrations; a fraction `cfg.sft_hasty` of these are hasty guesses."""
+    """Supervised steps on demonstrations, so that the policy can do the task at all.
+
+    A fraction `cfg.sft_hasty` of the demonstrations are well-formed guesses; the others show how to
+    work the answer out. RL then has two ways to choose from.
+    """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if not warm_cache.reuse(cfg, run, envs):
         with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
@@ -183,8 +200,9 @@ def warm_start(cfg: Config, run: Run) -> None:
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
-    Rollouts whose environment failed are not trained on. With --filter-groups, neither are groups
-    with equal returns, whose advantages are 0; up to that many rounds sample other tasks instead.
+    Rollouts whose environment failed are not trained on. With --filter-groups R, groups with equal
+    returns are not trained on either, since their GRPO advantages are 0: up to R further rounds
+    sample other tasks in their place.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -205,7 +223,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         usable = run.drop_failed(fresh)
         kept += selection.with_spread(usable) if cfg.filter_groups else usable
     if not kept:
-        run.say(f"update {update}: every group has equal returns, so no gradient step is taken")
+        run.say(f"update {update}: every group has equal returns: no gradient step")
     return sampled, kept
 
 
@@ -246,13 +264,14 @@ def score_logprobs(
 
 
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Rewards [B, N] with the overlong and the KL penalty, and the turn of each token [B, N].
+    """Rewards [B, N] with the penalties of the settings, and the turn of each token [B, N].
 
-    With --credit episode the whole episode counts as one turn with its discounted return.
+    Rewards are at the last token of each turn, 0 elsewhere. With --credit episode all tokens belong
+    to one turn, so that each is credited with the discounted return of the whole episode.
     """
     rewards, turn_ids = batch.rewards, batch.turn_ids
     if cfg.overlong_buffer:
-        lengths = batch.completion_lengths
+        lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
         rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
     if cfg.kl_coef and cfg.kl_in == "reward":
         kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
@@ -265,17 +284,19 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 def regularizers(
     cfg: Config, logprobs: Tensor, entropy: Tensor, micro: MicroBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Entropy bonus and KL penalty to add to the loss; the KL to the reference as a metric."""
-    penalty = torch.zeros((), device=logprobs.device)
+    """What --entropy-coef and --kl-coef add to the loss, and the sum of the KL for the metrics."""
+    extra_loss = torch.zeros((), device=logprobs.device)
     if cfg.entropy_coef:
-        penalty = penalty - cfg.entropy_coef * (entropy * micro.token_weights).sum()
+        extra_loss = extra_loss - cfg.entropy_coef * (entropy * micro.token_weights).sum()
     if micro.ref_logprobs is None:
-        return penalty, {}
+        return extra_loss, {}
     mask = micro.completion_mask
     kl = common.kl_estimate(logprobs, micro.ref_logprobs, cfg.kl_estimator)
     if cfg.kl_in == "loss":
-        penalty = penalty + cfg.kl_coef * torch.where(mask, kl * micro.token_weights, 0.0).sum()
-    return penalty, {"kl/reference": kl[mask].sum().item()}
+        extra_loss = (
+            extra_loss + cfg.kl_coef * torch.where(mask, kl * micro.token_weights, 0.0).sum()
+        )
+    return extra_loss, {"kl/reference": kl[mask].sum().item()}
 
 
 def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:

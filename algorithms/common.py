@@ -25,7 +25,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each sampled token, and entropy of the distribution it was sampled from.
+    """Log-prob of each sampled token, and entropy of the distribution over the vocabulary there.
 
         log π(x_t+1 | x_..t) = log softmax(logits_t / temperature)[x_t+1]
 
@@ -88,14 +88,15 @@ def token_weights(
     max_tokens: int,
     rows: list[int] | None = None,
 ) -> Tensor:
-    """Weight of each token's term in the loss of one step, so that the sum is the desired mean.
+    """Weight of each token's term in the loss of one step; the weighted sum is a mean.
 
         token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
         sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
         constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    With `sequence`, a token of a long completion weighs less, so long wrong answers are punished
-    less. `constant` removes the length; the learning rate then has to fit `max_tokens`.
+    With `sequence`, each token of a long completion weighs less, so it is pushed down less if the
+    answer is wrong. `constant` removes the length; the learning rate has to fit `max_tokens`. Rows
+    without a token in the mask count in B, but not in `all tokens`.
 
     `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
     Returns [B, N] float32, 0 in other rows.
@@ -141,8 +142,8 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
     As values, k1 and k3 are unbiased, k3 is never negative, and k2 is close to both for small d.
-    Their gradients differ. The gradient of KL(π ‖ other), by the score function, is E[d ∇ log π].
-    So, on policy:
+    Their gradients differ. The gradient of KL(π ‖ other) is E[d ∇ log π]. For samples of the
+    current policy:
 
         in the loss:    E[∇ k1] = 0; E[∇ k2] is the KL's gradient; E[∇ k3] that of KL(other ‖ π)
         in the reward:  k1 has the KL's gradient; k2 and k3 do not
@@ -172,7 +173,7 @@ def sampler_ratio(
 
     The sampler runs other kernels than the trainer, so its tokens come from a slightly different
     distribution (https://fengyao.notion.site/off-policy-rl). A product over the sequence would grow
-    with its length; the geometric mean does not. All [b, T-1]; 1 off the mask.
+    with its length; the geometric mean does not. All tensors [b, T-1].
     """
     log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if level == "sequence":
@@ -207,7 +208,11 @@ def surrogate_metrics(
     clip_low: float,
     clip_high: float,
 ) -> dict[str, float]:
-    """Number of tokens beyond each clip where the clip acts, and the KL to the old policy; sums."""
+    """Sums over tokens, which the loop divides by their number; see core/README.md.
+
+    A token counts as clipped if its ratio is beyond the clip on the side where the clip removes the
+    gradient: above it with a positive advantage, below it with a negative one.
+    """
     low = mask & (ratio < 1 - clip_low) & (advantages < 0)
     high = mask & (ratio > 1 + clip_high) & (advantages > 0)
     kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)  # sampled from the old policy

@@ -1,7 +1,10 @@
 """GRPO: compare the rollouts of a group with each other, and clip the policy ratio.
 
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
-    L   = -Σ_t min(ρ_t A, clip(ρ_t, 1-ε_low, 1+ε_high) A),    ρ_t = π(x_t) / π_old(x_t)
+    L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
+
+R_i is the return of rollout i, ρ_t the policy ratio of its token t; the min is the surrogate that
+stands in for the expected return.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its completion.
@@ -10,7 +13,8 @@ The default is dapo: every token counts the same, whatever the length of its com
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
     gspo       ρ is the geometric mean over the sequence                arXiv:2507.18071
-    cispo      -Σ_t sg(clip(ρ_t)) A log π: every token keeps a gradient, its weight is clipped
+    cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
+               size of a token's gradient and never removes it
                                                                         MiniMax-M1, arXiv:2506.13585
 
 Differences from the papers: there is no KL term unless --kl-coef is set. DAPO's dynamic sampling,
@@ -63,8 +67,9 @@ def compute_advantages(
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
+    >>> not_truncated = torch.zeros(2, dtype=torch.bool)
     >>> options = with_loss_type(Options("dr_grpo"))
-    >>> compute_advantages(r, mask, turn_ids, group_ids, None, group_ids, 1.0, options)[0]
+    >>> compute_advantages(r, mask, turn_ids, group_ids, None, not_truncated, 1.0, options)[0]
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
@@ -107,13 +112,15 @@ def compute_loss(
     if options.ratio_level == "sequence":  # every token has the ratio of its sequence
         mean = common.masked_mean(log_ratio, completion_mask, dim=1)  # [b, 1]
         log_ratio = torch.where(completion_mask, mean, 0.0)
-    # in the first step of an update the ratio is 1, but its gradient is ∇ log π
+    # in the first step of an update the ratio is 1 (nothing is clipped) and its gradient ∇ log π
     ratio = log_ratio.exp()
     assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.surrogate == "cispo":
         surrogate = clipped.detach() * advantages * logprobs
-    else:  # the smaller of the two: the clip removes what could be gained, never a loss
+    else:
+        # the smaller of the two: beyond the clip, a further change in the intended direction gains
+        # nothing, and a change in the wrong direction still costs
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
         if options.dual_clip:  # bounds the loss where the ratio is large and the advantage negative
             bounded = surrogate.maximum(options.dual_clip * advantages)

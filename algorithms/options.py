@@ -18,8 +18,8 @@ class ReinforceOptions:
     """Options of REINFORCE."""
 
     baseline: Literal["batch", "group", "leave_one_out", "none"] = "batch"
-    """Subtracted from the return: the mean of the batch, of the group, or of the other rollouts of
-    the group (RLOO)."""
+    """Subtracted from the return: the mean of the batch, of the group, of the other rollouts of the
+    group (RLOO), or nothing."""
     normalize: bool = False
     """Normalize advantages to mean 0 and standard deviation 1 over the batch (REINFORCE++)."""
 
@@ -43,7 +43,7 @@ class GrpoOptions:
     aggregation: Aggregation | None = None
     """Mean over all tokens, over each completion and then all, or over B·max_tokens."""
     dual_clip: float = 0.0
-    """Bound the loss of tokens with negative advantage at this ratio, above 1; 0: off."""
+    """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class PpoOptions:
     """Options of PPO."""
 
     gae_lambda: float = 0.95
-    """GAE's λ per token; 1: advantages from rewards alone, 0: from the value head alone."""
+    """GAE's λ per token; 1: all later rewards count, 0: only the reward and the next value."""
     clip: float = 0.2
     """Clip the ratio at 1 ± clip."""
     target_kl: float = 0.0
     """End an update's gradient steps when the KL to the old policy exceeds this, in nats per token;
     0: never."""
     value_clip: float = 0.5
-    """Clip the change of a value within an update, in units of reward; 0: no clipping."""
+    """Clip the change of a value within an update at ± this; 0: no clipping."""
     value_coef: float = 0.5
     """Coefficient of the value loss; 0: the value head is not trained."""
     value_lr: float = 1e-3

@@ -1,12 +1,15 @@
-"""PPO: a learned value of each token as the baseline, and a clipped policy ratio.
+"""PPO: a learned value before each token as the baseline, and a clipped policy ratio.
 
     δ_t = r_t + γ V_t+1 - V_t,   A_t = δ_t + γλ A_t+1        GAE, arXiv:1506.02438
-    L   = -Σ_t min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε) A_t) + c Σ_t (V_t - (A_t + V_t,old))² / 2
+    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_t,old))² / 2
                                                              PPO, arXiv:1707.06347
+
+ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
+from there on), Â the advantages normalized over the batch.
 
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
 both. λ applies per token; γ applies per turn, and is 1 between tokens of the same turn. After the
-last token of a truncated episode, V_t+1 is the value of that token instead of 0.
+last token V_t+1 is 0; if the episode was truncated, it is the value of that last token.
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
@@ -64,10 +67,11 @@ def compute_loss(
     assert values is not None and old_values is not None and value_targets is not None
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     values = torch.where(completion_mask, values, 0.0)
-    # in the first step of an update the ratio is 1, but its gradient is ∇ log π
+    # in the first step of an update the ratio is 1 (nothing is clipped) and its gradient ∇ log π
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
-    # the smaller of the two: the clip removes what could be gained, never a loss
+    # the smaller of the two: beyond the clip, a further change in the intended direction gains
+    # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     error = (values - value_targets) ** 2
     if options.value_clip:
@@ -102,7 +106,7 @@ def gae(
     """
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[:, 0])
-    next_turn = torch.full_like(turn_ids[:, 0], -1)  # after the last token a new turn would begin
+    next_turn = torch.full_like(turn_ids[:, 0], -1)  # matches no turn: γ applies after the end
     columns = torch.arange(rewards.shape[1], device=rewards.device)
     last = torch.where(completion_mask, columns, 0).amax(1, keepdim=True)  # [B, 1]
     last_value = values.gather(1, last).squeeze(1)

@@ -36,7 +36,8 @@ def compute_advantages(
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> compute_advantages(r, mask, turn_ids, group_ids, None, group_ids, 1.0, Options())[0]
+    >>> not_truncated = torch.zeros(2, dtype=torch.bool)
+    >>> compute_advantages(r, mask, turn_ids, group_ids, None, not_truncated, 1.0, Options())[0]
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
@@ -77,7 +78,7 @@ def compute_loss(
     last three arguments are PPO's. Returns the loss and metrics as sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
-    # ∇ log π = ∇π / π: the gradient of this product is the policy gradient
+    # its gradient is A ∇ log π, the policy gradient; its value has no meaning
     per_token = -importance_weights * advantages * logprobs
     loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
     ratio = (logprobs.detach() - old_logprobs).exp()

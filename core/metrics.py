@@ -74,8 +74,8 @@ class UpdateStats:
         of_all = {"loss": loss.item(), "policy/entropy": entropy.sum().item()}
         _add(of_all | {"tokens": micro.num_tokens}, to=self.step_sums)
 
-    def end_pass(self) -> None:
-        """Ends the forward and backward passes of one step; adds up the sums of all ranks."""
+    def end_minibatch(self) -> None:
+        """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
         self.loss = sums.pop("loss", 0.0)
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("tokens", 0.0))
