@@ -17,17 +17,8 @@ import time
 from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
-
-from core.run_log import read_records  # noqa: E402
-
-RENAMED = {  # metrics of runs that were recorded up to commit 4d5175e, and their names since then
-    "kl/old_policy": "kl/approx",
-    "length/cut_off": "length/hit_token_limit",
-}
 
 
 def chosen_runs(description: str | None, folder: Path, names: Iterable[str]) -> list[str]:
@@ -44,7 +35,7 @@ def chosen_runs(description: str | None, folder: Path, names: Iterable[str]) -> 
     return [n for n in chosen if not (args.missing and (folder / f"{n}.jsonl").exists())]
 
 
-def record(
+def make_run(
     folder: Path,
     name: str,
     flags: str,
@@ -85,17 +76,6 @@ def warm_policy(seed: int) -> Path:
         shutil.copytree(run / "model", policy)
         shutil.rmtree(run)
     return policy
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a metrics.jsonl, with the current names of metrics."""
-    records = read_records(path)
-    for metrics in records:
-        for old in RENAMED.keys() & metrics.keys():
-            metrics[RENAMED[old]] = metrics.pop(old)
-        if "groups/with_spread" in metrics:
-            metrics["groups/zero_std_fraction"] = 1 - metrics.pop("groups/with_spread")
-    return records
 
 
 def read_seconds(folder: Path) -> dict[str, int]:

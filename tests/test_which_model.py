@@ -1,4 +1,4 @@
-"""What fits where is computed from shapes; here the shapes and the terms are held against torch."""
+"""runs/which_model: the shapes and the terms of the memory, compared with PyTorch."""
 
 import re
 import shlex
@@ -22,7 +22,7 @@ import fit  # noqa: E402
 
 README = (FOLDER / "README.md").read_text()
 COMMANDS = re.findall(r"^    python train\.py(.*)$", README, re.MULTILINE)
-PUBLISHED = {  # weights, tied embeddings once, as counted in the files of each
+PUBLISHED = {  # weights with tied embeddings counted once, as in the files of each model
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
     "HuggingFaceTB/SmolLM2-360M-Instruct": 361_821_120,
     "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
@@ -65,12 +65,12 @@ def build(m, rank=0, dtype=torch.float32):
 
 
 def saved_bytes(model, decoder, ids):
-    """Bytes of all storages that a forward pass keeps for its backward, weights left out."""
+    """Bytes of all storages that a forward pass saves for its backward pass, without weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages, alive = {}, []
 
     def note(tensor):
-        alive.append(tensor)  # or its address would be given to another
+        alive.append(tensor)  # otherwise its address could be reused
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -81,7 +81,7 @@ def saved_bytes(model, decoder, ids):
 
 
 def peak_bytes(call):
-    """The most that was allocated on the CPU at one time, beyond what was there before."""
+    """Peak of the bytes that `call` allocated on the CPU."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
         call()
@@ -93,16 +93,16 @@ def peak_bytes(call):
     return most
 
 
-@pytest.mark.parametrize("m", fit.MODELS, ids=lambda m: m.model_id)
-def test_the_shape_has_the_published_number_of_weights(m):
-    with torch.device("meta"):
-        model, _ = build(m)
-    assert sum(p.numel() for p in model.parameters()) == PUBLISHED[m.model_id]
-    assert fit.num_weights(m) == PUBLISHED[m.model_id]
+def test_every_shape_has_the_published_number_of_weights():
+    for m in fit.MODELS:
+        with torch.device("meta"):
+            model, _ = build(m)
+        assert sum(p.numel() for p in model.parameters()) == PUBLISHED[m.model_id]
+        assert fit.num_weights(m) == PUBLISHED[m.model_id]
 
 
 @families
-def test_adapters_are_counted_as_peft_makes_them(family):
+def test_adapter_weights_are_those_of_peft(family):
     model, _ = build(SMALL[family], RANK)
     adapters = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
     assert fit.num_adapter_weights(SMALL[family], RANK) == adapters
@@ -111,40 +111,39 @@ def test_adapters_are_counted_as_peft_makes_them(family):
 @both
 @families
 @pytest.mark.parametrize(
-    "dtype, fused",  # not fused is for MPS, where weights are float32
+    "dtype, fused",  # not fused: MPS, where weights are float32
     [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)],
 )
-def test_a_layer_keeps_what_the_formula_says(family, rank, dtype, fused):
+def test_a_layer_saves_what_the_formula_says(family, rank, dtype, fused):
     m, ids = SMALL[family], torch.zeros(2, 48, dtype=torch.int64)
     measured = []
     for layers in (3, 4):  # their difference is one layer
         shape = fit.Model(**{**vars(m), "layers": layers})
         with nullcontext() if fused else sdpa_kernel(SDPBackend.MATH):
             measured.append(saved_bytes(*build(shape, rank, dtype), ids))
-    expected = fit.kept(m, dtype.itemsize, rank, ids.shape[1], fused)
+    expected = fit.saved_per_token(m, dtype.itemsize, rank, ids.shape[1], fused)
     assert (measured[1] - measured[0]) / ids.numel() == pytest.approx(expected, rel=0.03)
 
 
-@both
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_learning_peaks_at_what_the_terms_say(family, rank):
+@pytest.mark.parametrize("family, rank", [("qwen3", 0), ("gemma3", RANK)])
+def test_training_peaks_at_the_sum_of_the_terms(family, rank):
     m, size = SMALL[family], (1, fit.LENGTH)
     model, decoder = build(m, rank)
     ids, mask = torch.zeros(size, dtype=torch.int64), torch.ones(1, fit.LENGTH - 1, dtype=bool)
 
-    def learn():
+    def train():
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         logprobs, _ = token_logprobs(hidden, ids, mask, model.get_output_embeddings())
         logprobs.sum().backward()
 
-    learn()  # the gradients are there
+    train()  # allocates the gradients
     terms = fit.memory(m, "cpu", rank, 1024)
-    expected = terms["learning"] - terms["gradients"]
-    assert 0.85 * expected < peak_bytes(learn) / fit.GB < 1.02 * expected
+    expected = terms["training"] - terms["gradients"]
+    assert 0.85 * expected < peak_bytes(train) / fit.GB < 1.02 * expected
 
 
 @both
-def test_the_optimiser_holds_and_takes_what_the_terms_say(rank):
+def test_the_optimizer_allocates_what_the_terms_say(rank):
     m = SMALL["qwen3"]
     model, _ = build(m, rank)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -163,7 +162,7 @@ def test_the_optimiser_holds_and_takes_what_the_terms_say(rank):
     assert peak_bytes(on_cuda.step) == pytest.approx(expected, rel=0.02)
 
 
-def test_below_float32_weights_have_a_master_and_gradients_of_float32():
+def test_weights_below_float32_have_float32_masters_and_gradients():
     m = SMALL["qwen3"]
     model, _ = build(m, dtype=torch.bfloat16)
     optimizer = MasterAdamW([{"params": list(model.parameters())}], lr=0.1)
@@ -192,26 +191,26 @@ def test_memory_grows_with_each_argument(device, rank):
 
 @pytest.mark.parametrize("machine", fit.MACHINES, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("rank", [0, fit.RANK])
-def test_the_chosen_flags_are_the_most_that_fits(machine, rank):
+def test_the_chosen_model_and_micro_batch_are_the_largest_that_fit(machine, rank):
     chosen = fit.largest_model(machine, rank)
     micro = fit.micro_batch(chosen, machine, rank)
-    assert fit.memory(chosen, machine.device, rank, micro)["peak"] <= machine.room
-    if micro < 1024 * fit.MOST:
-        assert fit.memory(chosen, machine.device, rank, micro + 1024)["peak"] > machine.room
+    assert fit.memory(chosen, machine.device, rank, micro)["peak"] <= machine.available
+    if micro < 1024 * fit.MAX_MICRO_BATCH:
+        assert fit.memory(chosen, machine.device, rank, micro + 1024)["peak"] > machine.available
     for m in fit.MODELS:
         if fit.num_weights(m) > fit.num_weights(chosen):
-            assert fit.memory(m, machine.device, rank, 1024)["peak"] > machine.room
+            assert fit.memory(m, machine.device, rank, 1024)["peak"] > machine.available
 
 
-def test_the_tables_are_those_that_the_script_makes():
+def test_the_readme_has_the_tables_of_the_script():
     table = README.split("<!-- table -->\n")[1].split("\n<!-- end of table -->")[0]
     assert table.splitlines() == fit.lines()
 
 
-def test_there_is_a_command_for_each_machine_and_way_and_all_are_valid():
+def test_the_readme_has_a_valid_command_for_each_machine():
     assert len(COMMANDS) == 2 * len(fit.MACHINES)
     for flags in COMMANDS:
         cfg = config.resolve(cli.parse(shlex.split(flags)))
         config.validate(cfg)
         assert cfg.max_model_len == fit.LENGTH
-        assert cfg.num_prompts * cfg.group_size >= cfg.eval_num_tasks  # no more rows in evaluation
+        assert cfg.num_prompts * cfg.group_size >= cfg.eval_num_tasks  # evaluation has no more rows

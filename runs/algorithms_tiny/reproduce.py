@@ -14,17 +14,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
+import record  # noqa: E402
 from figures import figure, panel, seed_band  # noqa: E402
-from record import (  # noqa: E402
-    chosen_runs,
-    read_metrics,
-    record,
-    recorded_with,
-    warm_policy,
-    write_table,
-)
 
 from core.report.curves import BLUE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 SEEDS = (0, 1, 2)
 BUDGET = 60_000  # sampled tokens
@@ -59,12 +53,12 @@ SETTINGS = ONE_STEP | FOUR_STEPS
 
 def main() -> None:
     runs = {run_name(label, seed): (label, seed) for seed in SEEDS for label in SETTINGS}
-    for name in chosen_runs(__doc__, HERE, runs):
+    for name in record.chosen_runs(__doc__, HERE, runs):
         label, seed = runs[name]
-        start = f"--model-id {warm_policy(seed)} --seed {seed}"
-        record(HERE, name, f"{start} {SHARED} {SETTINGS[label]}")
+        start = f"--model-id {record.warm_policy(seed)} --seed {seed}"
+        record.make_run(HERE, name, f"{start} {SHARED} {SETTINGS[label]}")
     draw()
-    write_table(HERE, [*table(), "", recorded_with(HERE)])
+    record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 
 
 def run_name(label: str, seed: int) -> str:
@@ -74,7 +68,7 @@ def run_name(label: str, seed: int) -> str:
 def curve(label: str, seed: int) -> list[tuple[float, float]]:
     """Returns (thousand tokens sampled so far, held-out accuracy) of each evaluation."""
     tokens, points = 0, []
-    for metrics in read_metrics(HERE / f"{run_name(label, seed)}.jsonl"):
+    for metrics in read_records(HERE / f"{run_name(label, seed)}.jsonl"):
         tokens += metrics.get("tokens/sampled", 0)
         if ACCURACY in metrics and tokens <= BUDGET:
             points.append((tokens / 1000, metrics[ACCURACY]))
@@ -92,7 +86,7 @@ def table() -> list[str]:
         curves = [curve(label, seed) for seed in SEEDS]
         after = [points[-1][1] for points in curves]
         reached = [next((x for x, y in points if y >= 0.9), None) for points in curves]
-        runs = [read_metrics(HERE / f"{run_name(label, seed)}.jsonl") for seed in SEEDS]
+        runs = [read_records(HERE / f"{run_name(label, seed)}.jsonl") for seed in SEEDS]
         length = statistics.fmean(run[-1]["length/mean"] for run in runs)
         seconds = statistics.fmean(sum(m.get("time/train_s", 0) for m in run) for run in runs)
         lines.append(

@@ -12,18 +12,12 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
+import record  # noqa: E402
 from figures import band, figure, panel  # noqa: E402
-from record import (  # noqa: E402
-    chosen_runs,
-    read_metrics,
-    read_seconds,
-    record,
-    recorded_with,
-    write_table,
-)
 
 from core.metrics import before_after  # noqa: E402
 from core.report.curves import BLUE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 RUNS = {
     "reverse": "--env reverse --sft-steps 450 --num-updates 30",
@@ -46,10 +40,10 @@ RETURNS = ("cartpole", "blackjack")  # measured by the mean return; the others b
 
 
 def main() -> None:
-    for name in chosen_runs(__doc__, HERE, RUNS):
-        record(HERE, name, RUNS[name])
+    for name in record.chosen_runs(__doc__, HERE, RUNS):
+        record.make_run(HERE, name, RUNS[name])
     draw()
-    write_table(HERE, [*table(), "", recorded_with(HERE)])
+    record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 
 
 def measured(name: str) -> str:
@@ -71,8 +65,8 @@ def table() -> list[str]:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, flags in RUNS.items():
-        cells = f"{read_seconds(HERE)[name] / 60:.1f} | `python train.py {flags}`"
-        for env, first, last in before_after(read_metrics(HERE / f"{name}.jsonl")):
+        cells = f"{record.read_seconds(HERE)[name] / 60:.1f} | `python train.py {flags}`"
+        for env, first, last in before_after(read_records(HERE / f"{name}.jsonl")):
             results = [value(name, env, metrics) for metrics in (first, last)]
             before, after = (f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in results)
             rows.append(f"| `{env}` | {measured(name)} | {before} | {after} | {cells} |")
@@ -82,7 +76,7 @@ def table() -> list[str]:
 
 def draw() -> None:
     """One panel per environment: the held-out value by update, with its 95% interval."""
-    runs = {name: read_metrics(HERE / f"{name}.jsonl") for name in RUNS}
+    runs = {name: read_records(HERE / f"{name}.jsonl") for name in RUNS}
     shown = [(name, env) for name in RUNS for env, _, _ in before_after(runs[name])]
     title = "The 0.84M-parameter policy on other environments: held-out tasks, 95% interval"
     rows = -(-len(shown) // 3)

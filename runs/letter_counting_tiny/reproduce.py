@@ -13,18 +13,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
+import record  # noqa: E402
 from figures import figure, panel, seed_band  # noqa: E402
-from record import (  # noqa: E402
-    chosen_runs,
-    read_metrics,
-    read_seconds,
-    record,
-    recorded_with,
-    write_table,
-)
 
 from core.metrics import before_after, describe  # noqa: E402
 from core.report.curves import BLUE, GREEN, ORANGE  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 ALGORITHMS = {  # name: look of its curve
     "grpo": {"color": BLUE, "linestyle": "-"},
@@ -42,12 +36,12 @@ PANELS = {
 
 
 def main() -> None:
-    for name in chosen_runs(__doc__, HERE, RUNS):
+    for name in record.chosen_runs(__doc__, HERE, RUNS):
         algo, seed = RUNS[name]
         keep = {"curves.png": HERE} if name == "grpo-seed0" else {}
-        record(HERE, name, f"--algo {algo} --seed {seed}", keep=keep)
+        record.make_run(HERE, name, f"--algo {algo} --seed {seed}", keep=keep)
     draw()
-    write_table(HERE, [*table(), "", recorded_with(HERE)])
+    record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 
 
 def table() -> list[str]:
@@ -58,14 +52,14 @@ def table() -> list[str]:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, (algo, seed) in RUNS.items():
-        records = read_metrics(HERE / f"{name}.jsonl")
+        records = read_records(HERE / f"{name}.jsonl")
         ((env, first, last),) = before_after(records)
         reached = (r["update"] for r in records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
         lengths = [r["length/mean"] for r in records if "length/mean" in r]
         rows.append(
             f"| {algo} | {seed} | {describe(env, first)} | {describe(env, last)} | "
             f"update {next(reached, 'never')} | {lengths[0]:.1f} → {lengths[-1]:.1f} | "
-            f"{read_seconds(HERE)[name]} s |"
+            f"{record.read_seconds(HERE)[name]} s |"
         )
     return rows
 
@@ -77,7 +71,7 @@ def draw() -> None:
         for axis, (metric, name) in zip(axes, PANELS.items(), strict=True):
             panel(axis, name, "update")
             for algo, look in ALGORITHMS.items():
-                runs = [read_metrics(HERE / f"{algo}-seed{seed}.jsonl") for seed in SEEDS]
+                runs = [read_records(HERE / f"{algo}-seed{seed}.jsonl") for seed in SEEDS]
                 points = [[(m["update"], m[metric]) for m in run if metric in m] for run in runs]
                 seed_band(axis, points, label=algo, linewidth=1.8, **look)
             if metric != "length/mean":

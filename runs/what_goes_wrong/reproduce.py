@@ -11,17 +11,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
+import record  # noqa: E402
 from figures import figure, panel  # noqa: E402
-from record import (  # noqa: E402
-    chosen_runs,
-    read_metrics,
-    record,
-    recorded_with,
-    warm_policy,
-    write_table,
-)
 
 from core.report.curves import BLUE, RED  # noqa: E402
+from core.run_log import read_records  # noqa: E402
 
 BROKEN = "runs/what_goes_wrong/broken.py"
 WARM = "--max-tokens 64 --max-tokens-per-micro-batch 2048 --num-updates 30 --eval-every 3"
@@ -61,17 +55,17 @@ PANELS = (  # run with the mistake, run without it, title, two (metric, label)
 
 
 def main() -> None:
-    for name in chosen_runs(__doc__, HERE, RUNS):
+    for name in record.chosen_runs(__doc__, HERE, RUNS):
         script, flags = RUNS[name]
-        start = "" if name in OWN_WARM_START else f"--model-id {warm_policy(0)} "
-        record(HERE, name, start + flags, script)
+        start = "" if name in OWN_WARM_START else f"--model-id {record.warm_policy(0)} "
+        record.make_run(HERE, name, start + flags, script)
     draw()
-    write_table(HERE, [*table(), "", recorded_with(HERE)])
+    record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 
 
 def series(name: str, metric: str) -> tuple[list[int], list[float]]:
     """Returns the updates and the values of a metric; 0 for the drift of a base left frozen."""
-    updates = [r for r in read_metrics(HERE / f"{name}.jsonl") if "update" in r]
+    updates = [r for r in read_records(HERE / f"{name}.jsonl") if "update" in r]
     if metric == "base/drift" and name == "adapter":
         return [r["update"] for r in updates], [0.0] * len(updates)
     points = [(r["update"], r[metric]) for r in updates if r.get(metric) is not None]

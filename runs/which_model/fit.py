@@ -1,39 +1,42 @@
-"""Which model fits which machine: memory computed from the shapes, as a bound, in GB = 2^30 bytes.
+"""Which model fits which machine: an upper bound for memory, computed from the shapes.
 
-    python runs/which_model/fit.py    # writes the tables of the README beside it, and prints them
+    python runs/which_model/fit.py    # prints the tables and writes them into README.md
 
-L layers of width D; A = heads x head size of the queries, K of the keys (and of the values); MLP of
-F; vocabulary V; N weights, R adapter weights; t tokens in a micro-batch; T = 1,280 tokens in the
-longest sequence, one longer than t being a micro-batch of its own; B rollouts; s bytes of a weight.
+L layers of width D; A = heads * head size of the queries, K of the keys (and of the values); MLP of
+width F; vocabulary V; N weights, R adapter weights; t tokens in a micro-batch; T = 1,280 tokens in
+the longest sequence (a longer sequence than t is a micro-batch of its own); B rollouts; s bytes per
+weight; GB = 2^30 bytes. Bytes of each term:
 
     weights       s N               s = 2 on CUDA (bfloat16), 4 on CPU and MPS: core/model.py
-    masters       4 N               full fine-tuning with s = 2 only: core/optimizer.py
-    adapters      4 R (+ s R)       float32; on CUDA vLLM has a copy of them in its slots
-    moments       8 N or 8 R        AdamW's two, in float32, of what is trained
-    gradients     4 N or 4 R        float32 even where s = 2: they are summed in the masters
-    one gradient  (s + 4) V D       full: the embedding's as it comes, before it is added
-    activations   (L + 1) kept t    kept by each layer; one more for the gradients of a layer
-                  + (4 + 3s) D t    the last norm, its output, and its rows that predict
-    logits        16 min(V t, 2^25) of one chunk: at most 4 float32 copies at once, in the backward
-    step          4 N or 8 V D      AdamW's temporaries: of all weights on CUDA, else of the largest
-    cache         2 K L s B T       keys and values of all tokens (prefill needs less than its end)
-                  + 2 (K + A) s B T a layer's as it grows, and repeated for all its heads
-    drawing       16 V B            logits of the next token, and what is drawn from
+    masters       4 N               only full fine-tuning with s = 2: core/optimizer.py
+    adapters      4 R (+ s R)       float32; on CUDA vLLM has a copy in its adapter slots
+    moments       8 N or 8 R        the two moments of AdamW for what is trained, float32
+    gradients     4 N or 4 R        float32 also with s = 2: they are summed in the masters
+    one gradient  (s + 4) V D       full: the gradient of the embedding before it is added
+    activations   (L + 1) saved t   saved by each layer; one more for the gradients of a layer
+                  + (4 + 3s) D t    the last norm, its output, and its rows that predict a token
+    logits        16 min(V t, 2^25) at most 4 float32 copies of one chunk, in the backward pass
+    step          4 N or 8 V D      temporaries of AdamW: for all weights on CUDA, otherwise for the
+                                    largest
+    cache         2 K L s B T       keys and values of all tokens (prefill needs less than this)
+                  + 2 (K + A) s B T one layer more while the cache grows, repeated for all heads
+    drawing       16 V B            logits of the next token and the temporaries of sampling
 
-Weights, masters, adapters and moments are there always. Besides them: gradients, activations and
-logits in learning; gradients and temporaries in the step; cache and drawing in sampling. The
-largest of these three counts. What a decoder layer keeps of a token, in bytes:
+Weights, masters, adapters and moments are always in memory. Gradients, activations and logits are
+added while training; gradients and temporaries in the optimizer step; cache and drawing while
+sampling. The largest of these three phases counts. What a decoder layer saves per token, in bytes:
 
-    norms         (4 + s) D         input in float32, and normalised; 2 a layer. Gemma: 4, of 8 D.
-                                    Frozen weights (LoRA) need the input alone, 4 D
-    of q and k    as of D, of A + K Qwen3 and Gemma 3
+    norms         (4 + s) D         the input in float32, and the normalized input; 2 per layer.
+                                    Gemma: 4 per layer, 8 D. Frozen weights (LoRA): 4 D
+    of q and k    the same with     Qwen3 and Gemma 3
+                  A + K for D
     linear inputs 2 s D             of q, k, v, and of gate, up. LoRA with s = 2: a float32 copy for
                                     each of five adapters, 20 D, and one for o, 4 A
-    attention     s (2A + 2K)       q, k, v, output; 4 bytes a head for the softmax
-    - of Gemma    s (4A + T)        masked by its window: keys and values for all heads, and a mask
-    - on MPS      s (4A + heads T)  not fused: keys and values for all heads, and every weight
-    MLP           4 s F             gate, its activation, up, their product (LoRA: 4 F for this one)
-    adapters      28 rank           what the seven A make
+    attention     s (2A + 2K)       q, k, v, output; 4 bytes per head for the softmax
+    - of Gemma    s (4A + T)        masked by its window: keys and values of all heads, and a mask
+    - on MPS      s (4A + heads T)  not fused: keys and values of all heads, and all weights
+    MLP           4 s F             gate, its activation, up, their product (LoRA: 4 F for the last)
+    adapters      28 rank           the outputs of the seven A matrices
 """
 
 import sys
@@ -49,10 +52,10 @@ from core.model import MAX_LOGITS  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
-LENGTH = 1280  # tokens of prompt and completion: --max-model-len
-NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time; as many held-out tasks
+LENGTH = 1280  # tokens of prompt and completions: --max-model-len
+NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
-MOST = 16  # times 1,024 tokens in a micro-batch; more is hardly faster
+MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Model:
 class Machine:
     name: str
     device: str  # cpu, mps, cuda
-    room: float  # GB for the terms above: what the run may take, less a reserve for all else
+    available: float  # GB for the terms above: what the run may use, minus a reserve
 
 
 MODELS = [
@@ -111,7 +114,7 @@ MACHINES = [
 
 
 def num_weights(m: Model) -> int:
-    """N, with tied embeddings counted once."""
+    """Returns N, with tied embeddings counted once."""
     linear = 2 * m.width * (m.queries + m.keys) + 3 * m.width * m.mlp
     biases = m.queries + 2 * m.keys if m.family == "qwen2" else 0
     per_layer, of_heads = NORMS[m.family]
@@ -121,21 +124,22 @@ def num_weights(m: Model) -> int:
 
 
 def num_adapter_weights(m: Model, rank: int) -> int:
-    """R: A and B of q, k, v, o, gate, up and down in each layer."""
+    """Returns R: A and B of q, k, v, o, gate, up and down in each layer."""
     ends = 2 * (m.width + m.queries) + 2 * (m.width + m.keys) + 3 * (m.width + m.mlp)
     return rank * m.layers * ends
 
 
-def kept(m: Model, size: int, rank: int, length: int, fused: bool = True) -> int:
-    """Bytes that a layer keeps of a token of `length` until its backward; weights of `size` bytes.
+def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = True) -> int:
+    """Returns the bytes that a layer saves per token for its backward pass.
 
-    `fused`: attention does not keep its weights.
+    `size`: bytes per weight; `length`: tokens of the sequence; `fused`: the attention does not
+    save its weights.
     """
-    below = rank > 0 and size < 4  # adapters get a float32 copy of what they read
+    copies = rank > 0 and size < 4  # adapters read float32 copies of their inputs
     per_layer, of_heads = NORMS[m.family]
     normed = 4 if rank else 8 if m.family == "gemma3" else 4 + size
     norms = normed * (per_layer * m.width + of_heads * (m.queries + m.keys))
-    inputs = 20 * m.width + 4 * m.queries if below else 2 * size * m.width
+    inputs = 20 * m.width + 4 * m.queries if copies else 2 * size * m.width
     attention = 2 * (m.queries + m.keys) if fused and m.family != "gemma3" else 4 * m.queries
     attention += m.heads * length if not fused else length if m.family == "gemma3" else 0
     mlp = (3 * size + (4 if rank else size)) * m.mlp
@@ -143,12 +147,12 @@ def kept(m: Model, size: int, rank: int, length: int, fused: bool = True) -> int
 
 
 def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
-    """GB of each term and of each phase; `micro` tokens in a micro-batch, `rank` 0 trains all."""
+    """Returns the GB of each term and phase; `micro`: tokens in a micro-batch; rank 0: no LoRA."""
     size, cuda = (2, True) if device == "cuda" else (4, False)
     weights, adapters = num_weights(m), num_adapter_weights(m, rank)
     trained, largest = adapters if rank else weights, m.vocab * m.width
     tokens, rollouts = max(micro, LENGTH), NUM_PROMPTS * GROUP_SIZE
-    layer = kept(m, size, rank, LENGTH, fused=device != "mps")
+    layer = saved_per_token(m, size, rank, LENGTH, fused=device != "mps")
     terms = {
         "weights": size * weights,
         "masters": 4 * weights if size < 4 and not rank else 0,
@@ -164,25 +168,28 @@ def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
     }
     gb = {name: num_bytes / GB for name, num_bytes in terms.items()}
     gb["always"] = sum(gb[n] for n in ("weights", "masters", "adapters", "moments"))
-    gb["learning"] = sum(gb[n] for n in ("gradients", "one gradient", "activations", "logits"))
+    gb["training"] = sum(gb[n] for n in ("gradients", "one gradient", "activations", "logits"))
     gb["stepping"] = gb["gradients"] + gb["step"]
     gb["sampling"] = gb["cache"] + gb["drawing"]
-    gb["peak"] = gb["always"] + max(gb["learning"], gb["stepping"], gb["sampling"])
+    gb["peak"] = gb["always"] + max(gb["training"], gb["stepping"], gb["sampling"])
     return gb
 
 
 def micro_batch(m: Model, machine: Machine, rank: int) -> int:
-    """Tokens of the largest micro-batch, a multiple of 1,024, that fits; 0 if none does."""
-    sizes = (1024 * k for k in range(MOST, 0, -1))
-    return next((n for n in sizes if memory(m, machine.device, rank, n)["peak"] <= machine.room), 0)
+    """Returns the tokens of the largest micro-batch that fits, a multiple of 1,024; 0: none."""
+    for n in range(1024 * MAX_MICRO_BATCH, 0, -1024):
+        if memory(m, machine.device, rank, n)["peak"] <= machine.available:
+            return n
+    return 0
 
 
 def largest_model(machine: Machine, rank: int) -> Model:
-    """The model of most weights that fits. Raises ValueError if none does."""
+    """Returns the model with the most weights that fits. Raises ValueError if none does."""
     return max((m for m in MODELS if micro_batch(m, machine, rank)), key=num_weights)
 
 
 def command(m: Model, machine: Machine, rank: int) -> str:
+    """Returns the command that trains the model on the machine."""
     return (
         f"python train.py --model-id {m.model_id} --lora-rank {rank} "
         f"--max-tokens-per-micro-batch {micro_batch(m, machine, rank)} --max-tokens 1024 "
@@ -192,17 +199,18 @@ def command(m: Model, machine: Machine, rank: int) -> str:
 
 
 def lines() -> list[str]:
-    """The README's tables and commands."""
-    table = ["| machine | trained | largest model that fits | micro-batch, tokens | needs | room |",
+    """Returns the tables and commands of README.md."""
+    table = ["| machine | trained | largest model that fits | micro-batch, tokens | needs | "
+             "available |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     commands = []
     for machine in MACHINES:
         for rank, trained in ((0, "all weights"), (RANK, f"LoRA, rank {RANK}")):
             m = largest_model(machine, rank)
             n = micro_batch(m, machine, rank)
-            need = memory(m, machine.device, rank, n)["peak"]
-            table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {need:.1f} GB | "
-                         f"{machine.room:.1f} GB |")  # fmt: skip
+            needed = memory(m, machine.device, rank, n)["peak"]
+            table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {needed:.1f} GB | "
+                         f"{machine.available:.1f} GB |")  # fmt: skip
             commands += [f"    # {machine.name}: {trained}", f"    {command(m, machine, rank)}"]
     models = ["| model | weights | GPU, all | GPU, LoRA | CPU, all | CPU, LoRA | Mac, all | "
               "Mac, LoRA |", "| --- |" + " --- |" * 7]  # fmt: skip
@@ -210,7 +218,15 @@ def lines() -> list[str]:
         needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
         cells = " | ".join(f"{need:.1f}" for need in needs)
         models.append(f"| {m.model_id} | {num_weights(m) / 1e9:.3f}B | {cells} |")
-    return [*table, "", *commands, "", "GB at the smallest micro-batch, one sequence:", "", *models]
+    return [
+        *table,
+        "",
+        *commands,
+        "",
+        "GB with the smallest micro-batch, one sequence:",
+        "",
+        *models,
+    ]
 
 
 if __name__ == "__main__":
