@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import cast
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.types import Message, UsageError
 
@@ -29,7 +29,7 @@ SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
     """Token ids of an opening prompt, up to the point where the assistant begins to write.
 
     Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
@@ -38,7 +38,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> l
 
 
 def ids_after_completion(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], turn_closed: bool
+    tokenizer: Tokenizer, messages: list[Message], turn_closed: bool
 ) -> list[int]:
     """Token ids between a completion and the next one. Raises as `prompt_ids` does.
 
@@ -50,7 +50,7 @@ def ids_after_completion(
     return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
 
 
-def without_thinking(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """The sampled ids that follow the last </think>; all of them without a </think>."""
 
     def num_thoughts(end: int) -> int:
@@ -59,7 +59,7 @@ def without_thinking(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list
     return ids[bisect_left(range(len(ids)), num_thoughts(len(ids)), key=num_thoughts) :]
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def end_of_turn_id(tokenizer: Tokenizer) -> int:
     """Id of the token with which the chat template closes the assistant's turn.
 
     Raises UsageError if the template closes it with ordinary text.
@@ -88,9 +88,7 @@ def clean_message(message: Message) -> Message:
     return {"role": role, "content": content}
 
 
-def _split_turn_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
-) -> list[Message]:
+def _split_turn_tokens(tokenizer: Tokenizer, messages: list[Message]) -> list[Message]:
     """Clean messages with a SPLIT inside every turn token that they quote."""
 
     def split(text: str) -> str:
@@ -104,7 +102,7 @@ def _split_turn_tokens(
 
 
 @lru_cache(maxsize=8)
-def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
     """The special tokens, and other added tokens that the template writes, as DeepSeek's does."""
     chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
     written = _encode(tokenizer, _render(tokenizer, chat, open_turn=False))
@@ -114,10 +112,7 @@ def _turn_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def _text_after_completion(
-    tokenizer: PreTrainedTokenizerBase,
-    before: list[Message],
-    after: list[Message],
-    open_turn: bool = True,
+    tokenizer: Tokenizer, before: list[Message], after: list[Message], open_turn: bool = True
 ) -> str:
     chat: list[Message] = [*before, {"role": "assistant", "content": COMPLETION}, *after]
     _, found, text = _render(tokenizer, chat, open_turn).rpartition(COMPLETION)
@@ -126,7 +121,7 @@ def _text_after_completion(
     return text
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, chat: list[Message], open_turn: bool = True) -> str:
+def _render(tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True) -> str:
     """The chat as text; `open_turn`: ending where the assistant begins to write."""
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
@@ -139,6 +134,6 @@ def _render(tokenizer: PreTrainedTokenizerBase, chat: list[Message], open_turn: 
     return cast(str, text)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
     # add_special_tokens=False: the template writes the special tokens, including BOS
     return [i for s in text.split(SPLIT) for i in tokenizer.encode(s, add_special_tokens=False)]

@@ -19,13 +19,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
@@ -48,7 +43,7 @@ class Policy:
     """A causal language model, its tokenizer, and what sampling and training need to know."""
 
     model: Any  # a PreTrainedModel, or a PeftModel around one; they share no base class
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     device: torch.device
     stop_ids: list[int]  # each of these token ids ends a completion
     end_of_turn_id: int  # the token with which the chat template closes the assistant's turn
@@ -206,7 +201,7 @@ def pick_device(name: str) -> torch.device:
 
 def _load_files(
     model_id: str, dtype: torch.dtype, trusted: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """The model and its tokenizer. Raises UsageError if files are missing or do not fit."""
     _check_folder(model_id)
     with _one_line_errors(f"--model-id {model_id}: can't be loaded", trusted):
@@ -243,9 +238,7 @@ def _check_folder(model_id: str) -> None:
     raise UsageError(f"--model-id {model_id}: {problem}")
 
 
-def _check_loaded(
-    model_id: str, report: dict[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Raises UsageError if `from_pretrained` replaced missing weights by random ones, or the
     tokenizer is empty. `report` is its loading info, with mismatched sizes ignored."""
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
@@ -290,9 +283,7 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> Any:
         return get_peft_model(model, config)
 
 
-def _stop_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, closing_id: int
-) -> list[int]:
+def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, closing_id: int) -> list[int]:
     """All ids that end a completion: of the generation config, tokenizer and chat template."""
     listed = model.generation_config.eos_token_id
     listed = listed if isinstance(listed, list) else [listed]

@@ -89,16 +89,10 @@ def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]])
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    packed: PackedGroups | None = None,
-    context: "SharedPrefixCache | None" = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float, packed: PackedGroups | None = None,
+    context: "SharedPrefixCache | None" = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention with the signature that transformers requires of a registered function.
 
     `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the tokens of `packed`; returns
