@@ -1,6 +1,6 @@
 """Train a language model with reinforcement learning: the whole loop, top to bottom.
 
-    python train.py                      # a tiny model learns to count letters, on a laptop
+    python train.py                      # GRPO: a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
@@ -9,9 +9,12 @@ prompt and the completion that the policy sampled for it. The G rollouts of a ta
 update samples G rollouts for each of P tasks, turns their rewards into advantages, and takes one or
 more gradient steps.
 
+The sampler generates the rollouts; the trainer computes log-probs and gradients. Both have the same
+weights, but other kernels, so their log-probs differ slightly.
+
 Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). For a
-forward pass, micro_batches() cuts the token ids, prompts included, into sequences [b, T], and looks
-the [B, N] tensors up as [b, T-1]: column t is about the token at t+1, which position t predicts.
+forward pass, micro_batches() makes rows of T tokens, prompts included, and moves the [B, N] values
+to the positions that predict their tokens, [b, T-1]: column t is about the token at t+1.
 The settings are in core/config.py.
 """
 
@@ -72,7 +75,8 @@ def main(cfg: Config) -> int:
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
             timer.lap("time/rollout_s")
 
-            # 2. The trainer's log-probs before any gradient step, and those of the reference
+            # 2. The trainer's log-probs before any gradient step (with a single step, step 4 takes
+            #    them from its own forward pass), and those of the reference
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -121,8 +125,8 @@ def main(cfg: Config) -> int:
                         epoch, micro, loss, old_logprobs, entropy, sampler_ratio, sums | kl_sum
                     )
                 stats.end_minibatch()
-                if stats.approx_kl > cfg.ppo.target_kl > 0:  # of this minibatch
-                    run.optimizer.zero_grad()  # too far from the old policy: no further steps
+                if stats.approx_kl > cfg.ppo.target_kl > 0:
+                    run.optimizer.zero_grad()  # too far from the old policy: end the update
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
                     cfg.max_grad_norm,
@@ -143,7 +147,7 @@ def main(cfg: Config) -> int:
             metrics |= timer.laps
             if is_due(update, cfg.eval_every, cfg.num_updates):
                 metrics |= evaluate(cfg, run, update)
-            stop = run.log(update, metrics, sampled)
+            stop = run.log(update, metrics, sampled)  # --stop-on, or no finite gradients
             if stop or is_due(update, cfg.save_every, cfg.num_updates):
                 run.save()
             if stop:
@@ -177,8 +181,8 @@ def algorithm_for(cfg: Config) -> tuple[Any, Any]:
 def warm_start(cfg: Config, run: Run) -> None:
     """Supervised steps on demonstrations, so that the policy can do the task at all.
 
-    A fraction `cfg.sft_hasty` of the demonstrations are well-formed guesses; the others show how to
-    work the answer out. RL then has two ways to choose from.
+    A fraction `cfg.sft_hasty` of the demonstrations are guesses in the right format; the others
+    work the answer out. RL can then learn to prefer working it out.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if not warm_cache.reuse(cfg, run, envs):
@@ -201,8 +205,8 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
     Rollouts whose environment failed are not trained on. With --filter-groups R, groups with equal
-    returns are not trained on either, since their GRPO advantages are 0: up to R further rounds
-    sample other tasks in their place.
+    returns are not trained on either (with one return per episode their GRPO advantages are 0): up
+    to R further rounds sample other tasks in their place.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -259,6 +263,7 @@ def score_logprobs(
         micro.scatter(logprobs, into=all_logprobs)
         if values is not None:
             micro.scatter(values, into=all_values)
+    # each rank has scored its own sequences; the others are 0
     distributed.all_reduce_sum([x for x in (all_logprobs, all_values) if x is not None])
     return all_logprobs, all_values
 
@@ -266,8 +271,8 @@ def score_logprobs(
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Rewards [B, N] with the penalties of the settings, and the turn of each token [B, N].
 
-    Rewards are at the last token of each turn, 0 elsewhere. With --credit episode all tokens belong
-    to one turn, so that each is credited with the discounted return of the whole episode.
+    The environment's rewards are at the last token of each turn. With --credit episode all tokens
+    belong to one turn, so each token is credited with the discounted return of the episode.
     """
     rewards, turn_ids = batch.rewards, batch.turn_ids
     if cfg.overlong_buffer:

@@ -88,15 +88,15 @@ def token_weights(
     max_tokens: int,
     rows: list[int] | None = None,
 ) -> Tensor:
-    """Weight of each token's term in the loss of one step; the weighted sum is a mean.
+    """Weight of each token's term in the loss of one step; the loss is the weighted sum.
 
         token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
         sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
         constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
     With `sequence`, each token of a long completion weighs less, so it is pushed down less if the
-    answer is wrong. `constant` removes the length; the learning rate has to fit `max_tokens`. Rows
-    without a token in the mask count in B, but not in `all tokens`.
+    answer is wrong. `constant` divides by no length; with a larger `max_tokens` the loss is
+    smaller. Rows without a token in the mask count in B, but not in `all tokens`.
 
     `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
     Returns [B, N] float32, 0 in other rows.
@@ -146,7 +146,8 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
     current policy:
 
         in the loss:    E[∇ k1] = 0; E[∇ k2] is the KL's gradient; E[∇ k3] that of KL(other ‖ π)
-        in the reward:  k1 has the KL's gradient; k2 and k3 do not
+        in the reward (no gradient flows through the estimate; it only scales ∇ log π):
+                        k1 has the KL's gradient; k2 and k3 do not
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])

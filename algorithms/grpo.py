@@ -3,16 +3,16 @@
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
-R_i is the return of rollout i, ρ_t the policy ratio of its token t; the min is the surrogate that
-stands in for the expected return.
+R_i is the return of rollout i, ρ_t the policy ratio of its token t. The min, the surrogate, is
+maximized instead of the return, which has no gradient. Token weights turn the sum into a mean.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its completion.
 
-    grpo       as above; the mean over each completion, then over completions
+    grpo       as above; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
-    gspo       ρ is the geometric mean over the sequence                arXiv:2507.18071
+    gspo       ρ is the geometric mean of the sequence's token ratios   arXiv:2507.18071
     cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
                size of a token's gradient and never removes it
                                                                         MiniMax-M1, arXiv:2506.13585
@@ -112,7 +112,8 @@ def compute_loss(
     if options.ratio_level == "sequence":  # every token has the ratio of its sequence
         mean = common.masked_mean(log_ratio, completion_mask, dim=1)  # [b, 1]
         log_ratio = torch.where(completion_mask, mean, 0.0)
-    # in the first step of an update the ratio is 1 (nothing is clipped) and its gradient ∇ log π
+    # in the first step of an update the ratio is 1, so nothing is clipped (with the default single
+    # step, never), and its gradient is ∇ log π
     ratio = log_ratio.exp()
     assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)

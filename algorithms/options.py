@@ -29,7 +29,7 @@ class GrpoOptions:
     """Options of GRPO; None: the value that the loss type sets."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """Variant of GRPO; sets every option below that is not given; grpo: as first published."""
+    """Variant of GRPO: sets the options below, but dual_clip, that are not given."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns."""
     clip_low: float | None = None
@@ -39,9 +39,9 @@ class GrpoOptions:
     ratio_level: Level | None = None
     """One ratio per token, or the geometric mean over the sequence."""
     surrogate: Literal["min", "cispo"] | None = None
-    """min: the smaller of the clipped and unclipped term; cispo: log-probs with clipped weights."""
+    """min: the smaller of the clipped and unclipped term; cispo: log-prob times clipped ratio."""
     aggregation: Aggregation | None = None
-    """Mean over all tokens, over each completion and then all, or over B·max_tokens."""
+    """Divide by all tokens; by the tokens of the rollout, then rollouts; or by B·max_tokens."""
     dual_clip: float = 0.0
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 

@@ -58,7 +58,7 @@ def compute_loss(
     old_values: Tensor | None = None,
     value_targets: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Minus the clipped surrogate · w, plus the value loss, · token_weights over sampled tokens.
+    """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
     only. w are the `importance_weights` between sampler and trainer. `old_values` are the values
@@ -67,7 +67,8 @@ def compute_loss(
     assert values is not None and old_values is not None and value_targets is not None
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     values = torch.where(completion_mask, values, 0.0)
-    # in the first step of an update the ratio is 1 (nothing is clipped) and its gradient ∇ log π
+    # in the first step of an update the ratio is 1, so nothing is clipped (with the default single
+    # step, never), and its gradient is ∇ log π
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains

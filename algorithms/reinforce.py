@@ -3,9 +3,9 @@
     ∇J = E[ Σ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
 The baseline b is the mean return of the batch, that of the group, or for each rollout the mean of
-the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740), which keeps the gradient
-unbiased. `normalize` scales the advantages as REINFORCE++ does (arXiv:2501.03262): over all sampled
-tokens of the batch.
+the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). Of these only
+the last keeps the gradient unbiased. `normalize` scales the advantages as REINFORCE++ does
+(arXiv:2501.03262): over all sampled tokens of the batch.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
