@@ -38,7 +38,7 @@ try:
     import flyte
     from flyte.io import Dir
 except ImportError:  # --local works without Flyte
-    flyte = None  # type: ignore[assignment]
+    flyte = None
 
 # resources of a run on the cluster, and the extras of pyproject.toml in its image
 CPU: dict[str, Any] = {"extras": [], "resources": {"cpu": 4, "memory": "8Gi"}}

@@ -43,7 +43,7 @@ def retokenised() -> None:
         again = Completion(ids, logprobs, completion.text, completion.finish_reason)
         add_completion(collector, agent, again)
 
-    RolloutCollector._add_completion = add_retokenised  # type: ignore[method-assign]
+    RolloutCollector._add_completion = add_retokenised
 
 
 def merged_adapter() -> None:
@@ -68,8 +68,8 @@ def merged_adapter() -> None:
     def log_drift(run_log: RunLog, record: dict[str, Any]) -> None:
         log(run_log, record | ({"base/drift": drifts[-1]} if drifts else {}))
 
-    TorchSampler.sync = sync  # type: ignore[method-assign]
-    RunLog.log = log_drift  # type: ignore[method-assign]
+    TorchSampler.sync = sync
+    RunLog.log = log_drift
 
 
 MISTAKES = {f.__name__: f for f in (wrong_clip, retokenised, merged_adapter)}

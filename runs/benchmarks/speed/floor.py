@@ -227,7 +227,7 @@ def profiled(**run: Any) -> dict[str, dict[str, float]]:
             end("learning")
         return log(run, update, metrics, rollouts)
 
-    train.collect_rollouts, Run.log = collect_rollouts, log_update  # type: ignore[method-assign]
+    train.collect_rollouts, Run.log = collect_rollouts, log_update
     vs_trl.picorl(**run)
     return spent
 

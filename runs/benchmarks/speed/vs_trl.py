@@ -234,7 +234,7 @@ def picorl(
         return stop
 
     train.collect_rollouts = timer.time_sampling(collect_rollouts)
-    Run.log = end_step  # type: ignore[method-assign]
+    Run.log = end_step
     here = os.getcwd()
     try:
         with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
@@ -249,7 +249,7 @@ def picorl(
             ))  # fmt: skip
     finally:
         os.chdir(here)
-        train.collect_rollouts, Run.log = collect, log  # type: ignore[method-assign]
+        train.collect_rollouts, Run.log = collect, log
     return timer.answer()
 
 
