@@ -86,6 +86,9 @@ def probe_peak_memory(
     """
     longest = min(cfg.max_model_len, policy.max_length)
     trains = cfg.num_updates > 0 or cfg.sft_steps > 0
+    # more than all rollouts of an update never come, however large the budget is
+    rollouts = max(cfg.num_prompts * cfg.group_size, cfg.sft_batch_size)
+    policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
     scarce = is_scarce(policy, max(longest, policy.micro_batch_tokens))
     if not trains or not any(distributed.all_gather([scarce])):
         return

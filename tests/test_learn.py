@@ -113,13 +113,13 @@ def test_target_kl_exceeded_by_the_first_step_is_an_update_without_a_step(
 
     def other_old_policy(*args):
         logprobs, values = score(*args)
-        return logprobs - 0.5, values  # KL of e^-0.5 - 1 + 0.5 = 0.107 nats per token
+        return logprobs - 0.5, values  # k3: e^0.5 - 1 - 0.5 = 0.149 nats per token
 
     monkeypatch.setattr(train, "score_logprobs", other_old_policy)
     cfg = config(algo="ppo", num_epochs=2, ppo=ppo.Options(target_kl=0.1))
     metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
     assert (metrics["update/steps"], metrics["update/skipped"]) == (0, 1)
-    assert metrics["kl/approx"] == pytest.approx(math.exp(-0.5) - 0.5, abs=1e-3)
+    assert metrics["kl/approx"] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-3)
     assert "grad/norm" not in metrics
     assert all(torch.equal(p, before[n]) for n, p in weights_of(policy).items())
 

@@ -222,6 +222,12 @@ def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_g
     assert not policy.checkpointed_layers  # --gradient-checkpointing off
 
 
+def test_the_probe_is_never_larger_than_all_rollouts_of_an_update(policy, scarce_host):
+    policy.micro_batch_tokens = 10**9
+    probe(policy, longest=20)  # 16 prompts x 8 rollouts of 20 tokens
+    assert policy.micro_batch_tokens == 128 * 20
+
+
 def test_the_probe_raises_errors_that_are_not_about_memory(policy, monkeypatch, scarce_host):
     scarce(monkeypatch, 0, lambda: RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):

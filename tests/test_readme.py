@@ -49,12 +49,12 @@ def test_every_train_command_has_valid_settings(page):
 
 
 def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):
-    from environments.__main__ import main
+    from environments.__main__ import run_command
 
     for flags in commands_of("README.md", r"python -m environments"):
         if "play" in flags:
             monkeypatch.setattr("builtins.input", lambda *_: "5")
-        assert main(shlex.split(flags)) == 0, flags
+        assert run_command(shlex.split(flags)) == 0, flags
         assert capsys.readouterr().out
 
 
