@@ -97,7 +97,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
     for epoch, kl in ((0, 9.0), (1, 0.3)):  # the metrics are those of the last epoch
         stats.add(epoch, micro, torch.tensor(-2.0), old_logprobs, entropy, ratio, {"kl/approx": kl})
-        stats.end_pass()
+        stats.end_minibatch()
     expected = {
         "loss": -2.0, "kl/approx": 0.1, "policy/entropy": 0.3, "gap/logprob_mean": 0.5,
         "gap/logprob_max": 1.0, "weights/mean": 4.4 / 3, "weights/capped": capped / 3,
