@@ -254,7 +254,9 @@ def test_sampler_ratio_of_a_sequence_does_not_grow_with_its_length():
 )
 def test_importance_weights_by_hand(cap, masked, want):
     ratio = torch.tensor([0.0, 0.4, 0.5, 1.0, 2.0, 2.5, INF])
-    assert importance_weights(ratio, cap, masked).tolist() == pytest.approx(want, abs=1e-7)
+    assert importance_weights(
+        ratio, cap, "mask" if masked else "truncate"
+    ).tolist() == pytest.approx(want, abs=1e-7)
 
 
 def test_surrogate_metrics_count_the_tokens_that_the_clip_stops():
