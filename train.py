@@ -187,15 +187,18 @@ def warm_start(cfg: Config, run: Run) -> None:
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if not warm_cache.reuse(cfg, run, envs):
         with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
+            timer = Timer()
             for step in range(run.progress["sft_step"], cfg.sft_steps):
                 run.check_interrupt()
                 run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
                 drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-                loss = sft_step(cfg, run, run.drop_failed(run.collector.demonstrate(drawn)))
+                demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
+                loss = sft_step(cfg, run, demonstrations)
                 run.progress["sft_step"] = step + 1
                 phase.advance(f"loss {loss:.3f}")
                 if is_due(step + 1, 20, cfg.sft_steps):
-                    run.log_sft({"sft_step": step + 1, "sft/loss": loss, "time/sft_s": phase.lap()})
+                    timer.lap("time/sft_s")
+                    run.run_log.log({"sft_step": step + 1, "sft/loss": loss} | timer.laps)
         warm_cache.keep(cfg, run, envs)
     run.reset_optimizer(cfg.lr, cfg.ppo.value_lr)
     run.sampler.sync()
@@ -224,7 +227,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         for rollout in fresh:
             rollout.group_id += len(sampled)  # unique across the rounds
         sampled += fresh
-        usable = run.drop_failed(fresh)
+        usable = selection.drop_failed(fresh, run.say)
         kept += selection.with_spread(usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: every group has equal returns: no gradient step")

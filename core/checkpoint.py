@@ -90,9 +90,8 @@ def find_checkpoint(run: Path) -> ResumePoint:
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
-        return ResumePoint(
-            None, START, [f"{run} has no checkpoint yet: starting from the beginning"]
-        )
+        remark = f"{run} has no checkpoint yet: starting from the beginning"
+        return ResumePoint(None, START, [remark])
     remarks: list[str] = []
     for folder in folders:
         progress, fault = _read_progress(folder, _fixed_settings(run))
@@ -103,8 +102,8 @@ def find_checkpoint(run: Path) -> ResumePoint:
                      "start again with another --run-name")  # fmt: skip
 
 
-def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW | None = None) -> None:
-    """Copy the saved weights into the policy and, if given, the saved state into the optimizer.
+def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
+    """Copy the saved weights into the policy and the saved state into the optimizer.
 
     Raises UsageError if names, shapes or dtypes of the weights differ from the policy's.
     """
@@ -115,9 +114,8 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW | None 
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])
-    if optimizer is not None:
-        state = torch.load(folder / FILES[1], map_location=policy.device, weights_only=True)
-        optimizer.load_state_dict(state)
+    state = torch.load(folder / FILES[1], map_location=policy.device, weights_only=True)
+    optimizer.load_state_dict(state)
 
 
 def export_model(run: Path, policy: Policy) -> Path:

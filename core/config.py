@@ -2,7 +2,7 @@
 
 `Config` is the command line of train.py and the content of a run's config.yaml. The groups below
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
-`cfg.lr`, not `cfg.optimization.lr`.
+`cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text.
 
     cfg = resolve(cli.parse(["--algo", "ppo"]))    # fills in the defaults that depend on the model
     validate(cfg)                                  # raises UsageError
@@ -12,6 +12,7 @@ The module imports neither torch nor transformers, so --help and mistakes are an
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,174 +27,147 @@ from core.types import UsageError
 class ModelOptions:
     """The model that is trained."""
 
+    # Hub id or folder; tiny: a Qwen3 with 0.8M random weights drawn from --seed.
     model_id: str = "tiny"
-    """Hub id or folder; tiny: a Qwen3 with 0.8M random weights drawn from --seed."""
+    # Run the Python code that comes with --model-id. Read from the command line only.
     trust_remote_code: bool = False
-    """Run the Python code that comes with --model-id. Read from the command line only."""
-    lora_rank: int = 0
-    """Rank of LoRA adapters on all linear layers; 0: train all weights."""
+    lora_rank: int = 0  # Rank of LoRA adapters on all linear layers; 0: train all weights.
+    # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
     lora_alpha: float = 0.0
-    """LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank."""
+    # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096.
     max_model_len: int | None = None
-    """Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096."""
 
 
 @dataclass(frozen=True)
 class TaskOptions:
     """Environments and their difficulty."""
 
+    # Training environments, name[:key=value,...]; several get equal shares of the tasks.
     env: tuple[str, ...] = ("letter_counting",)
-    """Training environments, name[:key=value,...]; several get equal shares of the tasks."""
-    eval_env: tuple[str, ...] = ()
-    """Evaluation environments; none given: the same as --env."""
+    eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
+    # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: int = 0
-    """Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is."""
+    # Raise the difficulty when training accuracy exceeds this, lower it below half of it; 0: off.
     curriculum: float = 0.0
-    """Raise the difficulty when training accuracy exceeds this, lower it below half of it; 0: off.
-    """
-    max_turns: int = 8
-    """Number of turns after which an episode is truncated."""
+    max_turns: int = 8  # Number of turns after which an episode is truncated.
+    # Seconds that one call of an environment may take before its episode fails; 0: no limit.
     env_timeout: float = 60.0
-    """Seconds that one call of an environment may take before its episode fails; 0: no limit."""
+    # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
-    """drop: remove the <think> text of earlier turns from the context."""
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """How rollouts are sampled."""
 
-    num_prompts: int = 16
-    """P, number of tasks per update."""
-    group_size: int = 8
-    """G, number of rollouts per task."""
-    temperature: float = 1.0
-    """Sampling temperature in training; evaluation is greedy."""
+    num_prompts: int = 16  # P, number of tasks per update.
+    group_size: int = 8  # G, number of rollouts per task.
+    temperature: float = 1.0  # Sampling temperature in training; evaluation is greedy.
+    # Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all.
     top_p: float = 1.0
-    """Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all."""
-    top_k: int = 0
-    """Keep this many of the most likely tokens; 0: keep all."""
+    top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
+    # Token limit of one completion; None: 64 for tiny, 1024 otherwise.
     max_tokens: int | None = None
-    """Token limit of one completion; None: 64 for tiny, 1024 otherwise."""
+    # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: int = 0
-    """Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off."""
+    # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
-    """auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only."""
-    base_url: str = ""
-    """URL of the server that --sampler openai evaluates."""
+    base_url: str = ""  # URL of the server that --sampler openai evaluates.
+    # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: float = 0.9
-    """Fraction of GPU memory that may be in use while vLLM samples."""
 
 
 @dataclass(frozen=True)
 class OptimizationOptions:
     """Algorithm, gradient steps and memory."""
 
+    # scratch: the functions of your scratch.py.
     algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
-    """scratch: the functions of your scratch.py."""
-    num_updates: int = 50
-    """Number of RL updates; 0: only the warm start and the evaluation."""
-    num_epochs: int = 1
-    """Passes over the rollouts of each update."""
-    num_minibatches: int = 1
-    """Gradient steps per epoch; each uses a random part of the rollouts."""
-    lr: float | None = None
-    """Learning rate; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 otherwise."""
-    max_grad_norm: float = 1.0
-    """Clip the gradient to this norm; 0: no clipping."""
+    num_updates: int = 50  # Number of RL updates; 0: only the warm start and the evaluation.
+    num_epochs: int = 1  # Passes over the rollouts of each update.
+    num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
+    lr: float | None = None  # Learning rate; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
+    max_grad_norm: float = 1.0  # Clip the gradient to this norm; 0: no clipping.
+    # Tokens in one forward and backward pass; None: 2048 for tiny, otherwise what fits.
     max_tokens_per_micro_batch: int | None = None
-    """Tokens in one forward and backward pass; None: 2048 for tiny, otherwise what fits."""
+    # Recompute activations in the backward pass; auto: only if memory requires it.
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
-    """Recompute activations in the backward pass; auto: only if memory requires it."""
 
 
 @dataclass(frozen=True)
 class AlgorithmOptions:
     """Options that several algorithms share."""
 
-    gamma: float = 1.0
-    """Discount factor per turn."""
+    gamma: float = 1.0  # Discount factor per turn.
+    # episode: every turn is credited with the whole return; turn: with the rewards from that turn
+    # on; None: turn for ppo, otherwise episode.
     credit: Literal["episode", "turn"] | None = None
-    """episode: every turn is credited with the whole return; turn: with the rewards from that turn
-    on; None: turn for ppo, otherwise episode."""
-    entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus; 0: off."""
-    kl_coef: float = 0.0
-    """Coefficient of the KL penalty to the reference policy; 0: off."""
+    entropy_coef: float = 0.0  # Coefficient of the entropy bonus; 0: off.
+    kl_coef: float = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
+    # KL estimator; k2 in the loss and k1 in the reward have the gradient of the KL.
     kl_estimator: KL = "k2"
-    """KL estimator; k2 in the loss and k1 in the reward have the gradient of the KL."""
+    # Add the KL penalty to the loss, or subtract it from the reward.
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL penalty to the loss, or subtract it from the reward."""
+    # Cap of the importance weights between sampler and trainer; 0: no importance weights.
     tis_cap: float = 2.0
-    """Cap of the importance weights between sampler and trainer; 0: no importance weights."""
+    # token: one importance weight per token; sequence: the geometric mean of a sequence.
     tis_level: Level = "token"
-    """token: one importance weight per token; sequence: the geometric mean of a sequence."""
+    # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
     tis_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: cap the importance weights; mask: zero weight outside [1/cap, cap]."""
+    # Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off.
     overlong_buffer: int = 0
-    """Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off."""
+    # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
-    """Exclude completions that hit --max-tokens from the loss."""
+    # After each update, take an SFT step on this many best rollouts, one per task; 0: off.
     sft_best: int = 0
-    """After each update, take an SFT step on this many best rollouts, one per task; 0: off."""
 
 
 @dataclass(frozen=True)
 class WarmStartOptions:
     """Supervised fine-tuning (SFT) on demonstrations before RL."""
 
-    sft_steps: int | None = None
-    """Number of SFT steps; None: 800 for tiny, otherwise 0."""
-    sft_batch_size: int = 32
-    """Demonstrations per SFT step."""
+    sft_steps: int | None = None  # Number of SFT steps; None: 800 for tiny, otherwise 0.
+    sft_batch_size: int = 32  # Demonstrations per SFT step.
+    # Fraction of demonstrations that guess the answer; the others show how to work it out.
     sft_hasty: float = 0.6
-    """Fraction of demonstrations that guess the answer; the others show how to work it out."""
+    # Peak learning rate of SFT; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 otherwise.
     sft_lr: float | None = None
-    """Peak learning rate of SFT; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 otherwise."""
+    # Reuse the cached warm start of tiny with the same settings; --no-cache: train it again.
     cache: bool = True
-    """Reuse the cached warm start of tiny with the same settings; --no-cache: train it again."""
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
     """Greedy evaluation on held-out tasks."""
 
+    # Updates between evaluations; 0: only before the first and after the last update.
     eval_every: int = 10
-    """Updates between evaluations; 0: only before the first and after the last update."""
+    # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
     eval_num_tasks: int = 256
-    """Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate."""
 
 
 @dataclass(frozen=True)
 class SystemOptions:
     """Hardware and random numbers."""
 
-    device: str = "auto"
-    """cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU."""
+    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
+    # Precision of the weights; auto: bfloat16 on CUDA, otherwise float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of the weights; auto: bfloat16 on CUDA, otherwise float32."""
-    seed: int = 0
-    """Random seed; the same command with the same seed repeats the run."""
+    seed: int = 0  # Random seed; the same command with the same seed repeats the run.
 
 
 @dataclass(frozen=True)
 class LoggingOptions:
     """The run folder, checkpoints and trackers."""
 
-    run_name: str = ""
-    """Folder under runs/; empty: <algo>-<env>-<number>."""
-    config: str = ""
-    """Read settings from this config.yaml; flags override them."""
-    resume: str = ""
-    """Resume this run folder from its last checkpoint."""
-    save_every: int = 20
-    """Updates between checkpoints; 0: only at the end."""
-    stop_on: tuple[str, ...] = ()
-    """Warnings that save and stop the run; any: every warning."""
-    microscope: int = 4096
-    """Sampled tokens per update that report.html shows one by one; 0: none."""
+    run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
+    config: str = ""  # Read settings from this config.yaml; flags override them.
+    resume: str = ""  # Resume this run folder from its last checkpoint.
+    save_every: int = 20  # Updates between checkpoints; 0: only at the end.
+    stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
+    microscope: int = 4096  # Sampled tokens per update that report.html shows one by one; 0: none.
+    # Also send the metrics to this tracker.
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
-    """Also send the metrics to this tracker."""
 
 
 # The fields of a dataclass come from its last base first: model, task, ..., logging.
@@ -236,7 +210,6 @@ NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effe
     "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
     "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",
 }  # fmt: skip
-NO_EFFECT_WITH_SCRATCH = ("top_p", "top_k")  # scratch.py draws the tokens (exercise 8)
 MAX_SEED = 2**32 - 1
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
@@ -265,26 +238,8 @@ def resolve(cfg: Config) -> Config:
 
 def validate(cfg: Config) -> None:
     """Raise UsageError for the first setting of a resolved Config that is invalid."""
-    _validate_text(cfg)
-    _validate_ranges(cfg)
-    _validate_effect(cfg)
-    _validate_sampler(cfg)
-    warnings = [*diagnostics.WARNINGS, "any"]
-    if unknown := [name for name in cfg.stop_on if name not in warnings]:
-        raise UsageError(f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}")
-    if (compares_within_group(cfg) or cfg.filter_groups) and cfg.group_size < 2:
-        raise UsageError("--group-size 1: rollouts are compared within their group; use 2 or more")
-    if cfg.algo == "ppo" and cfg.credit == "episode":
-        raise UsageError("--credit episode: PPO estimates the advantage of each token; remove it")
-    if cfg.algo == "scratch" and cfg.credit == "turn":
-        raise UsageError("--credit turn: exercise 3 compares the returns of episodes; remove it")
-    if cfg.kl_coef and cfg.kl_estimator == "k1" and cfg.kl_in == "loss":
-        raise UsageError("--kl-estimator k1 has an expected gradient of 0 in the loss; "
-                         "use k2, or --kl-in reward")  # fmt: skip
-    if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
-        raise UsageError("--grpo.dual-clip has no effect with the surrogate cispo; remove it")
-    if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
-        raise UsageError(f'--track {cfg.track}: not installed; pip install -e ".[track]"')
+    if problem := next(_problems(cfg), ""):
+        raise UsageError(problem)
 
 
 def compares_within_group(cfg: Config) -> bool:
@@ -294,55 +249,62 @@ def compares_within_group(cfg: Config) -> bool:
     return cfg.algo in ("grpo", "scratch")
 
 
-def algorithm_title(cfg: Config) -> str:
-    """The algorithm as the run's title shows it, with the loss type of GRPO.
-
-    >>> algorithm_title(Config()), algorithm_title(Config(algo="ppo"))
-    ('grpo (dapo)', 'ppo')
-    """
-    return f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
-
-
-def remarks(cfg: Config) -> list[str]:
+def remarks(cfg: Config) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
-    lines = []
     if cfg.algo == "grpo":
-        options = (f"{f.name}={getattr(cfg.grpo, f.name)}" for f in fields(cfg.grpo))
-        lines.append(f"grpo: {' '.join(options)}")
+        yield " ".join(["grpo:", *(f"{name}={value}" for name, value in vars(cfg.grpo).items())])
     if cfg.top_p < 1 or cfg.top_k > 0:
-        lines.append("--top-p and --top-k: the sampler renormalizes its log-probs over the tokens "
-                     "that it keeps, the trainer does not; expect a gap")  # fmt: skip
+        yield ("--top-p and --top-k: the sampler renormalizes its log-probs over the tokens "
+               "that it keeps, the trainer does not; expect a gap")  # fmt: skip
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps:
-        lines.append("--kl-coef with LoRA: the reference policy is the base model without "
-                     "adapters, so the KL includes the change by the warm start")  # fmt: skip
-    return lines
+        yield ("--kl-coef with LoRA: the reference policy is the base model without "
+               "adapters, so the KL includes the change by the warm start")  # fmt: skip
 
 
 def flag(name: str) -> str:
-    """The flag of a setting.
-
-    >>> flag("grpo.clip_high")
-    '--grpo.clip-high'
-    """
+    """The flag of a setting: grpo.clip_high -> --grpo.clip-high."""
     return f"--{name.replace('_', '-')}"
 
 
-def _validate_text(cfg: Config) -> None:
+def _problems(cfg: Config) -> Iterator[str]:
+    """What is wrong with the settings. Each check may rely on the checks before it."""
+    yield from _text_problems(cfg)
+    yield from _range_problems(cfg)
+    yield from _settings_without_effect(cfg)
+    yield from _sampler_problems(cfg)
+    warnings = [*diagnostics.WARNINGS, "any"]
+    if unknown := [name for name in cfg.stop_on if name not in warnings]:
+        yield f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}"
+    if (compares_within_group(cfg) or cfg.filter_groups) and cfg.group_size < 2:
+        yield "--group-size 1: rollouts are compared within their group; use 2 or more"
+    if cfg.algo == "ppo" and cfg.credit == "episode":
+        yield "--credit episode: PPO estimates the advantage of each token; remove it"
+    if cfg.algo == "scratch" and cfg.credit == "turn":
+        yield "--credit turn: exercise 3 compares the returns of episodes; remove it"
+    if cfg.kl_coef and cfg.kl_estimator == "k1" and cfg.kl_in == "loss":
+        yield ("--kl-estimator k1 has an expected gradient of 0 in the loss; "
+               "use k2, or --kl-in reward")  # fmt: skip
+    if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
+        yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
+    if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
+        yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
+
+
+def _text_problems(cfg: Config) -> Iterator[str]:
     for name in ("env", "model_id", "device"):
         if not getattr(cfg, name):
-            raise UsageError(f"{flag(name)} is empty")
-    for option in fields(cfg):
-        value = getattr(cfg, option.name)
+            yield f"{flag(name)} is empty"
+    for name, value in vars(cfg).items():
         for text in value if isinstance(value, tuple) else [value]:
             if isinstance(text, str) and not text.isprintable():
-                raise UsageError(f"{flag(option.name)} has unprintable characters: {text!a}")
+                yield f"{flag(name)} has unprintable characters: {text!a}"
     if cfg.run_name != cfg.run_name.strip():
-        raise UsageError(f"--run-name {cfg.run_name!r} begins or ends with a space")
+        yield f"--run-name {cfg.run_name!r} begins or ends with a space"
     if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
-        raise UsageError(f"--run-name must have at most {MAX_NAME_BYTES} bytes")
+        yield f"--run-name must have at most {MAX_NAME_BYTES} bytes"
 
 
-def _validate_ranges(cfg: Config) -> None:
+def _range_problems(cfg: Config) -> Iterator[str]:
     for names, what, valid in (
         (POSITIVE, "more than 0", lambda x: x > 0),
         (NON_NEGATIVE, "0 or more", lambda x: x >= 0),
@@ -351,9 +313,9 @@ def _validate_ranges(cfg: Config) -> None:
         for name in names:
             value = attrgetter(name)(cfg)
             if value is not None and not (math.isfinite(value) and valid(value)):
-                raise UsageError(f"{flag(name)} must be {what}, not {value}")
+                yield f"{flag(name)} must be {what}, not {value}"
     rollouts = cfg.num_prompts * cfg.group_size
-    limits: list[tuple[str, bool, str]] = [
+    for name, valid_value, what in [
         ("seed", cfg.seed <= MAX_SEED, f"at most {MAX_SEED}"),
         ("num_minibatches", cfg.num_minibatches <= rollouts,
          f"at most --num-prompts * --group-size = {rollouts}"),
@@ -363,54 +325,48 @@ def _validate_ranges(cfg: Config) -> None:
          f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
         ("tis_cap", not 0 < cfg.tis_cap < 1, "1 or more, or 0 for no importance weights"),
         ("grpo.dual_clip", not 0 < cfg.grpo.dual_clip <= 1, "more than 1, or 0 for none"),
-    ]  # fmt: skip
-    for name, valid_value, what in limits:
+    ]:  # fmt: skip
         if not valid_value:
-            raise UsageError(f"{flag(name)} must be {what}, not {attrgetter(name)(cfg)}")
+            yield f"{flag(name)} must be {what}, not {attrgetter(name)(cfg)}"
 
 
-def _validate_effect(cfg: Config) -> None:
-    """Raise UsageError for a setting that was given but has no effect."""
+def _settings_without_effect(cfg: Config) -> Iterator[str]:
     from core.tasks import difficulty_key  # imports numpy, which --help does not need
 
     for name in ALGORITHMS:
         options = getattr(cfg, name)
         if name != cfg.algo and options != type(options)():
-            raise UsageError(f"--{name}.* options have no effect with --algo {cfg.algo}")
+            yield f"--{name}.* options have no effect with --algo {cfg.algo}"
     given = {option.name for option in fields(cfg) if getattr(cfg, option.name) != option.default}
-    for name in NO_EFFECT_WITH_SCRATCH if cfg.algo == "scratch" else ():
-        if name in given:
-            raise UsageError(f"{flag(name)} has no effect with --algo scratch")
+    for name in ("top_p", "top_k"):
+        if name in given and cfg.algo == "scratch":  # scratch.py draws the tokens (exercise 8)
+            yield f"{flag(name)} has no effect with --algo scratch"
     for name, other in NO_EFFECT_WITHOUT.items():
         if name in given and not getattr(cfg, other):
-            raise UsageError(f"{flag(name)} has no effect without {flag(other)}")
+            yield f"{flag(name)} has no effect without {flag(other)}"
     for name in ("train_difficulty", "curriculum"):
         if name in given and not any(map(difficulty_key, cfg.env)):
-            raise UsageError(f"{flag(name)}: no environment of --env has a difficulty")
+            yield f"{flag(name)}: no environment of --env has a difficulty"
 
 
-def _validate_sampler(cfg: Config) -> None:
+def _sampler_problems(cfg: Config) -> Iterator[str]:
     if cfg.algo == "scratch" and cfg.sampler not in ("auto", "torch"):
-        raise UsageError(f"--sampler {cfg.sampler}: --algo scratch samples with torch; remove it")
+        yield f"--sampler {cfg.sampler}: --algo scratch samples with torch; remove it"
     if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
-        raise UsageError('--sampler vllm: not installed; pip install -e ".[vllm]"')
+        yield '--sampler vllm: not installed; pip install -e ".[vllm]"'
     if cfg.sampler != "openai":
         if cfg.base_url:
-            raise UsageError("--base-url has no effect without --sampler openai")
+            yield "--base-url has no effect without --sampler openai"
         return
     if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
-        raise UsageError(
-            "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
-        )
+        yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
     if set("@?#") & set(cfg.base_url):  # may contain a secret, so the message does not repeat it
-        raise UsageError("--base-url must have no user, password or query, because config.yaml "
-                         "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip
+        yield ("--base-url must have no user, password or query, because config.yaml "
+               "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip
     try:
         parts = urlsplit(cfg.base_url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         valid = False
     if not valid:
-        raise UsageError(
-            f"--base-url must look like http://127.0.0.1:8000/v1, not {cfg.base_url!r}"
-        )
+        yield f"--base-url must look like http://127.0.0.1:8000/v1, not {cfg.base_url!r}"

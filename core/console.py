@@ -11,17 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import progress
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +22,7 @@ from core.types import Rollout
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 10  # per phase, without a live display
+MAX_SHOWN = 600  # characters of a message
 METRICS = {  # metrics on display: label and format
     "reward/mean": ("reward", ".3f"),
     "reward/correct": ("correct", ".2f"),
@@ -49,15 +43,15 @@ class Display:
         self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = title
-        self.bars: dict[str, TaskID] = {}
+        self.bars: dict[str, progress.TaskID] = {}
         self.history: dict[str, list[float]] = {}
         self.completion: RenderableType = ""
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            TextColumn("{task.fields[detail]}", markup=False),
+        self.progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            progress.TextColumn("{task.fields[detail]}", markup=False),
             console=self.console,
         )
         self.live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
@@ -78,8 +72,7 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
-        """Shows a bar for `total` steps, `done` of them complete. A phase of the same name uses the
-        same bar again."""
+        """Shows a bar for `total` steps, `done` of them complete; one bar per name."""
         if name in self.bars:
             self.progress.reset(self.bars[name], total=total, completed=done)
         else:
@@ -88,11 +81,13 @@ class Display:
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
         """Shows the metrics of an update and the text of its first rollout; or a plain line."""
-        values = {name: record[name] for name in (*METRICS, *_info(record)) if name in record}
-        for name, value in values.items():
-            self.history.setdefault(name, []).append(value)
+        shown = [n for n in METRICS if n in record] + [n for n in record if n.startswith("info/")]
+        parts = []
+        for name in shown:
+            self.history.setdefault(name, []).append(record[name])
+            label, spec = _label_and_format(name)
+            parts.append(f"{label} {record[name]:{spec}}")
         if self.plain:
-            parts = [f"{_label(name)} {_format(name, value)}" for name, value in values.items()]
             seconds = record["time/rollout_s"] + record["time/train_s"]
             self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
         if record.get("update/skipped") and "grad/norm" in record:
@@ -103,9 +98,9 @@ class Display:
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for name, values in self.history.items():
+            label, spec = _label_and_format(name)
             bars = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
-            first, last = (_format(name, value) for value in (values[0], values[-1]))
-            table.add_row(_label(name), bars, Text(f"{first} → {last}"))
+            table.add_row(label, bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}"))
         metrics = Panel(table, title="updates", title_align="left") if self.history else ""
         return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
 
@@ -115,11 +110,10 @@ class Phase:
 
     def __init__(self, display: Display, name: str, total: int, done: int) -> None:
         self.display, self.name, self.total, self.done = display, name, total, done
-        self.started = self.last_lap = time.monotonic()
+        self.started = time.monotonic()
 
     def advance(self, detail: str = "", quiet: bool = False) -> None:
-        """Counts one step and shows `detail` beside the bar. Without a live display, prints a line
-        at each tenth of the phase, unless `quiet`."""
+        """Counts one step and shows `detail`; a plain display prints PLAIN_LINES unless `quiet`."""
         self.done += 1
         detail = " ".join(detail.split())
         bar = self.display.bars[self.name]
@@ -129,19 +123,13 @@ class Phase:
             self.display.say(f"{self.name} {self.done}/{self.total}  {detail}  {seconds:.0f} s")
 
     def tick_and(self, check: Callable[[], None]) -> Callable[[], None]:
-        """Returns a callback that advances the bar quietly and then calls `check`, which may raise
-        to stop the work."""
+        """A callback that advances the bar quietly, then calls `check`, which may raise."""
 
         def tick() -> None:
             self.advance(quiet=True)
             check()
 
         return tick
-
-    def lap(self) -> float:
-        """Returns the seconds since the last call of `lap`, or since the start of the phase."""
-        previous, self.last_lap = self.last_lap, time.monotonic()
-        return self.last_lap - previous
 
 
 def sparkline(values: list[float], width: int) -> str:
@@ -161,27 +149,18 @@ def sparkline(values: list[float], width: int) -> str:
     return "".join(BARS[int((v - low) * scale + 0.5)] for v in values)
 
 
-def _info(record: dict[str, Any]) -> list[str]:
-    return [name for name in record if name.startswith("info/")]
-
-
-def _label(name: str) -> str:
-    return METRICS[name][0] if name in METRICS else name.removeprefix("info/")
-
-
-def _format(name: str, value: float) -> str:
-    return format(value, METRICS[name][1] if name in METRICS else ".2f")
+def _label_and_format(name: str) -> tuple[str, str]:
+    return METRICS.get(name, (name.removeprefix("info/"), ".2f"))
 
 
 def _completion_panel(rollout: Rollout) -> Panel:
     text = Text()
     for message in rollout.messages:
         style = "" if message["role"] == "assistant" else "dim"
-        text.append(_shorten(message["content"]) + "\n", style)
+        content = message["content"]
+        if len(content) > MAX_SHOWN:
+            content = f"{content[: MAX_SHOWN // 2]} … {content[-MAX_SHOWN // 2 :]}"
+        text.append(content + "\n", style)
     text.rstrip()
     title = f"sampled · reward {rollout.episode_return:.2f}"
     return Panel(text, title=title, title_align="left", border_style="dim")
-
-
-def _shorten(text: str, limit: int = 600) -> str:
-    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"

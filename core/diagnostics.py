@@ -7,6 +7,7 @@ recorded runs that learn raise no warning, and those in runs/what_goes_wrong do;
         print(f"{name}: {message}")
 """
 
+import itertools
 import math
 import statistics
 
@@ -43,22 +44,18 @@ WARNINGS = {
     ),
 }
 WINDOW = 5  # a metric is judged by its mean over this many updates
-QUIET_UPDATES = (
-    10  # a warning is raised again only after this many updates in which it did not hold
-)
+QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
 MAX_EVALUATIONS = 20  # how many earlier evaluations the latest one is compared with
 SOLVED = 0.9  # fraction correct above which low entropy is no problem
 MIN_ENTROPY, MIN_ENTROPY_RATIO = 0.02, 0.1  # nats per token; ratio to the first updates
 MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
-# fraction of groups that are not solved; fraction of those with differing returns
-MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25
+MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
 INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max""".split()
-EVAL_INPUTS = ("/accuracy", "/ci_low", "/ci_high")
 
 
 def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
@@ -73,11 +70,11 @@ def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]
     active = active_warnings(records, by_group)
     if not active:
         return {}
-    ends = [len(records) - back for back in range(1, QUIET_UPDATES + 1)]
+    before = range(len(records) - 1, 0, -1)  # the number of records at each update before
+    ends = [*before[:QUIET_UPDATES]]
     if _is_evaluation(records[-1]):
-        earlier = range(len(records) - 1, 0, -1)
-        ends += [next((end for end in earlier if _is_evaluation(records[end - 1])), 0)]
-    held = {name for end in ends if end > 0 for name in active_warnings(records[:end], by_group)}
+        ends += [end for end in before if _is_evaluation(records[end - 1])][:1]
+    held = {name for end in ends for name in active_warnings(records[:end], by_group)}
     return {name: message for name, message in active.items() if name not in held}
 
 
@@ -123,7 +120,7 @@ def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
 def _entropy_collapse(first: list[Record], recent: list[Record]) -> str:
     start, now = _values(first, "policy/entropy"), _values(recent, "policy/entropy")
     correct = _mean(recent, "reward/correct")
-    if not start or not now or correct is None or correct >= SOLVED:
+    if not (start and now and correct < SOLVED):
         return ""
     initial, entropy = statistics.median(start), statistics.median(now)
     if entropy >= max(MIN_ENTROPY, MIN_ENTROPY_RATIO * initial):
@@ -146,11 +143,10 @@ def _accuracy_fell(records: list[Record]) -> str:
         for env in (key.removesuffix("/ci_low") for key in then if key.endswith("/ci_low")):
             low, high = _finite(then, f"{env}/ci_low"), _finite(now, f"{env}/ci_high")
             before, after = _finite(then, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
-            if low is None or high is None or before is None or after is None or high >= low:
-                continue
-            return (f"since update {then['update']} reward rose from {reward[0]:.2f} to "
-                    f"{reward[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
-                    f"{before:.2f} to {after:.2f}")  # fmt: skip
+            if high < low and after < before:
+                return (f"since update {then['update']} reward rose from {reward[0]:.2f} to "
+                        f"{reward[1]:.2f}, accuracy on {env.removeprefix('eval/')} fell from "
+                        f"{before:.2f} to {after:.2f}")  # fmt: skip
     return ""
 
 
@@ -169,21 +165,19 @@ def _training_accuracy_fell(records: list[Record]) -> str:
 
 def _weights_at_cap(recent: list[Record]) -> str:
     capped = _mean(recent, "weights/capped")
-    if capped is None or capped <= MAX_CAPPED:
-        return ""
-    return f"{capped:.1%} of tokens have an importance weight beyond the cap"
+    if capped > MAX_CAPPED:
+        return f"{capped:.1%} of tokens have an importance weight beyond the cap"
+    return ""
 
 
 def _dead_groups(recent: list[Record]) -> str:
     """Solved groups need no gradient; of the others, too few have differing returns."""
-    zero_std, solved = _mean(recent, "groups/zero_std_fraction"), _mean(recent, "groups/all_right")
-    if zero_std is None or solved is None:
-        return ""
-    differing, unsolved = 1 - zero_std, 1 - solved
-    if unsolved <= MAX_UNSOLVED or differing > MIN_DIFFERING * unsolved:
-        return ""
-    return (f"{unsolved:.0%} of groups are unsolved; returns differ in only "
-            f"{differing / unsolved:.0%} of them")  # fmt: skip
+    differing = 1 - _mean(recent, "groups/zero_std_fraction")
+    unsolved = 1 - _mean(recent, "groups/all_right")
+    if unsolved > MAX_UNSOLVED and differing <= MIN_DIFFERING * unsolved:
+        return (f"{unsolved:.0%} of groups are unsolved; returns differ in only "
+                f"{differing / unsolved:.0%} of them")  # fmt: skip
+    return ""
 
 
 def _kl_runaway(recent: list[Record]) -> str:
@@ -192,14 +186,14 @@ def _kl_runaway(recent: list[Record]) -> str:
         ("kl/reference", MAX_KL_REFERENCE, "from the reference"),
     ):
         kl = _mean(recent, name)
-        if kl is not None and kl > limit:
+        if kl > limit:
             return f"KL {kl:.2g} nats per token {what}, above {limit:g}"
     return ""
 
 
 def _sampler_gap(recent: list[Record]) -> str:
     mean, largest = _mean(recent, "gap/logprob_mean"), _values(recent, "gap/logprob_max")
-    if mean is not None and mean > MAX_GAP_MEAN:
+    if mean > MAX_GAP_MEAN:
         return f"log-probs differ by {mean:.2g} nats on average, above {MAX_GAP_MEAN:g}"
     large = [gap for gap in largest if gap > MAX_GAP_TOKEN]
     if len(large) < 2:
@@ -210,24 +204,25 @@ def _sampler_gap(recent: list[Record]) -> str:
 
 def _first_updates(records: list[Record], number: int) -> list[Record]:
     """The first `number` records of updates with a gradient step (update 0 only evaluates)."""
-    updates = (r for r in records if (r.get("update") or 0) > 0)
-    return [r for r, _ in zip(updates, range(number), strict=False)]
+    return list(itertools.islice((r for r in records if (r.get("update") or 0) > 0), number))
+
+
+def _finite(record: Record, name: str) -> float:
+    """The value of a metric; NaN, with which every comparison is false, if there is no number."""
+    value = record.get(name)
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
 
 
 def _values(records: list[Record], name: str) -> list[float]:
     """The finite values of a metric; none if there are fewer than WINDOW."""
-    values = [value for r in records if (value := _finite(r, name)) is not None]
+    values = [value for r in records if not math.isnan(value := _finite(r, name))]
     return values if len(values) >= WINDOW else []
 
 
-def _finite(record: Record, name: str) -> float | None:
-    value = record.get(name)
-    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _mean(records: list[Record], name: str) -> float | None:
+def _mean(records: list[Record], name: str) -> float:
+    """The mean of the `_values`; NaN if there are none."""
     values = _values(records, name)
-    return statistics.fmean(values) if values else None
+    return statistics.fmean(values) if values else math.nan
 
 
 def _change(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
@@ -245,4 +240,4 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _is_accuracy(key: str) -> bool:
-    return key.startswith("eval/") and key.endswith(EVAL_INPUTS)
+    return key.startswith("eval/") and key.endswith(("/accuracy", "/ci_low", "/ci_high"))

@@ -83,9 +83,8 @@ def shard(items: Sequence[T], weight: Callable[[T], int] = lambda item: 1) -> li
         return list(items)
     ends = list(itertools.accumulate(weight(item) for item in items))
     middles = [end - weight(item) / 2 for item, end in zip(items, ends, strict=True)]
-    return [
-        x for x, m in zip(items, middles, strict=True) if int(m * num_ranks() / ends[-1]) == rank()
-    ]
+    ranks = [int(middle * num_ranks() / ends[-1]) for middle in middles]
+    return [item for item, r in zip(items, ranks, strict=True) if r == rank()]
 
 
 def all_gather(mine: list[T]) -> list[T]:
@@ -130,8 +129,7 @@ def all_reduce_sum(tensors: list[Tensor]) -> None:
     if num_ranks() == 1:
         return
     with _rank_lost():
-        running = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-        for work in running:
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
 
@@ -150,10 +148,8 @@ def all_reduce_gradients(parameters: list[Tensor]) -> None:
 
 def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
     """Sums each number over the ranks, by its name."""
-    if num_ranks() == 1:
-        return numbers
     sums: dict[str, float] = defaultdict(float)
-    for part in all_gather([dict(numbers)]):
+    for part in all_gather([numbers]):
         for name, value in part.items():
             sums[name] += value
     return sums

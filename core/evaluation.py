@@ -2,7 +2,7 @@
 
 import time
 
-from core import metrics, tasks
+from core import metrics, selection, tasks
 from core.config import Config
 from core.run import Run
 from core.sampler import SamplingParams
@@ -26,7 +26,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
         rollouts = run.collector.collect(
             held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
         )
-    run.drop_failed(rollouts)  # warns about failed ones
+    selection.drop_failed(rollouts, run.say)  # warns about failed ones
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)
     for env in envs:

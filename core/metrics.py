@@ -17,16 +17,10 @@ from core.types import Rollout
 
 
 class Timer:
-    """Splits an update into timed parts.
-
-    >>> timer = Timer()
-    >>> timer.lap("time/rollout_s")
-    >>> list(timer.laps)
-    ['time/rollout_s']
-    """
+    """Splits an update into timed parts; `laps` holds the seconds of each, by name."""
 
     def __init__(self) -> None:
-        self.laps: dict[str, float] = {}  # name -> seconds
+        self.laps: dict[str, float] = {}
         self.last = time.perf_counter()
 
     def lap(self, name: str) -> None:
@@ -69,10 +63,9 @@ class UpdateStats:
         if epoch != self.epoch:
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         micro.scatter(old_logprobs, into=self.old_logprobs)
-        _add(sums, to=self.step_sums)
-        _add(self._weight_sums(ratio[micro.completion_mask]), to=self.step_sums)
         of_all = {"loss": loss.item(), "policy/entropy": entropy.sum().item()}
-        _add(of_all | {"tokens": micro.num_tokens}, to=self.step_sums)
+        weights = self._weight_sums(ratio[micro.completion_mask])
+        _add(sums | weights | of_all | {"tokens": micro.num_tokens}, to=self.step_sums)
 
     def end_minibatch(self) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
@@ -223,10 +216,7 @@ def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for key, value in rollout.info.items():
-            if key != "correct" and _is_number(value):
+            is_number = isinstance(value, (bool, int, float)) and math.isfinite(value)
+            if key != "correct" and is_number:
                 values[f"info/{key}"].append(float(value))
     return {key: statistics.fmean(column) for key, column in values.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) and math.isfinite(value)

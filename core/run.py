@@ -1,24 +1,13 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core import (
-    checkpoint,
-    config,
-    diagnostics,
-    distributed,
-    memory,
-    report,
-    run_dir,
-    run_log,
-    selection,
-    tasks,
-)
+from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
 from core.config import Config
 from core.console import Display
 from core.interrupt import Interrupt
@@ -27,6 +16,7 @@ from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import reference_bytes
+from core.report import write_pages
 from core.report.summary import final_lines
 from core.rollouts import RolloutCollector
 from core.sampler import Sampler, TorchSampler
@@ -71,25 +61,11 @@ class Run:
         self.optimizer.release()
         self.optimizer = make_optimizer(self.policy, lr, value_lr)
 
-    def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
-        """The rollouts whose environment did not fail; prints a warning about the others.
-
-        Raises UsageError if more than half failed.
-        """
-        usable, warning = selection.drop_failed(rollouts)
-        if warning:
-            self.say(warning)
-        return usable
-
-    def log_sft(self, record: dict[str, Any]) -> None:
-        """Appends a record of the warm start to metrics.jsonl."""
-        self.run_log.log(record)
-
     def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
 
-        Returns whether the run has to stop: because of --stop-on, or because too many updates in a
-        row had no finite gradient.
+        Returns whether the run has to stop: because of --stop-on, or because MAX_SKIPPED updates in
+        a row had no finite gradient.
         """
         record = {"update": update, **metrics}
         if update > 0:
@@ -143,6 +119,12 @@ class Run:
         """The command that resumes this run."""
         return f"python train.py --resume {self.folder}"
 
+    def command_with_less_memory(self) -> str:
+        """What to do when memory runs out: resume with half the micro-batch budget."""
+        budget = max(1, self.policy.micro_batch_tokens // 2)
+        return (f"The last checkpoint is complete; resume with: {self.resume_command()} "
+                f"--max-tokens-per-micro-batch {budget}")  # fmt: skip
+
 
 @contextmanager
 def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
@@ -159,17 +141,17 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
         with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else Path(scratch_dir)
-            with _opened(cfg, algorithm, settings, folder, log_dir, is_new) as run:
-                stopped_by = None
+            with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
+                interrupted = False
                 try:
-                    with memory.out_of_memory_as_one_line(_smaller_micro_batches(run)):
+                    with memory.out_of_memory_as_one_line(run.command_with_less_memory):
                         yield run
-                except Stopped as error:
-                    stopped_by = error
+                except Stopped:
+                    interrupted = True
                     run.save()
             if is_writer:
-                report.write_pages(run.folder, settings)
-            if stopped_by is not None:
+                write_pages(run.folder, settings)
+            if interrupted:
                 raise Stopped(f"stopped and saved; resume with: {run.resume_command()}")
             if is_writer and not run.stopped:
                 if cfg.sampler != "openai":
@@ -190,16 +172,13 @@ def folder_of(cfg: Config) -> tuple[Path, bool]:
 
 
 @contextmanager
-def _opened(
-    cfg: Config, algorithm: Any, settings: dict[str, Any], folder: Path, log_dir: Path, is_new: bool
-) -> Iterator[Run]:
+def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
     memory.keep_freed_memory()
-    found = checkpoint.NEW_RUN if is_new else checkpoint.find_checkpoint(folder)
+    found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
     advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
-        in_warm_start = found.progress["sft_step"] < cfg.sft_steps
-        lr = cfg.sft_lr if in_warm_start else cfg.lr
+        lr = cfg.sft_lr if found.progress["sft_step"] < cfg.sft_steps else cfg.lr
         optimizer = make_optimizer(policy, lr, cfg.ppo.value_lr)
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
@@ -207,8 +186,9 @@ def _opened(
         sampler = _make_sampler(cfg, policy, algorithm, future_bytes)
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
     run_log.rewind(log_dir, found.progress)
-    run_dir.write_config(log_dir, settings)
     records = run_log.read_records(log_dir / run_log.METRICS)
+    settings = run_dir.config_to_dict(cfg)
+    run_dir.write_config(log_dir, settings)
     if cfg.algo == "scratch":
         algorithm.save_source(folder)
         remarks = [*remarks, *algorithm.remarks]
@@ -216,7 +196,7 @@ def _opened(
         closing(sampler),
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
-        Display(title(cfg, policy), quiet=log_dir != folder) as display,
+        Display(_title(cfg, policy), quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
@@ -246,16 +226,7 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, future_bytes: int
     return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, future_bytes)
 
 
-def _smaller_micro_batches(run: Run) -> Callable[[], str]:
-    """What to do when memory runs out after the probe: resume with half the micro-batch budget."""
-    return lambda: (
-        f"The last checkpoint is complete; resume with: {run.resume_command()} "
-        f"--max-tokens-per-micro-batch {max(1, run.policy.micro_batch_tokens // 2)}"
-    )
-
-
-def title(cfg: Config, policy: Policy) -> str:
-    """The first line of the display: algorithm, environments, model, device."""
+def _title(cfg: Config, policy: Policy) -> str:
     algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     return f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"

@@ -13,10 +13,11 @@ import itertools
 import os
 import reprlib
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import filelock
 import yaml
@@ -90,10 +91,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
         if error.errno not in DISK_ERRORS:
             raise
         command = f"python train.py --resume {run}" if run.exists() else "the same command"
-        raise CannotWrite(
-            f"{error.filename or run}: {error.strerror}; earlier checkpoints are intact: fix "
-            f"this, then run {command}"
-        ) from None
+        raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
+                          f"intact: fix this, then run {command}") from None  # fmt: skip
 
 
 def create_run(run: Path, settings: dict[str, Any]) -> None:
@@ -131,13 +130,9 @@ def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
         raise
     except Exception:
         if folder.exists():
-            probe = folder / ".part-probe"
-            try:
-                with probe.open("wb") as file:
-                    for _ in range(0, num_bytes, 1 << 20):
-                        file.write(bytes(1 << 20))
-            finally:
-                probe.unlink(missing_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                for _ in range(0, num_bytes, 1 << 20):
+                    probe.write(bytes(1 << 20))
         raise
 
 
@@ -153,18 +148,16 @@ def _locked(run: Path) -> Iterator[None]:
     with lock:
         try:
             yield
-        finally:
-            path.unlink(missing_ok=True)  # before the release, so no other process's lock is lost
+        finally:  # filelock refuses a lock on the old file that another process has open meanwhile
+            path.unlink(missing_ok=True)
 
 
 def _typed(cls: Any, values: dict[str, Any], prefix: str) -> dict[str, Any]:
     """The texts of a file as the types of the fields of `cls`; `prefix` begins the messages."""
-    kinds: dict[str, Any] = {
-        f.name: f.type for f in dataclasses.fields(cls) if f.name not in COMMAND_LINE_ONLY
-    }
+    kinds: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
     typed: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in kinds:
+        if name not in kinds or name in COMMAND_LINE_ONLY:
             raise UsageError(f"{prefix}{name} is not a setting for a file")
         if name in ALGORITHMS and isinstance(value, dict):
             typed[name] = kinds[name](**_typed(kinds[name], value, f"{prefix}{name}."))
@@ -182,8 +175,9 @@ def _convert(kind: Any, value: Any) -> Any:
         return tuple(map(str, value if isinstance(value, list) else [value]))
     if not isinstance(value, str) or dataclasses.is_dataclass(kind):
         raise ValueError
-    if type(None) in get_args(kind):
-        return None if value in ("", "null", "None") else _convert(get_args(kind)[0], value)
-    if get_origin(kind) is Literal:
-        return get_args(kind)[get_args(kind).index(value)]
+    choices = get_args(kind)  # of a Literal of texts, or of X | None
+    if type(None) in choices:
+        return None if value in ("", "null", "None") else _convert(choices[0], value)
+    if choices:
+        return choices[choices.index(value)]
     return BOOLS[value.lower()] if kind is bool else kind(value)

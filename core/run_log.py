@@ -16,8 +16,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from core.types import Rollout
 
@@ -28,27 +27,21 @@ Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
 
 class RunLog:
-    """Appends to metrics.jsonl and rollouts.jsonl, and sends each update to a tracker.
+    """Appends to metrics.jsonl and rollouts.jsonl, and sends each update to the tracker `track`.
 
-    `config` holds the settings that the tracker stores. `track` is "none", "tensorboard", "wandb"
-    or "trackio".
+    `config` holds the settings that the tracker stores; `track` has the values of --track.
     """
 
     def __init__(self, run_dir: Path, config: Record, track: str = "none") -> None:
         self.run_dir = run_dir
         self.tracker = _open_tracker(track, run_dir, config)
-        self.metrics_file: TextIO = (run_dir / METRICS).open("a")
-        self.rollouts_file: TextIO = (run_dir / ROLLOUTS).open("a")
+        self.metrics_file = (run_dir / METRICS).open("a")
+        self.rollouts_file = (run_dir / ROLLOUTS).open("a")
 
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for file in (self.metrics_file, self.rollouts_file):
             with suppress(OSError):  # a full disk: the failed write has already raised
                 file.close()
@@ -91,10 +84,7 @@ class RunLog:
 
 
 def rewind(run_dir: Path, progress: dict[str, int]) -> None:
-    """Drops all records after a checkpoint: a resumed run writes them again.
-
-    `progress` holds the last "sft_step" and the last "update" of the checkpoint.
-    """
+    """Drops all records after a checkpoint; `progress` has its last "sft_step" and "update"."""
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
         if not (run_dir / name).exists():
             continue
@@ -113,8 +103,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def iter_records(path: Path) -> Iterator[Record]:
-    """Yields the objects of a .jsonl file up to the first line that is not a JSON object, such as a
-    last line that a crash cut short. Yields nothing if the file does not exist."""
+    """Yields the objects of a .jsonl file up to the first line that is none, such as a last line
+    that a crash cut short. Yields nothing if the file does not exist."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -128,14 +118,9 @@ def iter_records(path: Path) -> Iterator[Record]:
             yield record
 
 
-class _Tracker(Protocol):
-    """The part of a wandb run that this module uses."""
-
-    def log(self, scalars: Record, step: int) -> None: ...
-    def finish(self) -> None: ...
-
-
 class _TensorBoard:
+    """TensorBoard with the methods of a run of wandb or trackio."""
+
     def __init__(self, log_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -149,13 +134,12 @@ class _TensorBoard:
         self.writer.close()
 
 
-def _open_tracker(name: str, run_dir: Path, config: Record) -> _Tracker | None:
+def _open_tracker(name: str, run_dir: Path, config: Record) -> Any:
     if name == "none":
         return None
     if name == "tensorboard":
         return _TensorBoard(run_dir / "tensorboard")
-    module: Any = importlib.import_module(name)  # wandb or trackio
-    return module.init(project="picorl", name=run_dir.name, config=config)
+    return importlib.import_module(name).init(project="picorl", name=run_dir.name, config=config)
 
 
 def _append(file: TextIO, record: Record) -> None:

@@ -6,6 +6,7 @@ can have a mean of 0.5 and no spread.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,20 +15,19 @@ from core.types import Rollout, Turn, UsageError
 MAX_FAILED = 0.5  # fraction of an update's episodes
 
 
-def drop_failed(rollouts: list[Rollout]) -> tuple[list[Rollout], str]:
-    """The rollouts whose environment did not fail, and a warning about those that failed ("").
+def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rollout]:
+    """The rollouts whose environment did not fail; `say` prints a warning about the others.
 
     Raises UsageError if more than half failed.
     """
-    failed = [rollout for rollout in rollouts if rollout.error]
-    if not failed:
-        return rollouts, ""
-    first = failed[0]
-    warning = (f"{len(failed)} of {len(rollouts)} episodes failed; the first one, {first.env} with "
-               f"seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
-    if len(failed) > MAX_FAILED * len(rollouts):
-        raise UsageError(warning)
-    return [rollout for rollout in rollouts if not rollout.error], warning
+    if failed := [rollout for rollout in rollouts if rollout.error]:
+        first = failed[0]
+        warning = (f"{len(failed)} of {len(rollouts)} episodes failed; the first one, {first.env} "
+                   f"with seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
+        if len(failed) > MAX_FAILED * len(rollouts):
+            raise UsageError(warning)
+        say(warning)
+    return [rollout for rollout in rollouts if not rollout.error]
 
 
 def by_task(rollouts: list[Rollout]) -> list[list[Rollout]]:
@@ -43,12 +43,8 @@ def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
     returns: dict[int, set[float]] = defaultdict(set)
     for rollout in rollouts:
         returns[rollout.group_id].add(rollout.episode_return)
-    return [
-        rollout
-        for task in by_task(rollouts)
-        if any(len(returns[r.group_id]) > 1 for r in task)
-        for rollout in task
-    ]
+    tasks = [t for t in by_task(rollouts) if any(len(returns[r.group_id]) > 1 for r in t)]
+    return [rollout for task in tasks for rollout in task]
 
 
 def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) -> list[dict]:

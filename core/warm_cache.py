@@ -51,7 +51,7 @@ def reuse(cfg: Config, run: Run, envs: list[str]) -> bool:
         for name, parameter in run.policy.trainable().items():
             parameter.copy_(saved[name])
     for record in records:
-        run.log_sft(record)
+        run.run_log.log(record)
     run.progress["sft_step"] = cfg.sft_steps
     run.say(f"warm start: loaded from {folder} (same settings); --no-cache trains it again")
     return True

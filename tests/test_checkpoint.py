@@ -119,4 +119,4 @@ def test_weights_of_another_shape_are_rejected(run, tmp_path_factory):
     saved = run[3](1)
     other = save_small("qwen3", tmp_path_factory.mktemp("wide"), hidden_size=64)
     with pytest.raises(UsageError, match="differs"):
-        load_checkpoint(saved, load_policy(str(other), device="cpu"))
+        load_checkpoint(saved, load_policy(str(other), device="cpu"), run[2])

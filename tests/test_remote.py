@@ -94,8 +94,9 @@ def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy, misdeed
     rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(max_tokens=4))
     assert [bool(r.error) for r in rollouts] == [False, True, False]
     assert REASONS[misdeed] in rollouts[1].error
-    usable, warning = drop_failed(rollouts)
-    assert [r.group_id for r in usable] == [0, 2]
+    warnings = []
+    assert [r.group_id for r in drop_failed(rollouts, warnings.append)] == [0, 2]
+    (warning,) = warnings
     assert "1 of 3" in warning and bad in warning and "\n" not in warning
 
 
@@ -107,7 +108,7 @@ def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, pol
         tasks, TorchSampler(policy), SamplingParams(max_tokens=4)
     )
     with pytest.raises(UsageError, match=r"2 of 3 episodes failed.*the process ended"):
-        drop_failed(rollouts)
+        drop_failed(rollouts, print)
 
 
 @pytest.mark.parametrize(
