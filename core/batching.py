@@ -1,8 +1,7 @@
 """Rollouts to tensors, tensors to micro-batches.
 
-`to_rollout_batch` lays the sampled tokens of an update out as tensors [B, N]: one row per rollout,
-its sampled tokens side by side, padding on the right (N: the most sampled tokens of any rollout).
-Prompts are not in there. They are in `sequences`, the token ids that the model computes on:
+`to_rollout_batch` makes tensors [B, N]: one row per rollout, its sampled tokens side by side,
+padded on the right. Prompts are in `sequences`, the token ids that the model computes on:
 
     rollout 0, one turn     prompt ids | completion ids                          1 sequence
     rollout 1, two turns    prompt ids | completion | new prompt ids | completion    1 sequence
@@ -10,23 +9,27 @@ Prompts are not in there. They are in `sequences`, the token ids that the model 
 A turn continues the sequence of the turn before it if its prompt begins with that whole sequence;
 otherwise it starts a new sequence. So each token is trained in the context that it was sampled in.
 
-`micro_batches` cuts the sequences of some rollouts into micro-batches [b, T] and looks up the
-tensors of [B, N] for their tokens: `micro.advantages` is [b, T-1], aligned with the next token.
-Sequences with the same prompt share its computation (core/prefix_sharing.py).
+`micro_batches` cuts sequences into micro-batches [b, T] and looks up the values [B, N] of their
+tokens: `micro.advantages` is [b, T-1], aligned with the next token. Sequences with the same prompt
+share its computation (core/prefix_sharing.py).
 """
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from core import distributed
 from core.model import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Rollout, Turn
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -34,8 +37,12 @@ class Sequence:
     """Token ids, and the place of each in the flattened [B, N]; -1 for tokens not sampled."""
 
     rollout: int  # row in [B, N]
+    prompt_length: int  # number of tokens before the first sampled one
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +52,7 @@ class TokenTensors:
     float32, [B, N] in a RolloutBatch, [b, T-1] in a MicroBatch. None: not computed (yet).
     """
 
+    completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
     sampler_logprobs: Tensor | None = None  # log-probs that the sampler reported
     old_logprobs: Tensor | None = None  # of the trainer, under the weights that sampled
     ref_logprobs: Tensor | None = None  # under the reference policy
@@ -53,8 +61,13 @@ class TokenTensors:
     value_targets: Tensor | None = None
     token_weights: Tensor | None = None  # what each token's loss is multiplied by
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.completion_mask.sum())
 
-TOKEN_TENSORS = [tensor.name for tensor in fields(TokenTensors)]
+
+OPTIONAL_TENSORS = [tensor.name for tensor in fields(TokenTensors) if tensor.default is None]
 
 
 @dataclass(kw_only=True)
@@ -62,7 +75,6 @@ class RolloutBatch(TokenTensors):
     """The sampled tokens of one update; tensors [B, N] or [B] on the CPU."""
 
     sequences: list[Sequence]
-    completion_mask: Tensor  # [B, N] bool: True for sampled tokens, False for padding
     rewards: Tensor  # [B, N] float32: the reward of a turn, at its last token
     completion_lengths: Tensor  # [B, N] int64: tokens of a completion, at its last token; else 0
     turn_ids: Tensor  # [B, N] int64: the turn of each token, from 0
@@ -70,16 +82,9 @@ class RolloutBatch(TokenTensors):
     group_ids: Tensor  # [B] int64
     episode_truncated: Tensor  # [B] bool: the episode was truncated before its end
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return int(self.completion_mask.sum())
-
     def loss_mask(self, mask_truncated_completions: bool) -> Tensor:
         """[B, N] bool: the sampled tokens that count in the loss (--mask-truncated-completions)."""
-        if mask_truncated_completions:
-            return self.completion_mask & ~self.hit_token_limit
-        return self.completion_mask
+        return self.completion_mask & ~(self.hit_token_limit & mask_truncated_completions)
 
 
 @dataclass(kw_only=True)
@@ -87,14 +92,8 @@ class MicroBatch(TokenTensors):
     """b right-padded sequences. Column t of a [b, T-1] tensor is about the token at t+1."""
 
     input_ids: Tensor  # [b, T] int64
-    completion_mask: Tensor  # [b, T-1] bool: True if the next token was sampled
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
     packed: PackedGroups | None = None  # the same sequences with each shared prompt once
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return int(self.completion_mask.sum())
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
@@ -108,47 +107,41 @@ class MicroBatch(TokenTensors):
 
 
 def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
-    """Lays out the sampled tokens of `rollouts`.
-
-    Without any sampled token the batch is one row of padding, so that an update without rollouts
-    needs no special case: nothing is scored, and no gradient step is taken.
-    """
+    """Lays out the sampled tokens of `rollouts`; without any, the batch is one row of padding."""
     width = max((rollout.num_tokens for rollout in rollouts), default=0)
     shape = (max(1, len(rollouts)), max(1, width))
-    rewards, logprobs = torch.zeros(shape), torch.zeros(shape)
-    lengths, turn_ids = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    mask, hit_token_limit = (torch.zeros(shape, dtype=torch.bool) for _ in range(2))
-    sequences: list[Sequence] = []
+    logprobs = torch.zeros(shape)
+    batch = RolloutBatch(
+        sequences=[],
+        completion_mask=torch.zeros(shape, dtype=torch.bool),
+        sampler_logprobs=logprobs,
+        rewards=torch.zeros(shape),
+        completion_lengths=torch.zeros(shape, dtype=torch.int64),
+        turn_ids=torch.zeros(shape, dtype=torch.int64),
+        hit_token_limit=torch.zeros(shape, dtype=torch.bool),
+        group_ids=torch.tensor([r.group_id for r in rollouts] or [0]),
+        episode_truncated=torch.tensor([r.episode_truncated for r in rollouts] or [False]),
+    )
     for row, rollout in enumerate(rollouts):
         column = 0
         current: Sequence | None = None
         for number, turn in enumerate(rollout.turns):
             if current is None or turn.prompt_ids[: len(current.token_ids)] != current.token_ids:
-                current = Sequence(row)
-                sequences.append(current)
+                current = Sequence(row, len(turn.prompt_ids))
+                batch.sequences.append(current)
             context = turn.prompt_ids[len(current.token_ids) :]
             end = column + len(turn.completion_ids)
             current.token_ids += context + turn.completion_ids
             current.places += [-1] * len(context)
             current.places += range(row * width + column, row * width + end)
-            mask[row, column:end] = True
+            batch.completion_mask[row, column:end] = True
             logprobs[row, column:end] = torch.tensor(turn.sampler_logprobs)
-            rewards[row, end - 1] = turn.reward
-            lengths[row, end - 1] = end - column
-            turn_ids[row, column:end] = number
-            hit_token_limit[row, column:end] = turn.finish_reason == "length"
+            batch.rewards[row, end - 1] = turn.reward
+            batch.completion_lengths[row, end - 1] = end - column
+            batch.turn_ids[row, column:end] = number
+            batch.hit_token_limit[row, column:end] = turn.finish_reason == "length"
             column = end
-    return RolloutBatch(
-        sequences=sequences,
-        completion_mask=mask,
-        rewards=rewards,
-        completion_lengths=lengths,
-        turn_ids=turn_ids,
-        hit_token_limit=hit_token_limit,
-        sampler_logprobs=logprobs,
-        group_ids=torch.tensor([r.group_id for r in rollouts] or [0]),
-        episode_truncated=torch.tensor([r.episode_truncated for r in rollouts] or [False]),
-    )
+    return batch
 
 
 def largest_batch(max_length: int, max_tokens: int) -> RolloutBatch:
@@ -182,15 +175,13 @@ def micro_batches(
     """This rank's micro-batches of the rollouts `rows` (None: all), with their token tensors.
 
     Each has at most `policy.micro_batch_tokens` tokens, padding included; a longer sequence has a
-    micro-batch of its own. A prompt that several sequences share counts once.
+    micro-batch of its own.
     """
-    chosen = batch.sequences
-    if rows is not None:
-        wanted = set(rows)
-        chosen = [sequence for sequence in chosen if sequence.rollout in wanted]
-    mine = distributed.shard(chosen, length)
+    wanted = set(range(len(batch.completion_mask)) if rows is None else rows)
+    chosen = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
+    mine = distributed.shard(chosen, len)
     for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.packs_groups):
-        for name in TOKEN_TENSORS:
+        for name in OPTIONAL_TENSORS:
             values = getattr(batch, name)
             setattr(micro, name, None if values is None else micro.gather(values))
         yield micro
@@ -204,8 +195,7 @@ def cut(
 ) -> Iterator[MicroBatch]:
     """Cuts sequences, longest first, into micro-batches of at most `max_tokens` tokens.
 
-    With `pack`, sequences that share their prompt are packed: the prompt counts once, and there
-    is no padding.
+    `pack`: a prompt that sequences share counts once, and there is no padding.
     """
     if pack:
         for groups in _bundles(sequences, max_tokens):
@@ -213,73 +203,58 @@ def cut(
             micro.packed = _pack(groups).to(device)
             yield micro
         return
-    ordered = sorted(sequences, key=lambda sequence: -length(sequence))
+    ordered = sorted(sequences, key=len, reverse=True)
     start = 0
     while start < len(ordered):
-        size = max(1, max_tokens // length(ordered[start]))
+        size = max(1, max_tokens // len(ordered[start]))
         yield _pad(ordered[start : start + size], device)
         start += size
 
 
-def length(sequence: Sequence) -> int:
-    """Number of tokens, prompts and completions."""
-    return len(sequence.token_ids)
-
-
 def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
-    width = max(map(length, sequences))
-    ids = torch.zeros(len(sequences), width, dtype=torch.int64)
-    places = torch.full((len(sequences), width), -1)
-    for row, sequence in enumerate(sequences):
-        ids[row, : length(sequence)] = torch.tensor(sequence.token_ids)
-        places[row, : length(sequence)] = torch.tensor(sequence.places)
-    mask = places[:, 1:] >= 0  # the causal shift: position t predicts token t+1
-    index = places[:, 1:].clamp(min=0)
+    ids = pad_sequence([torch.tensor(s.token_ids) for s in sequences], batch_first=True)
+    places = pad_sequence(
+        [torch.tensor(s.places) for s in sequences], batch_first=True, padding_value=-1
+    )[:, 1:].to(device)  # the causal shift: position t predicts token t+1
     return MicroBatch(
-        input_ids=ids.to(device), completion_mask=mask.to(device), index=index.to(device)
+        input_ids=ids.to(device), completion_mask=places >= 0, index=places.clamp(min=0)
     )
 
 
-def _prompt_length(sequence: Sequence) -> int:
-    """Number of tokens before the first sampled one."""
-    return next(i for i, place in enumerate(sequence.places) if place >= 0)
-
-
 def _bundles(sequences: list[Sequence], max_tokens: int) -> Iterator[list[list[Sequence]]]:
-    """Micro-batches as lists of groups; the sequences of a group share their prompt.
-
-    Groups with the longest sequences come first. A group that fits is not split.
-    """
+    """Micro-batches as lists of groups, which share a prompt; only a too large group is split."""
     groups: dict[tuple[int, ...], list[Sequence]] = {}
-    for sequence in sorted(sequences, key=lambda sequence: -length(sequence)):
-        prompt = tuple(sequence.token_ids[: _prompt_length(sequence)])
+    for sequence in sorted(sequences, key=len, reverse=True):
+        prompt = tuple(sequence.token_ids[: sequence.prompt_length])
         groups.setdefault(prompt, []).append(sequence)
-    bundle: list[list[Sequence]] = []
-    room = max_tokens
-    for prompt, group in groups.items():
-        for part in _split(group, len(prompt), max_tokens):
-            size = len(prompt) + sum(length(sequence) - len(prompt) for sequence in part)
-            if bundle and size > room:
-                yield bundle
-                bundle, room = [], max_tokens
-            bundle.append(part)
-            room -= size
-    if bundle:
-        yield bundle
+    parts = [
+        part
+        for prompt, group in groups.items()
+        for part in _chunks(group, _suffix_length, max_tokens - len(prompt))
+    ]
+    return _chunks(parts, _packed_length, max_tokens)
 
 
-def _split(group: list[Sequence], prompt: int, max_tokens: int) -> Iterator[list[Sequence]]:
-    """Splits a group into as few parts as fit; each part computes the prompt's tokens once."""
-    part: list[Sequence] = []
-    room = max_tokens - prompt
-    for sequence in group:
-        suffix = length(sequence) - prompt
-        if part and suffix > room:
-            yield part
-            part, room = [], max_tokens - prompt
-        part.append(sequence)
-        room -= suffix
-    yield part
+def _chunks(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Consecutive items whose sizes add up to at most `limit`; an item above it is alone."""
+    chunk: list[T] = []
+    room = limit
+    for item in items:
+        if chunk and size(item) > room:
+            yield chunk
+            chunk, room = [], limit
+        chunk.append(item)
+        room -= size(item)
+    if chunk:
+        yield chunk
+
+
+def _suffix_length(sequence: Sequence) -> int:
+    return len(sequence) - sequence.prompt_length
+
+
+def _packed_length(group: list[Sequence]) -> int:
+    return group[0].prompt_length + sum(map(_suffix_length, group))
 
 
 def _pack(groups: list[list[Sequence]]) -> PackedGroups:
@@ -287,9 +262,9 @@ def _pack(groups: list[list[Sequence]]) -> PackedGroups:
     prompts: list[list[int]] = []
     suffixes: list[tuple[int, list[int]]] = []  # (prompt, or -1 for none; token ids)
     for group in groups:
-        shared = _prompt_length(group[0]) if len(group) > 1 else 0
-        if shared:
+        number, shared = -1, 0
+        if len(group) > 1:
+            number, shared = len(prompts), group[0].prompt_length
             prompts.append(group[0].token_ids[:shared])
-        number = len(prompts) - 1 if shared else -1
         suffixes += [(number, sequence.token_ids[shared:]) for sequence in group]
     return pack_groups(prompts, suffixes)

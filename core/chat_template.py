@@ -5,12 +5,8 @@
     ids += completion + ids_after_completion(tokenizer, messages, turn_closed=True)
 
 A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
-`ids_after_completion` closes the assistant's turn, renders the next message, and opens the next
-turn of the assistant.
-
 Only the template can write the tokens that mark turns. A message that quotes such a token, like
-"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn. All other text
-gets the ids that the tokenizer usually gives it.
+"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
 """
 
 from bisect import bisect_left
@@ -25,6 +21,7 @@ from core.types import Message, UsageError
 END_OF_THOUGHT = "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
+ANSWER: Message = {"role": "assistant", "content": COMPLETION}
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
@@ -43,10 +40,10 @@ def ids_after_completion(
     """Token ids between a completion and the next one. Raises as `prompt_ids` does.
 
     `messages` ends with the assistant's message and the new one. `turn_closed`: the completion ends
-    with the token that closes the turn, so that token is not repeated.
+    with the token that closes the turn.
     """
     *before, _, last = _split_turn_tokens(tokenizer, messages)
-    text = _text_after_completion(tokenizer, before, [last])
+    text = _text_after_answer(tokenizer, [*before, ANSWER, last])
     return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
 
 
@@ -60,12 +57,9 @@ def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int:
-    """Id of the token with which the chat template closes the assistant's turn.
-
-    Raises UsageError if the template closes it with ordinary text.
-    """
+    """Id of the token that closes the assistant's turn. Raises UsageError if plain text does."""
     question: Message = {"role": "user", "content": "?"}
-    text = _text_after_completion(tokenizer, [question], [], open_turn=False)
+    text = _text_after_answer(tokenizer, [question, ANSWER], open_turn=False)
     ids = _encode(tokenizer, text.lstrip())
     if not ids or ids[0] not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
@@ -111,10 +105,7 @@ def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
     return [token for token in tokens if len(token.strip()) > 1]
 
 
-def _text_after_completion(
-    tokenizer: Tokenizer, before: list[Message], after: list[Message], open_turn: bool = True
-) -> str:
-    chat: list[Message] = [*before, {"role": "assistant", "content": COMPLETION}, *after]
+def _text_after_answer(tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True) -> str:
     _, found, text = _render(tokenizer, chat, open_turn).rpartition(COMPLETION)
     if not found:
         raise UsageError("the chat template leaves out or rewrites the assistant's messages")

@@ -1,8 +1,7 @@
 """Keys and values of all layers, and the logits of the next token, while TorchSampler samples.
 
-`SharedPrefixCache` stores the keys and values of each prompt once, for all its completions. It
-serves the models that train on packed groups (core/prefix_sharing.py). Other models get
-`RepeatedPrefixCache`, which copies them for every completion.
+`SharedPrefixCache` stores each prompt once, for all its completions. It serves the models that
+train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
 
     cache = prefill(policy, prompts, max_new_tokens=64)
     cache.logits                # [R, V]: logits of the token after each of R prompts
@@ -10,6 +9,9 @@ serves the models that train on packed groups (core/prefix_sharing.py). Other mo
     cache.keep(rows)            # drop all other rows; the next `append` updates `logits`
 """
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,68 +30,61 @@ def prefill(
     # left padding: all prompts end in the last column, where their completions begin
     padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in index_of]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in index_of], device=device)
-    position_ids = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache()
     logits = policy.causal_lm(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,
-        position_ids=position_ids,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
         past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     ).logits[:, -1]
     prompt_of = torch.tensor([index_of[tuple(prompt)] for prompt in prompts], device=device)
-    position = position_ids[:, -1]
+    logits = logits[prompt_of]  # [R, V]
     if policy.packs_groups:
-        return SharedPrefixCache(
-            policy.causal_lm, cache, mask, position, logits, prompt_of, max_new_tokens
-        )
-    return RepeatedPrefixCache(policy.causal_lm, cache, mask, position, logits, prompt_of)
+        return SharedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of, max_new_tokens)
+    return RepeatedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of)
 
 
 class RepeatedPrefixCache:
     """The cache of transformers: every row has a copy of its prompt's keys and values."""
 
     def __init__(
-        self, model: Any, cache: DynamicCache, mask: Tensor, position: Tensor, logits: Tensor,
-        prompt_of: Tensor,
-    ):  # fmt: skip
-        """`mask` [P, n], `position` [P] and `logits` [P, V] of P prompts; `prompt_of` [R]."""
+        self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor
+    ):
+        """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
         cache.batch_select_indices(prompt_of)
-        self.model, self.cache, self.mask = model, cache, mask[prompt_of]
-        self.position, self.logits = position[prompt_of], logits[prompt_of]
+        self.model, self.cache, self.mask, self.logits = model, cache, mask[prompt_of], logits
 
     def append(self, token_ids: Tensor) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
-        self.position = self.position + 1
         self.logits = self.model(
             input_ids=token_ids[:, None],
             attention_mask=self.mask,
-            position_ids=self.position[:, None],
+            position_ids=self.mask.sum(1, keepdim=True) - 1,
             past_key_values=self.cache,
             use_cache=True,
         ).logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
         self.cache.batch_select_indices(rows)
-        self.mask, self.position = self.mask[rows], self.position[rows]
+        self.mask = self.mask[rows]
 
 
 class SharedPrefixCache:
     """Keys and values of P prompts, and of the tokens of R rows; each row continues one prompt.
 
-    Attention to a prompt is one matrix product for all rows of that prompt. `row_table` [P, W]
-    lists the rows of each prompt, zero-padded to W, the most rows of any prompt. `table_index` [R]
-    is the place of each row in the flattened table.
+    Attention to a prompt is one matrix product for all its rows. `row_table` [P, W] lists the rows
+    of each prompt, zero-padded; `table_index` [R]: the place of each row in the flattened table.
     """
 
     def __init__(
-        self, model: Any, cache: DynamicCache, mask: Tensor, position: Tensor, logits: Tensor,
-        prompt_of: Tensor, max_new_tokens: int,
+        self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor,
+        max_new_tokens: int,
     ):  # fmt: skip
-        """`mask` [P, n], `position` [P] and `logits` [P, V] of P prompts; `prompt_of` [R]."""
-        self.model, self.num_appended, self.prompt_of = model, 0, prompt_of
-        self.position, self.logits = position[prompt_of], logits[prompt_of]
+        """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
+        self.model, self.logits, self.prompt_of, self.num_appended = model, logits, prompt_of, 0
+        self.position = mask.sum(1)[prompt_of] - 1  # [R]
         self.padding = None if mask.all() else (mask == 0)[:, None, None]  # [P, 1, 1, n]
         layers: list[Any] = cache.layers
         self.prompt_kv = [(x.keys.transpose(2, 3).contiguous(), x.values) for x in layers]
@@ -121,7 +116,7 @@ class SharedPrefixCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
     ) -> Tensor:
-        """Attends from the appended token to its prompt and its row: [R, 1, H, d].
+        """Attends from the appended tokens to their prompts and rows: [R, 1, H, d].
 
         `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
         """
@@ -145,19 +140,15 @@ class SharedPrefixCache:
     def _index_rows(self) -> None:
         """Sets `row_table`, `table_index` and `in_order` from `prompt_of`."""
         num_prompts, device = len(self.prompt_kv[0][1]), self.prompt_of.device
-        counts = [0] * num_prompts
-        places = []  # (prompt, column) of each row
-        for prompt in self.prompt_of.tolist():
-            places.append((prompt, counts[prompt]))
-            counts[prompt] += 1
-        width = max(counts)
-        table_index = [prompt * width + column for prompt, column in places]
-        self.table_index = torch.tensor(table_index, device=device)
-        table = torch.zeros(num_prompts * width, dtype=torch.int64, device=device)
-        table[self.table_index] = torch.arange(len(table_index), device=device)
-        self.row_table = table.view(num_prompts, width)
+        counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
+        columns = [next(counters[prompt]) for prompt in self.prompt_of.tolist()]
+        width = max(columns) + 1
+        self.table_index = self.prompt_of * width + torch.tensor(columns, device=device)
+        rows = torch.arange(len(columns), device=device)
+        self.row_table = rows.new_zeros(num_prompts, width)
+        self.row_table.view(-1)[self.table_index] = rows
         # whole groups in order: moving between the layouts needs no copy
-        self.in_order = table_index == list(range(len(table)))
+        self.in_order = torch.equal(self.row_table.view(-1), rows)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """[R, h, r, k] -> [P, h, W · r, k]."""

@@ -1,10 +1,10 @@
 """How many tokens one training pass computes on at a time, and whether it recomputes activations.
 
-The bytes that autograd keeps per token are measured on the model: a short forward pass counts the
-tensors that it saves for its backward pass. A micro-batch gets as many tokens as fit into the
-memory that is free when training begins, minus what will be allocated later. If not even the
-longest episode would fit, gradient checkpointing (arXiv:1604.06174) is switched on: each layer
-keeps its input only, and computes its activations again in the backward pass.
+A short forward pass measures the bytes per token that autograd keeps for the backward pass. A
+micro-batch gets as many tokens as fit into the memory that is free when training begins, minus
+what will be allocated later. If not even the longest episode would fit, gradient checkpointing
+(arXiv:1604.06174) is switched on: each layer keeps its input only, and computes its activations
+again in the backward pass.
 
 `probe_peak_memory` then runs the largest possible micro-batch before the first update, and halves
 the budget until it fits. Losses are sums over tokens, so the budget does not change the gradients.
@@ -53,7 +53,6 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
     `future_bytes`: what the optimizer and the reference will allocate later. Returns lines to show.
     """
     free = free_bytes(policy.device)
-    policy.may_checkpoint_layers = cfg.gradient_checkpointing == "auto"
     if cfg.gradient_checkpointing == "on":
         checkpoint_layers(policy)
     if free is None:
@@ -81,15 +80,16 @@ def probe_peak_memory(
     """Runs forward and backward on the largest possible micro-batch, if memory is scarce.
 
     Halves `policy.micro_batch_tokens` until it fits; then switches gradient checkpointing on, if
-    it may. Raises OutOfMemory if nothing is left to try. The gradients are dropped, so the probe
-    has no effect on training.
+    it may. Raises OutOfMemory if nothing is left to try. Drops the gradients.
     """
     longest = min(cfg.max_model_len, policy.max_length)
     trains = cfg.num_updates > 0 or cfg.sft_steps > 0
     # more than all rollouts of an update never come, however large the budget is
     rollouts = max(cfg.num_prompts * cfg.group_size, cfg.sft_batch_size)
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
-    scarce = is_scarce(policy, max(longest, policy.micro_batch_tokens))
+    tokens = max(longest, policy.micro_batch_tokens)
+    free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
+    scarce = free is not None and tokens * bytes_per_token(policy) > free / 4
     if not trains or not any(distributed.all_gather([scarce])):
         return
     while True:
@@ -104,26 +104,26 @@ def probe_peak_memory(
         optimizer.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
-        say(f"out of memory with {_reduce_memory(policy, longest, reason)}")
+        may_checkpoint = cfg.gradient_checkpointing == "auto"
+        say(f"out of memory with {_reduce_memory(policy, longest, may_checkpoint, reason)}")
     optimizer.zero_grad()
 
 
 def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int, forward: Forward) -> None:
     # room for the moments, which the first step will allocate
-    moments = torch.empty(optimizer.future_bytes(), dtype=torch.uint8, device=policy.device)
+    _moments = torch.empty(optimizer.future_bytes(), dtype=torch.uint8, device=policy.device)
     for micro in micro_batches(policy, largest_batch(longest, policy.micro_batch_tokens)):
         logprobs, _, _ = forward(policy, micro, 1.0)
         optimizer.backward(logprobs.mean())
-    del moments
 
 
-def _reduce_memory(policy: Policy, longest: int, reason: str) -> str:
-    """Makes the next pass smaller. Returns what was too much and what follows; see above."""
+def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: str) -> str:
+    """Makes the next pass smaller. Returns what was too much and what is tried next."""
     budget = policy.micro_batch_tokens
     if budget > longest:
         policy.micro_batch_tokens = max(longest, budget // 2)
         return f"micro-batches of {budget} tokens: trying {policy.micro_batch_tokens}"
-    if policy.may_checkpoint_layers and not policy.checkpointed_layers:
+    if may_checkpoint and not policy.checkpointed_layers:
         checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: trying gradient checkpointing"
     raise OutOfMemory(
@@ -162,17 +162,6 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def is_scarce(policy: Policy, tokens: int) -> bool:
-    """Whether a training pass of `tokens` tokens might not fit.
-
-    On a GPU always; on the host, if it would take more than a quarter of the free memory.
-    """
-    if policy.device.type != "cpu":
-        return True
-    free = host_free_bytes()
-    return free is not None and tokens * bytes_per_token(policy) > free / 4
-
-
 def host_free_bytes() -> int | None:
     """Memory that this process may still allocate, on Linux; None elsewhere."""
     try:
@@ -203,9 +192,8 @@ def bytes_per_token(policy: Policy) -> float:
 
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=policy.device)
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        hidden = policy.hidden_states(ids)  # kept alive, or storages would be reused and miscounted
+        _hidden = policy.hidden_states(ids)  # kept alive: freed storages would be miscounted
     per_token = sum(saved.values()) / PROBE_TOKENS
-    del hidden
     if not policy.checkpointed_layers:
         return per_token
     layers, policy.checkpointed_layers = policy.checkpointed_layers, []

@@ -7,7 +7,6 @@
 Only safetensors weights are read. Python code that comes with a model runs only with
 `trust_remote_code`; otherwise transformers' own implementation of the model type is used, if it has
 one. Weights have the given dtype; LoRA adapters and the value head are always float32.
-core/optimizer.py keeps float32 master weights for full fine-tuning below float32.
 """
 
 import os
@@ -30,7 +29,6 @@ from core.tiny import save_tiny
 from core.types import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DEVICES = "auto, cpu, cuda, cuda:N or mps"
 MAX_LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
 PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
 MAX_REASON = 200  # characters of another library's error message that are shown
@@ -40,7 +38,7 @@ logging.disable_progress_bar()  # of weight loading, which would break the displ
 
 @dataclass
 class Policy:
-    """A causal language model, its tokenizer, and what sampling and training need to know."""
+    """A causal language model, its tokenizer, and how to sample from it and train it."""
 
     model: Any  # a PreTrainedModel, or a PeftModel around one; they share no base class
     tokenizer: Tokenizer
@@ -51,7 +49,6 @@ class Policy:
     value_head: nn.Linear | None = None  # PPO: last hidden state -> value
     micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
     checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
-    may_checkpoint_layers: bool = True  # False: --gradient-checkpointing off
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
 
@@ -78,9 +75,8 @@ class Policy:
     def hidden_states(self, input_ids: Tensor, packed: PackedGroups | None = None) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64; differentiable.
 
-        There is no padding mask: in causal attention no token attends to the padding after it.
-        `packed` holds the same B sequences with each shared prompt once; what is returned at
-        padding is then meaningless.
+        Needs no padding mask, as no token attends to the padding after it. `packed`: the same
+        sequences with each shared prompt once; the result at padding is then meaningless.
         """
         for layer in self.checkpointed_layers:  # not layer.train(), which would enable dropout
             layer.training = torch.is_grad_enabled()
@@ -135,14 +131,11 @@ def load_policy(
     tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
 ) -> Policy:
-    """Loads `model_id` (Hub id, folder or "tiny") for training on `device`.
+    """Loads `model_id`: a Hub id, a folder, or "tiny", written to `tiny_folder` unless that exists.
 
     `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the
-    model's own limit on the tokens of prompt and completion. "tiny" is first written to
-    `tiny_folder`, unless that exists. `seed` determines the weights of tiny and of the adapters.
-
-    Raises UsageError, in one line, if the model cannot be loaded, the device does not exist, or the
-    model needs its own Python code without `trust_remote_code`.
+    model's own limit. `seed` determines the weights of tiny and of the adapters. Raises UsageError,
+    in one line, if the model cannot be loaded or the device does not exist.
     """
     torch_device = pick_device(device)
     if dtype == "auto":
@@ -160,39 +153,37 @@ def load_policy(
     with _one_line_errors(f"--model-id {model_id}"):
         closing_id = end_of_turn_id(tokenizer)
     text_config = base.config.get_text_config()
+    head = None
+    if value_head:
+        head = nn.Linear(text_config.hidden_size, 1, device=torch_device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+        nn.init.zeros_(head.bias)
     limit = text_config.max_position_embeddings
-    policy = Policy(
+    return Policy(
         model=model,
         tokenizer=tokenizer,
         device=torch_device,
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
         max_length=min(limit, max_length or limit),
+        value_head=head,
         trust_remote_code=trust_remote_code,
     )
-    if value_head:
-        head = nn.Linear(text_config.hidden_size, 1, device=torch_device, dtype=torch.float32)
-        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
-        nn.init.zeros_(head.bias)
-        policy.value_head = head
-    return policy
 
 
 def pick_device(name: str) -> torch.device:
-    """The torch device called `name`; "auto" prefers CUDA, then Apple's MPS, then the CPU.
-
-    Raises UsageError if the name is invalid or this machine has no such device.
-    """
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    """The device called `name`; "auto": CUDA, else MPS, else CPU. Raises UsageError if invalid."""
+    gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    available = {"cuda": gpu, "mps": mps, "cpu": True}
     if name == "auto":
-        return torch.device(next((d for d, exists in available.items() if exists), "cpu"))
+        return torch.device(next(kind for kind, exists in available.items() if exists))
     try:
         device = torch.device(name)
-    except RuntimeError:
-        raise UsageError(f"--device must be {DEVICES}, not {name!r}") from None
-    if device.type not in ("cpu", *available):
-        raise UsageError(f"--device must be {DEVICES}, not {name!r}")
-    if not available.get(device.type, True):
+        exists = available[device.type]
+    except (RuntimeError, KeyError):
+        choices = "auto, cpu, cuda, cuda:N or mps"
+        raise UsageError(f"--device must be {choices}, not {name!r}") from None
+    if not exists:
         raise UsageError(f"--device {name}: this machine has no such device; use --device auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
@@ -202,7 +193,6 @@ def pick_device(name: str) -> torch.device:
 def _load_files(
     model_id: str, dtype: torch.dtype, trusted: bool
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model and its tokenizer. Raises UsageError if files are missing or do not fit."""
     _check_folder(model_id)
     with _one_line_errors(f"--model-id {model_id}: can't be loaded", trusted):
         AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
@@ -216,11 +206,11 @@ def _load_files(
         )  # fmt: skip
     model, report = loaded
     _check_loaded(model_id, report, tokenizer)
-    model.config.use_cache = False  # in training; sampling passes its own cache
-    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    full = layer_types == {"full_attention"} and model.config._attn_implementation == "sdpa"
-    own_code = model._auto_class is not None
-    if full and model.config.model_type in PACKABLE and not own_code:
+    config, own_code = model.config, model._auto_class is not None
+    config.use_cache = False  # in training; sampling passes its own cache
+    full = set(getattr(config, "layer_types", None) or []) <= {"full_attention"}
+    sdpa = config._attn_implementation == "sdpa"
+    if full and sdpa and config.model_type in PACKABLE and not own_code:
         model.set_attn_implementation(ATTENTION)
     return model, tokenizer
 
@@ -239,8 +229,7 @@ def _check_folder(model_id: str) -> None:
 
 
 def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -> None:
-    """Raises UsageError if `from_pretrained` replaced missing weights by random ones, or the
-    tokenizer is empty. `report` is its loading info, with mismatched sizes ignored."""
+    """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty."""
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
         raise UsageError(f"--model-id {model_id}: {len(invalid)} of its weights are missing or "
@@ -253,8 +242,7 @@ def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -
 def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
     """Turns every exception of the block into a UsageError of one line that begins with `subject`.
 
-    Also silences transformers' warnings, which run over many lines; `_check_loaded` reports what
-    matters. `trusted`: whether the model's own Python code may run.
+    Silences transformers' warnings of many lines. `trusted`: the model's Python code may run.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -272,7 +260,6 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
 
 
 def _with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> Any:
-    """A PeftModel with float32 LoRA adapters on all linear layers of `model`."""
     from peft import LoraConfig, get_peft_model  # takes a second
 
     scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float

@@ -3,12 +3,9 @@
     pip install -e ".[vllm]" && python train.py --sampler vllm
 
 core/weight_sharing.py lays out the weights once for both models; its loader hands them to vLLM
-before vLLM captures CUDA graphs. After `optimizer.step()` there are no weights to send: vLLM reads
-the new ones. `sync` copies LoRA adapters into the engine's slots; the base weights are never merged
-with them.
-
-Memory: the weights stay in place. The KV cache is allocated only inside `with sampler:`, so
-training can use its memory.
+before vLLM captures CUDA graphs. After `optimizer.step()` vLLM reads the new weights. `sync` copies
+LoRA adapters into the engine's slots; they are never merged with the base weights. The KV cache is
+allocated only inside `with sampler:`, so training can use its memory.
 """
 
 import gc
@@ -27,11 +24,11 @@ import torch
 from core import distributed, weight_sharing
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
-from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limit, to_completions
+from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limit, to_completion
 from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
-FAMILIES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Gemma3ForCausalLM"]
+FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma3"]  # with weights that can be shared
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
@@ -45,21 +42,16 @@ ENVIRONMENT = {
 def make_sampler(
     name: str, policy: Policy, gpu_memory_utilization: float = 0.9, reserved_bytes: int = 0
 ) -> Sampler:
-    """Makes the sampler `name`: "torch", "vllm" or "auto", NanoLLM on a GPU if vLLM is installed.
+    """Makes the sampler `name`: "torch", "vllm", or "auto", NanoLLM on a GPU if vLLM can share.
 
-    NanoLLM takes the other arguments. Raises UsageError as NanoLLM does, but "auto" falls back to
-    TorchSampler where vLLM is missing or cannot share the weights.
+    The other arguments are NanoLLM's. Raises UsageError as NanoLLM does.
     """
-    torch_sampler = TorchSampler(policy)
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
-        return torch_sampler
-    try:
-        check_shareable(policy)
-    except UsageError as error:
-        if name == "auto":
-            torch_sampler.remark = f"sampling in plain PyTorch: {error}"
-            return torch_sampler
-        raise
+        return TorchSampler(policy)
+    if name == "auto" and (obstacle := why_not_shareable(policy)):
+        sampler = TorchSampler(policy)
+        sampler.remark = f"sampling in plain PyTorch: {obstacle}"
+        return sampler
     return NanoLLM(policy, gpu_memory_utilization, reserved_bytes)
 
 
@@ -71,21 +63,20 @@ class NanoLLM(Sampler):
     ):
         """Starts the engine in this process, on the policy's device.
 
-        During sampling, training and sampling together use at most `gpu_memory_utilization` of the
-        GPU's memory, less `reserved_bytes` for what training has yet to allocate. Raises UsageError
-        if vLLM or memory is missing or the model cannot be shared, and then frees everything.
+        Training and the engine together use at most `gpu_memory_utilization` of the GPU's memory,
+        less `reserved_bytes` for what training has yet to allocate. Raises UsageError if vLLM or
+        memory is missing or the model cannot be shared.
         """
-        check_shareable(policy)
+        if obstacle := why_not_shareable(policy):
+            raise UsageError(obstacle)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy = policy
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
-        self.engine_model: Any = None  # vLLM's nn.Module
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
         self.shared = weight_sharing.share_weights(policy.causal_lm)
-        self.adapter_dir = tempfile.TemporaryDirectory(prefix="nanollm-")
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments)
@@ -124,11 +115,11 @@ class NanoLLM(Sampler):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
+        requests = {str(i): prompt for i, prompt in enumerate(prompts)}
         finished: dict[str, Any] = {}
-        request_ids = [str(i) for i in range(len(prompts))]
         # one seed per call: with one per request, vLLM loops over the requests for every token
         with preserve_random_state(derive_seed(params.seed, distributed.rank())):
-            for request_id, prompt in zip(request_ids, prompts, strict=True):
+            for request_id, prompt in requests.items():
                 self.engine.add_request(
                     request_id, vllm.TokensPrompt(prompt_token_ids=prompt), vllm_params,
                     lora_request=self.lora_request,
@@ -139,21 +130,15 @@ class NanoLLM(Sampler):
                     for output in self.engine.step():
                         finished[output.request_id] = output.outputs[0]
             finally:
-                self.engine.abort_request([i for i in request_ids if i not in finished])
-        outputs = [finished[request_id] for request_id in request_ids]
-        assert all(len(o.token_ids) == len(o.logprobs.logprobs) for o in outputs)
-        return to_completions(
-            self.policy,
-            [list(output.token_ids) for output in outputs],
-            [list(output.logprobs.logprobs) for output in outputs],
-            [output.finish_reason == "stop" for output in outputs],
-        )
+                self.engine.abort_request([i for i in requests if i not in finished])
+        outputs = [finished[request_id] for request_id in requests]
+        return [
+            to_completion(self.policy, list(output.token_ids), list(output.logprobs.logprobs))
+            for output in outputs
+        ]
 
     def sync(self) -> None:
-        """Copies the LoRA adapters, if any, and drops the prefix cache of the old weights.
-
-        Raises RuntimeError while a completion is being sampled.
-        """
+        """Copies the LoRA adapters, if any, and drops the prefix cache of the old weights."""
         if self.slots:
             weight_sharing.copy_adapters(self.slots)
         if not self.engine.reset_prefix_cache():
@@ -185,12 +170,10 @@ class NanoLLM(Sampler):
             self.engine.engine_core.shutdown()
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
             sys.modules["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory()
-        self.engine, self.engine_model = None, None
-        self.slots, self.cpu_cache = [], []
+        self.engine, self.slots, self.cpu_cache = None, [], []
         gc.collect()
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.adapter_dir.cleanup()
 
     def _start(self, memory_arguments: dict[str, Any]) -> None:
         from vllm.lora.request import LoRARequest
@@ -208,66 +191,57 @@ class NanoLLM(Sampler):
         # sleep() frees what vLLM allocated in its memory pool: keep the weights out of it
         with patch.object(Worker, "_maybe_get_memory_pool_context", memory_pool_of_cache):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
-        [self.engine_model] = self.engine.apply_model(lambda model: model)
+        [engine_model] = self.engine.apply_model(lambda model: model)
+        weight_sharing.check_bound(engine_model, self.shared)
         if policy.lora_rank:
-            adapter = os.path.join(self.adapter_dir.name, "adapter")
-            policy.model.save_pretrained(adapter, save_embedding_layers=False)
-            self.lora_request = LoRARequest("policy", 1, adapter)
-            self.engine.add_lora(self.lora_request)
-            self.slots = weight_sharing.adapter_slots(policy.causal_lm, self.engine_model)
+            with tempfile.TemporaryDirectory(prefix="nanollm-") as folder:
+                policy.model.save_pretrained(folder, save_embedding_layers=False)
+                self.lora_request = LoRARequest("policy", 1, folder)
+                self.engine.add_lora(self.lora_request)
+            self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
         if policy.device.type == "cpu":  # vLLM's CPU build has no sleep()
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
             self.cpu_cache = [(storage, storage.nbytes()) for storage in storages.values()]
-        weight_sharing.check_bound(self.engine_model, self.shared)
 
 
-def check_shareable(policy: Policy) -> None:
-    """Raises UsageError if vLLM is missing or cannot share this policy's weights."""
+def why_not_shareable(policy: Policy) -> str:
+    """Says why vLLM cannot sample from this policy's weights, in one line; "" if it can."""
     alternative = "or use --sampler torch"
     if importlib.util.find_spec("vllm") is None:
-        raise UsageError(f'vLLM is not installed: pip install -e ".[vllm]", {alternative}')
-    family = type(policy.causal_lm).__name__
-    if family not in FAMILIES:
-        supported = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
-        raise UsageError(
-            f"vLLM shares weights with {supported}, not with {family}: use one of these, "
-            f"{alternative}"
-        )
+        return f'vLLM is not installed: pip install -e ".[vllm]", {alternative}'
+    model_class = type(policy.causal_lm).__name__
+    if model_class.removesuffix("ForCausalLM") not in FAMILIES:
+        return (f"vLLM shares weights with {', '.join(FAMILIES)}, not with {model_class}: "
+                f"use one of these, {alternative}")  # fmt: skip
     if "quantization_config" in policy.causal_lm.config.to_dict():
-        raise UsageError(
-            f"quantized weights cannot be shared with vLLM: load them in bfloat16, {alternative}"
-        )
+        return f"quantized weights cannot be shared with vLLM: load them in bfloat16, {alternative}"
     if policy.lora_rank > LORA_RANKS[-1]:
-        raise UsageError(f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}")
+        return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
     if policy.device.index:
-        raise UsageError(
-            "vLLM uses the first visible GPU: set the environment variable "
-            f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda"
-        )
+        return ("vLLM uses the first visible GPU: set the environment variable "
+                f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
     with preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
 
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
-        raise UsageError(
-            f"the installed vLLM is for {vllm_device}, not {policy.device.type}: change --device, "
-            f"{alternative}"
-        )
+        return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
+                f"change --device, {alternative}")  # fmt: skip
+    return ""
 
 
 def _engine_arguments(policy: Policy, loader: str, memory_arguments: dict[str, Any]) -> Any:
     """Returns vllm.EngineArgs; `loader` is the name that `register_loader` returned."""
     import vllm
-    from vllm import envs
 
-    on_cpu = policy.device.type == "cpu"
-    lora_arguments: dict[str, Any] = {}
-    if policy.lora_rank:
-        rank = next(rank for rank in LORA_RANKS if rank >= policy.lora_rank)
-        lora_arguments = {"max_lora_rank": rank, "max_loras": 1, "max_cpu_loras": 1}
+    config, on_cpu = policy.causal_lm.config, policy.device.type == "cpu"
+    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
+    # equal configs are in the same folder, which vLLM's compile cache needs
+    config_dir = os.path.join(vllm.envs.VLLM_CACHE_ROOT, "nanollm", digest)
+    config.save_pretrained(config_dir)
     return vllm.EngineArgs(
-        model=_config_dir(policy, envs.VLLM_CACHE_ROOT),
+        model=config_dir,
         hf_overrides={"architectures": [type(policy.causal_lm).__name__]},
         load_format=loader,
         trust_remote_code=policy.trust_remote_code,
@@ -283,28 +257,16 @@ def _engine_arguments(policy: Policy, loader: str, memory_arguments: dict[str, A
         disable_log_stats=True,
         use_tqdm_on_load=False,
         enable_lora=policy.lora_rank > 0,
+        max_lora_rank=next(rank for rank in LORA_RANKS if rank >= policy.lora_rank),
         **memory_arguments,
-        **lora_arguments,
     )
-
-
-def _config_dir(policy: Policy, cache_root: str) -> str:
-    """Saves the model's config, always in the same folder, which vLLM's compile cache needs."""
-    config = policy.causal_lm.config
-    digest = hashlib.sha256(config.to_json_string(use_diff=False).encode()).hexdigest()[:16]
-    folder = os.path.join(cache_root, "nanollm", digest)
-    config.save_pretrained(folder)
-    return folder
 
 
 def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -> dict[str, Any]:
     """Returns vLLM's memory limits; raises UsageError if no sequence of full length fits."""
-    kv_weights = [
-        parameter for name, parameter in policy.causal_lm.named_parameters()
-        if name.endswith("weight") and ".lora_" not in name
-        and (".k_proj." in name or ".v_proj." in name)
-    ]  # fmt: skip
-    values_per_token = sum(map(len, kv_weights))
+    config = policy.causal_lm.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     needed = policy.max_length * values_per_token * policy.dtype.itemsize
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -4,24 +4,20 @@
     python train.py --sampler openai --base-url http://127.0.0.1:11434/v1 --model-id qwen3:4b \\
         --num-updates 0 --env letter_counting:difficulty=3
 
-Ollama, vLLM, llama.cpp and others serve this API. The server receives messages, applies its own
-chat template and streams text back. Completions therefore carry the token ids of the local
-tokenizer and log-probs of 0, which training could not use. The client reads an API key from the
-environment variable OPENAI_API_KEY; the key appears in no file and no message.
+The server (Ollama, vLLM, llama.cpp, ...) applies its own chat template and streams text back, so
+completions have the token ids of the local tokenizer and log-probs of 0. The API key is in the
+environment variable OPENAI_API_KEY; it appears in no file and no message.
 """
 
 import asyncio
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.types import Completion, Message, UsageError
-
-if TYPE_CHECKING:
-    import openai
 
 MAX_CONCURRENT_REQUESTS = 8
 MAX_RETRIES = 3  # of a request that the server refuses for now or that does not reach it
@@ -64,11 +60,10 @@ class OpenAISampler(Sampler):
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
         ) as client:
-            tasks = [
-                asyncio.create_task(self._complete(client, slots, chat, params)) for chat in chats
-            ]
+            requests = [self._complete(client, slots, chat, params) for chat in chats]
+            tasks = [asyncio.create_task(request) for request in requests]
+            pending = set(tasks)
             try:
-                pending = set(tasks)
                 while pending:
                     done, pending = await asyncio.wait(pending, timeout=PROGRESS_INTERVAL_S)
                     on_progress()
@@ -81,19 +76,14 @@ class OpenAISampler(Sampler):
         return [task.result() for task in tasks]
 
     async def _complete(
-        self,
-        client: "openai.AsyncOpenAI",
-        slots: asyncio.Semaphore,
-        chat: list[Message],
-        params: SamplingParams,
+        self, client: Any, slots: asyncio.Semaphore, chat: list[Message], params: SamplingParams
     ) -> Completion:
         import openai
 
-        messages: Any = chat
         text, finish_reason = "", "stop"
         try:
             async with slots, await client.chat.completions.create(
-                model=self.model, messages=messages, stream=True, seed=params.seed,
+                model=self.model, messages=chat, stream=True, seed=params.seed,
                 max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
             ) as stream:  # fmt: skip
                 async for chunk in stream:

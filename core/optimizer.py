@@ -3,10 +3,9 @@
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
 
-float16 has the mantissa but not the range: gradients below 6e-8 become 0. So losses are multiplied
-by `loss_scale` before the backward pass, and gradients divided by it afterwards (dynamic loss
-scaling, arXiv:1710.03740). A gradient that overflows skips its step and halves the scale; the
-scale doubles after 200 steps without overflow, as torch.amp.GradScaler does.
+In float16, gradients below 6e-8 become 0. So losses are multiplied by `loss_scale` before the
+backward pass, and gradients divided by it afterwards (arXiv:1710.03740). A gradient that overflows
+skips its step and halves the scale, which doubles after 200 steps without overflow.
 """
 
 import math
@@ -25,18 +24,16 @@ FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of flo
 class MasterAdamW:
     """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    The backward of each micro-batch adds the gradients of low-precision weights up in float32.
-    `step` updates the masters and copies them into the weights in place, so everything that shares
-    the tensors reads the new values.
+    The gradients of micro-batches are added up in float32. `step` copies the masters into the
+    weights in place, so everything that shares the tensors reads the new values.
     """
 
     def __init__(self, groups: list[dict[str, Any]], loss_scale: float = 1.0, **options: Any):
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
+        self.masters = [p for g in groups for p in g["params"]]
         self.adamw = torch.optim.AdamW(groups, fused=True, **options)
-        self.param_groups = self.adamw.param_groups
-        self.masters = [p for g in self.param_groups for p in g["params"]]
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
@@ -60,8 +57,7 @@ class MasterAdamW:
             hook.remove()
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of all parameters."""
-        for group in self.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = lr
 
     def backward(self, loss: Tensor) -> None:
@@ -70,7 +66,6 @@ class MasterAdamW:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One AdamW step of the masters, copied into the weights in place."""
         self.adamw.step()
         for weight, master in self.pairs:
             weight.copy_(master)
@@ -78,13 +73,13 @@ class MasterAdamW:
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
     ) -> tuple[float, bool]:
-        """Adds up the gradients of all ranks, clips them to `max_norm` (0: no clipping), and steps.
+        """Sums the gradients over all ranks, clips them to `max_norm` (0: no clipping), and steps.
 
         Skips the step if the loss or a gradient is not finite. `only_value_head`: step the value
         head alone. Drops the gradients. Returns (norm before clipping, whether a step was taken).
         """
         if only_value_head:
-            for p in self.param_groups[0]["params"]:
+            for p in self.adamw.param_groups[0]["params"]:
                 p.grad = None
         distributed.all_reduce_gradients(self.masters)
         if self.loss_scale != 1:
@@ -100,14 +95,14 @@ class MasterAdamW:
         return norm, stepped
 
     def _adapt_loss_scale(self, overflow: bool) -> None:
-        self.steps_at_scale = 0 if overflow else self.steps_at_scale + 1
+        self.steps_at_scale += 1
         if overflow:
-            self.loss_scale = max(MIN_SCALE, self.loss_scale / 2)
+            self.loss_scale, self.steps_at_scale = max(MIN_SCALE, self.loss_scale / 2), 0
         elif self.steps_at_scale == GROWTH_INTERVAL:
             self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
 
     def future_bytes(self) -> int:
-        """Bytes of moments that the first step will allocate: two float32 for each weight."""
+        """Bytes of the moments, two float32 per weight, that the first step will allocate."""
         return sum(8 * p.numel() for p in self.masters if p not in self.adamw.state)
 
     def zero_grad(self) -> None:
@@ -126,9 +121,8 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; the weights become copies of the masters."""
+        """Restores what `state_dict` returned, and copies the masters into the weights."""
         self.adamw.load_state_dict(state["adamw"])
-        self.param_groups = self.adamw.param_groups
         for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
             master.copy_(saved)
             weight.copy_(master)
@@ -138,16 +132,12 @@ class MasterAdamW:
 def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
     """AdamW (betas 0.9 and 0.999, no weight decay) over all trainable parameters of `policy`.
 
-    The value head has the learning rate `value_lr` (0: `lr`). Raises RuntimeError if a trainable
-    parameter would be left out.
+    The value head has the learning rate `value_lr` (0: `lr`).
     """
-    trainable = policy.trainable()
-    head = [p for n, p in trainable.items() if n.startswith("value_head.")]
-    rest = [p for n, p in trainable.items() if not n.startswith("value_head.")]
+    head = [] if policy.value_head is None else list(policy.value_head.parameters())
+    rest = [p for p in policy.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
-    if sum(len(g["params"]) for g in groups) != len(trainable):
-        raise RuntimeError("a trainable parameter is missing from the optimizer")
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
     return MasterAdamW(groups, loss_scale, weight_decay=0.0)

@@ -2,15 +2,11 @@
 
     one group:  prompt 0 1 2   suffix A: 3 4 5   suffix B: 3 4 5 6     (numbers: position ids)
 
-A suffix is what follows the shared prompt in one sequence. `pack_groups` puts all prompts and
-suffixes of a micro-batch into one row, without padding. Every part of a decoder layer except
-attention treats each token separately, so packing does not change its result. `attend` computes the
-attention: a token of a prompt attends to that prompt, a token of a suffix to its prompt and its own
-suffix, both causally. The results equal those of separate sequences, up to rounding, with fewer
-tokens. A sequence that shares its prompt with no other one is a suffix without a prompt.
-
-Importing this file registers `attend` with transformers under the name ATTENTION. Without packed
-groups, `attend` is the sdpa attention of transformers.
+A suffix is what follows the shared prompt in one sequence, or a whole sequence that shares none.
+`pack_groups` puts all prompts and suffixes of a micro-batch into one row, without padding. Only
+attention mixes tokens: in `attend`, a token of a prompt attends to that prompt, a token of a suffix
+to its prompt and its own suffix, both causally. So the results equal those of separate sequences,
+up to rounding. Importing this file registers `attend` with transformers, as ATTENTION.
 """
 
 from dataclasses import dataclass
@@ -19,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -64,19 +61,14 @@ def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]])
     lengths = [len(part) for part in parts]
     n, t = max(lengths[:p], default=0), max(lengths[p:])
 
-    reach = torch.tensor(prompt_lengths)[:, None]  # [b, 1]
-    mask = torch.ones(b, 1, t, n + t, dtype=torch.bool)
-    mask[..., :n] = (torch.arange(n) < reach)[:, None, None]
-    mask[..., n:] = torch.ones(t, t, dtype=torch.bool).tril()
-
+    mask = torch.ones(b, 1, t, n + t, dtype=torch.bool).tril(n)
+    mask[..., :n] = (torch.arange(n) < torch.tensor(prompt_lengths)[:, None])[:, None, None]
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()  # of each part in the L tokens
     padded_starts = [*range(0, p * n, n or 1), *range(p * n, p * n + b * t, t)]
-    widest = max(before + own for before, own in zip(prompt_lengths, lengths[p:], strict=True))
-    sequence_index = torch.zeros(b, widest, dtype=torch.int64)
-    for row, (prompt, ids) in enumerate(suffixes):
-        before, own = prompt_lengths[row], len(ids)
-        sequence_index[row, :before] = starts[prompt] + torch.arange(before)
-        sequence_index[row, before : before + own] = starts[p + row] + torch.arange(own)
+    sequence_index = [
+        _ranges([starts[prompt], starts[p + row]], [prompt_lengths[row], len(ids)])
+        for row, (prompt, ids) in enumerate(suffixes)
+    ]
     return PackedGroups(
         input_ids=torch.tensor([[token for part in parts for token in part]]),
         position_ids=_ranges(first_positions, lengths)[None],
@@ -84,7 +76,7 @@ def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]])
         prompt_of=torch.tensor([max(0, prompt) for prompt, _ in suffixes]),
         suffix_mask=mask,
         padded_index=_ranges(padded_starts, lengths),
-        sequence_index=sequence_index,
+        sequence_index=pad_sequence(sequence_index, batch_first=True),
     )
 
 
@@ -96,8 +88,7 @@ def attend(
     """Attention with the signature that transformers requires of a registered function.
 
     `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the tokens of `packed`; returns
-    [1, L, H, d]. While sampling, `context` (kv_cache.SharedPrefixCache) computes the attention.
-    With neither, this is sdpa: [B, H, T, d] -> [B, T, H, d].
+    [1, L, H, d]. In sampling, `context` computes the attention. With neither, this is sdpa.
     """
     if context is not None:
         return context.attend(cast(int, module.layer_idx), query, key, value, scaling), None

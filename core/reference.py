@@ -1,9 +1,8 @@
 """The reference policy of `--kl-coef`: the policy before RL, or the model without its adapters.
 
-With LoRA the reference is the base model with the adapters switched off: it needs no copy of the
-weights, and it does not contain what a warm start taught the adapters. Full fine-tuning needs a
-frozen copy of all weights. The copy is saved in the run's folder, so that a resumed run has the
-same reference.
+With LoRA the reference is the base model with the adapters switched off; it does not contain what a
+warm start taught them. Full fine-tuning needs a frozen copy of all weights, which is saved in the
+run's folder, so that a resumed run has the same reference.
 """
 
 import copy

@@ -6,18 +6,16 @@
  2. Render these messages to token ids with the chat template: the first prompt.
  3. Sample one completion for every agent that has a prompt, all in one batch.
  4. Append the sampled ids to the agent's context, and pass the text to the environment's `step`.
- 5. Append the ids of the environment's next message: the next prompt. Earlier ids stay as they
-    are; nothing is tokenized a second time.
- 6. Repeat from 3 until every episode is done, has had `max_turns` turns, or has no room left in the
-    context.
+ 5. Append the ids of the environment's next message: the next prompt. Nothing is tokenized twice.
+ 6. Repeat from 3 until every episode is done, had `max_turns` turns, or has filled the context.
 
-Every episode is kept, also those that end early, so short episodes are not favored. An environment
-that raises, exceeds its time limit or returns something invalid costs only its own episode:
-`Rollout.error` gives the reason.
+All episodes are kept, so short ones are not favored. An environment that raises, exceeds its time
+limit or returns something invalid costs only its own episode: `Rollout.error` gives the reason.
 """
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,8 +45,6 @@ class AgentState:
     chat: list[Message] = field(default_factory=list)  # messages in the context
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
-    response: str | None = None  # sampled text that the environment has not received yet
-    turn_closed: bool = False  # the last completion ended with the end-of-turn token
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
 
 
@@ -73,12 +69,12 @@ class RolloutCollector:
         self, policy: Policy, max_turns: int, drop_thinking: bool = False, env_timeout: float = 0.0
     ):
         """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
-        `env_timeout`: seconds that one reset or step may take; 0: no limit."""
+        `env_timeout`: limit of one reset or step, in seconds; 0: no limit."""
         self.policy = policy
         self.max_turns = max_turns
         self.drop_thinking = drop_thinking
         self.env_timeout = env_timeout
-        self.idle_envs: dict[str, list[MultiAgentEnv]] = {}  # by spec
+        self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
 
     def collect(
         self,
@@ -89,27 +85,22 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """Plays each task with completions of `sampler`; rollouts are in the order of the tasks.
 
-        The draws of an agent depend on `params.seed`, its task's place in `tasks`, and the round,
-        but not on the other episodes or the number of ranks.
+        An agent's draws depend only on `params.seed`, its task's place in `tasks`, and the round.
         """
 
         def respond(waiting: Waiting, round_: int) -> list[Completion]:
-            agents = [agent for _, agent in waiting]
-            streams = tuple(agent.stream for agent in agents)
-            seed = derive_seed(params.seed, round_)
-            prompts, chats = [a.prompt_ids for a in agents], [a.chat for a in agents]
-            now = replace(params, seed=seed, streams=streams)
+            streams = tuple(agent.stream for _, agent in waiting)
+            now = replace(params, seed=derive_seed(params.seed, round_), streams=streams)
+            prompts, chats = [a.prompt_ids for _, a in waiting], [a.chat for _, a in waiting]
             return sampler.sample(prompts, now, on_progress, chats)
 
         return self._play(tasks, respond)
 
     def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations; single-agent ones only."""
-
-        def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
-            return [self._demonstration(episode) for episode, _ in waiting]
-
-        return self._play(tasks, respond)
+        return self._play(
+            tasks, lambda waiting, _: [self._demonstration(episode) for episode, _ in waiting]
+        )
 
     def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
@@ -118,11 +109,13 @@ class RolloutCollector:
             waiting = [(e, a) for e in episodes for a in e.agents.values() if a.prompt_ids]
             if not waiting:
                 break
-            for (_, agent), completion in zip(waiting, respond(waiting, round_), strict=True):
+            responses: dict[int, dict[str, str]] = defaultdict(dict)  # of each episode and agent
+            for (episode, agent), completion in zip(waiting, respond(waiting, round_), strict=True):
                 if completion is not None:
                     self._add_completion(agent, completion)
+                    responses[episode.number][agent.rollout.agent] = completion.text
             for episode in episodes:
-                self._step(episode)
+                self._step(episode, responses[episode.number])
         for episode in episodes:
             if episode.env is not None:
                 self.idle_envs[episode.task.env].append(episode.env)
@@ -134,7 +127,9 @@ class RolloutCollector:
         episode = Episode(number, task)
         with _contain_failure(episode):
             with time_limit(self.env_timeout):
-                episode.env = self._take_env(task.env)
+                idle = self.idle_envs[task.env]
+                env = idle.pop() if idle else make(task.env)
+                episode.env = _SingleAgentEnv(env) if isinstance(env, Env) else env
                 openings = episode.env.reset(task.seed)
             for name, messages in openings.items():
                 agent = _new_agent(episode, name)
@@ -145,13 +140,6 @@ class RolloutCollector:
                 episode.agents[name] = agent
         return episode
 
-    def _take_env(self, spec: str) -> MultiAgentEnv:
-        idle = self.idle_envs.setdefault(spec, [])
-        if idle:
-            return idle.pop()
-        env = make(spec)
-        return _SingleAgentEnv(env) if isinstance(env, Env) else env
-
     def _demonstration(self, episode: Episode) -> Completion | None:
         with _contain_failure(episode):
             text = None
@@ -161,37 +149,29 @@ class RolloutCollector:
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
             ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
-            ids = [*ids, self.policy.end_of_turn_id]
+            ids.append(self.policy.end_of_turn_id)
             return Completion(ids, [0.0] * len(ids), text, "stop")
         return None
 
     def _add_completion(self, agent: AgentState, completion: Completion) -> None:
-        """Records the completion that was sampled after `agent.prompt_ids`."""
         ids = completion.token_ids
         turn = Turn(agent.prompt_ids, ids, completion.logprobs, completion.finish_reason)
         agent.rollout.turns.append(turn)
         _add_message(agent, {"role": "assistant", "content": completion.text})
-        agent.turn_closed = ids[-1] == self.policy.end_of_turn_id
         kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
         agent.context_ids = agent.prompt_ids + kept
         agent.prompt_ids = []
-        agent.response = completion.text
 
-    def _step(self, episode: Episode) -> None:
-        """Passes the new responses to the environment, and reads the steps that it returns."""
-        responses = {n: a.response for n, a in episode.agents.items() if a.response is not None}
+    def _step(self, episode: Episode, responses: dict[str, str]) -> None:
         if not responses or episode.env is None:
             return
-        for name in responses:
-            episode.agents[name].response = None
         with _contain_failure(episode):
             with time_limit(self.env_timeout):
                 steps = episode.env.step(responses)
                 _check_steps(steps)
-            for name, step in steps.items():
-                if name not in episode.agents:  # joins after the start
-                    episode.agents[name] = _new_agent(episode, name)
-                self._read_step(episode.agents[name], step)
+            for name, step in steps.items():  # an agent may join after the start
+                agent = episode.agents.setdefault(name, _new_agent(episode, name))
+                self._read_step(agent, step)
 
     def _read_step(self, agent: AgentState, step: Step) -> None:
         """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
@@ -211,7 +191,8 @@ class RolloutCollector:
         """Renders the agent's new messages. Raises ValueError if they alone exceed the context."""
         tokenizer, max_length = self.policy.tokenizer, self.policy.max_length
         if agent.context_ids:
-            new_ids = ids_after_completion(tokenizer, agent.chat, agent.turn_closed)
+            turn_closed = agent.rollout.turns[-1].completion_ids[-1] == self.policy.end_of_turn_id
+            new_ids = ids_after_completion(tokenizer, agent.chat, turn_closed)
         else:
             new_ids = prompt_ids(tokenizer, agent.chat)
         if len(new_ids) >= max_length:
@@ -236,11 +217,7 @@ class _SingleAgentEnv(MultiAgentEnv):
 
 @contextmanager
 def _contain_failure(episode: Episode) -> Iterator[None]:
-    """An exception in the block ends the episode of all its agents; its environment is dropped.
-
-    A mistake that affects every episode ends the run: selection.drop_failed raises when too many
-    episodes have failed.
-    """
+    """An exception in the block ends the episode of all its agents; its environment is dropped."""
     try:
         yield
     except Exception as error:

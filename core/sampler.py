@@ -1,14 +1,14 @@
 """Sampling: the `Sampler` interface, and `TorchSampler`, which samples in plain PyTorch.
 
-`TorchSampler` computes each distinct prompt once (core/kv_cache.py) and drops finished rows from
-its batch. Its log-probs are those of the distribution it draws from: after temperature, top-k and
-top-p.
+`TorchSampler` computes each distinct prompt once (core/kv_cache.py). Its log-probs are those of the
+distribution it draws from: after temperature, top-k and top-p.
 """
 
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch 
 class SamplingParams:
     """How to sample: `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep all tokens.
 
-    `seed` and the stream number of a completion determine its random draws, whichever other
-    completions share the batch. So a call can be repeated, or divided among processes.
+    `seed` and the stream number of a completion alone determine its random draws.
     """
 
     max_tokens: int  # limit of one completion, its end-of-turn token included
@@ -42,7 +41,7 @@ DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]
 
 
 class Sampler(ABC):
-    """Samples completions. It may hold memory for sampling only inside `with sampler:`."""
+    """Samples completions, possibly with memory that it holds only inside `with sampler:`."""
 
     say: Callable[[str], None] = print  # prints one line
     remark = ""  # one line about this sampler that the run shows when it starts
@@ -58,7 +57,7 @@ class Sampler(ABC):
     ) -> list[Completion]:
         """Samples one completion for each prompt (token ids), in the same order.
 
-        `chats` holds the same prompts as messages, for a server that takes no token ids. Calls
+        `chats`: the same prompts as messages, for a server that takes no token ids. Calls
         `on_progress` repeatedly; an exception that it raises stops the sampling.
         """
 
@@ -79,8 +78,7 @@ class TorchSampler(Sampler):
     """Samples from the training model itself, so `sync` has nothing to do."""
 
     def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
-        self.policy = policy
-        self.draw_function = draw_function or draw
+        self.policy, self.draw_function = policy, draw_function or draw
         self.max_rows: int | None = None  # completions in one batch; None: no limit
 
     def sample(
@@ -92,8 +90,7 @@ class TorchSampler(Sampler):
     ) -> list[Completion]:
         """As `Sampler.sample`; halves the batch when memory runs out.
 
-        Raises OutOfMemory if a batch of one completion does not fit, and UsageError if a prompt
-        leaves no room for a completion.
+        Raises OutOfMemory if one completion does not fit, and UsageError as `completion_limit`.
         """
         if not prompts:
             return []
@@ -111,19 +108,17 @@ class TorchSampler(Sampler):
                     raise
             gc.collect()  # outside the except clause: its traceback keeps tensors alive
             torch.cuda.empty_cache()
-            self._halve_batch(len(prompts[part]), len(prompts[start]), max_tokens)
+            num_rows = len(prompts[part])
+            if num_rows == 1:
+                raise OutOfMemory(
+                    f"out of memory while sampling one completion of up to {max_tokens} tokens "
+                    f"after a prompt of {len(prompts[start])}; lower --max-tokens or --max-turns, "
+                    "or use a smaller model"
+                )
+            self.max_rows = num_rows // 2
+            self.say(f"out of memory while sampling {num_rows} completions at once: "
+                     f"continuing with {self.max_rows}")  # fmt: skip
         return completions
-
-    def _halve_batch(self, num_rows: int, prompt_length: int, max_tokens: int) -> None:
-        if num_rows == 1:
-            raise OutOfMemory(
-                f"out of memory while sampling one completion of up to {max_tokens} tokens after "
-                f"a prompt of {prompt_length}; lower --max-tokens or --max-turns, or use a "
-                "smaller model"
-            )
-        self.max_rows = num_rows // 2
-        self.say(f"out of memory while sampling {num_rows} completions at once: "
-                 f"continuing with {self.max_rows}")  # fmt: skip
 
     @torch.inference_mode()
     def _sample_batch(
@@ -136,61 +131,43 @@ class TorchSampler(Sampler):
         uniform = uniforms(params.seed, params.streams, max_tokens).to(device)  # [B, T]
         token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(num_rows, max_tokens, device=device)  # [B, T]
-        lengths = torch.full((num_rows,), max_tokens, device=device)
-        stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
 
         cache = prefill(self.policy, prompts, max_tokens)
         rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows the cache holds
+        unfinished = torch.ones(num_rows, dtype=torch.bool, device=device)  # [R]
         for step in range(max_tokens):
             on_progress()
             drawn, logprob = self.draw_function(cache.logits, params, uniform[rows, step])  # [R]
             token_ids[rows, step], logprobs[rows, step] = drawn, logprob
-            just_stopped = torch.isin(drawn, stop_ids) & ~stopped[rows]
-            stopped[rows[just_stopped]] = True
-            lengths[rows[just_stopped]] = step + 1
-            unfinished = ~stopped[rows]
+            lengths[rows[unfinished]] = step + 1
+            unfinished = unfinished & ~torch.isin(drawn, stop_ids)
             num_unfinished = int(unfinished.sum())
             if num_unfinished == 0 or step == max_tokens - 1:
                 break
             if num_unfinished <= COMPACT_BELOW * len(rows):
                 kept = unfinished.nonzero().squeeze(1)
                 cache.keep(kept)
-                rows, drawn = rows[kept], drawn[kept]
+                rows, drawn, unfinished = rows[kept], drawn[kept], unfinished[kept]
             cache.append(drawn)
-        ends = lengths.tolist()
-        return to_completions(
-            self.policy,
-            [row[:end] for row, end in zip(token_ids.tolist(), ends, strict=True)],
-            [row[:end] for row, end in zip(logprobs.tolist(), ends, strict=True)],
-            stopped.tolist(),
-        )
+        sampled = zip(token_ids.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
+        return [to_completion(self.policy, ids[:end], row[:end]) for ids, row, end in sampled]
 
 
 def completion_limit(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
-    """Returns `max_tokens`, or the length that the longest prompt leaves, whichever is less.
-
-    Raises UsageError if the longest prompt leaves nothing.
-    """
-    longest = max(map(len, prompts))
-    if longest >= policy.max_length:
-        limit = policy.max_length
+    """`max_tokens`, or what the longest prompt leaves; raises UsageError if it leaves nothing."""
+    longest, limit = max(map(len, prompts)), policy.max_length
+    if longest >= limit:
         raise UsageError(f"a prompt of {longest} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip
-    return min(max_tokens, policy.max_length - longest)
+    return min(max_tokens, limit - longest)
 
 
-def to_completions(
-    policy: Policy, token_ids: list[list[int]], logprobs: list[list[float]], stopped: list[bool]
-) -> list[Completion]:
-    """Builds Completions; the text of a `stopped` one leaves out its last token, the stop token."""
-    texts = policy.tokenizer.batch_decode(
-        [ids[:-1] if stop else ids for ids, stop in zip(token_ids, stopped, strict=True)],
-        skip_special_tokens=False,
-    )
-    return [
-        Completion(ids, row, text, "stop" if stop else "length")
-        for ids, row, text, stop in zip(token_ids, logprobs, texts, stopped, strict=True)
-    ]
+def to_completion(policy: Policy, token_ids: list[int], logprobs: list[float]) -> Completion:
+    """Builds a Completion; its text leaves out the stop token, if the last token is one."""
+    stopped = token_ids[-1] in policy.stop_ids
+    text = cast(str, policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
+    return Completion(token_ids, logprobs, text, "stop" if stopped else "length")
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
@@ -200,12 +177,8 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
     (True, False)
     """
-    generator = torch.Generator()
-    rows = []
-    for stream in streams:
-        generator.manual_seed(derive_seed(seed, stream))
-        rows.append(torch.rand(steps, generator=generator))
-    return torch.stack(rows)
+    generators = (torch.Generator().manual_seed(derive_seed(seed, s)) for s in streams)
+    return torch.stack([torch.rand(steps, generator=generator) for generator in generators])
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:

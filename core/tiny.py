@@ -1,7 +1,6 @@
 """`tiny`: a Qwen3 model with 0.8 million random weights, which needs no download.
 
-Its tokenizer has one token per byte, so that the model can spell, plus some common words. `tiny` is
-saved to a folder and loaded with `from_pretrained`, like any other model.
+Its tokenizer has one token per byte, so that the model can spell, plus some common words.
 """
 
 import os

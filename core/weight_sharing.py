@@ -9,13 +9,12 @@ parameters views of it:
       k_proj: the next rows
       v_proj: the last rows
 
-Every other tensor has the same name and shape in both models. LoRA adapters are not shared: vLLM
-stores them in slots padded to its own ranks, and `copy_adapters` copies a few megabytes there.
+Every other tensor has the same name and shape in both models. vLLM stores LoRA adapters in slots
+padded to its own ranks, so they are not shared: `copy_adapters` copies a few megabytes.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,8 +30,7 @@ CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 def share_weights(model: Any) -> dict[str, Tensor]:
     """Returns the weights of a Hugging Face model under vLLM's names and in vLLM's layout.
 
-    Allocates each tensor that vLLM fuses or pads, and makes the model's parameters views of its
-    rows. Returns any other parameter as it is. Leaves out LoRA adapters.
+    Makes the parameters that vLLM fuses or pads views of new tensors. Leaves out LoRA adapters.
     """
     parts: dict[str, list[tuple[int, nn.Parameter]]] = defaultdict(list)
     for name, parameter in model.named_parameters():
@@ -47,10 +45,8 @@ def share_weights(model: Any) -> dict[str, Tensor]:
         num_rows = sum(map(len, parameters))
         if id(parameters[0]) in embeddings:
             num_rows = -(-num_rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        if num_rows == len(parameters[0]):
-            shared[name] = parameters[0].data
-        else:
-            shared[name] = _stack(parameters, num_rows)
+        whole = num_rows == len(parameters[0])
+        shared[name] = parameters[0].data if whole else _stack(parameters, num_rows)
     return shared
 
 
@@ -79,13 +75,12 @@ def register_loader(shared: dict[str, Tensor]) -> str:
 
 
 def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Replaces the data of every parameter of vLLM's model by the shared tensor of its name.
+    """Makes every parameter of vLLM's model the shared tensor of its name.
 
     Raises RuntimeError, before any change, unless names, shapes, dtypes and devices all match.
     """
     parameters = dict(engine_model.named_parameters())
-    if parameters.keys() != shared.keys():
-        unmatched = sorted(parameters.keys() ^ shared.keys())
+    if unmatched := sorted(parameters.keys() ^ shared.keys()):
         raise RuntimeError(f"weights without a counterpart: {', '.join(unmatched[:4])}")
     for name, parameter in parameters.items():
         engine_kind, shared_kind = _describe(parameter), _describe(shared[name])
@@ -102,8 +97,7 @@ def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
             raise RuntimeError(f"vLLM has a copy of {name} instead of the weight itself")
 
 
-@dataclass
-class AdapterSlot:
+class AdapterSlot(NamedTuple):
     """A LoRA layer of rank r: the trained matrices, and vLLM's tensors that they are copied to."""
 
     A: Tensor  # [r, in]
@@ -120,16 +114,14 @@ def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot
     engine_layers: dict[str, Any] = dict(engine_model.named_modules())
     slots = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        fused, index = _fused_layer(name)
-        # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
-        engine_A = engine_layers[fused].lora_a_stacked[index][0, 0]
-        engine_B = engine_layers[fused].lora_b_stacked[index][0, 0]
-        A: Any = layer.lora_A["default"].weight
-        B: Any = layer.lora_B["default"].weight
-        rank, scaling = len(A), layer.scaling["default"]
-        slots.append(AdapterSlot(A, B, engine_A[:rank], engine_B[:, :rank], scaling))
+        if isinstance(layer, LoraLayer):
+            A: Any = layer.lora_A["default"].weight
+            B: Any = layer.lora_B["default"].weight
+            fused, index = _fused_layer(name)
+            # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
+            engine_A = engine_layers[fused].lora_a_stacked[index][0, 0, : len(A)]
+            engine_B = engine_layers[fused].lora_b_stacked[index][0, 0, :, : len(A)]
+            slots.append(AdapterSlot(A, B, engine_A, engine_B, layer.scaling["default"]))
     return slots
 
 
@@ -155,12 +147,9 @@ def _fused_layer(layer: str) -> tuple[str, int]:
 def _stack(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
     """Stacks the rows of the parameters, zero-padded to `num_rows`; each becomes a view."""
     stacked = parameters[0].data.new_zeros(num_rows, *parameters[0].shape[1:])
-    start = 0
-    for parameter in parameters:
-        rows = stacked[start : start + len(parameter)]
-        rows.copy_(parameter.data)
-        parameter.data = rows
-        start += len(rows)
+    sizes = [len(parameter) for parameter in parameters]
+    for parameter, rows in zip(parameters, stacked[: sum(sizes)].split(sizes), strict=True):
+        parameter.data = rows.copy_(parameter.data)
     return stacked
 
 

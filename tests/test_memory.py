@@ -182,9 +182,9 @@ def scarce(monkeypatch, most, error=RAN_OUT["the GPU"]):
     return sizes
 
 
-def probe(policy, longest):
+def probe(policy, longest, **options):
     """Runs the probe where memory counts as scarce; returns the optimizer and the lines it said."""
-    cfg = resolve(Config(max_model_len=longest, max_tokens=longest - 1))
+    cfg = resolve(Config(max_model_len=longest, max_tokens=longest - 1, **options))
     optimizer, said = make_optimizer(policy, 0.1), []
     memory.probe_peak_memory(cfg, policy, optimizer, train.forward, said.append)
     return optimizer, said
@@ -216,10 +216,10 @@ def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_g
     with pytest.raises(OutOfMemory, match=r"one sequence of 200 tokens.*--max-tokens"):
         probe(policy, longest=200)
     assert policy.checkpointed_layers
-    policy.checkpointed_layers, policy.may_checkpoint_layers = [], False
+    policy.checkpointed_layers = []
     with pytest.raises(OutOfMemory):
-        probe(policy, longest=200)
-    assert not policy.checkpointed_layers  # --gradient-checkpointing off
+        probe(policy, longest=200, gradient_checkpointing="off")
+    assert not policy.checkpointed_layers
 
 
 def test_the_probe_is_never_larger_than_all_rollouts_of_an_update(policy, scarce_host):

@@ -89,6 +89,11 @@ def train(policy, steps, lr):
         optimizer.zero_grad()
 
 
+def engine_model(sampler):
+    [model] = sampler.engine.apply_model(lambda model: model)
+    return model
+
+
 def base_weights(policy):
     named = policy.causal_lm.named_parameters()
     return {name: parameter for name, parameter in named if "lora_" not in name}
@@ -115,7 +120,7 @@ def test_logprobs_are_the_trainers_before_and_after_20_steps(folder, start, dtyp
     assert gap(policy, old_completions).mean() > 0.1
     changed = [not torch.equal(p, before[name]) for name, p in base_weights(policy).items()]
     assert not any(changed) if lora_rank else all(changed)
-    weight_sharing.check_bound(sampler.engine_model, sampler.shared)
+    weight_sharing.check_bound(engine_model(sampler), sampler.shared)
 
 
 class TestEachFamily:
@@ -135,7 +140,7 @@ class TestEachFamily:
         sample(engine)
         policy = engine.policy
         ours = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
-        theirs = {p.untyped_storage().data_ptr() for p in engine.engine_model.parameters()}
+        theirs = {p.untyped_storage().data_ptr() for p in engine_model(engine).parameters()}
         assert ours == theirs
         gc.unfreeze()  # vLLM freezes its objects, which get_objects leaves out
         num_compared = 0
@@ -227,7 +232,7 @@ class TestOneEngine:
             return sum(storage.nbytes() for storage, _ in engine.cpu_cache)
 
         def addresses():
-            return {name: p.data_ptr() for name, p in engine.engine_model.named_parameters()}
+            return {name: p.data_ptr() for name, p in engine_model(engine).named_parameters()}
 
         assert engine.cpu_cache and cache_bytes() == 0
         before = addresses()

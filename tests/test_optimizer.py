@@ -56,6 +56,15 @@ def test_without_masters_most_bfloat16_weights_do_not_move():
     assert (weight.detach() != start).float().mean() < 0.1
 
 
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([{"params": [weight], "lr": 1e-3}])
+    for scale in [1.0] + [2.0**-9] * 8:  # in bfloat16, 1 + 2**-9 rounds to 1
+        (weight * scale).sum().backward()
+    assert optimizer.masters[0].grad.item() == 1 + 8 * 2.0**-9
+    assert weight.grad is None
+
+
 def float16_weight(num=2, value=1.0):
     weight = torch.nn.Parameter(torch.full((num,), value, dtype=torch.float16))
     groups = [{"params": [weight], "lr": 0.1}]
