@@ -24,6 +24,7 @@ from transformers import (
 
 import train
 from core.model import load_policy
+from core.report import curves
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
 
@@ -118,7 +119,17 @@ def policy(qwen3_folder):
 
 
 @pytest.fixture
-def command(tmp_path, monkeypatch, capsys):
+def command(command_with_curves, monkeypatch):
+    """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr).
+
+    Writes no curves.png, which takes longer than the few small updates of a test.
+    """
+    monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
+    return command_with_curves
+
+
+@pytest.fixture
+def command_with_curves(tmp_path, monkeypatch, capsys):
     """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
 

@@ -7,7 +7,6 @@ demonstrations. All runs share their settings but for what is tested; a run take
 
 import json
 import random
-import time
 
 import pytest
 import torch
@@ -94,12 +93,17 @@ def read(lines):
     return [numbers for numbers in found if numbers]
 
 
+FAST = ("reinforce, leave_one_out", "dapo", "ppo")
+
+
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2, 3, 4))]
 )
-@pytest.mark.parametrize("variant", LOSS_TYPES)
+@pytest.mark.parametrize(
+    "variant",
+    [*FAST, *(pytest.param(v, marks=pytest.mark.slow) for v in LOSS_TYPES if v not in FAST)],
+)
 def test_the_best_actions_are_learnt_from_chance(command, bandit, tmp_path, variant, seed):
-    started = time.monotonic()
     flags = ["--model-id", random_policy(tmp_path / "start", seed), "--seed", seed, *SETTINGS]
     flags = ["--env", "bandit", *flags, *LOSS_TYPES[variant].split()]
     code, _, err = command("--run-name", "a", *flags)
@@ -108,4 +112,3 @@ def test_the_best_actions_are_learnt_from_chance(command, bandit, tmp_path, vari
     (before, after), turns = read(lines), 2 if "turns=2" in LOSS_TYPES[variant] else 1
     assert 0.1 <= before["return_mean"] / turns <= 0.4
     assert after["accuracy"] >= 0.95  # right in every turn
-    assert time.monotonic() - started < 60

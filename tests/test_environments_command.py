@@ -7,11 +7,12 @@ import pytest
 import environments.__main__ as command
 from core.types import UsageError
 from environments.base import MultiAgentEnv, Step
-from environments.registry import list_envs
+from environments.registry import ENVIRONMENTS, list_envs
 
 NEEDS_A_SERVER = {"openenv", "remote"}  # remote is tested with an environment of its own
+BUILT_IN = {n for n, env in ENVIRONMENTS.items() if env.__module__.startswith("environments.")}
 SPECS = [
-    *sorted(set(list_envs()) - NEEDS_A_SERVER), "tic_tac_toe:opponent=self",
+    *sorted(BUILT_IN - NEEDS_A_SERVER), "tic_tac_toe:opponent=self",
     "iterated_game:opponent=self", "gymnasium:id=Acrobot-v1,max_steps=9",
     "textarena:id=ConnectFour-v0", "textarena:id=Poker-v0", "remote:env=snake",
 ]  # fmt: skip

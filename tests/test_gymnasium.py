@@ -151,6 +151,7 @@ def test_cartpole_player_reaches_the_step_limit(repeat, seeds):
         assert episode_return == 500 and step.info["correct"] is True
 
 
+@pytest.mark.slow
 def test_blackjack_player_has_the_return_of_basic_strategy():
     returns = returns_of_player("Blackjack-v1", 8_000)
     assert sum(returns) / 8_000 == pytest.approx(-0.045, abs=0.02)  # 2 standard errors

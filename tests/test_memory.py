@@ -20,6 +20,7 @@ from core.optimizer import make_optimizer
 from core.types import OutOfMemory
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize(
     ("kept", "low", "high"), [("", 20_000, 30_000), ("keep_freed_memory()", 0, 2000)]
@@ -144,6 +145,7 @@ def test_what_is_still_to_come_is_left_free(policy, monkeypatch):
     assert policy.micro_batch_tokens < most
 
 
+@pytest.mark.slow
 def test_a_run_with_gradient_checkpointing_is_the_same_run(command):
     small = """--sft-steps 4 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 4
         --eval-num-tasks 2 --max-tokens 12 --device cpu --no-cache""".split()
@@ -268,6 +270,7 @@ def test_a_run_that_runs_out_of_memory_names_the_command_that_resumes_it_exactly
     assert losses_of("b") == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("free", "probed"), [(10**12, False), (10**6, True), (None, False)])
 def test_the_largest_micro_batch_is_probed_where_memory_is_scarce(
     command, monkeypatch, free, probed

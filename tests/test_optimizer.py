@@ -151,6 +151,7 @@ def test_float16_gradients_are_those_of_float32_to_its_precision(tmp_path):
     assert gap < 0.02
 
 
+@pytest.mark.slow
 def test_a_resumed_float16_run_equals_the_uninterrupted_one(command):
     small = """--dtype float16 --sft-steps 6 --sft-batch-size 4 --num-updates 3 --num-prompts 2
         --group-size 4 --eval-num-tasks 0 --save-every 1 --max-tokens 16

@@ -15,10 +15,10 @@ from core.run_dir import config_to_dict, read_config
 from core.types import UsageError
 
 MANY = settings(
-    max_examples=50, derandomize=True, deadline=None,
+    max_examples=25, derandomize=True, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW = settings(MANY, max_examples=8)  # each example calls tyro three times, 0.5 s in all
+FEW = settings(MANY, max_examples=4)  # each example calls tyro three times, 0.5 s in all
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-0.0, 1e-6, 3e-5, 1])
 WHOLE = st.integers(-3, 10) | st.integers(-(2**70), 2**70)
 # The text of a flag has no NUL; a text that begins with "-" is parsed as a flag.

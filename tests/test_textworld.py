@@ -60,6 +60,7 @@ def test_demonstrations_win_in_the_number_of_commands_of_the_level(env):
     assert step.info == {"correct": True} and step.message is None
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_game_in_another_process(env):
     code = """if True:
         from environments.adapters.textworld import TextWorld

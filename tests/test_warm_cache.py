@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
-from core import warm_cache
+from core import cli, config, warm_cache
+from core.tasks import training_envs
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 1 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --max-tokens 12 --device cpu""".split()
@@ -25,7 +28,10 @@ def metrics_of(name):
     ]
 
 
-@pytest.mark.parametrize("flags", [[], ["--lora-rank", "2"], ["--algo", "ppo"]])
+@pytest.mark.parametrize(
+    "flags", [[], *(pytest.param(f.split(), marks=pytest.mark.slow)
+                    for f in ("--lora-rank 2", "--algo ppo"))],
+)  # fmt: skip
 def test_the_same_recipe_is_loaded_and_gives_the_same_run(command, cache, flags):
     said = [command(*SMALL, *flags, "--run-name", name)[1] for name in ("a", "b")]
     assert ["warm start: loaded" in out for out in said] == [False, True]
@@ -34,18 +40,23 @@ def test_the_same_recipe_is_loaded_and_gives_the_same_run(command, cache, flags)
     assert [p.name for p in cache.glob(".*")] == []
 
 
-@pytest.mark.parametrize(
-    "flags", ["--seed 1", "--sft-steps 7", "--sft-hasty 0.5", "--env reverse", "--no-cache",
-              "--lora-rank 2", "--algo ppo", "--train-difficulty 4"],
-)  # fmt: skip
-def test_another_recipe_is_not_loaded(command, flags):
-    command(*SMALL, "--run-name", "a")
-    assert "warm start: loaded" not in command(*SMALL, *flags.split(), "--run-name", "b")[1]
+def recipe_of(flags):
+    """The cache folder of a command, for a policy that is built from its settings."""
+    cfg = config.resolve(cli.parse(flags.split()))
+    policy = SimpleNamespace(
+        dtype=torch.float32, device="cpu", value_head=1 if cfg.algo == "ppo" else None
+    )
+    return warm_cache.folder_of(cfg, policy, training_envs(cfg.env, cfg.train_difficulty))
 
 
-def test_settings_of_rl_are_not_part_of_the_recipe(command):
-    command(*SMALL, "--run-name", "a")
-    assert "warm start: loaded" in command(*SMALL, "--lr", "1e-3", "--temperature", "0.9")[1]
+def test_another_recipe_has_another_folder(cache):
+    folders = {recipe_of(flags) for flags in (
+        "", "--seed 1", "--sft-steps 7", "--sft-hasty 0.5", "--env reverse", "--lora-rank 2",
+        "--algo ppo", "--train-difficulty 4", "--max-turns 3", "--thinking drop",
+    )}  # fmt: skip
+    assert len(folders) == 10 and all(folder.parent == cache for folder in folders)
+    assert recipe_of("--no-cache") is recipe_of("--model-id other") is None
+    assert recipe_of("--lr 1e-3 --temperature 0.9 --num-updates 7") == recipe_of("")
 
 
 def test_a_damaged_cache_is_trained_again_with_one_line(command, cache):

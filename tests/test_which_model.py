@@ -42,6 +42,7 @@ SMALL = {
     f: fit.Model(f, f, 3, 64, 192, 4, 2, 16, 3000, tied=f in ("qwen2", "gemma3")) for f in FAMILIES
 }
 RANK = 16
+pytestmark = pytest.mark.slow
 both = pytest.mark.parametrize("rank", [0, RANK])
 families = pytest.mark.parametrize("family", FAMILIES)
 
