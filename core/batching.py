@@ -193,10 +193,7 @@ def cut(
     device: torch.device | str = "cpu",
     pack: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Cuts sequences, longest first, into micro-batches of at most `max_tokens` tokens.
-
-    `pack`: a prompt that sequences share counts once, and there is no padding.
-    """
+    """Cuts sequences, longest first, into micro-batches of `max_tokens`; `pack`: shares prompts."""
     if pack:
         for groups in _bundles(sequences, max_tokens):
             micro = _pad([sequence for group in groups for sequence in group], device)

@@ -50,7 +50,7 @@ def keep_freed_memory() -> None:
 def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> list[str]:
     """Sets `policy.micro_batch_tokens` and gradient checkpointing, from `cfg` or from free memory.
 
-    `future_bytes`: what the optimizer and the reference will allocate later. Returns lines to show.
+    `future_bytes`: what the optimizer and the reference will allocate. Returns lines to show.
     """
     free = free_bytes(policy.device)
     if cfg.gradient_checkpointing == "on":

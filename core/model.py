@@ -240,10 +240,7 @@ def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -
 
 @contextmanager
 def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
-    """Turns every exception of the block into a UsageError of one line that begins with `subject`.
-
-    Silences transformers' warnings of many lines. `trusted`: the model's Python code may run.
-    """
+    """Turns every exception into a UsageError of one line, and silences transformers' warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

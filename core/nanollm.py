@@ -42,10 +42,7 @@ ENVIRONMENT = {
 def make_sampler(
     name: str, policy: Policy, gpu_memory_utilization: float = 0.9, reserved_bytes: int = 0
 ) -> Sampler:
-    """Makes the sampler `name`: "torch", "vllm", or "auto", NanoLLM on a GPU if vLLM can share.
-
-    The other arguments are NanoLLM's. Raises UsageError as NanoLLM does.
-    """
+    """Makes "torch", "vllm", or "auto": vllm on a GPU if it can share. Raises as NanoLLM does."""
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
         return TorchSampler(policy)
     if name == "auto" and (obstacle := why_not_shareable(policy)):

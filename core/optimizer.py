@@ -22,11 +22,7 @@ FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of flo
 
 
 class MasterAdamW:
-    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
-
-    The gradients of micro-batches are added up in float32. `step` copies the masters into the
-    weights in place, so everything that shares the tensors reads the new values.
-    """
+    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights."""
 
     def __init__(self, groups: list[dict[str, Any]], loss_scale: float = 1.0, **options: Any):
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
@@ -43,7 +39,7 @@ class MasterAdamW:
         master = nn.Parameter(weight.detach().float())
         self.pairs.append((weight, master))
 
-        def collect(p: Tensor) -> None:
+        def collect(p: Tensor) -> None:  # adds the gradients of micro-batches up in float32
             grad = p.grad.float()  # type: ignore[union-attr]
             master.grad = grad if master.grad is None else master.grad.add_(grad)
             p.grad = None
@@ -68,7 +64,7 @@ class MasterAdamW:
     def step(self) -> None:
         self.adamw.step()
         for weight, master in self.pairs:
-            weight.copy_(master)
+            weight.copy_(master)  # in place: the sampler may share the tensor
 
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
@@ -130,10 +126,7 @@ class MasterAdamW:
 
 
 def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
-    """AdamW (betas 0.9 and 0.999, no weight decay) over all trainable parameters of `policy`.
-
-    The value head has the learning rate `value_lr` (0: `lr`).
-    """
+    """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head."""
     head = [] if policy.value_head is None else list(policy.value_head.parameters())
     rest = [p for p in policy.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]

@@ -10,6 +10,7 @@ up to rounding. Importing this file registers `attend` with transformers, as ATT
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -97,16 +98,13 @@ def attend(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
     (prompt_q, q), (prompt_k, k), (prompt_v, v) = (_pad(x, packed) for x in (query, key, value))
+    sdpa = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=True)
     outputs = []
     if packed.num_prompts:
-        outputs.append(scaled_dot_product_attention(
-            prompt_q, prompt_k, prompt_v, is_causal=True, scale=scaling, enable_gqa=True
-        ))  # fmt: skip
+        outputs.append(sdpa(prompt_q, prompt_k, prompt_v, is_causal=True))
         k = torch.cat([prompt_k[packed.prompt_of], k], 2)  # [b, h, n + t, d]
         v = torch.cat([prompt_v[packed.prompt_of], v], 2)
-    outputs.append(scaled_dot_product_attention(
-        q, k, v, attn_mask=packed.suffix_mask, scale=scaling, enable_gqa=True
-    ))  # fmt: skip
+    outputs.append(sdpa(q, k, v, attn_mask=packed.suffix_mask))
     padded = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
     return padded.index_select(0, packed.padded_index)[None], None
 

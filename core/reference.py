@@ -20,10 +20,9 @@ FILE = "reference.safetensors"
 
 
 def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
-    """The reference of a run: copied from `policy` at the start of RL, loaded from then on.
+    """The reference of a run: copied from `policy` before update 1, loaded from then on.
 
-    `next_update`: the update that the run continues with. Raises UsageError if RL has begun and
-    the file of the reference is missing.
+    Raises UsageError if `next_update` is a later one and the file of the reference is missing.
     """
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)

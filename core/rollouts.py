@@ -70,10 +70,8 @@ class RolloutCollector:
     ):
         """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
         `env_timeout`: limit of one reset or step, in seconds; 0: no limit."""
-        self.policy = policy
-        self.max_turns = max_turns
-        self.drop_thinking = drop_thinking
-        self.env_timeout = env_timeout
+        self.policy, self.max_turns = policy, max_turns
+        self.drop_thinking, self.env_timeout = drop_thinking, env_timeout
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
 
     def collect(

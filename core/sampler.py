@@ -24,15 +24,12 @@ COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample: `temperature` 0 is greedy; `top_p` 1 and `top_k` 0 keep all tokens.
-
-    `seed` and the stream number of a completion alone determine its random draws.
-    """
+    """How to sample. `seed` and the stream number of a completion determine its random draws."""
 
     max_tokens: int  # limit of one completion, its end-of-turn token included
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: keeps all tokens
+    top_k: int = 0  # 0: keeps all tokens
     seed: int = 0
     streams: tuple[int, ...] = ()  # one number per prompt; empty: 0, 1, 2, ...
 
@@ -88,10 +85,7 @@ class TorchSampler(Sampler):
         on_progress: Callable[[], None] = lambda: None,
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """As `Sampler.sample`; halves the batch when memory runs out.
-
-        Raises OutOfMemory if one completion does not fit, and UsageError as `completion_limit`.
-        """
+        """As `Sampler.sample`. Raises OutOfMemory, and UsageError as `completion_limit` does."""
         if not prompts:
             return []
         max_tokens = completion_limit(self.policy, prompts, params.max_tokens)

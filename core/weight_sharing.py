@@ -75,10 +75,7 @@ def register_loader(shared: dict[str, Tensor]) -> str:
 
 
 def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Makes every parameter of vLLM's model the shared tensor of its name.
-
-    Raises RuntimeError, before any change, unless names, shapes, dtypes and devices all match.
-    """
+    """Makes every parameter of vLLM's model the shared one; raises RuntimeError if they differ."""
     parameters = dict(engine_model.named_parameters())
     if unmatched := sorted(parameters.keys() ^ shared.keys()):
         raise RuntimeError(f"weights without a counterpart: {', '.join(unmatched[:4])}")
