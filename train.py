@@ -21,6 +21,7 @@ The settings are in core/config.py.
 import math
 import sys
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 
 from core import cli
@@ -37,11 +38,12 @@ from core import config, distributed, selection, tasks, warm_cache
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.evaluation import evaluate
 from core.memory import probe_peak_memory
-from core.metrics import Timer, UpdateStats, rollout_metrics
+from core.metrics import UpdateStats, rollout_metrics
 from core.model import Policy
+from core.optimizer import make_optimizer
 from core.reference import freeze_reference
 from core.report.token_traces import trace_tokens
-from core.run import Run, is_due, open_run
+from core.run import Run, open_run
 from core.sampler import SamplingParams
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
@@ -67,13 +69,13 @@ def main(cfg: Config) -> int:
             run.save()
 
         for update in range(max(1, run.next_update), cfg.num_updates + 1):
-            run.check_interrupt()
-            timer = Timer()
+            run.interrupt.check()
+            started = perf_counter()
 
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
-            timer.lap("time/rollout_s")
+            sampled_at = perf_counter()
 
             # 2. The trainer's log-probs before any gradient step (with a single step, step 4 takes
             #    them from its own forward pass), and those of the reference
@@ -141,10 +143,11 @@ def main(cfg: Config) -> int:
 
             # 5. Give the sampler the new weights; nothing to send if it shares them
             run.sampler.sync()
-            timer.lap("time/train_s")
+            trained_at = perf_counter()
 
             # 6. Evaluate, log, save
-            metrics |= timer.laps
+            metrics["time/rollout_s"] = sampled_at - started
+            metrics["time/train_s"] = trained_at - sampled_at
             if is_due(update, cfg.eval_every, cfg.num_updates):
                 metrics |= evaluate(cfg, run, update)
             stop = run.log(update, metrics, sampled)  # --stop-on, or no finite gradients
@@ -187,9 +190,9 @@ def warm_start(cfg: Config, run: Run) -> None:
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if not warm_cache.reuse(cfg, run, envs):
         with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
-            timer = Timer()
+            logged_at = perf_counter()
             for step in range(run.progress["sft_step"], cfg.sft_steps):
-                run.check_interrupt()
+                run.interrupt.check()
                 run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
                 drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
                 demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
@@ -197,10 +200,12 @@ def warm_start(cfg: Config, run: Run) -> None:
                 run.progress["sft_step"] = step + 1
                 phase.advance(f"loss {loss:.3f}")
                 if is_due(step + 1, 20, cfg.sft_steps):
-                    timer.lap("time/sft_s")
-                    run.run_log.log({"sft_step": step + 1, "sft/loss": loss} | timer.laps)
+                    record = {"sft_step": step + 1, "sft/loss": loss}
+                    run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
+                    logged_at = perf_counter()
         warm_cache.keep(cfg, run, envs)
-    run.reset_optimizer(cfg.lr, cfg.ppo.value_lr)
+    run.optimizer.release()
+    run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)  # with new moments
     run.sampler.sync()
 
 
@@ -325,6 +330,11 @@ def sft_on_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on the best rollouts so far (--sft-best). Returns the loss."""
     run.progress["best"] = selection.keep_best(run.progress["best"], rollouts, cfg.sft_best)
     return sft_step(cfg, run, selection.as_rollouts(run.progress["best"]))
+
+
+def is_due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every `every` steps is due; always at 0 and at the last."""
+    return step in (0, last) or (every > 0 and step % every == 0)
 
 
 def run_command(args: list[str]) -> int:

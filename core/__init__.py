@@ -1,1 +1,1 @@
-"""What the loop stands on: rollouts, the sampler, the model, batching, the journal."""
+"""What the loop in train.py calls: rollouts, sampler, model, batching and the files of a run."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from core.types import UsageError
 
 KEEP = 2  # checkpoints
 FILES = ("weights.safetensors", "optimizer.pt")
+# "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "skipped_in_a_row": 0, "level": 0, "best": []}
 
 
@@ -37,12 +38,9 @@ START = {"sft_step": 0, "update": -1, "skipped_in_a_row": 0, "level": 0, "best":
 class ResumePoint:
     """Where a run continues: a checkpoint, or None for its beginning."""
 
-    folder: Path | None
-    progress: dict[str, Any]  # "update": the last finished one, -1: not even evaluated; ...
-    remarks: list[str]  # one line per damaged checkpoint, to be shown
-
-
-NEW_RUN = ResumePoint(None, START, [])
+    folder: Path | None = None
+    progress: dict[str, Any] = field(default_factory=START.copy)
+    remarks: list[str] = field(default_factory=list)  # one line per damaged checkpoint
 
 
 def save_checkpoint(
@@ -90,8 +88,7 @@ def find_checkpoint(run: Path) -> ResumePoint:
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
-        remark = f"{run} has no checkpoint yet: starting from the beginning"
-        return ResumePoint(None, START, [remark])
+        return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
     remarks: list[str] = []
     for folder in folders:
         progress, fault = _read_progress(folder, _fixed_settings(run))
@@ -153,8 +150,7 @@ def _fixed_settings(run: Path) -> dict[str, Any]:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    folders = [p for p in root.glob("*-*") if p.is_dir() and not p.name.startswith(".")]
-    return sorted(folders, reverse=True)
+    return sorted((p for p in root.glob("[0-9]*-*") if p.is_dir()), reverse=True)
 
 
 def _json_sha256(data: dict[str, Any]) -> str:

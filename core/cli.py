@@ -6,6 +6,7 @@ tyro parses the flags, prints --help, and reports mistakes in a box with exit co
 
 import dataclasses
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -93,8 +94,7 @@ def _command() -> Any:
     """The class that tyro parses: a field without a prefix per group, and one per algorithm."""
     fields: list[tuple[str, Any]] = []
     for group in GROUPS:  # WarmStartOptions: a box with the title "warm start options"
-        letters = group.__name__.removesuffix("Options")
-        title = "".join(f" {c.lower()}" if c.isupper() else c for c in letters).strip()
+        title = re.sub("(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Options")).lower()
         kind = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
         fields.append((group.__name__, kind))
     fields += [(f.name, f.type) for f in dataclasses.fields(Config) if f.name in ALGORITHMS]

@@ -4,9 +4,6 @@
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text.
 
-    cfg = resolve(cli.parse(["--algo", "ppo"]))    # fills in the defaults that depend on the model
-    validate(cfg)                                  # raises UsageError
-
 The module imports neither torch nor transformers, so --help and mistakes are answered at once.
 """
 

@@ -1,8 +1,4 @@
-"""Shows the progress of a run: a live display in a terminal, plain lines in a pipe or a file.
-
-with Display("picoRL · grpo") as display, display.phase("updates", total=60) as phase:
-    phase.advance()
-"""
+"""Shows the progress of a run: a live display in a terminal, plain lines in a pipe or a file."""
 
 import itertools
 import math
@@ -136,9 +132,6 @@ def sparkline(values: list[float], width: int) -> str:
     """Returns `values` as at most `width` bars, scaled from their lowest to their highest.
 
     Longer lists are averaged in equal pieces. Non-finite values are left out.
-
-    >>> sparkline([0.0, 0.5, 1.0], width=10)
-    '▁▅█'
     """
     values = [v for v in values if math.isfinite(v)] or [0.0]
     if len(values) > width:

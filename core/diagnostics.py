@@ -2,9 +2,6 @@
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
-
-    for name, message in new_warnings(records).items():  # the last record is the latest update
-        print(f"{name}: {message}")
 """
 
 import itertools
@@ -101,20 +98,6 @@ def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, s
 def warning_inputs(record: Record) -> Record:
     """Returns the part of a record that the warnings depend on (about 1 kB)."""
     return {k: v for k, v in record.items() if k in INPUTS or _is_accuracy(k)}
-
-
-def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
-    """Returns the warnings in the records of a log: (name, updates that raised it, first message).
-
-    >>> first, second = {"dead_groups": "all returns equal"}, {"dead_groups": "again"}
-    >>> logged_warnings([{"update": 5, "warnings": first}, {"update": 9, "warnings": second}])
-    [('dead_groups', [5, 9], 'all returns equal')]
-    """
-    warnings: dict[str, tuple[str, list[int], str]] = {}
-    for record in records:
-        for name, message in (record.get("warnings") or {}).items():
-            warnings.setdefault(name, (name, [], message))[1].append(record["update"])
-    return list(warnings.values())
 
 
 def _entropy_collapse(first: list[Record], recent: list[Record]) -> str:
@@ -220,7 +203,6 @@ def _values(records: list[Record], name: str) -> list[float]:
 
 
 def _mean(records: list[Record], name: str) -> float:
-    """The mean of the `_values`; NaN if there are none."""
     values = _values(records, name)
     return statistics.fmean(values) if values else math.nan
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from core.types import RankLost, UsageError
+from core.types import Fault, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
@@ -116,12 +116,9 @@ def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
 
 def rank_0_first(make: Callable[[], T]) -> T:
     """The result of `make` on each rank; the other ranks call it after rank 0."""
-    if rank() == 0:
-        made = make()
-        all_gather([0])
-        return made
+    made = [make()] if rank() == 0 else []
     all_gather([0])
-    return make()
+    return made[0] if made else make()
 
 
 def all_reduce_sum(tensors: list[Tensor]) -> None:
@@ -161,4 +158,4 @@ def _rank_lost() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0][:200]
-        raise RankLost(f"another rank died, so this rank ends: {reason}") from error
+        raise Fault(f"another rank died, so this rank ends: {reason}") from error

@@ -13,13 +13,12 @@ LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl
 def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     """Samples one greedy rollout for each held-out task. Returns the metrics by name.
 
-    An episode whose environment failed counts as wrong. Without held-out tasks (--eval-num-tasks 0)
-    there are no metrics.
+    An episode whose environment failed counts as wrong.
     """
+    if cfg.eval_num_tasks == 0:
+        return {}
     envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
     held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
-    if not held_out:
-        return {}
     started = time.perf_counter()
     params = SamplingParams(cfg.max_tokens, temperature=0.0)
     with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:

@@ -12,13 +12,7 @@ from core.types import Stopped
 
 
 class Interrupt:
-    """Delays SIGINT and SIGTERM: the first signal sets a flag, the second has its usual effect.
-
-    with Interrupt() as interrupt:
-        for step in range(1000):
-            interrupt.check()            # raises Stopped after Ctrl-C
-            ...                          # never interrupted in the middle by the first Ctrl-C
-    """
+    """Delays SIGINT and SIGTERM: the first sets a flag for `check`, the second has its effect."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -3,7 +3,6 @@
 import itertools
 import math
 import statistics
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -14,19 +13,6 @@ from core import distributed
 from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
 from core.types import Rollout
-
-
-class Timer:
-    """Splits an update into timed parts; `laps` holds the seconds of each, by name."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self.last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Records the seconds since the last lap, or since the start, under `name`."""
-        now = time.perf_counter()
-        self.laps[name], self.last = now - self.last, now
 
 
 class UpdateStats:
@@ -63,9 +49,18 @@ class UpdateStats:
         if epoch != self.epoch:
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         micro.scatter(old_logprobs, into=self.old_logprobs)
-        of_all = {"loss": loss.item(), "policy/entropy": entropy.sum().item()}
-        weights = self._weight_sums(ratio[micro.completion_mask])
-        _add(sums | weights | of_all | {"tokens": micro.num_tokens}, to=self.step_sums)
+        ratio, cap = ratio[micro.completion_mask], self.cfg.tis_cap
+        beyond = ratio > cap
+        if self.cfg.tis_mode == "mask":
+            beyond |= ratio < 1 / max(cap, 1)
+        of_all = {
+            "weights/mean": ratio.sum().item(),  # before the cap
+            "weights/capped": beyond.sum().item() if cap else 0.0,
+            "loss": loss.item(),
+            "policy/entropy": entropy.sum().item(),
+            "tokens": micro.num_tokens,
+        }
+        _add(sums | of_all, to=self.step_sums)
 
     def end_minibatch(self) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
@@ -82,11 +77,12 @@ class UpdateStats:
         """The metrics by name."""
         tokens = self.epoch_sums.pop("tokens", 0.0)
         batch, mask = self.batch, self.batch.completion_mask
-        metrics = {name: total / tokens for name, total in self.epoch_sums.items()}
-        metrics["update/steps"] = self.num_steps
-        metrics["update/skipped"] = float(self.num_steps == 0)
         loss_mask = batch.loss_mask(self.cfg.mask_truncated_completions)
-        metrics["tokens/trained"] = int(loss_mask.sum())
+        metrics = {name: total / tokens for name, total in self.epoch_sums.items()} | {
+            "update/steps": self.num_steps,
+            "update/skipped": float(self.num_steps == 0),
+            "tokens/trained": int(loss_mask.sum()),
+        }
         if not tokens:
             return metrics
         metrics["loss"] = self.loss
@@ -97,15 +93,6 @@ class UpdateStats:
         if batch.value_targets is not None:
             metrics |= explained_variance(batch.value_targets[mask], batch.values[mask])
         return metrics
-
-    def _weight_sums(self, ratio: Tensor) -> dict[str, float]:
-        """The importance weights before the cap, and the number of those that the cap changes."""
-        cap = self.cfg.tis_cap
-        beyond = ratio > cap
-        if self.cfg.tis_mode == "mask":
-            beyond |= ratio < 1 / max(cap, 1)
-        capped = beyond.sum().item() if cap else 0.0
-        return {"weights/mean": ratio.sum().item(), "weights/capped": capped}
 
 
 def _add(sums: dict[str, float], to: dict[str, float]) -> None:
@@ -189,22 +176,14 @@ def describe(env: str, record: dict[str, Any]) -> str:
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
-
-    >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-    {'baseline/explained_variance': 1.0}
-    """
+    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one."""
     spread = targets.var().item()
     unexplained = (targets - values).var().item()
     return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
 
 
 def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """95% Wilson interval of a proportion (Wilson 1927); holds near 0 and 1, unlike ±2 std errors.
-
-    >>> [round(x, 3) for x in wilson(0, 256)]
-    [0.0, 0.015]
-    """
+    """95% Wilson interval of a proportion (Wilson 1927), which also holds near 0 and 1."""
     p = successes / total
     scale = 1 + z * z / total
     middle = (p + z * z / (2 * total)) / scale

@@ -1,12 +1,4 @@
-"""Restores global process state that vLLM changes: seeds, threads, signal handlers, environment.
-
->>> import random
->>> before = random.getstate()
->>> with preserve_process_state():
-...     random.seed(1)
->>> random.getstate() == before
-True
-"""
+"""Restores global process state that vLLM changes: seeds, threads, signal handlers, environment."""
 
 import logging
 import os

@@ -52,15 +52,6 @@ class Run:
         """Prints a line that stays on the screen."""
         self.display.say(line)
 
-    def check_interrupt(self) -> None:
-        """Raises Stopped if Ctrl-C or SIGTERM came; `open_run` then saves the run."""
-        self.interrupt.check()
-
-    def reset_optimizer(self, lr: float, value_lr: float) -> None:
-        """Starts RL with a new optimizer, without the moments of the warm start."""
-        self.optimizer.release()
-        self.optimizer = make_optimizer(self.policy, lr, value_lr)
-
     def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
         """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
 
@@ -72,7 +63,11 @@ class Run:
             record["groups/level"] = self.progress["level"]
             self.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
-            self._adapt_difficulty(record)
+            if self.cfg.curriculum:
+                envs = tasks.training_envs(self.cfg.env, self.cfg.train_difficulty)
+                self.progress["level"] = tasks.next_level(
+                    envs, self.progress["level"], record["reward/correct"], self.cfg.curriculum
+                )
         self.history.append(diagnostics.warning_inputs(record))
         by_group = config.compares_within_group(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
@@ -92,12 +87,6 @@ class Run:
         if distributed.rank() == 0 and self.progress["skipped_in_a_row"] == 0:
             checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
 
-    def _adapt_difficulty(self, record: dict[str, Any]) -> None:
-        if self.cfg.curriculum:
-            envs = tasks.training_envs(self.cfg.env, self.cfg.train_difficulty)
-            level, accuracy = self.progress["level"], record["reward/correct"]
-            self.progress["level"] = tasks.next_level(envs, level, accuracy, self.cfg.curriculum)
-
     def _stops_on(self, warnings: list[str]) -> bool:
         named = [w for w in warnings if w in self.cfg.stop_on or "any" in self.cfg.stop_on]
         if named:
@@ -105,15 +94,14 @@ class Run:
         return bool(named)
 
     def _too_many_skipped(self, record: dict[str, Any]) -> bool:
-        skipped = bool(record.get("update/skipped")) and "grad/norm" in record
+        skipped = record.get("update/skipped") and "grad/norm" in record
         self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
-        if self.progress["skipped_in_a_row"] < MAX_SKIPPED:
-            return False
-        self.say(
-            f"{MAX_SKIPPED} updates in a row without a finite gradient: stopped. The last "
-            f"checkpoint is from before; try a lower --lr than {self.cfg.lr:g}"
-        )
-        return True
+        too_many = self.progress["skipped_in_a_row"] >= MAX_SKIPPED
+        if too_many:
+            self.say(f"{MAX_SKIPPED} updates in a row without a finite gradient: stopped. "
+                     "The last checkpoint is from before; "
+                     f"try a lower --lr than {self.cfg.lr:g}")  # fmt: skip
+        return too_many
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
@@ -174,7 +162,7 @@ def folder_of(cfg: Config) -> tuple[Path, bool]:
 @contextmanager
 def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
     memory.keep_freed_memory()
-    found = checkpoint.NEW_RUN if new else checkpoint.find_checkpoint(folder)
+    found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
@@ -192,11 +180,14 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     if cfg.algo == "scratch":
         algorithm.save_source(folder)
         remarks = [*remarks, *algorithm.remarks]
+    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
+    ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
+    title = f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"
     with (
         closing(sampler),
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
-        Display(_title(cfg, policy), quiet=log_dir != folder) as display,
+        Display(title, quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
@@ -204,7 +195,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         collector = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
         history = [diagnostics.warning_inputs(record) for record in records]
         yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                  dict(found.progress), history)  # fmt: skip
+                  found.progress, history)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:
@@ -224,14 +215,3 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, future_bytes: int
     if cfg.algo == "scratch":
         return TorchSampler(policy, algorithm.draw)
     return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, future_bytes)
-
-
-def _title(cfg: Config, policy: Policy) -> str:
-    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
-    ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
-    return f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"
-
-
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every `every` steps is due; always at 0 and at the last."""
-    return step in (0, last) or (every > 0 and step % every == 0)

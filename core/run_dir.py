@@ -1,8 +1,5 @@
 """A run's folder: its config.yaml, and its lock.
 
-    with lock_run_dir(Path("runs/mine"), settings, new=True):   # new=False: resume the run
-        ...                                                     # no other process can lock it
-
 A new folder is complete, with its config.yaml, as soon as it exists: it is written under another
 name and then renamed. It is removed again if the run fails before its first record.
 """
@@ -39,8 +36,7 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
 def read_config(file: Path, trust_remote_code: bool = False) -> Config:
     """Read a config.yaml. Raises UsageError, which names the file.
 
-    A file cannot set `trust_remote_code`: it is only accepted if the argument, from the command
-    line, is True as well.
+    A file may set `trust_remote_code` only if the argument, from the command line, is True as well.
     """
     try:  # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506

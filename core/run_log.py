@@ -3,17 +3,13 @@
 metrics.jsonl   one object per update ("update") and per 20 warm-start steps ("sft_step")
 rollouts.jsonl  one object per rollout: messages, rewards, token traces. The file is rotated to
                 rollouts.old.jsonl at 50 MB, so the last 50 to 100 MB of rollouts are kept
-
-    with RunLog(Path("runs/a"), config) as log:
-        log.log({"update": 1, "reward/mean": 0.5})
-        log.log_rollouts("train", 1, rollouts)
 """
 
 import importlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,7 +30,12 @@ class RunLog:
 
     def __init__(self, run_dir: Path, config: Record, track: str = "none") -> None:
         self.run_dir = run_dir
-        self.tracker = _open_tracker(track, run_dir, config)
+        self.tracker: Any = None
+        if track == "tensorboard":
+            self.tracker = _TensorBoard(run_dir / "tensorboard")
+        elif track != "none":  # wandb or trackio
+            module = importlib.import_module(track)
+            self.tracker = module.init(project="picorl", name=run_dir.name, config=config)
         self.metrics_file = (run_dir / METRICS).open("a")
         self.rollouts_file = (run_dir / ROLLOUTS).open("a")
 
@@ -55,7 +56,7 @@ class RunLog:
             scalars = {k: v for k, v in record.items() if k not in ("update", "warnings")}
             self.tracker.log(scalars, step=record["update"])
 
-    def log_rollouts(self, kind: str, update: int, rollouts: Iterable[Rollout]) -> None:
+    def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
         """Appends `rollouts` to rollouts.jsonl. `kind` is "train" or "eval"."""
         if self.rollouts_file.tell() > ROLLOUTS_BYTES:
             self.rollouts_file.close()
@@ -132,14 +133,6 @@ class _TensorBoard:
 
     def finish(self) -> None:
         self.writer.close()
-
-
-def _open_tracker(name: str, run_dir: Path, config: Record) -> Any:
-    if name == "none":
-        return None
-    if name == "tensorboard":
-        return _TensorBoard(run_dir / "tensorboard")
-    return importlib.import_module(name).init(project="picorl", name=run_dir.name, config=config)
 
 
 def _append(file: TextIO, record: Record) -> None:

@@ -50,8 +50,7 @@ def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
 def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) -> list[dict]:
     """The `size` rollouts with the highest return among `best` and `rollouts`, one per task.
 
-    Of equal returns the newer rollout is kept. The result is plain data, as a checkpoint needs it,
-    without the messages.
+    Of equal returns the newer is kept. The result is plain data for a checkpoint, without messages.
     """
     new = [asdict(r) | {"messages": [], "info": {}, "token_traces": []} for r in rollouts]
     first: dict[tuple[str, int, str], dict] = {}

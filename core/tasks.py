@@ -6,6 +6,7 @@ opening prompt and can be compared with each other.
 
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
@@ -32,9 +33,6 @@ def train_tasks(
     """The P·G tasks of an update, group by group; environments take turns.
 
     A higher `attempt` draws other tasks for the same update.
-
-    >>> [t.group_id for t in train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=3)]
-    [0, 0, 0, 1, 1, 1]
     """
     rng = random.Random(derive_seed(seed, TASKS, update, attempt))
     tasks = []
@@ -44,9 +42,7 @@ def train_tasks(
     return tasks
 
 
-def demo_tasks(
-    envs: Sequence[str], seed: int, step: int, batch_size: int, hasty: float
-) -> list[Task]:
+def demo_tasks(envs: list[str], seed: int, step: int, batch_size: int, hasty: float) -> list[Task]:
     """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`."""
     rng = random.Random(derive_seed(seed, DEMONSTRATIONS, step))
     return [
@@ -97,47 +93,37 @@ def harder(spec: str, by: int) -> str:
     >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
     ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
     """
-    key = difficulty_key(spec)
-    if key is None or by == 0:
-        return spec
-    start = int(options_of(spec)[key])
-    for difficulty in range(start + 1, start + by + 1):
-        try:
-            spec = with_difficulty(spec, difficulty)
-        except UsageError:  # beyond the highest difficulty
-            break
+    if key := difficulty_key(spec):
+        start = int(options_of(spec)[key])
+        with suppress(UsageError):  # beyond the highest difficulty
+            for difficulty in range(start + 1, start + by + 1):
+                spec = with_difficulty(spec, difficulty)
     return spec
 
 
 def next_level(envs: Sequence[str], level: int, accuracy: float, target: float) -> int:
-    """The curriculum: one level up at an accuracy of `target`, one level down at half of it.
-
-    >>> [next_level(["math_qa"], 3, accuracy, target=0.8) for accuracy in (0.9, 0.5, 0.3)]
-    [4, 3, 2]
-    """
+    """The curriculum: one level up at an accuracy of `target`, one level down at half of it."""
     if accuracy >= target and any(harder(e, level + 1) != harder(e, level) for e in envs):
         return level + 1
     return max(0, level - 1) if accuracy <= target / 2 else level
 
 
 def check_demonstrations(envs: Sequence[str]) -> None:
-    """Raises UsageError for an environment without demonstrations."""
+    """Raises UsageError for an environment that has no demonstrations, or fails in one."""
     for spec in envs:
-        env = make(spec)
-        if not isinstance(env, Env) or _first_demonstration(spec, env) is None:
+        env, demonstration = make(spec), None
+        try:
+            if isinstance(env, Env):
+                env.reset(DEMO_SEEDS[0])
+                demonstration = env.demonstrate()
+        except UsageError as error:
+            raise UsageError(f"--env {spec}: {error}") from None
+        except Exception as error:  # it would fail in every warm-start step
+            raise UsageError(f"--env {spec} fails: {type(error).__name__}: {error}") from error
+        if demonstration is None:
             raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
 
 
 def difficulty_key(spec: str) -> str | None:
     """The option that makes the environment harder, if it has one."""
     return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
-
-
-def _first_demonstration(spec: str, env: Env) -> str | None:
-    try:
-        env.reset(DEMO_SEEDS[0])
-        return env.demonstrate()
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from None
-    except Exception as error:  # it would fail in every warm-start step
-        raise UsageError(f"--env {spec} fails: {type(error).__name__}: {error}") from error

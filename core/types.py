@@ -21,10 +21,6 @@ class Fault(RuntimeError):
     """Ends a run for a reason other than its input. Printed as one line; exit code 1."""
 
 
-class RankLost(Fault):
-    """Another process of a data-parallel run has died."""
-
-
 class CannotWrite(Fault):
     """The disk is full or read-only; everything saved before is complete."""
 

@@ -14,7 +14,6 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -62,20 +61,15 @@ def keep(cfg: Config, run: Run, envs: list[str]) -> None:
     folder = folder_of(cfg, run.policy, envs)
     if folder is None or folder.exists() or distributed.rank() > 0:
         return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix=".part-", dir=folder.parent))
-    except OSError as error:
-        run.say(f"warm start: not cached ({error})")
-        return
+    part = folder.with_name(f".part-{folder.name}-{os.getpid()}")
     tensors = {n: p.detach().cpu().contiguous() for n, p in run.policy.trainable().items()}
     records = [r for r in read_records(run.folder / "metrics.jsonl") if "sft_step" in r]
+    untimed = [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
     try:
+        part.mkdir(parents=True, exist_ok=True)
         save_file(tensors, part / "weights.safetensors")
-        with (part / "metrics.jsonl").open("w") as file:
-            for record in records:
-                untimed = {k: v for k, v in record.items() if not k.startswith("time/")}
-                file.write(json.dumps(untimed) + "\n")
+        lines = "".join(json.dumps(record) + "\n" for record in untimed)
+        (part / "metrics.jsonl").write_text(lines)
         os.rename(part, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(part, ignore_errors=True)
@@ -88,6 +82,8 @@ def folder_of(cfg: Config, policy: Policy, envs: list[str]) -> Path | None:
     is_foreign = any(word in spec for spec in envs for word in FOREIGN)
     if not cfg.cache or cfg.model_id != "tiny" or is_foreign:
         return None
+    packages = (ROOT / name for name in ("algorithms", "core", "environments"))
+    source = [ROOT / "train.py", *(f for package in packages for f in sorted(package.rglob("*.*")))]
     recipe = {
         "settings": {name: getattr(cfg, name) for name in SETTINGS},
         "envs": envs,
@@ -95,11 +91,7 @@ def folder_of(cfg: Config, policy: Policy, envs: list[str]) -> Path | None:
         "machine": [str(policy.device), platform.machine(), torch.get_num_threads()],
         "ranks": distributed.num_ranks(),
         "packages": sorted(f"{d.name} {d.version}" for d in distributions()),
-        "source": [
-            hashlib.sha256(file.read_bytes()).hexdigest()
-            for package in ("algorithms", "core", "environments")
-            for file in [ROOT / "train.py", *sorted((ROOT / package).rglob("*.*"))]
-        ],
+        "source": [hashlib.sha256(file.read_bytes()).hexdigest() for file in source],
     }
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()
     home = os.environ.get("PICORL_CACHE") or Path.home() / ".cache" / "picorl"

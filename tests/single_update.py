@@ -19,7 +19,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         next_update=update,
         folder=None,
         say=print,
-        check_interrupt=lambda: None,
+        interrupt=SimpleNamespace(check=lambda: None),
         log=lambda number, metrics, sampled: logged.update(metrics),
         save=lambda: None,
     )

@@ -121,8 +121,8 @@ def test_resume_gives_the_metrics_of_an_uninterrupted_run(command, monkeypatch, 
     key, value = stop_at.split()
 
     def interrupt(self, saved=Interrupt.check):
-        caller = sys._getframe(1).f_locals.get("self")  # Run.check_interrupt
-        if isinstance(caller, Run) and caller.progress[key] == int(value):
+        run = sys._getframe(1).f_locals.get("run")  # of train.main or train.warm_start
+        if isinstance(run, Run) and run.progress[key] == int(value):
             self.requested = True
         saved(self)
 

@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core import diagnostics
+from core.report.summary import logged_warnings
 from core.run_log import Record
 
 INK, GRID = "#2b2b33", "#e4e4ea"
@@ -95,7 +95,7 @@ def _draw_metrics(
 
 def _mark_warnings(panels: list[Axes], records: list[Record]) -> None:
     by_update: dict[int, list[str]] = {}
-    for name, updates, _ in diagnostics.logged_warnings(records):
+    for name, updates, _ in logged_warnings(records):
         for update in updates:
             by_update.setdefault(update, []).append(name)
     for update, names in by_update.items():

@@ -16,7 +16,13 @@ from typing import Any
 
 from core import diagnostics
 from core.metrics import before_after
-from core.report.summary import minutes, num_updates, sampled_tokens, tokens_to_target
+from core.report.summary import (
+    logged_warnings,
+    minutes,
+    num_updates,
+    sampled_tokens,
+    tokens_to_target,
+)
 from core.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -129,7 +135,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
                 "message": shorten(message, 500),
                 "meaning": diagnostics.WARNINGS.get(name, ("", ""))[0],
             }
-            for name, updates, message in diagnostics.logged_warnings(records)
+            for name, updates, message in logged_warnings(records)
         ],
         "curves": curves,
     }

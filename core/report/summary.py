@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from core import diagnostics
 from core.metrics import before_after, describe
 from core.run_log import METRICS, Record, read_records
 
@@ -62,13 +61,27 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
         f"{describe(env, last)} after {last['update']} updates"
         for env, first, last in before_after(records)
     ]
-    for name, updates, message in diagnostics.logged_warnings(records):
+    for name, updates, message in logged_warnings(records):
         lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
     flags += ["--env", *config["env"], "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
     return [*lines, f"next: python train.py {shlex.join(flags)}"]
+
+
+def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
+    """Returns the warnings in the records of a log: (name, updates that raised it, first message).
+
+    >>> first, second = {"dead_groups": "all returns equal"}, {"dead_groups": "again"}
+    >>> logged_warnings([{"update": 5, "warnings": first}, {"update": 9, "warnings": second}])
+    [('dead_groups', [5, 9], 'all returns equal')]
+    """
+    warnings: dict[str, tuple[str, list[int], str]] = {}
+    for record in records:
+        for name, message in (record.get("warnings") or {}).items():
+            warnings.setdefault(name, (name, [], message))[1].append(record["update"])
+    return list(warnings.values())
 
 
 def num_updates(records: list[Record]) -> int:
