@@ -9,13 +9,13 @@ prompt and the completion that the policy sampled for it. The G rollouts of a ta
 update samples G rollouts for each of P tasks, turns their rewards into advantages, and takes one or
 more gradient steps.
 
-The sampler generates the rollouts; the trainer computes log-probs and gradients. Both have the same
-weights, but other kernels, so their log-probs differ slightly.
+The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
+weights but different kernels, which round differently, so their log-probs differ slightly.
 
-Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). For a
-forward pass, micro_batches() makes rows of T tokens, prompts included, and moves the [B, N] values
-to the positions that predict their tokens, [b, T-1]: column t is about the token at t+1.
-The settings are in core/config.py.
+Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). A
+forward pass works on a micro-batch: b rows of T tokens, prompts included. micro_batches() looks up
+each [B, N] tensor for these rows, as [b, T-1]: column t is what position t predicts, the token t+1.
+The settings are in core/config.py, where validate() refuses options of another algorithm.
 """
 
 import math
@@ -77,8 +77,9 @@ def main(cfg: Config) -> int:
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
             sampled_at = perf_counter()
 
-            # 2. The trainer's log-probs before any gradient step (with a single step, step 4 takes
-            #    them from its own forward pass), and those of the reference
+            # 2. The trainer's log-probs (and PPO's values) before the first gradient step, and the
+            #    log-probs under the reference, the policy before RL. If there is only one gradient
+            #    step, REINFORCE and GRPO take the former from its own forward pass, in part 4
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -88,15 +89,15 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages
             rewards, turn_ids = shape_rewards(cfg, batch)
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # the tokens to train on
             batch.advantages, batch.value_targets = algorithm.compute_advantages(
-                rewards, batch.completion_mask, turn_ids, batch.group_ids, batch.values,
-                batch.episode_truncated, cfg.gamma, options,
+                rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
+                cfg.gamma, options,
             )  # fmt: skip
 
             # 4. Gradient steps, one per minibatch. A loss is a sum over tokens, so the gradients of
             #    the micro-batches of a step add up to the gradient of the step
             stats = UpdateStats(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
             aggregation = cfg.grpo.aggregation or "token"  # only GRPO has a choice
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             for epoch, rows in minibatches(
@@ -108,27 +109,31 @@ def main(cfg: Config) -> int:
                 for micro in micro_batches(run.policy, batch, rows):
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
                     old_logprobs = micro.old_logprobs
-                    if old_logprobs is None:  # the only step: the weights are still the old ones
+                    if old_logprobs is None:  # the only step: the policy is still the old one
                         old_logprobs = logprobs.detach()
-                    # truncated importance sampling: corrects for the sampler's other kernels
+                    # truncated importance sampling (TIS): corrects for the sampler's rounding
                     sampler_ratio = common.sampler_ratio(
                         old_logprobs, micro.sampler_logprobs, micro.completion_mask, cfg.tis_level
                     )
-                    weights = common.importance_weights(sampler_ratio, cfg.tis_cap, cfg.tis_mode)
+                    tis_weights = common.importance_weights(
+                        sampler_ratio, cfg.tis_cap, cfg.tis_mode
+                    )
                     loss, sums = algorithm.compute_loss(
-                        logprobs, old_logprobs, micro.advantages, micro.completion_mask, weights,
-                        micro.token_weights, options,
+                        logprobs, old_logprobs, micro.advantages, micro.completion_mask,
+                        tis_weights, micro.token_weights, options,
                         values=values, old_values=micro.values, value_targets=micro.value_targets,
                     )  # fmt: skip
-                    extra_loss, kl_sum = regularizers(cfg, logprobs, entropy, micro)
+                    extra_loss, kl_sum = regularizers(
+                        cfg, logprobs, old_logprobs, entropy, tis_weights, micro
+                    )
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
                     stats.add(
                         epoch, micro, loss, old_logprobs, entropy, sampler_ratio, sums | kl_sum
                     )
                 stats.end_minibatch()
-                if stats.approx_kl > cfg.ppo.target_kl > 0:
-                    run.optimizer.zero_grad()  # too far from the old policy: end the update
+                if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
+                    run.optimizer.zero_grad()  # drop its gradient and end the update
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
                     cfg.max_grad_norm,
@@ -137,6 +142,7 @@ def main(cfg: Config) -> int:
                 )
                 stats.num_steps += stepped
             metrics = rollout_metrics(sampled) | stats.means()
+            # the tokens that report.html shows one by one, with their new log-probs
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
             if cfg.sft_best:
                 metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
@@ -150,7 +156,8 @@ def main(cfg: Config) -> int:
             metrics["time/train_s"] = trained_at - sampled_at
             if is_due(update, cfg.eval_every, cfg.num_updates):
                 metrics |= evaluate(cfg, run, update)
-            stop = run.log(update, metrics, sampled)  # --stop-on, or no finite gradients
+            # True: a warning of --stop-on, or 20 updates in a row without a finite gradient
+            stop = run.log(update, metrics, sampled)
             if stop or is_due(update, cfg.save_every, cfg.num_updates):
                 run.save()
             if stop:
@@ -212,9 +219,9 @@ def warm_start(cfg: Config, run: Run) -> None:
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
-    Rollouts whose environment failed are not trained on. With --filter-groups R, groups with equal
-    returns are not trained on either (with one return per episode their GRPO advantages are 0): up
-    to R further rounds sample other tasks in their place.
+    Rollouts whose environment failed are not trained on. With --filter-groups R, neither are groups
+    whose rollouts all have the same return, which gives GRPO advantages of 0: up to R further
+    rounds sample other tasks in their place.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -227,15 +234,15 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            on_progress = phase.tick_and(run.interrupt.check_alone)
+            on_progress = phase.tick_and(run.interrupt.check_alone)  # alone: not on all ranks
             fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
-            rollout.group_id += len(sampled)  # unique across the rounds
+            rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = selection.drop_failed(fresh, run.say)
         kept += selection.with_spread(usable) if cfg.filter_groups else usable
     if not kept:
-        run.say(f"update {update}: every group has equal returns: no gradient step")
+        run.say(f"update {update}: no group with different returns: no gradient step")
     return sampled, kept
 
 
@@ -279,8 +286,9 @@ def score_logprobs(
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Rewards [B, N] with the penalties of the settings, and the turn of each token [B, N].
 
-    The environment's rewards are at the last token of each turn. With --credit episode all tokens
-    belong to one turn, so each token is credited with the discounted return of the episode.
+    The environment's rewards are at the last token of each turn. With --credit episode (the default
+    of REINFORCE and GRPO) all tokens belong to one turn, so each is credited with the discounted
+    return of the episode.
     """
     rewards, turn_ids = batch.rewards, batch.turn_ids
     if cfg.overlong_buffer:
@@ -295,21 +303,32 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 
 
 def regularizers(
-    cfg: Config, logprobs: Tensor, entropy: Tensor, micro: MicroBatch
+    cfg: Config,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    entropy: Tensor,
+    tis_weights: Tensor,
+    micro: MicroBatch,
 ) -> tuple[Tensor, dict[str, float]]:
-    """What --entropy-coef and --kl-coef add to the loss, and the sum of the KL for the metrics."""
+    """What --entropy-coef and --kl-coef add to the loss, and the sum of the KL for the metrics.
+
+    The tokens come from the sampler, not from the current policy. So both terms have the weights
+    that the surrogate has: the policy ratio ρ and the weight between sampler and trainer.
+    """
     extra_loss = torch.zeros((), device=logprobs.device)
+    mask = micro.completion_mask
+    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
+    weights = micro.token_weights * tis_weights  # [b, T-1]
     if cfg.entropy_coef:
-        extra_loss = extra_loss - cfg.entropy_coef * (entropy * micro.token_weights).sum()
+        bonus = torch.where(mask, weights * ratio.detach() * entropy, 0.0).sum()
+        extra_loss = extra_loss - cfg.entropy_coef * bonus
     if micro.ref_logprobs is None:
         return extra_loss, {}
-    mask = micro.completion_mask
-    kl = common.kl_estimate(logprobs, micro.ref_logprobs, cfg.kl_estimator)
     if cfg.kl_in == "loss":
-        extra_loss = (
-            extra_loss + cfg.kl_coef * torch.where(mask, kl * micro.token_weights, 0.0).sum()
-        )
-    return extra_loss, {"kl/reference": kl[mask].sum().item()}
+        kl = common.weighted_kl(logprobs, ratio, micro.ref_logprobs, cfg.kl_estimator)
+        extra_loss = extra_loss + cfg.kl_coef * torch.where(mask, weights * kl, 0.0).sum()
+    k3 = common.weighted_kl(logprobs, ratio, micro.ref_logprobs, "k3")
+    return extra_loss, {"kl/reference": k3[mask].sum().item()}
 
 
 def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:

@@ -1,7 +1,8 @@
 """What all algorithms share: log-probs, returns, KL, importance weights, token weights.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
-a sequence; V vocabulary, D hidden size.
+a sequence; V vocabulary, D hidden size. A sequence is the token ids of one forward pass: a rollout,
+or a part of it if the environment replaced the context between two turns.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
 weights are computed once per gradient step, so the gradients of micro-batches add up to the
@@ -27,7 +28,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each sampled token, and entropy of the distribution over the vocabulary there.
 
-        log π(x_t+1 | x_..t) = log softmax(logits_t / temperature)[x_t+1]
+        log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
     `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
     [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
@@ -55,18 +56,20 @@ def token_logprobs(
 def turn_returns(
     rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """Discounted return from each turn on, G_k = r_k + γ G_k+1, and which turns exist.
+    """Discounted return from each turn on, G_k = r_k + γ G_{k+1}, and which turns exist.
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn of each
-    sampled token, from 0. Returns [B, K] float32 and [B, K] bool.
+    sampled token, from 0 (0 at padding). Returns [B, K] float64, so that the differences of large
+    equal returns are exactly 0, and [B, K] bool.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> turn_returns(rewards, turn_ids >= 0, turn_ids, gamma=0.5)[0]
-    tensor([[3., 4.]])
+    tensor([[3., 4.]], dtype=torch.float64)
     """
-    empty = rewards.new_zeros(len(rewards), int(turn_ids.max()) + 1)
-    returns = empty.scatter_add(1, turn_ids, torch.where(completion_mask, rewards, 0.0))
-    exists = empty.scatter_add(1, turn_ids, completion_mask.to(empty.dtype)) > 0
+    rewards = torch.where(completion_mask, rewards, 0.0).double()
+    zeros = rewards.new_zeros(len(rewards), int(turn_ids.max()) + 1)
+    returns = zeros.scatter_add(1, turn_ids, rewards)
+    exists = zeros.scatter_add(1, turn_ids, completion_mask.double()) > 0
     for k in reversed(range(returns.shape[1] - 1)):
         returns[:, k] += gamma * returns[:, k + 1]
     return returns, exists
@@ -78,8 +81,8 @@ def group_sum(values: Tensor, group_ids: Tensor) -> Tensor:
     >>> group_sum(torch.tensor([[1.0], [2.0], [5.0]]), torch.tensor([0, 0, 1])).squeeze(1)
     tensor([3., 3., 5.])
     """
-    same = (group_ids[:, None] == group_ids[None]).float()  # [B, B]
-    return same @ values
+    same = group_ids[:, None] == group_ids[None]  # [B, B]
+    return same.to(values.dtype) @ values
 
 
 def token_weights(
@@ -94,9 +97,10 @@ def token_weights(
         sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
         constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    With `sequence`, each token of a long completion weighs less, so it is pushed down less if the
-    answer is wrong. `constant` divides by no length; with a larger `max_tokens` the loss is
-    smaller. Rows without a token in the mask count in B, but not in `all tokens`.
+    `sequence` means the sampled tokens of one rollout. With it, each token of a long rollout weighs
+    less, so it is pushed down less if the answer is wrong. `constant` divides by no length; with a
+    larger `max_tokens` the loss is smaller. Rows without a token in the mask count in B, but not in
+    `all tokens`.
 
     `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
     Returns [B, N] float32, 0 in other rows.
@@ -142,12 +146,9 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
     As values, k1 and k3 are unbiased, k3 is never negative, and k2 is close to both for small d.
-    Their gradients differ. The gradient of KL(π ‖ other) is E[d ∇ log π]. For samples of the
-    current policy:
-
-        in the loss:    E[∇ k1] = 0; E[∇ k2] is the KL's gradient; E[∇ k3] that of KL(other ‖ π)
-        in the reward (no gradient flows through the estimate; it only scales ∇ log π):
-                        k1 has the KL's gradient; k2 and k3 do not
+    Their gradients differ; `weighted_kl` says what the loss does about it. In the reward no
+    gradient flows through the estimate, it only scales ∇ log π: there k1 has the gradient of the
+    KL, and k2 and k3 do not.
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])
@@ -156,6 +157,24 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
     if kind == "k1":
         return difference
     return difference**2 / 2 if kind == "k2" else (-difference).exp() - 1 + difference
+
+
+def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Tensor:
+    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other).
+
+    The tokens were sampled from π_old, so each estimate is multiplied by the policy ratio
+    ρ = π / π_old, `ratio`:
+
+        ρ k1, ρ k3      with the gradient through ρ; without ρ, k1 has the expected
+                        gradient 0 and k3 that of KL(other ‖ π)              arXiv:2512.02556
+        sg[ρ] k2        without it: E[ρ ∇ k2] = E_π[d ∇ log π], the same     arXiv:2506.09477
+
+    This holds token by token, given the tokens before it. The KL between the distributions of whole
+    sequences also depends on how π changes the contexts, which none of them counts.
+    All tensors [b, T-1]; gradients flow through `logprobs` and `ratio`.
+    """
+    estimate = kl_estimate(logprobs, other, kind)
+    return (ratio.detach() if kind == "k2" else ratio) * estimate
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
@@ -170,11 +189,12 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 def sampler_ratio(
     old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: Level
 ) -> Tensor:
-    """π_trainer / π_sampler of each token, or its geometric mean over the sequence; no gradient.
+    """π_old / π_sampler of each token, or its geometric mean over the sequence; no gradient.
 
-    The sampler runs other kernels than the trainer, so its tokens come from a slightly different
-    distribution (https://fengyao.notion.site/off-policy-rl). A product over the sequence would grow
-    with its length; the geometric mean does not. All tensors [b, T-1].
+    π_old are the trainer's probabilities before the first gradient step. The sampler runs different
+    kernels than the trainer, so its tokens come from a slightly different distribution
+    (https://fengyao.notion.site/off-policy-rl). A product over the sequence would grow with its
+    length; the geometric mean does not. All tensors [b, T-1].
     """
     log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if level == "sequence":
@@ -186,7 +206,7 @@ def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate")
     """Weights that correct for the sampler's distribution, from `sampler_ratio`; all 1 if cap is 0.
 
     truncate: ratios above `cap` become `cap`, which bounds the variance (truncated importance
-    sampling). mask: tokens with a ratio outside [1/cap, cap] have weight 0.
+    sampling). mask: tokens with a ratio outside [1/cap, cap] have weight 0, the others their ratio.
 
     >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0)
     tensor([0.1000, 0.9000, 2.0000])
@@ -208,15 +228,18 @@ def surrogate_metrics(
     mask: Tensor,
     clip_low: float,
     clip_high: float,
+    either_sign: bool = False,
 ) -> dict[str, float]:
-    """Sums over tokens, which the loop divides by their number; see core/README.md.
+    """Sums over tokens, which the loop divides by the number of tokens.
 
     A token counts as clipped if its ratio is beyond the clip on the side where the clip removes the
-    gradient: above it with a positive advantage, below it with a negative one.
+    gradient: above it with a positive advantage, below it with a negative one. `either_sign`: the
+    clip acts whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
     """
-    low = mask & (ratio < 1 - clip_low) & (advantages < 0)
-    high = mask & (ratio > 1 + clip_high) & (advantages > 0)
-    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)  # sampled from the old policy
+    low, high = mask & (ratio < 1 - clip_low), mask & (ratio > 1 + clip_high)
+    if not either_sign:
+        low, high = low & (advantages < 0), high & (advantages > 0)
+    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)
     return {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),

@@ -3,16 +3,19 @@
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
-R_i is the return of rollout i, ρ_t the policy ratio of its token t. The min, the surrogate, is
-maximized instead of the return, which has no gradient. Token weights turn the sum into a mean.
+R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return has no gradient in
+the weights, so the min, called the surrogate, is maximized instead. The code also multiplies each
+token's term by its token weight, which turns the sum into a mean, and by its importance weight.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
-The default is dapo: every token counts the same, whatever the length of its completion.
+The default is dapo: every token counts the same, whatever the length of its rollout.
 
     grpo       as above; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
-    gspo       ρ is the geometric mean of the sequence's token ratios   arXiv:2507.18071
+    gspo       ρ is the geometric mean of the sequence's token ratios; its gradient is taken token
+               by token (GSPO-token), so that advantages may differ by turn
+                                                                        arXiv:2507.18071
     cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
                size of a token's gradient and never removes it
                                                                         MiniMax-M1, arXiv:2506.13585
@@ -33,7 +36,7 @@ from torch import Tensor
 from algorithms import common
 from algorithms.options import GrpoOptions as Options
 
-EPS = 1e-4  # added to a standard deviation; advantages of a group with equal returns are 0
+EPS = 1e-4  # added to a standard deviation: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2,
              "ratio_level": "token", "surrogate": "min", "aggregation": "sequence"},
@@ -51,10 +54,10 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 def compute_advantages(
     rewards: Tensor,
     completion_mask: Tensor,
+    loss_mask: Tensor,
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> tuple[Tensor, None]:
@@ -62,19 +65,19 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
     (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. Turn k is compared with turn k of the other rollouts. Only PPO uses `values` and
-    `episode_truncated`. Returns advantages [B, N] float32, 0 off the mask, and no value targets.
+    per turn. Turn k is compared with turn k of the other rollouts of its group, also with those
+    whose tokens are not in the loss (`loss_mask` [B, N]): their returns were sampled too. Only PPO
+    uses `values`. Returns advantages [B, N] float32, 0 off the mask, and no value targets.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> not_truncated = torch.zeros(2, dtype=torch.bool)
     >>> options = with_loss_type(Options("dr_grpo"))
-    >>> compute_advantages(r, mask, turn_ids, group_ids, None, not_truncated, 1.0, options)[0]
+    >>> compute_advantages(r, mask, mask, turn_ids, group_ids, None, 1.0, options)[0]
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
     returns, exists = common.turn_returns(rewards, completion_mask, turn_ids, gamma)  # [B, K]
-    group_size = common.group_sum(exists.float(), group_ids)
+    group_size = common.group_sum(exists.double(), group_ids)
     group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
     baseline = group_total / group_size.clamp(min=1)
     advantages = torch.where(exists, returns - baseline, 0.0)
@@ -86,7 +89,7 @@ def compute_advantages(
         squares = torch.where(exists, (returns - mean) ** 2, 0.0).sum(0)
         variance = squares / (exists.sum(0) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)
-    return torch.where(completion_mask, advantages.gather(1, turn_ids), 0.0), None
+    return torch.where(completion_mask, advantages.gather(1, turn_ids).float(), 0.0), None
 
 
 def compute_loss(
@@ -109,11 +112,12 @@ def compute_loss(
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     log_ratio = logprobs - old_logprobs
-    if options.ratio_level == "sequence":  # every token has the ratio of its sequence
-        mean = common.masked_mean(log_ratio, completion_mask, dim=1)  # [b, 1]
-        log_ratio = torch.where(completion_mask, mean, 0.0)
-    # in the first step of an update the ratio is 1, so nothing is clipped (with the default single
-    # step, never), and its gradient is ∇ log π
+    if options.ratio_level == "sequence":  # the sequence's value, each token's own gradient
+        in_loss = completion_mask & (token_weights > 0)
+        mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
+        log_ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0)
+    # in the first step of an update the ratio is 1 (up to rounding), so nothing is clipped, and the
+    # ratio's gradient is ∇ log π; by default an update has a single step
     ratio = log_ratio.exp()
     assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
@@ -123,14 +127,14 @@ def compute_loss(
         # the smaller of the two: beyond the clip, a further change in the intended direction gains
         # nothing, and a change in the wrong direction still costs
         surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-        if options.dual_clip:  # bounds the loss where the ratio is large and the advantage negative
+        if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
             bounded = surrogate.maximum(options.dual_clip * advantages)
             surrogate = torch.where(advantages < 0, bounded, surrogate)
     per_token = -importance_weights * surrogate
     loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
     metrics = common.surrogate_metrics(
         ratio, logprobs, old_logprobs, advantages, completion_mask,
-        options.clip_low, options.clip_high,
+        options.clip_low, options.clip_high, either_sign=options.surrogate == "cispo",
     )  # fmt: skip
     return loss, metrics
 

@@ -29,19 +29,20 @@ class GrpoOptions:
     """Options of GRPO; None: the value that the loss type sets."""
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """Variant of GRPO: sets the options below, but dual_clip, that are not given."""
+    """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns."""
     clip_low: float | None = None
-    """Clip the ratio at 1 - clip_low where the advantage is negative."""
+    """Clip the ratio at 1 - clip_low where the advantage is negative (cispo: everywhere)."""
     clip_high: float | None = None
-    """Clip the ratio at 1 + clip_high where the advantage is positive."""
+    """Clip the ratio at 1 + clip_high where the advantage is positive (cispo: everywhere)."""
     ratio_level: Level | None = None
     """One ratio per token, or the geometric mean over the sequence."""
     surrogate: Literal["min", "cispo"] | None = None
     """min: the smaller of the clipped and unclipped term; cispo: log-prob times clipped ratio."""
     aggregation: Aggregation | None = None
-    """Divide by all tokens; by the tokens of the rollout, then rollouts; or by B·max_tokens."""
+    """token: the mean over all tokens; sequence: the mean of each rollout, then over rollouts;
+    constant: the sum divided by rollouts · max_tokens."""
     dual_clip: float = 0.0
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
@@ -55,8 +56,8 @@ class PpoOptions:
     clip: float = 0.2
     """Clip the ratio at 1 ± clip."""
     target_kl: float = 0.0
-    """End an update's gradient steps when the KL to the old policy exceeds this, in nats per token;
-    0: never."""
+    """End an update when a minibatch's KL to the old policy exceeds this, in nats per token, and
+    drop that minibatch's gradient; 0: never."""
     value_clip: float = 0.5
     """Clip the change of a value within an update at ± this; 0: no clipping."""
     value_coef: float = 0.5
@@ -64,4 +65,4 @@ class PpoOptions:
     value_lr: float = 1e-3
     """Learning rate of the value head."""
     value_warmup: int = 0
-    """Number of first updates that train the value head only; 0: none."""
+    """Number of initial updates that train the value head only; 0: none."""

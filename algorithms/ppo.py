@@ -1,15 +1,19 @@
 """PPO: a learned value before each token as the baseline, and a clipped policy ratio.
 
-    δ_t = r_t + γ V_t+1 - V_t,   A_t = δ_t + γλ A_t+1        GAE, arXiv:1506.02438
-    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_t,old))² / 2
-                                                             PPO, arXiv:1707.06347
+    δ_t = r_t + γ V_{t+1} - V_t,   A_t = δ_t + γλ A_{t+1}        GAE, arXiv:1506.02438
+    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_old,t))² / 2
+                                                                 PPO, arXiv:1707.06347
 
 ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
-from there on), Â the advantages normalized over the batch.
+from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. The code also
+multiplies each token's term by its token weight, which turns the sum into a mean, and the first by
+its importance weight; with --ppo.value-clip it takes the larger of two value errors.
 
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
-both. λ applies per token; γ applies per turn, and is 1 between tokens of the same turn. After the
-last token V_t+1 is 0; if the episode was truncated, it is the value of that last token.
+both; the value loss trains the policy's layers too. λ applies per token; γ applies per turn, and
+is 1 between tokens of the same turn. After the last token V is 0, also where --max-turns or the
+context length ended the episode: these limits are part of the task. (A bootstrap from the value
+before the last token would put that value into its own target; with γ = 1 it has no fixed point.)
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
@@ -24,26 +28,25 @@ from algorithms.options import PpoOptions as Options
 def compute_advantages(
     rewards: Tensor,
     completion_mask: Tensor,
+    loss_mask: Tensor,
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """GAE of every sampled token, normalized over the batch; and the targets of the values.
 
-    `rewards` and `values` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of
-    each token, `episode_truncated` [B] bool; `gamma` is the discount factor per turn. PPO does not
-    use `group_ids`. Returns advantages and value targets (GAE before normalization + value),
-    [B, N] float32, 0 off the mask.
+    `rewards` and `values` [B, N] float32, `completion_mask` [B, N]; `loss_mask` [B, N]: the tokens
+    that are in the loss, over which the advantages are normalized; `turn_ids` [B, N]: the turn of
+    each token; `gamma` is the discount factor per turn. PPO does not use `group_ids`. Returns
+    advantages (0 where the loss mask is False) and value targets (GAE before normalization +
+    value), [B, N] float32.
     """
     assert values is not None, "PPO needs the values of the sampled tokens"
-    advantages = gae(
-        rewards, completion_mask, turn_ids, values, episode_truncated, gamma, options.gae_lambda
-    )
+    advantages = gae(rewards, completion_mask, turn_ids, values, gamma, options.gae_lambda)
     value_targets = torch.where(completion_mask, advantages + values, 0.0)
-    return common.normalize(advantages, completion_mask), value_targets
+    return common.normalize(advantages, loss_mask), value_targets
 
 
 def compute_loss(
@@ -67,15 +70,15 @@ def compute_loss(
     assert values is not None and old_values is not None and value_targets is not None
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     values = torch.where(completion_mask, values, 0.0)
-    # in the first step of an update the ratio is 1, so nothing is clipped (with the default single
-    # step, never), and its gradient is ∇ log π
+    # in the first step of an update the ratio is 1 (up to rounding), so nothing is clipped, and the
+    # ratio's gradient is ∇ log π; by default an update has a single step
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     error = (values - value_targets) ** 2
-    if options.value_clip:
+    if options.value_clip:  # a value that moved further than the clip gains nothing by it
         change = (values - old_values).clamp(-options.value_clip, options.value_clip)
         error = torch.maximum(error, (old_values + change - value_targets) ** 2)
     per_token = -importance_weights * surrogate + options.value_coef * error / 2
@@ -93,7 +96,6 @@ def gae(
     completion_mask: Tensor,
     turn_ids: Tensor,
     values: Tensor,
-    episode_truncated: Tensor,
     gamma: float,
     gae_lambda: float,
 ) -> Tensor:
@@ -102,16 +104,13 @@ def gae(
     Positions off the mask are skipped, so a rollout may have gaps or padding anywhere.
 
     >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    >>> gae(r, v > 0, torch.zeros(1, 2), v, torch.tensor([False]), gamma=1.0, gae_lambda=1.0)
+    >>> gae(r, v > 0, torch.zeros(1, 2), v, gamma=1.0, gae_lambda=1.0)
     tensor([[0.5000, 0.5000]])
     """
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[:, 0])
-    next_turn = torch.full_like(turn_ids[:, 0], -1)  # matches no turn: γ applies after the end
-    columns = torch.arange(rewards.shape[1], device=rewards.device)
-    last = torch.where(completion_mask, columns, 0).amax(1, keepdim=True)  # [B, 1]
-    last_value = values.gather(1, last).squeeze(1)
-    next_value = torch.where(episode_truncated, last_value, 0.0)
+    next_turn = torch.full_like(turn_ids[:, 0], -1)
+    next_value = torch.zeros_like(rewards[:, 0])  # the episode ends after its last token
     for t in reversed(range(rewards.shape[1])):
         mask = completion_mask[:, t]
         discount = torch.where(turn_ids[:, t] == next_turn, torch.ones_like(next_value), gamma)

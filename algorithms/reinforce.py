@@ -1,11 +1,14 @@
 """REINFORCE: raise the log-probs of rollouts with a higher return than a baseline.
 
-    ∇J = E[ Σ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
+    ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
+
+ρ_t = π(x_t) / π_old(x_t), the policy ratio, is 1 in the first step of an update; in later steps it
+corrects for tokens that an older policy sampled. REINFORCE does not clip it.
 
 The baseline b is the mean return of the batch, that of the group, or for each rollout the mean of
-the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). Of these only
-the last keeps the gradient unbiased. `normalize` scales the advantages as REINFORCE++ does
-(arXiv:2501.03262): over all sampled tokens of the batch.
+the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). Only the last does not
+depend on the rollout's own return, so only it leaves the expected gradient as it is. `normalize`
+scales the advantages as REINFORCE++ does (arXiv:2501.03262): over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -20,10 +23,10 @@ from algorithms.options import ReinforceOptions as Options
 def compute_advantages(
     rewards: Tensor,
     completion_mask: Tensor,
+    loss_mask: Tensor,
     turn_ids: Tensor,
     group_ids: Tensor,
     values: Tensor | None,
-    episode_truncated: Tensor,
     gamma: float,
     options: Options,
 ) -> tuple[Tensor, None]:
@@ -31,18 +34,18 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
     (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. Turn k is compared with turn k of the other rollouts. Only PPO uses `values` and
-    `episode_truncated`. Returns advantages [B, N] float32, 0 off the mask, and no value targets.
+    per turn. Turn k is compared with turn k of the other rollouts. `loss_mask` [B, N]: the tokens
+    that are in the loss, over which `normalize` works. Only PPO uses `values`. Returns advantages
+    [B, N] float32, 0 off the mask, and no value targets.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> not_truncated = torch.zeros(2, dtype=torch.bool)
-    >>> compute_advantages(r, mask, turn_ids, group_ids, None, not_truncated, 1.0, Options())[0]
+    >>> compute_advantages(r, mask, mask, turn_ids, group_ids, None, 1.0, Options())[0]
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
     returns, exists = common.turn_returns(rewards, completion_mask, turn_ids, gamma)  # [B, K]
-    group_size = common.group_sum(exists.float(), group_ids)
+    group_size = common.group_sum(exists.double(), group_ids)
     group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
     if options.baseline == "batch":
         baseline = common.masked_mean(returns, exists, dim=0).expand_as(returns)
@@ -53,10 +56,10 @@ def compute_advantages(
         baseline = torch.where(group_size > 1, others, returns)
     else:
         baseline = torch.zeros_like(returns)
-    advantages = torch.where(completion_mask, (returns - baseline).gather(1, turn_ids), 0.0)
+    advantages = (returns - baseline).gather(1, turn_ids).float()
     if options.normalize:
-        advantages = common.normalize(advantages, completion_mask)
-    return advantages, None
+        return common.normalize(advantages, loss_mask), None
+    return torch.where(completion_mask, advantages, 0.0), None
 
 
 def compute_loss(
@@ -71,17 +74,17 @@ def compute_loss(
     old_values: Tensor | None = None,
     value_targets: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """-Σ w A log π · token_weights over the sampled tokens of a micro-batch.
+    """-Σ w ρ A log π · token_weights over the sampled tokens of a micro-batch.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
-    `importance_weights` between sampler and trainer. `old_logprobs` only serve a metric here; the
-    last three arguments are PPO's. Returns the loss and metrics as sums over tokens.
+    `importance_weights` between sampler and trainer; the last three arguments are PPO's. Returns
+    the loss and metrics as sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
-    # its gradient is A ∇ log π, the policy gradient; its value has no meaning
-    per_token = -importance_weights * advantages * logprobs
-    loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
     ratio = (logprobs.detach() - old_logprobs).exp()
+    # its gradient is w ρ A ∇ log π, the policy gradient; its value has no meaning
+    per_token = -importance_weights * ratio * advantages * logprobs
+    loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
     metrics = common.surrogate_metrics(
         ratio, logprobs, old_logprobs, advantages, completion_mask,
         clip_low=1.0, clip_high=float("inf"),  # REINFORCE does not clip

@@ -80,7 +80,6 @@ class RolloutBatch(TokenTensors):
     turn_ids: Tensor  # [B, N] int64: the turn of each token, from 0
     hit_token_limit: Tensor  # [B, N] bool: the completion of this token hit the token limit
     group_ids: Tensor  # [B] int64
-    episode_truncated: Tensor  # [B] bool: the episode was truncated before its end
 
     def loss_mask(self, mask_truncated_completions: bool) -> Tensor:
         """[B, N] bool: the sampled tokens that count in the loss (--mask-truncated-completions)."""
@@ -120,7 +119,6 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
         turn_ids=torch.zeros(shape, dtype=torch.int64),
         hit_token_limit=torch.zeros(shape, dtype=torch.bool),
         group_ids=torch.tensor([r.group_id for r in rollouts] or [0]),
-        episode_truncated=torch.tensor([r.episode_truncated for r in rollouts] or [False]),
     )
     for row, rollout in enumerate(rollouts):
         column = 0

@@ -101,7 +101,7 @@ class AlgorithmOptions:
     credit: Literal["episode", "turn"] | None = None
     entropy_coef: float = 0.0  # Coefficient of the entropy bonus; 0: off.
     kl_coef: float = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
-    # KL estimator; k2 in the loss and k1 in the reward have the gradient of the KL.
+    # KL estimator. In the loss all have the gradient of the KL; in the reward only k1 has it.
     kl_estimator: KL = "k2"
     # Add the KL penalty to the loss, or subtract it from the reward.
     kl_in: Literal["loss", "reward"] = "loss"
@@ -278,9 +278,14 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield "--credit episode: PPO estimates the advantage of each token; remove it"
     if cfg.algo == "scratch" and cfg.credit == "turn":
         yield "--credit turn: exercise 3 compares the returns of episodes; remove it"
-    if cfg.kl_coef and cfg.kl_estimator == "k1" and cfg.kl_in == "loss":
-        yield ("--kl-estimator k1 has an expected gradient of 0 in the loss; "
-               "use k2, or --kl-in reward")  # fmt: skip
+    if (
+        cfg.kl_coef
+        and cfg.kl_in == "reward"
+        and (cfg.algo == "scratch" or (cfg.algo == "grpo" and cfg.grpo.scale_rewards != "none"))
+    ):
+        yield ("--kl-in reward: GRPO divides by the standard deviation of the rewards, so in a "
+               "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
+               "--kl-in loss, --grpo.scale-rewards none, or another algorithm")  # fmt: skip
     if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
         yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:

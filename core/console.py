@@ -86,7 +86,7 @@ class Display:
         if self.plain:
             seconds = record["time/rollout_s"] + record["time/train_s"]
             self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
-        if record.get("update/skipped") and "grad/norm" in record:
+        if record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0:
             self.say(f"update {update} skipped: its loss or its gradient is not finite")
         if rollouts:
             self.completion = _completion_panel(rollouts[0])

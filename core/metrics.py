@@ -112,8 +112,9 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
-    group_means = {i: statistics.fmean(r.episode_return for r in g) for i, g in groups.items()}
-    baselines = torch.tensor([group_means[r.group_id] for r in rollouts])
+    compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
+    others = torch.tensor([_mean_of_others(r, groups[r.group_id]) for r in compared])
+    returns_compared = torch.tensor([r.episode_return for r in compared])
     zero_std = [len({r.episode_return for r in group}) == 1 for group in groups.values()]
     correct = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
@@ -132,13 +133,22 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
         "episodes/failed": 1 - len(rollouts) / len(sampled),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
-        **explained_variance(returns, baselines),  # PPO's is that of its value head instead
+        # how well the other rollouts of a group predict a return; PPO: how well its value head does
+        **explained_variance(returns_compared, others),
         **_info_means(rollouts),
     }
 
 
+def _mean_of_others(rollout: Rollout, group: list[Rollout]) -> float:
+    return statistics.fmean(other.episode_return for other in group if other is not rollout)
+
+
 def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Accuracy with its 95% interval, mean return and length, for each environment."""
+    """Accuracy and mean return with their 95% intervals, and length, for each environment.
+
+    The interval of the return is NaN if the returns show no spread (a single task, or all equal):
+    then nothing is known about how far off their mean is.
+    """
     by_env: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_env[rollout.env].append(rollout)
@@ -147,7 +157,8 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
         correct = sum(bool(r.info.get("correct")) for r in episodes)
         low, high = wilson(correct, len(episodes))
         returns = torch.tensor([r.episode_return for r in episodes], dtype=torch.float64)
-        error = 1.96 * returns.std(correction=0).item() / math.sqrt(len(episodes))
+        has_spread = len(returns.unique()) > 1
+        error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
         metrics |= {
             f"eval/{env}/accuracy": correct / len(episodes),
             f"eval/{env}/ci_low": low,
@@ -176,7 +187,11 @@ def describe(env: str, record: dict[str, Any]) -> str:
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one."""
+    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
+
+    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
+    rollouts of a group has -1 / (G - 1).
+    """
     spread = targets.var().item()
     unexplained = (targets - values).var().item()
     return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}

@@ -71,8 +71,9 @@ class MasterAdamW:
     ) -> tuple[float, bool]:
         """Sums the gradients over all ranks, clips them to `max_norm` (0: no clipping), and steps.
 
-        Skips the step if the loss or a gradient is not finite. `only_value_head`: step the value
-        head alone. Drops the gradients. Returns (norm before clipping, whether a step was taken).
+        Skips the step if the loss or a gradient is not finite, and if all gradients are 0: AdamW's
+        moments would move the weights all the same. `only_value_head`: step the value head alone.
+        Drops the gradients. Returns (norm before clipping, whether a step was taken).
         """
         if only_value_head:
             for p in self.adamw.param_groups[0]["params"]:
@@ -82,11 +83,12 @@ class MasterAdamW:
             for p in self.masters:
                 p.grad = None if p.grad is None else p.grad / self.loss_scale
         norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
-        stepped = finite_loss and math.isfinite(norm)
+        finite = finite_loss and math.isfinite(norm)
+        stepped = finite and norm > 0
         if stepped:
             self.step()
         if self.scales_loss and finite_loss:
-            self._adapt_loss_scale(overflow=not stepped)
+            self._adapt_loss_scale(overflow=not finite)
         self.zero_grad()
         return norm, stepped
 

@@ -94,7 +94,8 @@ class Run:
         return bool(named)
 
     def _too_many_skipped(self, record: dict[str, Any]) -> bool:
-        skipped = record.get("update/skipped") and "grad/norm" in record
+        # without different returns there is no gradient, or it is 0: nothing is wrong with that
+        skipped = record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0
         self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
         too_many = self.progress["skipped_in_a_row"] >= MAX_SKIPPED
         if too_many:

@@ -40,9 +40,9 @@ def episodes() -> tuple[torch.Tensor, ...]:
 
 
 def advantages_of(algorithm: object, rewards, mask, group_ids) -> torch.Tensor:
-    turn_ids, ended = torch.zeros_like(mask, dtype=torch.int64), torch.zeros(len(mask)).bool()
+    turn_ids = torch.zeros_like(mask, dtype=torch.int64)
     advantages, _ = algorithm.compute_advantages(
-        rewards, mask, turn_ids, group_ids, None, ended, 1.0, OPTIONS
+        rewards, mask, mask, turn_ids, group_ids, None, 1.0, OPTIONS
     )
     return advantages
 
@@ -70,9 +70,9 @@ def test_advantages_are_those_of_grpo(algorithm):
 
 def test_advantages_compare_discounted_returns_of_episodes(algorithm):
     rewards, mask = torch.tensor([[0.0, 4.0], [3.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
-    turn_ids, ended = torch.tensor([[0, 1], [0, 1]]), torch.zeros(2, dtype=torch.bool)
+    turn_ids = torch.tensor([[0, 1], [0, 1]])
     advantages, targets = algorithm.compute_advantages(
-        rewards, mask, turn_ids, torch.zeros(2), None, ended, 0.5, OPTIONS
+        rewards, mask, mask, turn_ids, torch.zeros(2), None, 0.5, OPTIONS
     )
     expected = 0.5 / (0.5**0.5 + 1e-4)  # returns 2 and 3: mean 2.5, standard deviation √½
     assert torch.allclose(advantages[:, 0], torch.tensor([-expected, expected]))

@@ -32,7 +32,7 @@ LOSS_TYPES = {
     "dual clip": "--grpo.dual-clip 1.2",
     "ppo": "--algo ppo",
     "kl in the loss": "--kl-coef 0.01",
-    "kl in the reward": "--kl-coef 0.01 --kl-in reward --kl-estimator k1",
+    "kl in the reward": "--algo reinforce --kl-coef 0.01 --kl-in reward --kl-estimator k1",
     "filter groups": "--filter-groups 2",
     "best again": "--sft-best 8",
     "entropy": "--entropy-coef 0.01",

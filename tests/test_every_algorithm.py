@@ -100,7 +100,7 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
 
 def credit(name, tensors):
     module, options = CREDITS[name]
-    arguments = "rewards mask turn_ids group_ids values episode_truncated".split()
+    arguments = "rewards mask mask turn_ids group_ids values".split()
     return module.compute_advantages(*(tensors[x] for x in arguments), 0.5, options)[0]
 
 
@@ -114,7 +114,6 @@ def episodes():
         "values": known["old_values"],
         "turn_ids": turn_ids.repeat(2, 1),
         "group_ids": torch.tensor([0, 1, 0, 1, 0, 0, 1, 2]),
-        "episode_truncated": torch.tensor([True, False] * 4),
     }
 
 

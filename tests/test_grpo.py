@@ -21,9 +21,9 @@ def advantages_of(rewards, group_ids, scale="none", turn_ids=None, mask=None, ga
     rewards = torch.tensor(rewards)
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
     turn_ids = mask.long() * 0 if turn_ids is None else torch.tensor(turn_ids)
-    cut, group_ids = torch.zeros(len(rewards), dtype=torch.bool), torch.tensor(group_ids)
+    group_ids = torch.tensor(group_ids)
     options = Options(scale_rewards=scale)
-    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)[0]
+    return compute_advantages(rewards, mask, mask, turn_ids, group_ids, None, gamma, options)[0]
 
 
 def of_returns(returns, group_ids, scale="none"):
@@ -242,3 +242,50 @@ def test_weights_and_scale_multiply_loss_and_gradient(loss_type):
     loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], loss_type=loss_type)
     assert loss == pytest.approx(plain_loss / 8, abs=1e-6)
     assert gradient.item() == plain.item() / 8 == pytest.approx(-3 / 8, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_large_equal_returns_have_exactly_no_advantage(scale):
+    """Three float32 returns of 1000.1 have a float32 mean that is 6e-5 away from them."""
+    got = advantages_of([[1000.1]] * 3 + [[0.0], [0.0], [0.0]], [0, 0, 0, 1, 1, 1], scale)
+    assert got.flatten().tolist() == [0.0] * 6
+
+
+def gspo_gradient(advantages, token_weights, logprobs=(-1.0, -2.0, -0.5, -3.0)):
+    """∂ loss / ∂ log π of one sequence of four tokens whose ratio, exp(0.1), is not clipped."""
+    logprobs = torch.tensor([logprobs], requires_grad=True)
+    old = logprobs.detach() - torch.tensor([[0.3, -0.1, 0.2, 0.0]])
+    options = with_loss_type(Options("gspo", clip_low=0.5, clip_high=0.5))
+    mask, ones = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
+    advantages, token_weights = torch.tensor([advantages]), torch.tensor([token_weights])
+    loss, _ = compute_loss(logprobs, old, advantages, mask, ones, token_weights, options)
+    return torch.autograd.grad(loss, logprobs)[0][0].tolist()
+
+
+def test_gspo_with_one_advantage_per_rollout_has_the_gradient_of_the_sequence_ratio():
+    # -s A / n for each of n = 4 tokens, where s = exp(mean log ratio)
+    assert gspo_gradient([2.0] * 4, [0.25] * 4) == pytest.approx([-math.exp(0.1) * 2 / 4] * 4)
+
+
+def test_gspo_with_credit_by_turn_moves_each_turn_by_its_own_advantage():
+    # the mean of the advantages is 0, so a gradient through the shared ratio would be 0 everywhere
+    want = [-math.exp(0.1) * a / 4 for a in (2.0, 2.0, -2.0, -2.0)]
+    assert gspo_gradient([2.0, 2.0, -2.0, -2.0], [0.25] * 4) == pytest.approx(want)
+
+
+def test_tokens_that_are_not_in_the_loss_do_not_move_the_ratio_of_gspo():
+    # the last two are masked as truncated: s = exp((0.3 - 0.1) / 2)
+    got = gspo_gradient([2.0] * 4, [0.5, 0.5, 0.0, 0.0])
+    assert got == pytest.approx([-math.exp(0.1), -math.exp(0.1), 0, 0])
+    old_ratio = gspo_gradient([2.0] * 4, [0.5, 0.5, 0.0, 0.0], logprobs=(-1.0, -2.0, -9.0, -9.0))
+    assert old_ratio == pytest.approx(got)
+
+
+def test_cispo_counts_clipped_tokens_of_both_signs():
+    logprobs, old = torch.full((1, 4), math.log(0.9)), torch.full((1, 4), math.log(0.1))
+    old[0, 3] = math.log(0.9)  # three ratios of 9, above the clip at 5, and one of 1
+    advantages = torch.tensor([[1.0, -1.0, -1.0, 1.0]])
+    mask, ones = torch.ones(1, 4, dtype=torch.bool), torch.ones(1, 4)
+    options = with_loss_type(Options("cispo"))
+    _, metrics = compute_loss(logprobs, old, advantages, mask, ones, ones, options)
+    assert (metrics["clip/high_fraction"], metrics["clip/low_fraction"]) == (3, 0)

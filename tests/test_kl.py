@@ -11,8 +11,8 @@ import torch
 
 import train
 from algorithms import reinforce
-from algorithms.common import kl_estimate
-from core.batching import RolloutBatch
+from algorithms.common import kl_estimate, weighted_kl
+from core.batching import MicroBatch, RolloutBatch
 
 # logits of the policy and of what it is held to: close to each other, and not
 PAIRS = {
@@ -71,16 +71,56 @@ def test_k2_is_half_the_mean_square_and_near_the_kl_only_if_policies_are():
         assert (mean == pytest.approx(kl(logprobs, other).item(), rel=0.1)) == close
 
 
-def test_in_the_loss_k1_teaches_nothing_k2_the_kl_and_k3_the_other_kl(pair):
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_in_the_loss_each_estimator_has_the_gradient_of_the_kl(pair, kind, on_policy):
+    """Expected over the actions of π_old, which is π itself in the first step of an update."""
     logits, other = pair
     forward, reverse = both_gradients(logits, other)
-    for kind, want in (("k1", torch.zeros(4)), ("k2", forward), ("k3", reverse)):
-        logprobs = logits.log_softmax(-1)
-        scale = logprobs.exp().detach()  # how often each action is drawn
-        loss = (kl_estimate(logprobs, other, kind) * scale).sum()
-        got = torch.autograd.grad(loss, logits)[0]
-        torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    logprobs = logits.log_softmax(-1)
+    old = logprobs.detach() if on_policy else torch.tensor([0.5, 0.1, -0.6, 0.2]).log_softmax(-1)
+    ratio = (logprobs - old).exp()
+    loss = (old.exp() * weighted_kl(logprobs, ratio, other, kind)).sum()
+    got = torch.autograd.grad(loss, logits)[0]
+    torch.testing.assert_close(got, forward, atol=1e-6, rtol=0)
     assert (forward - reverse).abs().max() > 1e-4  # they are two different things
+    if kind != "k2":
+        assert loss.item() == pytest.approx(kl(logprobs, other).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "direction"), [("k1", "none"), ("k3", "reverse")])
+def test_without_the_ratio_k1_and_k3_have_other_gradients(pair, kind, direction):
+    logits, other = pair
+    _, reverse = both_gradients(logits, other)
+    logprobs = logits.log_softmax(-1)
+    loss = (logprobs.exp().detach() * kl_estimate(logprobs, other, kind)).sum()
+    want = reverse if direction == "reverse" else torch.zeros(4)
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], want, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_loop_weights_kl_and_entropy_as_the_surrogate(kind):
+    """`regularizers` on every action of π_old, with a sampler whose probabilities are others: the
+    sampler's weight π_old / π_sampler and the ratio π / π_old give the expectation under π."""
+    logits = torch.tensor([[1.2, -0.7, 0.4, -0.1]], requires_grad=True)
+    other, old, sampler = (
+        torch.tensor([x]).log_softmax(-1)
+        for x in ([-0.5, 0.6, 0.3, 0.9], [0.5, 0.1, -0.6, 0.2], [0.4, 0.2, -0.5, 0.2])
+    )
+    logprobs = logits.log_softmax(-1)
+    entropy = -(logprobs.exp() * logprobs).sum().expand(1, 4)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    micro = MicroBatch(
+        input_ids=torch.zeros(1, 5), completion_mask=mask, index=torch.zeros(1, 4),
+        ref_logprobs=other, token_weights=sampler.exp(),
+    )  # fmt: skip
+    cfg = train.Config(kl_coef=0.3, kl_estimator=kind, entropy_coef=0.2)
+    weights = (old - sampler).exp()
+    loss, sums = train.regularizers(cfg, logprobs, old, entropy, weights, micro)
+    exact = 0.3 * kl(logprobs, other) - 0.2 * entropy[0, 0]
+    want, got = (torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (exact, loss))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+    assert sums["kl/reference"] > 0
 
 
 def reward_loss(logprobs, other, kind, scale):
@@ -95,11 +135,11 @@ def reward_loss(logprobs, other, kind, scale):
     batch = RolloutBatch(
         sequences=[], completion_mask=mask, rewards=zeros, completion_lengths=turn_ids,
         turn_ids=turn_ids, hit_token_limit=~mask, sampler_logprobs=old, group_ids=row_of,
-        episode_truncated=row_of.bool(), old_logprobs=old, ref_logprobs=other[:, None],
+        old_logprobs=old, ref_logprobs=other[:, None],
     )  # fmt: skip
     rewards, turn_ids = train.shape_rewards(cfg, batch)
     advantages, _ = reinforce.compute_advantages(
-        rewards, mask, turn_ids, row_of, None, row_of.bool(), 1.0, options
+        rewards, mask, mask, turn_ids, row_of, None, 1.0, options
     )
     ones = torch.ones_like(old)
     return reinforce.compute_loss(logprobs, old, advantages, mask, ones, scale[:, None], options)[0]
@@ -149,24 +189,19 @@ def test_k3_is_the_quieter_value():
 
 
 @pytest.mark.parametrize(
-    "place, kind, taught",
-    [
-        ("loss", "k1", "nothing"),
-        ("loss", "k2", "forward"),
-        ("loss", "k3", "reverse"),
-        ("reward", "k1", "forward"),
-    ],
+    "place, kind", [("loss", "k1"), ("loss", "k2"), ("loss", "k3"), ("reward", "k1")]
 )
-def test_sampled_gradients_are_those_of_the_sum_within_their_error(place, kind, taught):
+def test_sampled_gradients_are_those_of_the_kl_within_their_error(place, kind):
     logits, other = (torch.tensor(x) for x in PAIRS["far"])
     logits, other = logits.requires_grad_(), other.log_softmax(-1)
     forward, reverse = both_gradients(logits, other)
     actions, copies, logprobs = draw(logits)
     if place == "loss":
-        kl_estimate(logprobs, other[actions], kind).sum().backward()
+        ratio = (logprobs - logprobs.detach()).exp()
+        weighted_kl(logprobs, ratio, other[actions], kind).sum().backward()
     else:
         reward_loss(logprobs, other[actions], kind, torch.ones(SAMPLES)).backward()
     mean, error = four_errors(copies.grad)
-    wanted = {"nothing": torch.zeros(4), "forward": forward, "reverse": reverse}
-    for name, gradient in wanted.items():  # the right one fits, the two others don't
-        assert ((mean - gradient).abs() < error).all() == (name == taught)
+    assert ((mean - forward).abs() < error).all()
+    for wrong in (torch.zeros(4), reverse):
+        assert not ((mean - wrong).abs() < error).all()

@@ -1,6 +1,7 @@
 """Metrics of rollouts, evaluations and gradient steps, against numbers computed by hand."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -42,11 +43,24 @@ def test_rollout_metrics_by_hand():
     assert "info/note" not in metrics and "info/correct" not in metrics
 
 
-def test_group_means_explain_the_variance_between_groups():
-    # returns 0 2 | 4 6: variance 20/3; around the group means 1 and 5: 4/3
+def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
+    # returns 0 2 | 4 6: variance 20/3; minus that of the other rollout, -2 2 -2 2: 16/3
     rollouts = [rollout(0.0), rollout(2.0), rollout(4.0, group=1), rollout(6.0, group=1)]
     explained = rollout_metrics(rollouts)["baseline/explained_variance"]
-    assert explained == pytest.approx(1 - (4 / 3) / (20 / 3))
+    assert explained == pytest.approx(1 - (16 / 3) / (20 / 3))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_groups_explain_nothing_of_pure_noise(size):
+    draw = random.Random(0)
+    noise = [rollout(draw.gauss(0, 1), group=i // size) for i in range(4000)]
+    explained = rollout_metrics(noise)["baseline/explained_variance"]
+    assert explained == pytest.approx(-1 / (size - 1), abs=0.1)  # never above that of a constant
+
+
+def test_explained_variance_of_a_perfect_and_of_a_constant_baseline():
+    targets = torch.tensor([0.0, 1.0])
+    assert explained_variance(targets, targets) == {"baseline/explained_variance": 1}
     constant = torch.tensor([1.0, 1.0])
     assert explained_variance(constant, torch.tensor([2.0, 5.0])) == {
         "baseline/explained_variance": 0
@@ -55,11 +69,18 @@ def test_group_means_explain_the_variance_between_groups():
 
 def test_accuracy_counts_info_correct_and_not_the_reward():
     metrics = eval_metrics([rollout(0.9, correct=False), rollout(0.1, correct=True)])
-    half = 1.96 * 0.4 / math.sqrt(2)  # returns 0.9 and 0.1 have a standard deviation of 0.4
+    half = 1.96 * 0.4  # returns 0.9 and 0.1: standard deviation 0.4 · √2, divided by √2
     expected = {"accuracy": 0.5, "return_mean": 0.5, "return_low": 0.5 - half,
                 "return_high": 0.5 + half}  # fmt: skip
     assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected)
     assert metrics["eval/e/ci_low"] < 0.5 < metrics["eval/e/ci_high"]
+
+
+@pytest.mark.parametrize("returns", [[0.7], [0.7, 0.7, 0.7]])
+def test_returns_without_spread_have_no_interval(returns):
+    metrics = eval_metrics([rollout(value) for value in returns])
+    assert metrics["eval/e/return_mean"] == pytest.approx(0.7)
+    assert math.isnan(metrics["eval/e/return_low"]) and math.isnan(metrics["eval/e/return_high"])
 
 
 def test_wilson_interval_by_hand_and_at_one():

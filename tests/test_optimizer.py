@@ -151,6 +151,19 @@ def test_float16_gradients_are_those_of_float32_to_its_precision(tmp_path):
     assert gap < 0.02
 
 
+def test_a_step_without_any_gradient_moves_nothing(policy):
+    """After a first step AdamW's moments would move the weights although the gradient is 0."""
+    optimizer = make_optimizer(policy, 0.1)
+    for wanted in (True, False):
+        before = {n: p.detach().clone() for n, p in policy.trainable().items()}
+        loss = sum(p.square().sum() for p in policy.trainable().values())
+        optimizer.backward(loss * float(wanted))
+        norm, stepped = optimizer.clip_and_step(1.0)
+        assert stepped == (norm > 0) == wanted
+        moved = [not torch.equal(p, before[n]) for n, p in policy.trainable().items()]
+        assert any(moved) == wanted
+
+
 @pytest.mark.slow
 def test_a_resumed_float16_run_equals_the_uninterrupted_one(command):
     small = """--dtype float16 --sft-steps 6 --sft-batch-size 4 --num-updates 3 --num-prompts 2

@@ -18,15 +18,15 @@ def draw(dtype=torch.float64):
     return torch.randn(2, 3, 6, generator=generator, dtype=dtype)  # rewards, values
 
 
-def gae_of(rewards, values, gamma, lam, turn_ids=None, cut=False):
+def gae_of(rewards, values, gamma, lam, turn_ids=None):
     """`gae` of one rollout without gaps, of one turn if nothing is said, as a list."""
     rewards, values = torch.tensor([rewards]), torch.tensor([values])
     mask = torch.ones_like(values, dtype=torch.bool)
     turn_ids = mask.long() if turn_ids is None else torch.tensor([turn_ids])
-    return gae(rewards, mask, turn_ids, values, torch.tensor([cut]), gamma, lam)[0].tolist()
+    return gae(rewards, mask, turn_ids, values, gamma, lam)[0].tolist()
 
 
-def double_sum(rewards, values, truncated, gamma, lam):
+def double_sum(rewards, values, gamma, lam):
     """A_t = Σ_k (Π_i<k γ_t+i λ) δ_t+k over the sampled tokens of each row, in Python floats; γ_t is
     1 if the next token is of the same turn, else γ."""
     advantages = torch.zeros_like(rewards)
@@ -34,7 +34,7 @@ def double_sum(rewards, values, truncated, gamma, lam):
         places = GAPS[b].nonzero().flatten().tolist()
         r, v = rewards[b, places].tolist(), values[b, places].tolist()
         turns = [*TURNS[b, places].tolist(), None]
-        v.append(v[-1] if truncated[b] else 0.0)
+        v.append(0.0)
         discounts = [1.0 if turns[t] == turns[t + 1] else gamma for t in range(len(r))]
         deltas = [r[t] + discounts[t] * v[t + 1] - v[t] for t in range(len(r))]
         for t, place in enumerate(places):
@@ -47,12 +47,10 @@ def double_sum(rewards, values, truncated, gamma, lam):
 
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
-@pytest.mark.parametrize("cut", [[False, False, False], [True, True, False], [False, False, True]])
-def test_gae_equals_the_double_sum_with_turns_and_gaps_in_the_mask(gamma, lam, cut):
+def test_gae_equals_the_double_sum_with_turns_and_gaps_in_the_mask(gamma, lam):
     rewards, values = draw()
-    truncated = torch.tensor(cut)
-    got = gae(rewards, GAPS, TURNS, values, truncated, gamma, lam)
-    want = double_sum(rewards, values, truncated, gamma, lam)
+    got = gae(rewards, GAPS, TURNS, values, gamma, lam)
+    want = double_sum(rewards, values, gamma, lam)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
@@ -78,47 +76,46 @@ def test_gae_with_lam_0_looks_one_value_ahead():
 
 
 def test_gae_with_gamma_0_sees_no_further_than_the_turn():
-    got = gae_of([1.0, 0.0, 4.0], [0.5, 3.0, 1.0], 0.0, 1.0, turn_ids=[0, 1, 1], cut=True)
+    got = gae_of([1.0, 0.0, 4.0], [0.5, 3.0, 1.0], 0.0, 1.0, turn_ids=[0, 1, 1])
     assert got == [1 - 0.5, 4 - 3, 4 - 1]
 
 
-def test_a_truncated_rollout_goes_on_in_its_last_value_a_turn_later():
-    values = torch.tensor([[1.0, 3.0, 99.0]] * 2)
-    mask = torch.tensor([[True, True, False]] * 2)  # 99 stands on padding
-    cut, zeros = torch.tensor([True, False]), torch.zeros(2, 3)
-    for gamma, after in ((1.0, 3.0), (0.5, 1.5)):
-        got = gae(zeros, mask, zeros.long(), values, cut, gamma, gae_lambda=1.0)
-        assert got.tolist() == [[after - 1, after - 3, 0], [-1, -3, 0]]
+def test_values_of_an_episode_that_a_turn_limit_ends_converge_to_its_return():
+    """Reward 1 in each of two turns, then the limit: the values are 2 and 1, also with γ = 1."""
+    rewards, turn_ids = torch.tensor([[1.0, 1.0]]), torch.tensor([[0, 1]])
+    mask, values = turn_ids >= 0, torch.zeros(1, 2)
+    for lam in (0.0, 0.95, 1.0):
+        for _ in range(50):
+            values = values + 0.5 * gae(rewards, mask, turn_ids, values, 1.0, lam)
+        torch.testing.assert_close(values, torch.tensor([[2.0, 1.0]]))
 
 
 def test_value_targets_with_lam_1_are_the_returns_to_go():
     rewards, values = torch.tensor([[0.0, 0.25, 1.0]]), torch.tensor([[0.3, -2.0, 5.0]])
-    turn_ids, cut = torch.tensor([[0, 0, 1]]), torch.tensor([False])
+    turn_ids, mask = torch.tensor([[0, 0, 1]]), rewards >= 0
     options, group_ids = Options(gae_lambda=1.0), torch.zeros(1)
-    _, got = compute_advantages(
-        rewards, rewards >= 0, turn_ids, group_ids, values, cut, 0.5, options
-    )
+    _, got = compute_advantages(rewards, mask, mask, turn_ids, group_ids, values, 0.5, options)
     torch.testing.assert_close(got, torch.tensor([[0.75, 0.75, 1.0]]), atol=1e-6, rtol=0)
 
 
 def test_value_targets_are_gae_plus_the_old_values_and_0_off_the_mask():
     rewards, values = draw()
-    cut, junk = torch.tensor([True, False, False]), values.masked_fill(~GAPS, NAN)
+    junk = values.masked_fill(~GAPS, NAN)
     options, group_ids = Options(gae_lambda=0.75), torch.zeros(3)
-    _, got = compute_advantages(rewards, GAPS, TURNS, group_ids, junk, cut, 0.5, options)
-    want = (gae(rewards, GAPS, TURNS, values, cut, 0.5, 0.75) + values) * GAPS
+    _, got = compute_advantages(rewards, GAPS, GAPS, TURNS, group_ids, junk, 0.5, options)
+    want = (gae(rewards, GAPS, TURNS, values, 0.5, 0.75) + values) * GAPS
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
 
 
 def test_advantages_are_gae_normalised_over_the_batch():
     rewards, values = draw(torch.float32)
-    cut, group_ids = torch.tensor([True, False, False]), torch.zeros(3)
-    options = Options(gae_lambda=0.8)
-    got, _ = compute_advantages(rewards, GAPS, TURNS, group_ids, values, cut, 0.9, options)
-    raw = gae(rewards, GAPS, TURNS, values, cut, 0.9, 0.8)[GAPS]
-    want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
-    torch.testing.assert_close(got[GAPS], want, atol=1e-6, rtol=0)
-    assert (got[~GAPS] == 0).all()
+    group_ids, options = torch.zeros(3), Options(gae_lambda=0.8)
+    for in_loss in (GAPS, GAPS & (TURNS < 1)):  # the second: turns 1 and 2 hit the token limit
+        got, _ = compute_advantages(rewards, GAPS, in_loss, TURNS, group_ids, values, 0.9, options)
+        raw = gae(rewards, GAPS, TURNS, values, 0.9, 0.8)[in_loss]
+        want = (raw - raw.mean()) / (raw.std(correction=0) + 1e-4)
+        torch.testing.assert_close(got[in_loss], want, atol=1e-6, rtol=0)
+        assert (got[~in_loss] == 0).all()
 
 
 def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):

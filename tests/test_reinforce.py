@@ -17,8 +17,8 @@ def advantages_of(rewards, group_ids, options, turn_ids=None, mask=None, gamma=1
     rewards = torch.tensor(rewards)
     mask = torch.ones_like(rewards, dtype=torch.bool) if mask is None else torch.tensor(mask)
     turn_ids = mask.long() * 0 if turn_ids is None else torch.tensor(turn_ids)
-    cut, group_ids = torch.zeros(len(rewards), dtype=torch.bool), torch.tensor(group_ids)
-    return compute_advantages(rewards, mask, turn_ids, group_ids, None, cut, gamma, options)[0]
+    group_ids = torch.tensor(group_ids)
+    return compute_advantages(rewards, mask, mask, turn_ids, group_ids, None, gamma, options)[0]
 
 
 def loss_of(logprobs, advantages, mask, weights=None, scale=None, old=None):
@@ -26,7 +26,7 @@ def loss_of(logprobs, advantages, mask, weights=None, scale=None, old=None):
     logprobs = logprobs.clone().requires_grad_()
     ones = torch.ones_like(advantages)
     weights, scale = (ones if x is None else x for x in (weights, scale))
-    old = ones * NAN if old is None else old  # the loss doesn't look at it
+    old = logprobs.detach() if old is None else old
     loss, metrics = compute_loss(logprobs, old, advantages, mask, weights, scale, Options())
     loss.backward()
     return loss.item(), logprobs.grad, metrics
@@ -124,7 +124,9 @@ def test_nothing_is_clipped_however_far_the_policy_went(ratio, advantage):
     logprobs = torch.tensor([[-3.0]])
     old, mask = logprobs - math.log(ratio), torch.tensor([[True]])
     _, gradient, metrics = loss_of(logprobs, torch.tensor([[advantage]]), mask, old=old)
-    assert gradient.item() == -advantage
+    assert gradient.item() == pytest.approx(
+        -ratio * advantage
+    )  # the importance weight of the token
     assert metrics["clip/low_fraction"] == metrics["clip/high_fraction"] == 0
     assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)
 
@@ -137,6 +139,18 @@ def test_a_descent_step_raises_the_probability_of_the_better_action():
     loss.backward()
     after = (logits - logits.grad).softmax(0)
     assert after[0].item() == pytest.approx(1 / (1 + math.exp(-2)))  # logits go to ±1
+
+
+def test_later_steps_have_the_gradient_of_the_new_policy():
+    """Tokens of an old policy have the weight ρ = π / π_old: Σ_a π_old(a) ρ(a) A(a) ∇log π(a)."""
+    logits, old = torch.tensor([0.9, -0.2, 0.1], requires_grad=True), torch.tensor([-0.5, 0.6, 0.3])
+    advantages, logprobs = torch.tensor([1.0, -2.0, 0.5]), logits.log_softmax(0)
+    want = torch.autograd.grad((logprobs.exp() * advantages).sum(), logits, retain_graph=True)[0]
+    mask, chances = torch.ones(3, dtype=torch.bool), old.softmax(0)
+    loss, _ = compute_loss(
+        logprobs, old.log_softmax(0), advantages, mask, torch.ones(3), chances, Options()
+    )
+    torch.testing.assert_close(torch.autograd.grad(-loss, logits)[0], want)
 
 
 # A bandit with two actions, paid 1.5 and 0.25: ∂J/∂z = ±p(1-p)(1.5 - 0.25)
@@ -154,8 +168,9 @@ def bandit_loss(logprobs, actions, group_ids, baseline, scale):
     rewards = [[PAYS[a]] for a in actions]
     advantages = advantages_of(rewards, group_ids, Options(baseline))
     ones = torch.ones_like(advantages)
+    logprobs = logprobs[:, None]
     return compute_loss(
-        logprobs[:, None], ones, advantages, ones > 0, ones, ones * scale, Options()
+        logprobs, logprobs.detach(), advantages, ones > 0, ones, ones * scale, Options()
     )[0]
 
 

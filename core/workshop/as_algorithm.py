@@ -43,10 +43,10 @@ class ScratchAlgorithm:
         self,
         rewards: Tensor,
         completion_mask: Tensor,
+        loss_mask: Tensor,
         turn_ids: Tensor,
         group_ids: Tensor,
         values: Tensor | None,
-        episode_truncated: Tensor,
         gamma: float,
         options: object,
     ) -> tuple[Tensor, None]:
@@ -57,7 +57,8 @@ class ScratchAlgorithm:
         `group_ids` [B] int64; `gamma` is the discount factor per turn. Rollouts that are alone in
         their group have advantage 0. The other arguments are those of PPO and are ignored.
         """
-        returns = common.turn_returns(rewards, completion_mask, turn_ids, gamma)[0][:, 0]  # [B]
+        returns = common.turn_returns(rewards, completion_mask, turn_ids, gamma)[0]
+        returns = returns[:, 0].float()  # [B]
         compared = common.group_sum(torch.ones_like(returns)[:, None], group_ids)[:, 0] > 1  # [B]
         advantages = torch.zeros_like(returns)
         if compared.any():
