@@ -12,10 +12,10 @@ train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCac
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 from transformers import DynamicCache
 
 from core.model import Policy
@@ -30,7 +30,7 @@ def prefill(
     # left padding: all prompts end in the last column, where their completions begin
     padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in index_of]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in index_of], device=device)
-    cache = DynamicCache()
+    cache = DynamicCache(config=policy.causal_lm.config)  # some layers are of other kinds
     logits = policy.causal_lm(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,
@@ -53,7 +53,7 @@ class RepeatedPrefixCache:
         self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor
     ):
         """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
-        cache.batch_select_indices(prompt_of)
+        cache.reorder_cache(cast(LongTensor, prompt_of))
         self.model, self.cache, self.mask, self.logits = model, cache, mask[prompt_of], logits
 
     def append(self, token_ids: Tensor) -> None:
@@ -67,7 +67,7 @@ class RepeatedPrefixCache:
         ).logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(cast(LongTensor, rows))
         self.mask = self.mask[rows]
 
 

@@ -15,11 +15,14 @@ import gc
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core import distributed
@@ -197,6 +200,8 @@ def bytes_per_token(policy: Policy) -> float:
     if not policy.checkpointed_layers:
         return per_token
     layers, policy.checkpointed_layers = policy.checkpointed_layers, []
+    for layer in layers:
+        layer.training = False
     try:
         return per_token + bytes_per_token(policy) / len(layers)
     finally:
@@ -205,7 +210,27 @@ def bytes_per_token(policy: Policy) -> float:
 
 def checkpoint_layers(policy: Policy) -> None:
     """Switches gradient checkpointing on for every pass that computes gradients."""
-    policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.causal_lm.gradient_checkpointing_enable()
     policy.checkpointed_layers = [
         m for m in policy.causal_lm.modules() if isinstance(m, GradientCheckpointingLayer)
     ]
+    layer: Any
+    for layer in policy.checkpointed_layers:
+        layer._gradient_checkpointing_func = partial(_checkpoint, layer)
+
+
+def _checkpoint(layer: GradientCheckpointingLayer, forward: Callable[..., Any], *args: Any) -> Any:
+    """Computes `forward`, which belongs to `layer`, twice: now, and in the backward pass.
+
+    transformers checkpoints layers whose `training` is True. Some families (OPT) also read that
+    flag for their dropout, so it is False while the layer computes.
+    """
+
+    def without_dropout(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(without_dropout, *args, use_reentrant=False)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
@@ -31,9 +32,18 @@ from core.types import UsageError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
 PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
+MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
+
+
+class _DecoderOutput(BaseModelOutputWithPast):
+    """The output of a decoder of any family: what a family adds to it is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 @dataclass
@@ -99,10 +109,20 @@ class Policy:
         return max(1, MAX_LOGITS // self.causal_lm.config.get_text_config().vocab_size)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns."""
-        logits = self.causal_lm.get_output_embeddings()(hidden).float()
-        cap = getattr(self.causal_lm.config, "final_logit_softcapping", None)  # Gemma 2
-        return cap * torch.tanh(logits / cap) if cap else logits
+        """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns.
+
+        Calls the model's own forward with `hidden` as the output of its decoder, because some
+        families scale or cap the logits there (Granite, Cohere, Gemma).
+        """
+        decoder = self.causal_lm.get_decoder()
+        own = decoder.__dict__.get("forward")
+        decoder.forward = lambda *args, **kwargs: _DecoderOutput(last_hidden_state=hidden[None])
+        try:
+            return self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+        finally:
+            del decoder.forward
+            if own is not None:
+                decoder.forward = own
 
     def size(self) -> str:
         """Weights and device for the title line, such as '0.84M weights, 0.84M trained, cpu'."""
@@ -159,7 +179,7 @@ def load_policy(
         nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
         nn.init.zeros_(head.bias)
     limit = text_config.max_position_embeddings
-    return Policy(
+    policy = Policy(
         model=model,
         tokenizer=tokenizer,
         device=torch_device,
@@ -169,6 +189,8 @@ def load_policy(
         value_head=head,
         trust_remote_code=trust_remote_code,
     )
+    _check_logits(model_id, policy)
+    return policy
 
 
 def pick_device(name: str) -> torch.device:
@@ -236,6 +258,20 @@ def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -
                          f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
     if not tokenizer.encode("a", add_special_tokens=False):
         raise UsageError(f"--model-id {model_id}: the tokenizer is missing (tokenizer.json)")
+
+
+@torch.no_grad()
+def _check_logits(model_id: str, policy: Policy) -> None:
+    """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
+    ids = policy.tokenizer.encode("Once upon a time, 1 + 1 = 2.", add_special_tokens=False)
+    input_ids = torch.tensor([ids], device=policy.device)
+    with _one_line_errors(f"--model-id {model_id}"):
+        expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
+        ours = policy.to_logits(policy.hidden_states(input_ids)[0])
+    gap = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    if not gap < (MAX_GAP if policy.dtype == torch.float32 else MAX_GAP_16_BIT):
+        raise UsageError(f"--model-id {model_id}: this kind of model is not supported: log-probs "
+                         f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
 
 
 @contextmanager

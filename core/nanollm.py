@@ -8,6 +8,7 @@ LoRA adapters into the engine's slots; they are never merged with the base weigh
 allocated only inside `with sampler:`, so training can use its memory.
 """
 
+import copy
 import gc
 import hashlib
 import importlib.util
@@ -24,7 +25,7 @@ import torch
 from core import distributed, weight_sharing
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
-from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limit, to_completion
+from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limits, to_completion
 from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
@@ -100,11 +101,12 @@ class NanoLLM(Sampler):
             return []
         import vllm
 
+        limits = completion_limits(self.policy, prompts, params.max_tokens)
         vllm_params = vllm.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            max_tokens=completion_limit(self.policy, prompts, params.max_tokens),
+            max_tokens=params.max_tokens,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             stop_token_ids=self.policy.stop_ids,
@@ -117,8 +119,10 @@ class NanoLLM(Sampler):
         # one seed per call: with one per request, vLLM loops over the requests for every token
         with preserve_random_state(derive_seed(params.seed, distributed.rank())):
             for request_id, prompt in requests.items():
+                request_params = copy.copy(vllm_params)
+                request_params.max_tokens = limits[int(request_id)]
                 self.engine.add_request(
-                    request_id, vllm.TokensPrompt(prompt_token_ids=prompt), vllm_params,
+                    request_id, vllm.TokensPrompt(prompt_token_ids=prompt), request_params,
                     lora_request=self.lora_request,
                 )  # fmt: skip
             try:

@@ -85,17 +85,19 @@ class TorchSampler(Sampler):
         on_progress: Callable[[], None] = lambda: None,
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """As `Sampler.sample`. Raises OutOfMemory, and UsageError as `completion_limit` does."""
+        """As `Sampler.sample`. Raises OutOfMemory, and UsageError as `completion_limits` does."""
         if not prompts:
             return []
-        max_tokens = completion_limit(self.policy, prompts, params.max_tokens)
+        limits = completion_limits(self.policy, prompts, params.max_tokens)
         streams = params.streams or tuple(range(len(prompts)))
         completions: list[Completion] = []
         while (start := len(completions)) < len(prompts):
             part = slice(start, start + (self.max_rows or len(prompts)))
-            part_params = replace(params, max_tokens=max_tokens, streams=streams[part])
+            part_params = replace(params, streams=streams[part])
             try:
-                completions += self._sample_batch(prompts[part], part_params, on_progress)
+                completions += self._sample_batch(
+                    prompts[part], limits[part], part_params, on_progress
+                )
                 continue
             except (RuntimeError, MemoryError) as error:
                 if not ran_out(error):
@@ -105,7 +107,7 @@ class TorchSampler(Sampler):
             num_rows = len(prompts[part])
             if num_rows == 1:
                 raise OutOfMemory(
-                    f"out of memory while sampling one completion of up to {max_tokens} tokens "
+                    f"out of memory while sampling one completion of up to {limits[start]} tokens "
                     f"after a prompt of {len(prompts[start])}; lower --max-tokens or --max-turns, "
                     "or use a smaller model"
                 )
@@ -116,13 +118,18 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _sample_batch(
-        self, prompts: list[list[int]], params: SamplingParams, on_progress: Callable[[], None]
+        self,
+        prompts: list[list[int]],
+        limits: list[int],
+        params: SamplingParams,
+        on_progress: Callable[[], None],
     ) -> list[Completion]:
-        """Samples B completions of at most T = `params.max_tokens` tokens in one batch."""
-        device, num_rows, max_tokens = self.policy.device, len(prompts), params.max_tokens
+        """Samples B completions in one batch, row b of at most `limits[b]` <= T tokens."""
+        device, num_rows, max_tokens = self.policy.device, len(prompts), max(limits)
+        limit = torch.tensor(limits, device=device)  # [B]
         self.policy.causal_lm.eval()
         stop_ids = torch.tensor(self.policy.stop_ids, device=device)
-        uniform = uniforms(params.seed, params.streams, max_tokens).to(device)  # [B, T]
+        uniform = uniforms(params.seed, params.streams, max_tokens)  # [B, T]
         token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(num_rows, max_tokens, device=device)  # [B, T]
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
@@ -132,12 +139,14 @@ class TorchSampler(Sampler):
         unfinished = torch.ones(num_rows, dtype=torch.bool, device=device)  # [R]
         for step in range(max_tokens):
             on_progress()
-            drawn, logprob = self.draw_function(cache.logits, params, uniform[rows, step])  # [R]
+            drawn, logprob = self.draw_function(
+                cache.logits, params, uniform[rows.cpu(), step]
+            )  # [R]
             token_ids[rows, step], logprobs[rows, step] = drawn, logprob
             lengths[rows[unfinished]] = step + 1
-            unfinished = unfinished & ~torch.isin(drawn, stop_ids)
+            unfinished = unfinished & ~torch.isin(drawn, stop_ids) & (step + 1 < limit[rows])
             num_unfinished = int(unfinished.sum())
-            if num_unfinished == 0 or step == max_tokens - 1:
+            if num_unfinished == 0:
                 break
             if num_unfinished <= COMPACT_BELOW * len(rows):
                 kept = unfinished.nonzero().squeeze(1)
@@ -148,13 +157,16 @@ class TorchSampler(Sampler):
         return [to_completion(self.policy, ids[:end], row[:end]) for ids, row, end in sampled]
 
 
-def completion_limit(policy: Policy, prompts: list[list[int]], max_tokens: int) -> int:
-    """`max_tokens`, or what the longest prompt leaves; raises UsageError if it leaves nothing."""
+def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int) -> list[int]:
+    """For each prompt `max_tokens`, or what the prompt leaves of the context if that is less.
+
+    Raises UsageError if a prompt leaves nothing.
+    """
     longest, limit = max(map(len, prompts)), policy.max_length
     if longest >= limit:
         raise UsageError(f"a prompt of {longest} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip
-    return min(max_tokens, limit - longest)
+    return [min(max_tokens, limit - len(prompt)) for prompt in prompts]
 
 
 def to_completion(policy: Policy, token_ids: list[int], logprobs: list[float]) -> Completion:
@@ -165,21 +177,24 @@ def to_completion(policy: Policy, token_ids: list[int], logprobs: list[float]) -
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """Returns uniform numbers in [0, 1), float32 [B, steps] on the CPU: one row per stream.
+    """Returns uniform numbers in [0, 1), float64 [B, steps] on the CPU: one row per stream.
 
     >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
     (True, False)
     """
     generators = (torch.Generator().manual_seed(derive_seed(seed, s)) for s in streams)
-    return torch.stack([torch.rand(steps, generator=generator) for generator in generators])
+    return torch.stack(
+        [torch.rand(steps, generator=generator, dtype=torch.float64) for generator in generators]
+    )
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Draws token ids [B] int64 from logits [B, V]; returns also their log-probs [B], nats.
 
-    Inverse transform sampling: `uniform` [B] in [0, 1) selects the first token whose cumulative
-    probability exceeds it.
+    Inverse transform sampling: `uniform` [B] float64 in [0, 1), on the CPU, selects the first token
+    whose cumulative probability exceeds it. In float32 the sums of a large vocabulary would be too
+    coarse: of 151,936 equally likely tokens, 8,006 could never be drawn.
 
     >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1), torch.tensor([0.2]))
     (tensor([0]), tensor([-1.3133]))
@@ -194,13 +209,21 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of likelier tokens
+        before = _cumulative(ordered)[:, :-1]  # mass of the likelier tokens
+        before = torch.nn.functional.pad(before, (1, 0)).to(logits.device)
         dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
     all_logprobs = logits.log_softmax(-1)
-    cumulative = all_logprobs.exp().cumsum(-1)  # [B, V]
+    cumulative = _cumulative(logits)  # [B, V]
     total = cumulative[:, -1:]  # 1 up to rounding
     below_total = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniform[:, None] * total, below_total)
-    token_ids = (cumulative <= threshold).sum(-1, keepdim=True)  # never one of probability 0
+    threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
+    token_ids = torch.searchsorted(cumulative, threshold, right=True)  # never one of probability 0
+    token_ids = token_ids.to(logits.device)
     return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)
+
+
+def _cumulative(logits: Tensor) -> Tensor:
+    """Cumulative probabilities, float64 [B, V]; on the CPU if the device has no float64 (MPS)."""
+    logits = logits.cpu() if logits.device.type == "mps" else logits
+    return logits.double().softmax(-1).cumsum(-1)

@@ -14,7 +14,7 @@ import json
 import os
 import platform
 import shutil
-from importlib.metadata import distributions
+import sys
 from pathlib import Path
 
 import torch
@@ -90,7 +90,8 @@ def folder_of(cfg: Config, policy: Policy, envs: list[str]) -> Path | None:
         "policy": [str(policy.dtype), policy.value_head is not None],
         "machine": [str(policy.device), platform.machine(), torch.get_num_threads()],
         "ranks": distributed.num_ranks(),
-        "packages": sorted(f"{d.name} {d.version}" for d in distributions()),
+        # folders named after each installed package and its version
+        "packages": sorted(f.name for path in sys.path for f in Path(path).glob("*.dist-info")),
         "source": [hashlib.sha256(file.read_bytes()).hexdigest() for file in source],
     }
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()

@@ -236,3 +236,30 @@ def test_one_completion_that_does_not_fit_raises_out_of_memory(policy, monkeypat
     monkeypatch.setattr(sampler_module, "prefill", fail)
     with pytest.raises(OutOfMemory, match="one completion of up to 12 tokens after a prompt of 3"):
         TorchSampler(policy).sample([PROMPTS[0]], SamplingParams(max_tokens=12))
+
+
+def test_a_long_prompt_does_not_shorten_the_completions_of_others(policy):
+    policy = replace(policy, max_length=100, stop_ids=[])
+    short, long = [5] * 10, [6] * 98
+    params = SamplingParams(max_tokens=64, seed=3, streams=(0, 1))
+    alone = TorchSampler(policy).sample([short], replace(params, streams=(0,)))[0]
+    beside, cut = TorchSampler(policy).sample([short, long], params)
+    assert beside.token_ids == alone.token_ids and len(alone.token_ids) == 64
+    assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
+
+
+def test_every_token_of_a_large_vocabulary_can_be_drawn():
+    """Each of 151,936 equally likely tokens has an interval of uniform numbers of its own."""
+    size = 151_936
+    logits = torch.zeros(1, size)
+    uniform = (torch.arange(0, size, 97, dtype=torch.float64) + 0.5) / size
+    drawn = [draw(logits, SamplingParams(1), u[None])[0].item() for u in uniform]
+    assert drawn == list(range(0, size, 97))
+
+
+def test_rare_tokens_are_drawn_as_often_as_their_probability_says():
+    logits = torch.cat([torch.tensor([14.0]), torch.zeros(2000)])[None].expand(4096, -1)
+    tail = 1 - logits[0].double().softmax(-1)[0].item()  # 1.7e-3, of 2,000 tokens
+    uniform = torch.linspace(0, 1, 4097, dtype=torch.float64)[:-1]
+    drawn = draw(logits, SamplingParams(1), uniform)[0]
+    assert (drawn != 0).sum().item() == pytest.approx(4096 * tail, abs=1)

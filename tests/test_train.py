@@ -203,7 +203,7 @@ def poisoned():
             return [{"role": "user", "content": f"{seed}"}]
 
         def step(self, response):
-            reward = 3e38 if self.bad else float(len(response) % 2)
+            reward = 1e39 if self.bad else float(len(response) % 2)
             return Step(None, reward, True, {"correct": reward == 1})
 
     yield
@@ -267,7 +267,7 @@ def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(comm
 def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, easy):
     flags = [*SMALL, "--sft-steps", "0", "--env", "equal", "--num-updates", "1"]
     code, out, _ = command("--run-name", "a", *flags, "--filter-groups", "2")
-    assert code == 0 and "update 1: every group has equal returns" in out
+    assert code == 0 and "update 1: no group with different returns" in out
     record = metrics_of(Path("runs/a"))[-1]
     assert (record["update/steps"], record["update/skipped"], record["tokens/trained"]) == (0, 1, 0)
     assert record["groups/zero_std_fraction"] == 1 and "loss" not in record

@@ -44,7 +44,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--config a.yaml --resume runs/there", "--resume"),
     ("--algo reinforce --ppo.clip 0.3", "--ppo.*"),
     ("--algo ppo --credit episode", "--credit"),
-    ("--kl-coef 0.1 --kl-estimator k1", "--kl-estimator"),
+    ("--kl-coef 0.1 --kl-in reward", "--kl-in reward"),
     ("--kl-estimator k3", "--kl-coef"),
     ("--lora-alpha 16", "--lora-rank"),
     ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),

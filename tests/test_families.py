@@ -1,0 +1,149 @@
+"""Model families: training and sampling compute the log-probs of the model itself.
+
+Some families scale or cap their logits, have layers without attention, or apply dropout themselves.
+"""
+
+import pytest
+import torch
+import transformers
+from conftest import load_small
+
+from core.memory import bytes_per_token, checkpoint_layers
+from core.model import Policy, load_policy
+from core.sampler import SamplingParams, TorchSampler
+from core.tiny import tiny_tokenizer
+from core.types import UsageError
+
+SHAPE = {
+    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
+    "max_position_embeddings": 512, "bos_token_id": None,
+}  # fmt: skip
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+FAMILIES = {  # what each does to its logits, or which layers it has; the settings
+    "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
+    "Cohere": {"logit_scale": 0.0625},
+    "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
+    "Gemma3": {"text_config": SHAPE | {"final_logit_softcapping": 2.0, "sliding_window": 8},
+               "vision_config": VISION, "mm_tokens_per_image": 1},
+    "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
+                 "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "Qwen3Next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
+    "Qwen3_5": LINEAR,
+    "Qwen3Moe": EXPERTS,
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.3},
+}  # fmt: skip
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
+MODELS = {"Gemma3": "Gemma3ForConditionalGeneration"}
+
+
+@pytest.fixture(scope="session")
+def family_folder(tmp_path_factory):
+    """Saves a small model of a family with random weights; returns its folder."""
+    folders = {}
+
+    def save(family):
+        if family not in folders:
+            tokenizer = tiny_tokenizer()
+            ends = {k: getattr(tokenizer, k) for k in ("eos_token_id", "pad_token_id")}
+            config_class = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+            model_class = getattr(transformers, MODELS.get(family, f"{family}ForCausalLM"))
+            torch.manual_seed(0)
+            model = model_class(config_class(**{**SHAPE, **ends, **FAMILIES[family]}))
+            folders[family] = tmp_path_factory.mktemp(family)
+            model.save_pretrained(folders[family])
+            tokenizer.save_pretrained(folders[family])
+        return folders[family]
+
+    return save
+
+
+def prompts_of(policy):
+    """Prompts of different lengths, twice each."""
+    return [
+        policy.tokenizer.encode(t) for t in ("count the letters of a long word", "a", "why")
+    ] * 2
+
+
+def trainer_logprobs(policy, token_ids):
+    """Log-probs [T - 1, V] by the path that training takes."""
+    with torch.no_grad():
+        hidden = policy.hidden_states(torch.tensor([token_ids]))[0]
+        return policy.to_logits(hidden).log_softmax(-1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_and_trained_log_probs_are_those_of_the_model(family, family_folder):
+    policy = load_small(family_folder(family))
+    prompts = prompts_of(policy)
+    completions = TorchSampler(policy).sample(prompts, SamplingParams(max_tokens=10, seed=1))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = prompt + completion.token_ids
+        ours = trainer_logprobs(policy, ids)
+        with torch.no_grad():
+            logits = policy.causal_lm(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        torch.testing.assert_close(ours, logits.log_softmax(-1), atol=1e-5, rtol=0)
+        sampled = ours[len(prompt) - 1 : -1].gather(1, torch.tensor(completion.token_ids)[:, None])
+        assert completion.logprobs == pytest.approx(sampled.squeeze(1).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Granite", "Cohere", "Gemma2", "FalconH1"])
+def test_the_output_embedding_alone_is_far_from_these_models(family, family_folder):
+    policy = load_small(family_folder(family))
+    ids = prompts_of(policy)[0]
+    with torch.no_grad():
+        hidden = policy.hidden_states(torch.tensor([ids]))[0]
+        alone = policy.causal_lm.get_output_embeddings()(hidden).log_softmax(-1)
+    assert (alone - trainer_logprobs(policy, ids)).abs().max() > 0.3
+
+
+def test_gradients_flow_through_the_model_s_own_head(family_folder):
+    policy = load_small(family_folder("Granite"))
+    hidden = policy.hidden_states(torch.tensor([prompts_of(policy)[0]]))[0]
+    ours = policy.to_logits(hidden).log_softmax(-1)[:, 70].sum()
+    logits = policy.causal_lm(input_ids=torch.tensor([prompts_of(policy)[0]])).logits[0]
+    theirs = logits.log_softmax(-1)[:, 70].sum()
+    weights = list(policy.model.parameters())
+    for a, b in zip(*(torch.autograd.grad(x, weights) for x in (ours, theirs)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_whose_log_probs_training_would_change_is_refused(family_folder, monkeypatch):
+    def without_scaling(self, hidden):
+        return self.causal_lm.get_output_embeddings()(hidden).float()
+
+    monkeypatch.setattr(Policy, "to_logits", without_scaling)
+    with pytest.raises(UsageError, match=r"not supported: log-probs .* nats off") as error:
+        load_policy(str(family_folder("Granite")), device="cpu")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_recomputed_layers_apply_no_dropout(family_folder):
+    """OPT's layers call dropout themselves, whenever they are in training mode."""
+    policy = load_small(family_folder("OPT"))
+    ids = torch.tensor([prompts_of(policy)[0]])
+    plain = policy.hidden_states(ids)
+    plain.sum().backward()
+    gradients = [p.grad.clone() for p in policy.model.parameters() if p.grad is not None]
+    policy.model.zero_grad()
+    checkpoint_layers(policy)
+    recomputed = policy.hidden_states(ids)
+    recomputed.sum().backward()
+    assert torch.equal(plain, recomputed)
+    found = [p.grad for p in policy.model.parameters() if p.grad is not None]
+    for a, b in zip(gradients, found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_bytes_per_token_count_the_layer_that_is_recomputed(policy):
+    whole = bytes_per_token(policy)
+    checkpoint_layers(policy)
+    inputs = 4 * 32 * 2  # float32 inputs of two layers of width 32
+    assert bytes_per_token(policy) > whole / 2 + inputs / 2
