@@ -189,7 +189,7 @@ def test_ctrl_c_saves_the_run_and_names_the_command_that_resumes_it(tmp_path):
 
 @pytest.fixture
 def poisoned():
-    """An environment whose reward overflows float32 on some training seeds."""
+    """An environment with rewards so large, on some training seeds, that gradients overflow."""
     known = dict(registry.ENVIRONMENTS)
 
     @register("poisoned")
@@ -203,7 +203,7 @@ def poisoned():
             return [{"role": "user", "content": f"{seed}"}]
 
         def step(self, response):
-            reward = 1e39 if self.bad else float(len(response) % 2)
+            reward = 3e38 if self.bad else float(len(response) % 2)
             return Step(None, reward, True, {"correct": reward == 1})
 
     yield
@@ -243,6 +243,7 @@ def easy():
 
 def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0.2", "--num-updates", "8"]
+    flags += ["--algo", "reinforce", "--reinforce.baseline", "none"]
     code, out, _ = command("--run-name", "a", *flags)
     records = metrics_of(Path("runs/a"))[1:]
     skipped = [r["update/skipped"] for r in records]
@@ -257,6 +258,7 @@ def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisone
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--num-updates", "30"]
     flags += ["--num-prompts", "1", "--group-size", "2", "--eval-every", "0", "--save-every", "0"]
+    flags += ["--algo", "reinforce", "--reinforce.baseline", "none"]
     code, out, _ = command("--run-name", "a", *flags)
     assert code == 1
     assert f"{MAX_SKIPPED} updates in a row" in out
