@@ -253,7 +253,7 @@ def forward(
     hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D]
     logprobs, entropy = common.token_logprobs(
         hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
-        policy.logits_chunk,
+        policy.logits_chunk, micro.kept_ids,
     )  # fmt: skip
     if policy.value_head is None:
         return logprobs, entropy, None

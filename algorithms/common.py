@@ -25,8 +25,9 @@ def token_logprobs(
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
     chunk: int = 4096,
+    kept_ids: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each sampled token, and entropy of the distribution over the vocabulary there.
+    """Log-prob of each sampled token, and entropy of the distribution that it was sampled from.
 
         log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
@@ -34,23 +35,40 @@ def token_logprobs(
     [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
     both. Logits exist only where the next token was sampled, `chunk` positions at a time; the
     backward pass recomputes them.
+
+    `kept_ids`: for each of the n sampled tokens, the ids that top-k or top-p kept. The softmax is
+    over these only, as it was in the sampler: otherwise the importance weights would be too small
+    by the probability of the kept ids (arXiv:2512.02556, section 3.1). None: all ids.
     """
     # causal shift: the hidden state at t predicts the token at t+1
     predictors = hidden[:, :-1][completion_mask]  # [n, D]
     targets = input_ids[:, 1:][completion_mask]  # [n]
 
-    def one_chunk(h: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        all_logprobs = (to_logits(h).float() / temperature).log_softmax(-1)  # [n, V]
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+    def one_chunk(h: Tensor, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        logits = to_logits(h).float() / temperature  # [n, V]
+        if kept_ids is not None:
+            dropped = ~_is_kept(kept_ids[start : start + len(h)], logits)
+            logits = logits.masked_fill(dropped, -torch.inf)
+        all_logprobs = logits.log_softmax(-1)
+        probs = all_logprobs.exp()
+        entropy = -(probs * all_logprobs.masked_fill(probs == 0, 0.0)).sum(-1)
         return all_logprobs.gather(1, target[:, None]).squeeze(1), entropy
 
-    chunks = zip(predictors.split(chunk), targets.split(chunk), strict=True)
-    pairs = [checkpoint(one_chunk, h, t, use_reentrant=False) for h, t in chunks]
+    starts = range(0, max(1, len(targets)), chunk)
+    chunks = zip(predictors.split(chunk), targets.split(chunk), starts, strict=True)
+    pairs = [checkpoint(one_chunk, *part, use_reentrant=False) for part in chunks]
     logprobs, entropy = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     zeros = torch.zeros(completion_mask.shape, device=hidden.device)
     return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(
         completion_mask, entropy
     )
+
+
+def _is_kept(kept_ids: list[list[int]], logits: Tensor) -> Tensor:
+    """[n, V] bool: whether row i of `logits` [n, V] belongs to an id in `kept_ids[i]`."""
+    rows = torch.tensor([i for i, ids in enumerate(kept_ids) for _ in ids], device=logits.device)
+    columns = torch.tensor([i for ids in kept_ids for i in ids], device=logits.device)
+    return torch.zeros_like(logits, dtype=torch.bool).index_put((rows, columns), torch.tensor(True))
 
 
 def turn_returns(

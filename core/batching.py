@@ -80,6 +80,8 @@ class RolloutBatch(TokenTensors):
     turn_ids: Tensor  # [B, N] int64: the turn of each token, from 0
     hit_token_limit: Tensor  # [B, N] bool: the completion of this token hit the token limit
     group_ids: Tensor  # [B] int64
+    # place of a token in the flattened [B, N] -> the ids that top-k and top-p kept for it
+    kept_ids: dict[int, list[int]] = field(default_factory=dict)
 
     def loss_mask(self, mask_truncated_completions: bool) -> Tensor:
         """[B, N] bool: the sampled tokens that count in the loss (--mask-truncated-completions)."""
@@ -93,6 +95,7 @@ class MicroBatch(TokenTensors):
     input_ids: Tensor  # [b, T] int64
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
     packed: PackedGroups | None = None  # the same sequences with each shared prompt once
+    kept_ids: list[list[int]] | None = None  # of each sampled token, row by row; None: all ids
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
@@ -138,6 +141,8 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             batch.completion_lengths[row, end - 1] = end - column
             batch.turn_ids[row, column:end] = number
             batch.hit_token_limit[row, column:end] = turn.finish_reason == "length"
+            for place, kept in enumerate(turn.kept_ids or [], row * width + column):
+                batch.kept_ids[place] = kept
             column = end
     return batch
 
@@ -182,6 +187,9 @@ def micro_batches(
         for name in OPTIONAL_TENSORS:
             values = getattr(batch, name)
             setattr(micro, name, None if values is None else micro.gather(values))
+        if batch.kept_ids:
+            places = micro.index[micro.completion_mask].tolist()
+            micro.kept_ids = [batch.kept_ids[place] for place in places]
         yield micro
 
 

@@ -250,9 +250,6 @@ def remarks(cfg: Config) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     if cfg.algo == "grpo":
         yield " ".join(["grpo:", *(f"{name}={value}" for name, value in vars(cfg.grpo).items())])
-    if cfg.top_p < 1 or cfg.top_k > 0:
-        yield ("--top-p and --top-k: the sampler renormalizes its log-probs over the tokens "
-               "that it keeps, the trainer does not; expect a gap")  # fmt: skip
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps:
         yield ("--kl-coef with LoRA: the reference policy is the base model without "
                "adapters, so the KL includes the change by the warm start")  # fmt: skip
@@ -356,6 +353,9 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         yield f"--sampler {cfg.sampler}: --algo scratch samples with torch; remove it"
     if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
         yield '--sampler vllm: not installed; pip install -e ".[vllm]"'
+    if cfg.sampler == "vllm" and (cfg.top_p < 1 or cfg.top_k > 0):
+        yield ("--sampler vllm: training has to know which tokens --top-p and --top-k kept, and "
+               "vLLM does not say; use --sampler torch, or neither of them")  # fmt: skip
     if cfg.sampler != "openai":
         if cfg.base_url:
             yield "--base-url has no effect without --sampler openai"

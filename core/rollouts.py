@@ -153,7 +153,10 @@ class RolloutCollector:
 
     def _add_completion(self, agent: AgentState, completion: Completion) -> None:
         ids = completion.token_ids
-        turn = Turn(agent.prompt_ids, ids, completion.logprobs, completion.finish_reason)
+        turn = Turn(
+            agent.prompt_ids, ids, completion.logprobs, completion.finish_reason,
+            kept_ids=completion.kept_ids,
+        )  # fmt: skip
         agent.rollout.turns.append(turn)
         _add_message(agent, {"role": "assistant", "content": completion.text})
         kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids

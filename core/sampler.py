@@ -33,6 +33,11 @@ class SamplingParams:
     seed: int = 0
     streams: tuple[int, ...] = ()  # one number per prompt; empty: 0, 1, 2, ...
 
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether top-k or top-p restrict which tokens can be drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
 
 DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]  # as `draw`
 
@@ -133,6 +138,7 @@ class TorchSampler(Sampler):
         token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)  # [B, T]
         logprobs = torch.zeros(num_rows, max_tokens, device=device)  # [B, T]
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
+        kept_ids: list[list[list[int]]] = [[] for _ in prompts]  # of each token of each row
 
         cache = prefill(self.policy, prompts, max_tokens)
         rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows the cache holds
@@ -143,6 +149,10 @@ class TorchSampler(Sampler):
                 cache.logits, params, uniform[rows.cpu(), step]
             )  # [R]
             token_ids[rows, step], logprobs[rows, step] = drawn, logprob
+            if params.drops_tokens:
+                likely = keep_likely(cache.logits.float() / params.temperature, params)
+                for row, is_kept in zip(rows.tolist(), likely.isfinite(), strict=True):
+                    kept_ids[row].append(is_kept.nonzero().squeeze(1).tolist())
             lengths[rows[unfinished]] = step + 1
             unfinished = unfinished & ~torch.isin(drawn, stop_ids) & (step + 1 < limit[rows])
             num_unfinished = int(unfinished.sum())
@@ -153,8 +163,11 @@ class TorchSampler(Sampler):
                 cache.keep(kept)
                 rows, drawn, unfinished = rows[kept], drawn[kept], unfinished[kept]
             cache.append(drawn)
-        sampled = zip(token_ids.tolist(), logprobs.tolist(), lengths.tolist(), strict=True)
-        return [to_completion(self.policy, ids[:end], row[:end]) for ids, row, end in sampled]
+        columns = (token_ids.tolist(), logprobs.tolist(), lengths.tolist(), kept_ids)
+        return [
+            to_completion(self.policy, ids[:end], row[:end], kept[:end] or None)
+            for ids, row, end, kept in zip(*columns, strict=True)
+        ]
 
 
 def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int) -> list[int]:
@@ -169,11 +182,16 @@ def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int)
     return [min(max_tokens, limit - len(prompt)) for prompt in prompts]
 
 
-def to_completion(policy: Policy, token_ids: list[int], logprobs: list[float]) -> Completion:
+def to_completion(
+    policy: Policy,
+    token_ids: list[int],
+    logprobs: list[float],
+    kept_ids: list[list[int]] | None = None,
+) -> Completion:
     """Builds a Completion; its text leaves out the stop token, if the last token is one."""
     stopped = token_ids[-1] in policy.stop_ids
     text = cast(str, policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
-    return Completion(token_ids, logprobs, text, "stop" if stopped else "length")
+    return Completion(token_ids, logprobs, text, "stop" if stopped else "length", kept_ids)
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
@@ -203,7 +221,19 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
     if params.temperature == 0:
         token_ids = logits.argmax(-1)
         return token_ids, logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
-    logits = logits / params.temperature
+    logits = keep_likely(logits / params.temperature, params)
+    all_logprobs = logits.log_softmax(-1)
+    cumulative = _cumulative(logits)  # [B, V]
+    total = cumulative[:, -1:]  # 1 up to rounding
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
+    token_ids = torch.searchsorted(cumulative, threshold, right=True)  # never one of probability 0
+    token_ids = token_ids.to(logits.device)
+    return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)
+
+
+def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
+    """`logits` [B, V] with -inf for the tokens that top-k or top-p drop."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -213,14 +243,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
         before = torch.nn.functional.pad(before, (1, 0)).to(logits.device)
         dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
-    all_logprobs = logits.log_softmax(-1)
-    cumulative = _cumulative(logits)  # [B, V]
-    total = cumulative[:, -1:]  # 1 up to rounding
-    below_total = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
-    token_ids = torch.searchsorted(cumulative, threshold, right=True)  # never one of probability 0
-    token_ids = token_ids.to(logits.device)
-    return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)
+    return logits
 
 
 def _cumulative(logits: Tensor) -> Tensor:

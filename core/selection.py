@@ -53,6 +53,8 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
     Of equal returns the newer is kept. The result is plain data for a checkpoint, without messages.
     """
     new = [asdict(r) | {"messages": [], "info": {}, "token_traces": []} for r in rollouts]
+    for turn in (turn for one in new for turn in one["turns"]):
+        turn["kept_ids"] = None  # SFT trains the whole distribution
     first: dict[tuple[str, int, str], dict] = {}
     for one in sorted([*new, *best], key=lambda r: -sum(turn["reward"] for turn in r["turns"])):
         first.setdefault((one["env"], one["seed"], one["agent"]), one)

@@ -48,6 +48,8 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
+    # for each token the ids that top-k and top-p kept for it, the sampler's support; None: all ids
+    kept_ids: list[list[int]] | None = None
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Turn:
     sampler_logprobs: list[float]
     finish_reason: FinishReason
     reward: float = 0.0
+    kept_ids: list[list[int]] | None = None  # as in Completion
 
 
 @dataclass

@@ -36,8 +36,7 @@ LOSS_TYPES = {
     "filter groups": "--filter-groups 2",
     "best again": "--sft-best 8",
     "entropy": "--entropy-coef 0.01",
-    # sampled from fewer tokens than are trained on: weights of about 3/4, some below 1 / 1.35
-    "weights": "--top-k 128 --tis-cap 1.35 --tis-level sequence --tis-mode mask",
+    "top-k and several steps": "--top-k 128 --num-minibatches 2",
     "credit by turn": "--credit turn --env bandit:turns=2",
 }
 

@@ -1,15 +1,16 @@
 """TorchSampler samples from the model's distribution and reports the log-probs it drew with."""
 
 import importlib.util
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+import train
 from algorithms.common import token_logprobs
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch
-from core.config import Config, remarks
 from core.kv_cache import RepeatedPrefixCache, prefill
 from core.model import load_policy
 from core.nanollm import make_sampler
@@ -185,10 +186,33 @@ def test_draw_never_selects_a_token_of_probability_zero():
     assert drawn.tolist() == [1, 2, 3] and logprobs.isfinite().all()
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5}])
-def test_top_p_and_top_k_add_a_remark_about_the_gap(options):
-    [added] = set(remarks(Config(**options))) - set(remarks(Config()))
-    assert "gap" in added
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 2}, {"top_p": 0.8, "top_k": 50}])
+def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy, options):
+    """So the importance weights are 1; over all tokens they would be the mass of the kept ones."""
+    params = SamplingParams(max_tokens=12, seed=2, temperature=0.8, **options)
+    prompts = PROMPTS[:4]
+    completions = TorchSampler(policy).sample(prompts, params)
+    turns = [Turn(p, c.token_ids, c.logprobs, c.finish_reason, kept_ids=c.kept_ids)
+             for p, c in zip(prompts, completions, strict=True)]  # fmt: skip
+    rollouts = [Rollout("e", "p", 0, i, turns=[turn]) for i, turn in enumerate(turns)]
+    batch = to_rollout_batch(rollouts)
+    old, _ = train.score_logprobs(policy, batch, temperature=0.8)
+    gap = (old - batch.sampler_logprobs)[batch.completion_mask]
+    assert gap.abs().max() < 1e-4
+    batch.kept_ids = {}
+    over_all, _ = train.score_logprobs(policy, batch, temperature=0.8)
+    assert (over_all - batch.sampler_logprobs)[batch.completion_mask].mean() < -0.05
+
+
+def test_logprobs_and_entropy_over_kept_tokens_by_hand():
+    """Of probabilities 1/2, 1/4, 1/8, 1/8 the first two are kept: 2/3 and 1/3."""
+    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().requires_grad_()
+    hidden, ids, mask = torch.ones(1, 2, 1), torch.tensor([[3, 1]]), torch.tensor([[True]])
+    logprobs, entropy = token_logprobs(hidden, ids, mask, lambda h: h * logits, kept_ids=[[0, 1]])
+    assert logprobs.item() == pytest.approx(math.log(1 / 3))
+    assert entropy.item() == pytest.approx(-math.log(1 / 3) / 3 - 2 * math.log(2 / 3) / 3)
+    (logprobs + entropy).sum().backward()
+    assert logits.grad[2:].tolist() == [0, 0] and logits.grad.isfinite().all()
 
 
 def test_uniforms_differ_between_seeds_and_streams():
