@@ -13,8 +13,9 @@ The sampler generates the rollouts; the trainer computes log-probs and gradients
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
 Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). A
-forward pass works on a micro-batch: b rows of T tokens, prompts included. micro_batches() looks up
-each [B, N] tensor for these rows, as [b, T-1]: column t is what position t predicts, the token t+1.
+forward pass works on a micro-batch: b sequences of T tokens, prompts included, each a rollout or a
+part of one. For it micro_batches() copies the [B, N] tensors to [b, T-1]: column t is what position
+t predicts, the token at t+1. Ranks are the processes of torchrun, one per GPU.
 The settings are in core/config.py, where validate() refuses options of another algorithm.
 """
 
@@ -78,8 +79,8 @@ def main(cfg: Config) -> int:
             sampled_at = perf_counter()
 
             # 2. The trainer's log-probs (and PPO's values) before the first gradient step, and the
-            #    log-probs under the reference, the policy before RL. If there is only one gradient
-            #    step, REINFORCE and GRPO take the former from its own forward pass, in part 4
+            #    log-probs under the reference, the policy before RL. With a single gradient step
+            #    part 4 has the former anyway, so REINFORCE and GRPO skip this pass
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -133,7 +134,7 @@ def main(cfg: Config) -> int:
                     )
                 stats.end_minibatch()
                 if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
-                    run.optimizer.zero_grad()  # drop its gradient and end the update
+                    run.optimizer.zero_grad()  # earlier steps moved the policy too far: stop here
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
                     cfg.max_grad_norm,
@@ -156,7 +157,7 @@ def main(cfg: Config) -> int:
             metrics["time/train_s"] = trained_at - sampled_at
             if is_due(update, cfg.eval_every, cfg.num_updates):
                 metrics |= evaluate(cfg, run, update)
-            # True: a warning of --stop-on, or 20 updates in a row without a finite gradient
+            # True after a warning that --stop-on names, or many updates without finite gradients
             stop = run.log(update, metrics, sampled)
             if stop or is_due(update, cfg.save_every, cfg.num_updates):
                 run.save()
@@ -182,7 +183,10 @@ def prepare(cfg: Config) -> Config:
 
 
 def algorithm_for(cfg: Config) -> tuple[Any, Any]:
-    """The algorithm, an object with `compute_advantages` and `compute_loss`, and its options."""
+    """The algorithm, an object with `compute_advantages` and `compute_loss`, and its options.
+
+    scratch: the functions that a workshop participant wrote into scratch.py; they have no options.
+    """
     if cfg.algo == "scratch":
         return load_scratch(), None
     return ALGORITHMS[cfg.algo], getattr(cfg, cfg.algo)
@@ -221,7 +225,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
 
     Rollouts whose environment failed are not trained on. With --filter-groups R, neither are groups
     whose rollouts all have the same return, which gives GRPO advantages of 0: up to R further
-    rounds sample other tasks in their place.
+    rounds sample other tasks in their place. The curriculum's level makes the tasks harder.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -234,7 +238,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            on_progress = phase.tick_and(run.interrupt.check_alone)  # alone: not on all ranks
+            on_progress = phase.tick_and(run.interrupt.check_alone)  # without the other ranks
             fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
@@ -312,8 +316,8 @@ def regularizers(
 ) -> tuple[Tensor, dict[str, float]]:
     """What --entropy-coef and --kl-coef add to the loss, and the sum of the KL for the metrics.
 
-    The tokens come from the sampler, not from the current policy. So both terms have the weights
-    that the surrogate has: the policy ratio ρ and the weight between sampler and trainer.
+    The tokens come from the sampler, not from the current policy. So both terms are weighted as
+    those of the surrogate are: by the policy ratio ρ and the weight between sampler and trainer.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask

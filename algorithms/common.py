@@ -1,8 +1,8 @@
 """What all algorithms share: log-probs, returns, KL, importance weights, token weights.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
-a sequence; V vocabulary, D hidden size. A sequence is the token ids of one forward pass: a rollout,
-or a part of it if the environment replaced the context between two turns.
+a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a
+rollout, or of a part of it if the environment replaced the context between two turns.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
 weights are computed once per gradient step, so the gradients of micro-batches add up to the
@@ -33,12 +33,13 @@ def token_logprobs(
 
     `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
     [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
-    both. Logits exist only where the next token was sampled, `chunk` positions at a time; the
-    backward pass recomputes them.
+    both. To save memory, logits exist only where the next token was sampled, `chunk` positions at a
+    time, and the backward pass computes them again.
 
     `kept_ids`: for each of the n sampled tokens, the ids that top-k or top-p kept. The softmax is
-    over these only, as it was in the sampler: otherwise the importance weights would be too small
-    by the probability of the kept ids (arXiv:2512.02556, section 3.1). None: all ids.
+    over these only, as it was in the sampler (arXiv:2512.02556, section 3.1): otherwise the
+    importance weights would be too small, by a factor: the total probability of the kept ids.
+    None: all ids.
     """
     # causal shift: the hidden state at t predicts the token at t+1
     predictors = hidden[:, :-1][completion_mask]  # [n, D]
@@ -65,10 +66,12 @@ def token_logprobs(
 
 
 def _is_kept(kept_ids: list[list[int]], logits: Tensor) -> Tensor:
-    """[n, V] bool: whether row i of `logits` [n, V] belongs to an id in `kept_ids[i]`."""
-    rows = torch.tensor([i for i, ids in enumerate(kept_ids) for _ in ids], device=logits.device)
-    columns = torch.tensor([i for ids in kept_ids for i in ids], device=logits.device)
-    return torch.zeros_like(logits, dtype=torch.bool).index_put((rows, columns), torch.tensor(True))
+    """[n, V] bool: whether token id j is in `kept_ids[i]`, for each position i of `logits`."""
+    places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids]
+    index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
+    is_kept = torch.zeros_like(logits, dtype=torch.bool)
+    is_kept[index[:, 0], index[:, 1]] = True
+    return is_kept
 
 
 def turn_returns(
@@ -77,8 +80,8 @@ def turn_returns(
     """Discounted return from each turn on, G_k = r_k + γ G_{k+1}, and which turns exist.
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn of each
-    sampled token, from 0 (0 at padding). Returns [B, K] float64, so that the differences of large
-    equal returns are exactly 0, and [B, K] bool.
+    sampled token, from 0 (0 at padding). Returns [B, K] float64, so that large equal
+    returns minus their mean are exactly 0, and [B, K] bool.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> turn_returns(rewards, turn_ids >= 0, turn_ids, gamma=0.5)[0]
@@ -115,10 +118,10 @@ def token_weights(
         sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
         constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    `sequence` means the sampled tokens of one rollout. With it, each token of a long rollout weighs
-    less, so it is pushed down less if the answer is wrong. `constant` divides by no length; with a
-    larger `max_tokens` the loss is smaller. Rows without a token in the mask count in B, but not in
-    `all tokens`.
+    `sequence` here means a rollout. With it, each token of a long rollout weighs less, so it is
+    pushed down less if the answer is wrong. `constant` divides by no length; `max_tokens` is the
+    limit of one completion, so a rollout of several turns can weigh more than 1/B. Rows without a
+    token in the mask count in B, but not in `all tokens`.
 
     `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
     Returns [B, N] float32, 0 in other rows.
@@ -163,10 +166,10 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
-    As values, k1 and k3 are unbiased, k3 is never negative, and k2 is close to both for small d.
-    Their gradients differ; `weighted_kl` says what the loss does about it. In the reward no
-    gradient flows through the estimate, it only scales ∇ log π: there k1 has the gradient of the
-    KL, and k2 and k3 do not.
+    As values, k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL
+    if d is small. Their gradients differ; `weighted_kl` says what the loss does about it. In the
+    reward the estimate is a constant times ∇ log π: only with k1 is the result, in expectation, the
+    gradient of the KL.
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])
@@ -185,10 +188,11 @@ def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Ten
 
         ρ k1, ρ k3      with the gradient through ρ; without ρ, k1 has the expected
                         gradient 0 and k3 that of KL(other ‖ π)              arXiv:2512.02556
-        sg[ρ] k2        without it: E[ρ ∇ k2] = E_π[d ∇ log π], the same     arXiv:2506.09477
+        sg[ρ] k2        sg: no gradient through ρ. E_old[ρ ∇ k2] = E_π[d ∇ log π], which is the
+                        gradient of the KL                                   arXiv:2506.09477
 
-    This holds token by token, given the tokens before it. The KL between the distributions of whole
-    sequences also depends on how π changes the contexts, which none of them counts.
+    These are gradients of the KL of one next-token distribution, with its context fixed. How π
+    changes the later contexts is not counted by any of them.
     All tensors [b, T-1]; gradients flow through `logprobs` and `ratio`.
     """
     estimate = kl_estimate(logprobs, other, kind)
@@ -207,7 +211,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 def sampler_ratio(
     old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: Level
 ) -> Tensor:
-    """π_old / π_sampler of each token, or its geometric mean over the sequence; no gradient.
+    """π_old / π_sampler of each token, or its geometric mean over the row; no gradient.
 
     π_old are the trainer's probabilities before the first gradient step. The sampler runs different
     kernels than the trainer, so its tokens come from a slightly different distribution

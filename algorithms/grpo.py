@@ -3,8 +3,9 @@
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
-R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return has no gradient in
-the weights, so the min, called the surrogate, is maximized instead. The code also multiplies each
+R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return cannot be
+differentiated with respect to the weights, so the min, called the surrogate, is maximized instead.
+The code also multiplies each
 token's term by its token weight, which turns the sum into a mean, and by its importance weight.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
@@ -46,6 +47,7 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
              "ratio_level": "token", "surrogate": "min", "aggregation": "token"},
     "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4,
              "ratio_level": "sequence", "surrogate": "min", "aggregation": "sequence"},
+    # clip_low 1: a ratio is never below 0, so there is no lower clip
     "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0,
               "ratio_level": "token", "surrogate": "cispo", "aggregation": "token"},
 }  # fmt: skip
@@ -108,11 +110,12 @@ def compute_loss(
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
     `importance_weights` between sampler and trainer. `options` come from `with_loss_type`; the
-    last three arguments are PPO's. Returns the loss and metrics as sums over tokens.
+    last three arguments are PPO's. Returns the loss, and metrics as plain sums over
+    tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     log_ratio = logprobs - old_logprobs
-    if options.ratio_level == "sequence":  # the sequence's value, each token's own gradient
+    if options.ratio_level == "sequence":  # the value of the mean, the gradient of the token's own
         in_loss = completion_mask & (token_weights > 0)
         mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
         log_ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0)

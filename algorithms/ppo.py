@@ -12,8 +12,8 @@ its importance weight; with --ppo.value-clip it takes the larger of two value er
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
 both; the value loss trains the policy's layers too. λ applies per token; γ applies per turn, and
 is 1 between tokens of the same turn. After the last token V is 0, also where --max-turns or the
-context length ended the episode: these limits are part of the task. (A bootstrap from the value
-before the last token would put that value into its own target; with γ = 1 it has no fixed point.)
+context length ended the episode: these limits are part of the task. (To bootstrap with V_T, the
+last value there is, would make r_T + γ V_T its own target: for γ = 1 there is no solution.)
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
@@ -65,7 +65,8 @@ def compute_loss(
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
     only. w are the `importance_weights` between sampler and trainer. `old_values` are the values
-    before the first step of the update. Returns the loss and metrics as sums over tokens.
+    before the first step of the update. Returns the loss, and metrics as plain sums over
+    tokens.
     """
     assert values is not None and old_values is not None and value_targets is not None
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
@@ -78,7 +79,7 @@ def compute_loss(
     # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     error = (values - value_targets) ** 2
-    if options.value_clip:  # a value that moved further than the clip gains nothing by it
+    if options.value_clip:  # moving a value further than the clip no longer lowers its error
         change = (values - old_values).clamp(-options.value_clip, options.value_clip)
         error = torch.maximum(error, (old_values + change - value_targets) ** 2)
     per_token = -importance_weights * surrogate + options.value_coef * error / 2

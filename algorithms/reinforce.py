@@ -6,8 +6,9 @@
 corrects for tokens that an older policy sampled. REINFORCE does not clip it.
 
 The baseline b is the mean return of the batch, that of the group, or for each rollout the mean of
-the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). Only the last does not
-depend on the rollout's own return, so only it leaves the expected gradient as it is. `normalize`
+the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). A mean that contains the
+rollout's own return makes the expected gradient smaller, by a factor of 1 - 1/G for a group of G;
+the leave-one-out mean leaves it as it is. `normalize`
 scales the advantages as REINFORCE++ does (arXiv:2501.03262): over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
@@ -78,7 +79,7 @@ def compute_loss(
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
     `importance_weights` between sampler and trainer; the last three arguments are PPO's. Returns
-    the loss and metrics as sums over tokens.
+    the loss, and metrics as plain sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     ratio = (logprobs.detach() - old_logprobs).exp()

@@ -29,5 +29,9 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)
     for env in envs:
-        run.say(f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}")
+        episodes = sum(rollout.env == env for rollout in rollouts)
+        openings = results[f"eval/{env}/openings"]
+        few = f"  ({episodes} episodes from {openings} openings)" if openings < episodes else ""
+        line = f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}"
+        run.say(line + few)
     return results | {"time/eval_s": time.perf_counter() - started}

@@ -167,8 +167,14 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
             f"eval/{env}/return_low": returns.mean().item() - error,
             f"eval/{env}/return_high": returns.mean().item() + error,
             f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
+            f"eval/{env}/openings": len(set(map(_opening, episodes))),
         }
     return metrics
+
+
+def _opening(rollout: Rollout) -> str:
+    """The messages before the policy's first response."""
+    return str(list(itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)))
 
 
 def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:

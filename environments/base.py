@@ -11,6 +11,7 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 """
 
 import random
+import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,15 @@ from core.types import Message
 TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
 EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a task is reserved for evaluation, from a text that identifies it.
+
+    One text in eight is, the same on any machine. Tasks that are the same in another form (3 + 4
+    and 4 + 3) need the same text.
+    """
+    return zlib.crc32(text.encode(errors="replace")) % 8 == 0
 
 
 @dataclass(frozen=True)

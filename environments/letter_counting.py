@@ -29,11 +29,10 @@ import json
 import random
 import re
 import string
-import zlib
 from typing import NamedTuple
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
 from environments.parsing import user
 
 
@@ -151,7 +150,7 @@ def _draw_word(rng: random.Random, difficulty: int, held_out: bool) -> str:
             while len(word) < length:
                 word += rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
             word = word[:length]
-        if (zlib.crc32(word.encode()) % 8 == 0) == held_out:
+        if is_held_out(word) == held_out:
             return word
 
 

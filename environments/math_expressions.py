@@ -13,9 +13,10 @@
 """
 
 import random
-import zlib
 from fractions import Fraction
 from typing import NamedTuple, TypeAlias
+
+from environments.base import is_held_out
 
 
 class Level(NamedTuple):
@@ -34,6 +35,7 @@ LEVELS = {
 }
 PERCENTAGES = [5, 10, 20, 25, 40, 50, 75, 80]
 PRECEDENCE = {"%": 0, "+": 1, "-": 1, "*": 2, "/": 2}  # a percentage as operand has brackets
+COMMUTATIVE = "+*"
 MAX_VALUE = 9999  # of every numerator and denominator in the worked steps
 
 
@@ -54,9 +56,9 @@ def make_expression(rng: random.Random, level: int, held_out: bool) -> tuple[str
     """
     while True:
         tree = _draw(rng, LEVELS[level].operations, LEVELS[level])
-        expression = _render(tree)
-        if is_held_out(expression) != held_out:
+        if is_held_out(canonical(tree)) != held_out:
             continue
+        expression = _render(tree)
         steps: list[str] = []
         try:
             value = _solve(tree, steps)
@@ -68,9 +70,24 @@ def make_expression(rng: random.Random, level: int, held_out: bool) -> tuple[str
             return expression, value, ", ".join(_steps_by_tens(expression))
 
 
-def is_held_out(text: str) -> bool:
-    """Whether `text` is reserved for evaluation. One text in eight is, the same on any machine."""
-    return zlib.crc32(text.encode(errors="replace")) % 8 == 0
+def canonical(tree: Tree) -> str:
+    """The expression as text, the same for all orders of the terms of a sum or product.
+
+    >>> canonical(Node("+", 7, Node("+", 4, 12))) == canonical(Node("+", Node("+", 12, 7), 4))
+    True
+    """
+    if isinstance(tree, int):
+        return str(tree)
+    if tree.operator in COMMUTATIVE:
+        return f"({f' {tree.operator} '.join(sorted(_terms(tree, tree.operator)))})"
+    return f"({canonical(tree.left)} {tree.operator} {canonical(tree.right)})"
+
+
+def _terms(tree: Tree, operator: str) -> list[str]:
+    """The terms of a nested sum, or the factors of a nested product."""
+    if isinstance(tree, Node) and tree.operator == operator:
+        return [*_terms(tree.left, operator), *_terms(tree.right, operator)]
+    return [canonical(tree)]
 
 
 def _draw(rng: random.Random, operations: int, level: Level) -> Tree:

@@ -8,7 +8,8 @@ data set:
     FILE.jsonl    a file with "question" and "answer" in each line; "#### 42" (GSM8K) and \boxed{42}
                   (MATH) mark the answer in a longer text; at least 16 lines
 
-One expression or line of a file in eight is reserved for evaluation.
+One expression or line of a file in eight is reserved for evaluation, a sum or product with all
+orders of its terms.
 
 Observation: one user message, for example
 
@@ -39,9 +40,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
 from environments.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
-from environments.math_expressions import LEVELS, is_held_out, make_expression
+from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
 
 GUESS_ERRORS = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # a hasty demonstration adds one of these

@@ -34,11 +34,10 @@ answers.
 import random
 import string
 import uuid
-import zlib
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
 from environments.parsing import read_action, user
 
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}
@@ -119,9 +118,8 @@ def _draw(rng: random.Random, kind: str, length: int, held_out: bool) -> str:
         else:
             first = rng.randrange(2)
             item = "".join(rng.choice((VOWELS, CONSONANTS)[(first + i) % 2]) for i in range(size))
-        is_held_out = zlib.crc32(item.encode()) % 8 == 0
         is_palindrome = item == item[::-1]
-        if is_held_out == held_out and not is_palindrome:
+        if is_held_out(item) == held_out and not is_palindrome:
             return item
 
 

@@ -1,6 +1,7 @@
 """Snake: move to the fruit, grow with each one, and avoid the walls and your own body.
 
-The snake starts straight, three cells long, anywhere on the board. Cells are `x,y`, counted from 0
+The snake starts straight, three cells long, anywhere on the board; one start in eight, with its
+first fruit, is reserved for evaluation. Cells are `x,y`, counted from 0
 at the top left, so `up` decreases y. The head may enter the cell that the tail leaves in the same
 step; the tail stays where it is if this step eats a fruit. A move straight back hits the body.
 
@@ -32,7 +33,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from core.types import Message, UsageError
-from environments.base import Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
@@ -60,13 +61,9 @@ class Snake(Env):
         self.seed, self.rng = seed, random.Random(seed)
         self.retries = Retries()
         self.steps = self.eaten = 0
-        along, across = self.rng.randrange(self.size - 2), self.rng.randrange(self.size)
-        self.body = [(along + i, across) for i in range(START_LENGTH)]  # the head first
-        if self.rng.random() < 0.5:
-            self.body.reverse()
-        if self.rng.random() < 0.5:
-            self.body = [(y, x) for x, y in self.body]
-        self.fruit = self._draw_fruit()
+        self.body, self.fruit = self._draw_start()
+        while is_held_out(f"{self.body} {self.fruit}") != (seed in EVAL_SEEDS):
+            self.body, self.fruit = self._draw_start()
         rules = (
             f"Snake, {self.size}x{self.size}, x right, y down. Eat {self.fruits} fruits; "
             f"walls and your body kill. Think, then end with {FORM}."
@@ -89,7 +86,7 @@ class Snake(Env):
         if self.eaten == self.fruits or self.steps == self.max_steps:
             return self._end(reward)
         if eats:
-            self.fruit = self._draw_fruit()
+            self.fruit = self._draw_fruit(self.body)
         info = {"correct": False, "fruits": self.eaten}
         return Step(user(self._show()), reward, False, info)
 
@@ -105,9 +102,19 @@ class Snake(Env):
         way += [f"{abs(down)} {'down' if down > 0 else 'up'}"] if down else []
         return f"fruit {' '.join(way)}, {_write(_next(head, move))} is free <move>{move}</move>"
 
-    def _draw_fruit(self) -> Cell:
+    def _draw_start(self) -> tuple[list[Cell], Cell]:
+        """The cells of the snake, head first, and the first fruit."""
+        along, across = self.rng.randrange(self.size - 2), self.rng.randrange(self.size)
+        body = [(along + i, across) for i in range(START_LENGTH)]
+        if self.rng.random() < 0.5:
+            body.reverse()
+        if self.rng.random() < 0.5:
+            body = [(y, x) for x, y in body]
+        return body, self._draw_fruit(body)
+
+    def _draw_fruit(self, body: list[Cell]) -> Cell:
         cells = [(x, y) for y in range(self.size) for x in range(self.size)]
-        return self.rng.choice([cell for cell in cells if cell not in self.body])
+        return self.rng.choice([cell for cell in cells if cell not in body])
 
     def _end(self, reward: float) -> Step:
         info = {"correct": self.eaten == self.fruits, "fruits": self.eaten}

@@ -38,7 +38,6 @@ One pair (start, target) in eight is reserved for evaluation seeds.
 
 import json
 import random
-import zlib
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -46,7 +45,7 @@ from urllib.parse import unquote
 
 from core.types import Message, UsageError
 from environments import pages, wikipedia
-from environments.base import EVAL_SEEDS, Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
@@ -85,7 +84,7 @@ class WikipediaMaze(Env):
         self.live, self.base_url = live, base_url
         self.address = wikipedia.article_address(base_url) if live else ""
         pairs = wikipedia.pairs(start, target) if live else pages.pairs_apart(n_hops)
-        held_out = [(a, b) for a, b in pairs if zlib.crc32(f"{a}>{b}".encode()) % 8 == 0]
+        held_out = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
         others = sorted({*pairs} - {*held_out})
         # With a given `start` or `target` one of the two may be empty: use all pairs then.
         self.eval_pairs, self.train_pairs = held_out or pairs, others or pairs

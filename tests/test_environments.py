@@ -62,7 +62,7 @@ ELSEWHERE = {"openenv", "textworld"}  # they have the same tests in files of the
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym"}
 FAST = [spec for spec in SPECS if spec not in SLOW]
 # games have few openings: their evaluation seeds start other games from the same positions
-HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze")
+HELD_OUT = ("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake")
 RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 PIECES = [
     "", " ", "\n\n", "\x00", "é" * 50, "你好，世界", "🎲" * 20, "\ud800", "‮txet", "{", "}", "[[[[",

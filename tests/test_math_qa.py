@@ -10,9 +10,9 @@ import pytest
 
 import environments.math_qa
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
 from environments.math_answers import parse_number
-from environments.math_expressions import LEVELS, is_held_out
+from environments.math_expressions import LEVELS, Node, canonical
 from environments.math_qa import MathQA
 from environments.registry import make
 
@@ -198,3 +198,25 @@ def test_an_unreadable_file_is_a_usage_error_of_one_line(tmp_path, text, message
     with pytest.raises(UsageError, match=message) as error:
         make(f"math_qa:data={path}")
     assert "\n" not in str(error.value)
+
+
+def test_the_order_of_terms_does_not_decide_whether_an_expression_is_held_out():
+    sums = [Node("+", 3, Node("+", 4, 5)), Node("+", Node("+", 5, 3), 4)]
+    products = [Node("*", sums[0], 7), Node("*", 7, sums[1])]
+    assert canonical(sums[0]) == canonical(sums[1]) == "(3 + 4 + 5)"
+    assert canonical(products[0]) == canonical(products[1])
+    assert canonical(Node("-", 3, 4)) != canonical(Node("-", 4, 3))
+
+
+def test_no_evaluated_sum_has_its_twin_in_training():
+    env = make("math_qa:level=1")
+    twin = re.compile(r"What is (\d+) \+ (\d+)\?")
+    seen, held_out = (
+        {
+            tuple(sorted(found.groups()))
+            for text in questions(env, seeds)
+            if (found := twin.match(text))
+        }
+        for seeds in (TRAIN_SEEDS[:3000], EVAL_SEEDS[:1000])
+    )
+    assert len(held_out) > 10 and not seen & held_out

@@ -1,0 +1,414 @@
+"""Whole updates of random settings, compared with float64 loops written from the equations.
+
+The reference shares no code with the project: plain forwards of the Hugging Face model, one per
+turn, and Python loops over rollouts, turns and tokens. An update has two gradient steps. The first
+is taken by the weights that sampled; before the second both sides get other weights, so that the
+policy ratio differs from 1.
+"""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import load_small, save_small
+from single_update import single_update
+from transformers import AutoModelForCausalLM
+
+import train
+from algorithms import grpo
+from algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
+from core import config
+from core.optimizer import make_optimizer
+from core.types import Rollout, Turn
+
+CONFIGS, FAST = 48, 6  # random settings in all; those that are not marked slow
+MAX_TOKENS = 10  # --max-tokens
+PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
+GROUP_SIZES = [4, 4, 2]
+TOLERANCE = 2e-5  # of the norm of the gradient; float32 against float64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def weights(folder):
+    """Three float64 models: that sampled, that takes the second step, and the reference."""
+    sampled = AutoModelForCausalLM.from_pretrained(folder).double()
+    generator = torch.Generator().manual_seed(0)
+    models = {"old": sampled}
+    for name, distance in (("new", 0.03), ("reference", 0.02)):
+        models[name] = copy.deepcopy(sampled)
+        with torch.no_grad():
+            for p in models[name].parameters():
+                noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+                p.copy_((p + distance * noise).float())  # the same in float32
+    return models
+
+
+def draw_settings(seed):
+    """Random settings of a valid update with two epochs."""
+    draw = random.Random(seed)
+    algo = ("grpo", "reinforce", "ppo")[seed % 3]
+    credit = "turn" if algo == "ppo" else draw.choice(["episode", "turn"])
+    options = {
+        "gamma": draw.choice([1.0, 0.9]),
+        "temperature": draw.choice([1.0, 0.7]),
+        "entropy_coef": draw.choice([0.0, 0.05]),
+        "tis_cap": draw.choice([0.0, 1.2, 2.0]),
+        "overlong_buffer": draw.choice([0, 4]),
+        "mask_truncated_completions": draw.choice([False, True]),
+    }
+    if options["tis_cap"]:
+        options["tis_level"] = draw.choice(["token", "sequence"])
+        options["tis_mode"] = draw.choice(["truncate", "mask"])
+    if draw.random() < 0.6:
+        options |= {"kl_coef": 0.1, "kl_estimator": draw.choice(["k1", "k2", "k3"])}
+    scale = draw.choice(["group", "batch", "none"])
+    if options.get("kl_coef") and draw.random() < 0.5 and (algo != "grpo" or scale == "none"):
+        options["kl_in"] = "reward"
+    chosen = {
+        "grpo": GrpoOptions(
+            loss_type=("grpo", "dr_grpo", "dapo", "gspo", "cispo")[seed // 3 % 5],
+            scale_rewards=scale,
+            clip_low=draw.choice([None, 0.1]),
+            aggregation=draw.choice([None, "token", "sequence", "constant"]),
+            dual_clip=0.0,
+        ),
+        "reinforce": ReinforceOptions(
+            baseline=("batch", "group", "leave_one_out", "none")[seed // 3 % 4],
+            normalize=draw.choice([False, True]),
+        ),
+        "ppo": PpoOptions(
+            gae_lambda=draw.choice([0.0, 0.9, 1.0]),
+            clip=draw.choice([0.1, 0.2]),
+            value_clip=draw.choice([0.0, 0.1]),
+            value_coef=draw.choice([0.5, 1.0]),
+        ),
+    }[algo]
+    cfg = train.Config(
+        algo=algo, credit=credit, num_epochs=2, max_grad_norm=0.0, max_tokens=MAX_TOKENS,
+        num_prompts=3, group_size=4, **{algo: chosen}, **options,
+    )  # fmt: skip
+    cfg = config.resolve(cfg)
+    if algo == "grpo":
+        cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+    config.validate(cfg)
+    return cfg
+
+
+def draw_rollouts(seed, models, temperature):
+    """Random tokens, one to three turns; the sampler's log-probs are near those of the policy."""
+    draw, rollouts = random.Random(1000 + seed), []
+    for group, (prompt, size) in enumerate(zip(PROMPTS, GROUP_SIZES, strict=True)):
+        for _ in range(size):
+            context, turns = list(prompt), []
+            for _ in range(draw.randint(1, 3)):
+                ids = [draw.randrange(256) for _ in range(draw.randint(1, MAX_TOKENS))]
+                with torch.no_grad():
+                    exact = logprobs_of(models["old"], context, ids, temperature)[0].tolist()
+                sampler = [x + draw.uniform(-0.4, 0.4) for x in exact]
+                reason = "length" if len(ids) == MAX_TOKENS or draw.random() < 0.2 else "stop"
+                reward = draw.choice([0.0, 0.0, 0.5, 1.0])
+                turns.append(Turn(context, ids, sampler, reason, reward))
+                context = context + ids + [draw.randrange(256) for _ in range(2)]
+            rollouts.append(Rollout("test", "player", group, group, turns=turns))
+    return rollouts
+
+
+# --- The reference: float64 loops ---------------------------------------------------------------
+
+
+def logprobs_of(model, context, ids, temperature):
+    """Log-probs and entropies of one completion, and the hidden states that predict its tokens."""
+    out = model(torch.tensor([context + ids]), output_hidden_states=True)
+    rows = range(len(context) - 1, len(context) + len(ids) - 1)
+    logits = out.logits[0, rows] / temperature
+    logps = logits - logits.logsumexp(-1, keepdim=True)
+    entropy = -(logps.exp() * logps).sum(-1)
+    picked = torch.stack([row[token] for row, token in zip(logps, ids, strict=True)])
+    return picked, entropy, out.hidden_states[-1][0, rows]
+
+
+def score(model, rollouts, temperature, head=None):
+    """For each rollout its tokens, in order, as dicts."""
+    scored = []
+    for rollout in rollouts:
+        tokens = []
+        for k, turn in enumerate(rollout.turns):
+            logps, entropy, hidden = logprobs_of(
+                model, turn.prompt_ids, turn.completion_ids, temperature
+            )
+            for t in range(len(turn.completion_ids)):
+                value = hidden[t] @ head[0][0] + head[1][0] if head else None
+                tokens.append({"turn": k, "logp": logps[t], "entropy": entropy[t], "value": value})
+        scored.append(tokens)
+    return scored
+
+
+def rewards_of(cfg, rollout, old, ref):
+    """The reward of each token."""
+    rewards, i = [], 0
+    for turn in rollout.turns:
+        length = len(turn.completion_ids)
+        for t in range(length):
+            reward = 0.0
+            if t == length - 1:
+                reward += turn.reward
+                if cfg.overlong_buffer:
+                    over = (length - (MAX_TOKENS - cfg.overlong_buffer)) / cfg.overlong_buffer
+                    reward -= min(1.0, max(0.0, over))
+            if cfg.kl_coef and cfg.kl_in == "reward":
+                d = (old[i]["logp"] - ref[i]["logp"]).item()
+                reward -= cfg.kl_coef * estimate(d, cfg.kl_estimator)
+            rewards.append(reward)
+            i += 1
+    return rewards
+
+
+def estimate(d, kind):
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return d * d / 2
+    return (torch.exp(torch.tensor(-d, dtype=torch.float64)).item() if isinstance(d, float)
+            else (-d).exp()) - 1 + d  # fmt: skip
+
+
+def in_loss(cfg, rollouts):
+    """Whether each token is in the loss."""
+    return [
+        [
+            not (cfg.mask_truncated_completions and turn.finish_reason == "length")
+            for turn in rollout.turns
+            for _ in turn.completion_ids
+        ]
+        for rollout in rollouts
+    ]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def returns_of(cfg, rewards, tokens):
+    """{turn: return}: with credit by episode there is one, of turn 0."""
+    by_turn = {}
+    for token, reward in zip(tokens, rewards, strict=True):
+        by_turn[token["turn"]] = by_turn.get(token["turn"], 0.0) + reward
+    if cfg.credit == "episode":
+        return {0: sum(cfg.gamma**k * r for k, r in by_turn.items())}
+    return {k: sum(cfg.gamma ** (j - k) * r for j, r in by_turn.items() if j >= k) for k in by_turn}
+
+
+def compared_advantages(cfg, rollouts, returns):
+    """{turn: advantage} of each rollout, for REINFORCE and GRPO."""
+    found = []
+    for i, rollout in enumerate(rollouts):
+        advantages = {}
+        for k, own in returns[i].items():
+            peers = [j for j, r in enumerate(rollouts) if r.group_id == rollout.group_id]
+            group = [returns[j][k] for j in peers if k in returns[j]]
+            others = [returns[j][k] for j in peers if k in returns[j] and j != i]
+            batch = [r[k] for r in returns if k in r]
+            if cfg.algo == "reinforce":
+                baseline = {
+                    "batch": mean(batch), "group": mean(group), "none": 0.0,
+                    "leave_one_out": mean(others) if others else own,
+                }[cfg.reinforce.baseline]  # fmt: skip
+                advantages[k] = own - baseline
+            else:
+                scaled = {"group": group, "batch": batch}.get(cfg.grpo.scale_rewards)
+                advantages[k] = own - mean(group)
+                if scaled is not None:
+                    m = mean(scaled)
+                    std = (sum((x - m) ** 2 for x in scaled) / max(1, len(scaled) - 1)) ** 0.5
+                    advantages[k] /= std + 1e-4
+        found.append(advantages)
+    return found
+
+
+def normalized(advantages, kept):
+    """Mean 0 and standard deviation 1 over the kept tokens."""
+    flat = [a for row, keep in zip(advantages, kept, strict=True)
+            for a, k in zip(row, keep, strict=True) if k]  # fmt: skip
+    m = mean(flat)
+    std = mean([(x - m) ** 2 for x in flat]) ** 0.5
+    return [[(a - m) / (std + 1e-4) for a in row] for row in advantages]
+
+
+def gae(cfg, rewards, tokens):
+    """A_t = δ_t + γλ A_{t+1}; after the last token both value and advantage are 0."""
+    advantages, later, next_value, next_turn = [0.0] * len(tokens), 0.0, 0.0, None
+    for t in reversed(range(len(tokens))):
+        gamma = 1.0 if tokens[t]["turn"] == next_turn else cfg.gamma
+        value = tokens[t]["value"].item()
+        later = rewards[t] + gamma * next_value - value + gamma * cfg.ppo.gae_lambda * later
+        advantages[t], next_value, next_turn = later, value, tokens[t]["turn"]
+    return advantages
+
+
+def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
+    """The loss of one gradient step, as a float64 tensor."""
+    total_kept = sum(map(sum, kept))
+    aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, rollout in enumerate(rollouts):
+        sampler = [x for turn in rollout.turns for x in turn.sampler_logprobs]
+        gaps = [o["logp"].item() - s for o, s in zip(old[i], sampler, strict=True)]
+        logs = [n["logp"] - o["logp"].detach() for n, o in zip(new[i], old[i], strict=True)]
+        counted = [x.item() for x, k in zip(logs, kept[i], strict=True) if k]
+        for t, keep in enumerate(kept[i]):
+            if not keep:
+                continue
+            scale = {
+                "token": 1 / total_kept, "sequence": 1 / (len(rollouts) * sum(kept[i])),
+                "constant": 1 / (len(rollouts) * MAX_TOKENS),
+            }[aggregation]  # fmt: skip
+            gap = mean(gaps) if cfg.tis_level == "sequence" else gaps[t]
+            w = 2.718281828459045**gap
+            if cfg.tis_cap == 0:
+                w = 1.0
+            elif cfg.tis_mode == "mask":
+                w = w if 1 / cfg.tis_cap <= w <= cfg.tis_cap else 0.0
+            else:
+                w = min(w, cfg.tis_cap)
+            a, logp, token_ratio = advantages[i][t], new[i][t]["logp"], logs[t].exp()
+            if cfg.algo == "reinforce":
+                term = token_ratio.detach() * a * logp
+            else:
+                options = cfg.grpo if cfg.algo == "grpo" else None
+                low, high = (
+                    (options.clip_low, options.clip_high) if options else (cfg.ppo.clip,) * 2
+                )
+                ratio = token_ratio
+                if options and options.ratio_level == "sequence":
+                    ratio = (mean(counted) + logs[t] - logs[t].detach()).exp()
+                clipped = ratio.clamp(1 - low, 1 + high)
+                if options and options.surrogate == "cispo":
+                    term = clipped.detach() * a * logp
+                else:
+                    term = torch.minimum(ratio * a, clipped * a)
+            loss = loss - scale * w * term
+            if cfg.entropy_coef:
+                bonus = w * token_ratio.detach() * new[i][t]["entropy"]
+                loss = loss - cfg.entropy_coef * scale * bonus
+            if cfg.kl_coef and cfg.kl_in == "loss":
+                d = logp - ref[i][t]["logp"].detach()
+                rho = token_ratio.detach() if cfg.kl_estimator == "k2" else token_ratio
+                loss = loss + cfg.kl_coef * scale * w * rho * estimate(d, cfg.kl_estimator)
+            if cfg.algo == "ppo":
+                v, v_old = new[i][t]["value"], old[i][t]["value"].item()
+                error = (v - targets[i][t]) ** 2
+                if cfg.ppo.value_clip:
+                    change = (v - v_old).clamp(-cfg.ppo.value_clip, cfg.ppo.value_clip)
+                    error = torch.maximum(error, (v_old + change - targets[i][t]) ** 2)
+                loss = loss + scale * cfg.ppo.value_coef * error / 2
+    return loss
+
+
+def reference_gradients(cfg, rollouts, models, head):
+    """The gradient of each of the two steps, flat; weights by name, then those of the head."""
+    with torch.no_grad():
+        old = score(models["old"], rollouts, cfg.temperature, head)
+        ref = score(models["reference"], rollouts, cfg.temperature)
+    kept = in_loss(cfg, rollouts)
+    rewards = [rewards_of(cfg, r, o, f) for r, o, f in zip(rollouts, old, ref, strict=True)]
+    targets = None
+    if cfg.algo == "ppo":
+        raw = [gae(cfg, r, o) for r, o in zip(rewards, old, strict=True)]
+        targets = [[a + token["value"].item() for a, token in zip(row, o, strict=True)]
+                   for row, o in zip(raw, old, strict=True)]  # fmt: skip
+        advantages = normalized(raw, kept)
+    else:
+        returns = [returns_of(cfg, r, o) for r, o in zip(rewards, old, strict=True)]
+        by_turn = compared_advantages(cfg, rollouts, returns)
+        advantages = [
+            [turns[0 if cfg.credit == "episode" else token["turn"]] for token in tokens]
+            for turns, tokens in zip(by_turn, old, strict=True)
+        ]
+        if cfg.algo == "reinforce" and cfg.reinforce.normalize:
+            advantages = normalized(advantages, kept)
+    gradients = []
+    for name in ("old", "new"):
+        model = models[name]
+        new = score(model, rollouts, cfg.temperature, head)
+        loss = loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets)
+        trained = [p for _, p in sorted(model.named_parameters())] + list(head or ())
+        found = torch.autograd.grad(loss, trained, allow_unused=True)
+        parts = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
+        ]
+        gradients.append(torch.cat([g.flatten() for g in parts]))
+    return gradients
+
+
+# --- Ours ---------------------------------------------------------------------------------------
+
+
+def our_gradients(cfg, rollouts, folder, models, head):
+    policy = load_small(folder, value_head=cfg.algo == "ppo")
+    policy.micro_batch_tokens = 60
+    if head:
+        with torch.no_grad():
+            policy.value_head.weight.copy_(head[0])
+            policy.value_head.bias.copy_(head[1])
+    optimizer, gradients = make_optimizer(policy, 1e-3), []
+
+    def load(name):
+        policy.model.load_state_dict({k: v.float() for k, v in models[name].state_dict().items()})
+
+    def step():
+        named = sorted(policy.model.named_parameters())
+        parameters = [p for _, p in named] + (list(policy.value_head.parameters()) if head else [])
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        gradients.append(torch.cat([g.flatten() for g in flat]).double())
+        load("new")
+
+    optimizer.step = step
+    load("old")
+    reference = None
+    if cfg.kl_coef:
+        reference = replace(policy, model=copy.deepcopy(policy.model), value_head=None)
+        reference.model.load_state_dict(
+            {k: v.float() for k, v in models["reference"].state_dict().items()}
+        )
+    single_update(cfg, policy, optimizer, rollouts, reference=reference)
+    return gradients
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= FAST)) for s in range(CONFIGS)]
+)
+def test_both_gradients_of_an_update_equal_float64_loops(seed, folder, weights):
+    cfg = draw_settings(seed)
+    rollouts = draw_rollouts(seed, weights, cfg.temperature)
+    head = None
+    if cfg.algo == "ppo":
+        generator = torch.Generator().manual_seed(seed)
+        head = tuple(
+            (0.3 * torch.randn(shape, generator=generator)).double().requires_grad_()
+            for shape in ((1, 32), (1,))
+        )
+    theirs = reference_gradients(cfg, rollouts, weights, head)
+    ours = our_gradients(cfg, rollouts, folder, weights, head)
+    assert len(ours) == 2
+    for mine, other in zip(ours, theirs, strict=True):
+        assert other.norm() > 1e-4
+        assert (mine - other).norm() < TOLERANCE * other.norm()
+
+
+def test_the_drawn_settings_cover_every_algorithm_variant_and_option():
+    drawn = [draw_settings(seed) for seed in range(CONFIGS)]
+    seen = {(name, str(getattr(c, name))) for c in drawn for name in vars(c)}
+    for name in """gamma temperature entropy_coef kl_estimator kl_in tis_level tis_mode
+            overlong_buffer mask_truncated_completions credit""".split():  # fmt: skip
+        assert len([key for key in seen if key[0] == name]) >= 2, name
+    assert {c.grpo.loss_type for c in drawn if c.algo == "grpo"} == set(grpo.LOSS_TYPES)
+    assert {c.reinforce.baseline for c in drawn if c.algo == "reinforce"} == {
+        "batch", "group", "leave_one_out", "none",
+    }  # fmt: skip
