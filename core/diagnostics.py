@@ -1,4 +1,4 @@
-"""Six warnings about training that goes wrong, computed from the metrics alone.
+"""Seven warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
@@ -39,6 +39,11 @@ WARNINGS = {
         " precision differ",
         "--sampler torch, --dtype float32, --top-p 1 --top-k 0 to find which side is wrong",
     ),
+    "never_stops": (
+        "nearly every completion ends at the token limit, so hardly any is a finished answer",
+        "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns (a"
+        " base model without a chat template often does not)",
+    ),
 }
 WINDOW = 5  # a metric is judged by its mean over this many updates
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
@@ -49,10 +54,11 @@ MIN_ENTROPY, MIN_ENTROPY_RATIO = 0.02, 0.1  # nats per token; ratio to the first
 MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
 MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
+MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
 INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
-    gap/logprob_max""".split()
+    gap/logprob_max length/hit_token_limit""".split()
 
 
 def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
@@ -91,6 +97,7 @@ def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, s
         "dead_groups": _dead_groups(recent) if by_group else "",
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
+        "never_stops": _never_stops(recent),
     }
     return {name: f"{found}; try {WARNINGS[name][1]}" for name, found in findings.items() if found}
 
@@ -183,6 +190,11 @@ def _sampler_gap(recent: list[Record]) -> str:
         return ""
     return (f"in {len(large)} of {len(largest)} updates the log-probs of a token differed by up to "
             f"{max(large):.3g} nats")  # fmt: skip
+
+
+def _never_stops(recent: list[Record]) -> str:
+    cut = _mean(recent, "length/hit_token_limit")
+    return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
 
 
 def _first_updates(records: list[Record], number: int) -> list[Record]:
