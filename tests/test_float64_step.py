@@ -24,15 +24,15 @@ from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 CONFIGS, FAST = 48, 6  # random settings in all; those that are not marked slow
-MAX_TOKENS = 10  # --max-tokens
+MAX_TOKENS = 6  # --max-tokens
 PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
-GROUP_SIZES = [4, 4, 2]
+GROUP_SIZES = [3, 3, 2]
 TOLERANCE = 2e-5  # of the norm of the gradient; float32 against float64
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_small("qwen3", tmp_path_factory.mktemp("model"))
+    return save_small("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def draw_settings(seed):
         "temperature": draw.choice([1.0, 0.7]),
         "entropy_coef": draw.choice([0.0, 0.05]),
         "tis_cap": draw.choice([0.0, 1.2, 2.0]),
-        "overlong_buffer": draw.choice([0, 4]),
+        "overlong_buffer": draw.choice([0, 3]),
         "mask_truncated_completions": draw.choice([False, True]),
     }
     if options["tis_cap"]:
@@ -102,12 +102,12 @@ def draw_settings(seed):
 
 
 def draw_rollouts(seed, models, temperature):
-    """Random tokens, one to three turns; the sampler's log-probs are near those of the policy."""
+    """Random tokens, one or two turns; the sampler's log-probs are near those of the policy."""
     draw, rollouts = random.Random(1000 + seed), []
     for group, (prompt, size) in enumerate(zip(PROMPTS, GROUP_SIZES, strict=True)):
         for _ in range(size):
             context, turns = list(prompt), []
-            for _ in range(draw.randint(1, 3)):
+            for _ in range(draw.randint(1, 2)):
                 ids = [draw.randrange(256) for _ in range(draw.randint(1, MAX_TOKENS))]
                 with torch.no_grad():
                     exact = logprobs_of(models["old"], context, ids, temperature)[0].tolist()
