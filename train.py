@@ -113,11 +113,8 @@ def main(cfg: Config) -> int:
                     if old_logprobs is None:  # the only step: the policy is still the old one
                         old_logprobs = logprobs.detach()
                     # truncated importance sampling (TIS): corrects for the sampler's rounding
-                    sampler_ratio = common.sampler_ratio(
-                        old_logprobs, micro.sampler_logprobs, micro.completion_mask, cfg.tis_level
-                    )
-                    tis_weights = common.importance_weights(
-                        sampler_ratio, cfg.tis_cap, cfg.tis_mode
+                    sampler_ratio, tis_weights, rejected = off_policy_weights(
+                        cfg, logprobs, old_logprobs, micro
                     )
                     loss, sums = algorithm.compute_loss(
                         logprobs, old_logprobs, micro.advantages, micro.completion_mask,
@@ -130,8 +127,9 @@ def main(cfg: Config) -> int:
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
                     stats.add(
-                        epoch, micro, loss, old_logprobs, entropy, sampler_ratio, sums | kl_sum
-                    )
+                        epoch, micro, loss, old_logprobs, entropy, sampler_ratio,
+                        sums | kl_sum | rejected,
+                    )  # fmt: skip
                 stats.end_minibatch()
                 if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
                     run.optimizer.zero_grad()  # earlier steps moved the policy too far: stop here
@@ -304,6 +302,24 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     if cfg.credit == "episode":
         rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
     return rewards, turn_ids
+
+
+def off_policy_weights(
+    cfg: Config, logprobs: Tensor, old_logprobs: Tensor, micro: MicroBatch
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """The ratio trainer / sampler and the weights made of it, 0 where rejected, both [b, T-1]; and
+    the number of rejected tokens for the metrics."""
+    mask, sampler_logprobs = micro.completion_mask, micro.sampler_logprobs
+    ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, cfg.tis_level)
+    weights = common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
+    if not (cfg.reject_low or cfg.reject_high or cfg.opsm):
+        return ratio, weights, {}
+    mean_ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, "sequence")
+    kept = common.in_band(mean_ratio, cfg.reject_low, cfg.reject_high)
+    if cfg.opsm:
+        kept &= common.not_stale(logprobs, sampler_logprobs, micro.advantages, mask, cfg.opsm)
+    rejected = {"weights/rejected": (mask & ~kept).sum().item()}
+    return ratio, torch.where(kept, weights, 0.0), rejected
 
 
 def regularizers(

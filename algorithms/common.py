@@ -9,13 +9,14 @@ weights are computed once per gradient step, so the gradients of micro-batches a
 gradient of the step, however the step was cut.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from algorithms.options import KL, Aggregation, Level, WeightMode
+from algorithms.options import KL, Aggregation, WeightLevel, WeightMode
 
 
 def token_logprobs(
@@ -209,18 +210,25 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 
 
 def sampler_ratio(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: Level
+    old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: WeightLevel
 ) -> Tensor:
-    """π_old / π_sampler of each token, or its geometric mean over the row; no gradient.
+    """π_old / π_sampler, the weight that corrects for tokens of the sampler; no gradient.
+
+        token       of each token by itself
+        sequence    the geometric mean of the tokens of the row; does not grow with its length
+        product     the product of the tokens of the row: the exact weight of the sequence
 
     π_old are the trainer's probabilities before the first gradient step. The sampler runs different
     kernels than the trainer, so its tokens come from a slightly different distribution
-    (https://fengyao.notion.site/off-policy-rl). A product over the sequence would grow with its
-    length; the geometric mean does not. All tensors [b, T-1].
+    (https://fengyao.notion.site/off-policy-rl). Only the product leaves the expected gradient
+    unbiased, at a variance that grows with the length; runs/off_policy has the figures.
+    All tensors [b, T-1].
     """
     log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if level == "sequence":
         log_ratio = masked_mean(log_ratio, completion_mask, dim=1).expand_as(log_ratio)
+    elif level == "product":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
     return log_ratio.exp()
 
 
@@ -240,6 +248,28 @@ def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate")
     if mode == "mask":
         return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
     return ratio.clamp(max=cap)
+
+
+def in_band(ratio: Tensor, low: float, high: float) -> Tensor:
+    """Which rows to keep: those whose `ratio` [b, T-1] is within [low, high]; 0 is no bound.
+
+    Rejection is separate from weighting: `ratio` is the geometric mean of the row
+    (`sampler_ratio` with level="sequence"), whatever level the weights have.
+    """
+    return (ratio >= low) & (ratio <= (high or math.inf))
+
+
+def not_stale(
+    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
+) -> Tensor:
+    """Off-policy sequence masking (OPSM) of DeepSeek-V3.2, arXiv:2512.02556: [b, T-1] bool.
+
+    False for tokens with a negative advantage in rows that the current policy has moved away from:
+    the mean of log π_sampler - log π over the row exceeds `limit`. Pushing down what the policy no
+    longer says teaches little and can destabilize it; tokens with a positive advantage stay.
+    """
+    drift = torch.where(mask, sampler_logprobs - logprobs, 0.0).detach()
+    return (advantages >= 0) | (masked_mean(drift, mask, dim=1) <= limit)
 
 
 def surrogate_metrics(

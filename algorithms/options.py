@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Aggregation = Literal["token", "sequence", "constant"]  # common.token_weights
-Level = Literal["token", "sequence"]  # common.sampler_ratio
+Level = Literal["token", "sequence"]  # of the policy ratio
+WeightLevel = Literal["token", "sequence", "product"]  # common.sampler_ratio
 WeightMode = Literal["truncate", "mask"]  # common.importance_weights
 KL = Literal["k1", "k2", "k3"]  # common.kl_estimate
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from algorithms.options import KL, GrpoOptions, Level, PpoOptions, ReinforceOptions
+from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
 from core.types import UsageError
 
@@ -107,10 +107,18 @@ class AlgorithmOptions:
     kl_in: Literal["loss", "reward"] = "loss"
     # Cap of the importance weights between sampler and trainer; 0: no importance weights.
     tis_cap: float = 2.0
-    # token: one importance weight per token; sequence: the geometric mean of a sequence.
-    tis_level: Level = "token"
+    # token: one importance weight per token; sequence: the geometric mean of a sequence; product:
+    # the product over a sequence, which alone is unbiased.
+    tis_level: WeightLevel = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
     tis_mode: Literal["truncate", "mask"] = "truncate"
+    # Leave out sequences whose geometric-mean weight is below this; 0: keep all.
+    reject_low: float = 0.0
+    # Leave out sequences whose geometric-mean weight is above this; 0: keep all.
+    reject_high: float = 0.0
+    # Leave out tokens with a negative advantage in sequences that the policy has moved away from by
+    # more than this, in nats per token (OPSM); 0: off.
+    opsm: float = 0.0
     # Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off.
     overlong_buffer: int = 0
     # Exclude completions that hit --max-tokens from the loss.
@@ -199,6 +207,7 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
     max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
     gpu_memory_utilization""".split()
 NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
+    reject_low reject_high opsm
     train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
     overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
     ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
@@ -324,6 +333,8 @@ def _range_problems(cfg: Config) -> Iterator[str]:
          f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
         ("tis_cap", not 0 < cfg.tis_cap < 1, "1 or more, or 0 for no importance weights"),
         ("grpo.dual_clip", not 0 < cfg.grpo.dual_clip <= 1, "more than 1, or 0 for none"),
+        ("reject_low", cfg.reject_low <= 1, "at most 1, the weight without a gap"),
+        ("reject_high", cfg.reject_high == 0 or cfg.reject_high >= 1, "1 or more, or 0 for none"),
     ]:  # fmt: skip
         if not valid_value:
             yield f"{flag(name)} must be {what}, not {attrgetter(name)(cfg)}"
