@@ -93,15 +93,18 @@ def read(lines):
 
 
 FAST = ("reinforce, leave_one_out", "dapo", "ppo")
+SLOW = ("gspo", "cispo", "kl in the loss", "filter groups", "best again", "credit by turn",
+        "top-k and several steps")  # fmt: skip
+MARKS = {  # the gradients of all variants are compared with float64 loops in test_float64_step.py
+    variant: [] if variant in FAST else pytest.mark.slow if variant in SLOW else pytest.mark.seeds
+    for variant in LOSS_TYPES
+}
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in (1, 2, 3, 4))]
 )
-@pytest.mark.parametrize(
-    "variant",
-    [*FAST, *(pytest.param(v, marks=pytest.mark.slow) for v in LOSS_TYPES if v not in FAST)],
-)
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=m) for v, m in MARKS.items()])
 def test_the_best_actions_are_learnt_from_chance(command, bandit, tmp_path, variant, seed):
     flags = ["--model-id", random_policy(tmp_path / "start", seed), "--seed", seed, *SETTINGS]
     flags = ["--env", "bandit", *flags, *LOSS_TYPES[variant].split()]
