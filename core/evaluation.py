@@ -30,6 +30,9 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     results = metrics.eval_metrics(rollouts)
     for env in envs:
         episodes = sum(rollout.env == env for rollout in rollouts)
+        right = {f"{r.seed} {r.agent}" for r in rollouts if r.env == env and r.info.get("correct")}
+        first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))
+        results[f"eval/{env}/p_value"] = metrics.mcnemar(set(first), right)
         openings = results[f"eval/{env}/openings"]
         few = f"  ({episodes} episodes from {openings} openings)" if openings < episodes else ""
         line = f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}"

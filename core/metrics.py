@@ -212,6 +212,17 @@ def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def mcnemar(before: set[str], after: set[str]) -> float:
+    """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
+
+    `before` and `after`: the tasks that were solved. Only tasks that are in one of them alone say
+    something about the difference; without a difference each is as likely to be lost as to be won.
+    """
+    lost, won = len(before - after), len(after - before)
+    as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))
+    return min(1.0, 2 * as_extreme / 2 ** (lost + won))
+
+
 def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:

@@ -223,7 +223,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
         return token_ids, logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     logits = keep_likely(logits / params.temperature, params)
     all_logprobs = logits.log_softmax(-1)
-    cumulative = _cumulative(logits)  # [B, V]
+    cumulative = _cumulative(all_logprobs)  # [B, V]
     total = cumulative[:, -1:]  # 1 up to rounding
     below_total = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
@@ -239,14 +239,14 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
         logits = logits.masked_fill(logits < kth, -torch.inf)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True)
-        before = _cumulative(ordered)[:, :-1]  # mass of the likelier tokens
+        before = _cumulative(ordered.log_softmax(-1))[:, :-1]  # mass of the likelier tokens
         before = torch.nn.functional.pad(before, (1, 0)).to(logits.device)
         dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
         logits = logits.masked_fill(dropped, -torch.inf)
     return logits
 
 
-def _cumulative(logits: Tensor) -> Tensor:
+def _cumulative(logprobs: Tensor) -> Tensor:
     """Cumulative probabilities, float64 [B, V]; on the CPU if the device has no float64 (MPS)."""
-    logits = logits.cpu() if logits.device.type == "mps" else logits
-    return logits.double().softmax(-1).cumsum(-1)
+    probs = logprobs.exp()
+    return (probs.cpu() if probs.device.type == "mps" else probs).cumsum(-1, dtype=torch.float64)

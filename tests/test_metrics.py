@@ -14,6 +14,7 @@ from core.metrics import (
     describe,
     eval_metrics,
     explained_variance,
+    mcnemar,
     rollout_metrics,
     wilson,
 )
@@ -81,6 +82,16 @@ def test_returns_without_spread_have_no_interval(returns):
     metrics = eval_metrics([rollout(value) for value in returns])
     assert metrics["eval/e/return_mean"] == pytest.approx(0.7)
     assert math.isnan(metrics["eval/e/return_low"]) and math.isnan(metrics["eval/e/return_high"])
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "p"),
+    [(0, 5, 2 / 32), (1, 7, 2 * (1 + 8) / 256), (3, 3, 1.0), (0, 0, 1.0), (7, 1, 2 * 9 / 256)],
+)
+def test_mcnemar_counts_the_tasks_that_changed(lost, won, p):
+    both = {"a", "b"}
+    before, after = both | {f"l{i}" for i in range(lost)}, both | {f"w{i}" for i in range(won)}
+    assert mcnemar(before, after) == pytest.approx(p)
 
 
 def test_wilson_interval_by_hand_and_at_one():

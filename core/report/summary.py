@@ -58,7 +58,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     records = read_records(run_dir / METRICS)
     lines = [
         f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
-        f"{describe(env, last)} after {last['update']} updates"
+        f"{describe(env, last)} after {last['update']} updates{_p_value(env, last)}"
         for env, first, last in before_after(records)
     ]
     for name, updates, message in logged_warnings(records):
@@ -68,6 +68,11 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     flags += ["--env", *config["env"], "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
     return [*lines, f"next: python train.py {shlex.join(flags)}"]
+
+
+def _p_value(env: str, last: Record) -> str:
+    p = last.get(f"eval/{env}/p_value")
+    return "" if p is None else f"  (McNemar, the same tasks: p = {p:.1g})"
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
