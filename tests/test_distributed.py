@@ -94,14 +94,14 @@ def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path
     kill_a_rank(tmp_path / "runs" / "a", killed)
     code, _, err = finish(killed)
     assert code == 0, err
-    assert "another rank is gone" in err
+    assert "another rank died" in err
     assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
 
     (tmp_path / "alone").mkdir()
     killed = launch(tmp_path / "alone", *flags)
     kill_a_rank(tmp_path / "alone" / "runs" / "a", killed)
     code, _, err = finish(killed)
-    assert code != 0 and err.count("another rank is gone") == 1
+    assert code != 0 and err.count("another rank died") == 1
     resumed = launch(tmp_path / "alone", "--resume", "runs/a")
     code, _, err = finish(resumed)
     assert code == 0, err
@@ -128,7 +128,7 @@ def test_bad_input_is_said_once(tmp_path):
     code, _, err = finish(launch(tmp_path, *SMALL, "--lr", "-1"))
     assert code != 0 and err.count("--lr must be more than 0") == 1
     code, _, err = finish(launch(tmp_path, *SMALL, restarts=1))
-    assert code != 0 and err.count("give a --run-name") >= 1
+    assert code != 0 and "needs a --run-name" in err
 
 
 def as_rank(monkeypatch, rank, num_ranks):
