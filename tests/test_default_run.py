@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_the_default_run_learns_to_count_letters_in_five_minutes(tmp_path):
-    started = time.monotonic()
+def test_the_default_run_learns_to_count_letters(tmp_path):
     finished = subprocess.run(
         [sys.executable, ROOT / "train.py"], cwd=tmp_path, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    seconds = time.monotonic() - started
     assert finished.returncode == 0, finished.stderr
     print(finished.stdout)
     lines = (tmp_path / "runs/grpo-letter_counting-1/metrics.jsonl").read_text().splitlines()
@@ -32,4 +29,3 @@ def test_the_default_run_learns_to_count_letters_in_five_minutes(tmp_path):
     assert accuracy[-1] >= 0.90
     assert updates[-1]["length/mean"] > 1.5 * updates[0]["length/mean"]
     assert updates[-1]["info/worked"] > 0.9
-    assert seconds < 300, f"{seconds:.0f} s on {os.cpu_count()} cores"
