@@ -48,12 +48,13 @@ def token_logprobs(
 
     def one_chunk(h: Tensor, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
         logits = to_logits(h).float() / temperature  # [n, V]
-        if kept_ids is not None:
+        if kept_ids is None:
+            all_logprobs = finite = logits.log_softmax(-1)
+        else:
             dropped = ~_is_kept(kept_ids[start : start + len(h)], logits)
-            logits = logits.masked_fill(dropped, -torch.inf)
-        all_logprobs = logits.log_softmax(-1)
-        probs = all_logprobs.exp()
-        entropy = -(probs * all_logprobs.masked_fill(probs == 0, 0.0)).sum(-1)
+            all_logprobs = logits.masked_fill(dropped, -torch.inf).log_softmax(-1)
+            finite = all_logprobs.masked_fill(dropped, 0.0)  # 0 · log 0 is 0 in the entropy
+        entropy = -(all_logprobs.exp() * finite).sum(-1)
         return all_logprobs.gather(1, target[:, None]).squeeze(1), entropy
 
     starts = range(0, max(1, len(targets)), chunk)
