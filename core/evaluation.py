@@ -35,6 +35,8 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
         results[f"eval/{env}/p_value"] = metrics.mcnemar(set(first), right)
         openings = results[f"eval/{env}/openings"]
         few = f"  ({episodes} episodes from {openings} openings)" if openings < episodes else ""
+        if openings == 1 < episodes:
+            few = f"  ({episodes} episodes of one task, which is also that of training)"
         line = f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}"
         run.say(line + few)
     return results | {"time/eval_s": time.perf_counter() - started}

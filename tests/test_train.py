@@ -312,6 +312,16 @@ def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, eas
     assert metrics_of(Path("runs/b")) == metrics_of(Path("runs/a"))
 
 
+def test_an_evaluation_says_from_how_few_openings_its_episodes_start(command):
+    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "0", "--max-turns", "1"]
+    for env, said in (("iterated_game", "(4 episodes of one task, which is also that of training)"),
+                      ("letter_counting", "letter_counting\n")):  # fmt: skip
+        code, out, _ = command(*flags, "--env", env)
+        assert code == 0 and said in out
+    record = metrics_of(Path("runs/grpo-iterated_game-1"))[0]
+    assert (record["eval/iterated_game/openings"], record["eval/iterated_game/p_value"]) == (1, 1)
+
+
 def test_no_cuda_where_asked_is_one_line(command):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
