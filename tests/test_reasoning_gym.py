@@ -165,7 +165,7 @@ def test_hostile_response_is_not_correct_and_scored_fast(name):
     env = make_env(name)
     env.reset(0)
     for text in HOSTILE:
-        started = time.perf_counter()
+        started = time.process_time()
         step = env.step(text)
-        assert time.perf_counter() - started < 0.5
+        assert time.process_time() - started < 0.5
         assert step.done and step.info["correct"] is False and step.reward < 0.5
