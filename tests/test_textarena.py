@@ -167,7 +167,7 @@ def test_hostile_response_raises_nothing_and_is_read_fast(id):
     env = TextArena(id)
     for text in HOSTILE:
         (agent,) = env.reset(0)
-        started = time.perf_counter()
+        started = time.process_time()
         steps = env.step({agent: text})
-        assert time.perf_counter() - started < 0.5
+        assert time.process_time() - started < 0.5
         assert steps and steps[agent].reward <= 0

@@ -111,18 +111,18 @@ def test_hostile_response_raises_nothing_and_is_read_fast(env):
                  '{"command": [1]}', "<command>" * 10_000, '"', "%s%n", "1" * 100_000, "script",
                  "actions", "showme", "take, . ; \\", "\\boxed{", "\\help"]:  # fmt: skip
         env.reset(1)
-        started = time.perf_counter()
+        started = time.process_time()
         step = env.step(text)
-        assert time.perf_counter() - started < 0.3
+        assert time.process_time() - started < 0.3
         assert step.reward <= 0 and not step.info["correct"]
 
 
 def test_game_is_compiled_once_and_only_the_latest_games_are_kept(env, monkeypatch):
     # the last test: it deletes the game of the others
     monkeypatch.setattr(textworld, "MAX_GAMES", 1)
-    started = time.perf_counter()
+    started = time.process_time()
     first = env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)
-    assert time.perf_counter() - started < 0.5
+    assert time.process_time() - started < 0.5
     env.step("look")
     assert (env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)) == first
     other = TextWorld(1)
