@@ -215,9 +215,9 @@ def sampler_ratio(
 ) -> Tensor:
     """π_old / π_sampler, the weight that corrects for tokens of the sampler; no gradient.
 
-        token       of each token by itself
-        sequence    the geometric mean of the tokens of the row; does not grow with its length
-        product     the product of the tokens of the row: the exact weight of the sequence
+        token       the ratio of each token
+        sequence    the geometric mean of the ratios in the row; does not grow with its length
+        product     the product of the ratios in the row: the exact weight of the sequence
 
     π_old are the trainer's probabilities before the first gradient step. The sampler runs different
     kernels than the trainer, so its tokens come from a slightly different distribution

@@ -5,8 +5,8 @@
 
 R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return cannot be
 differentiated with respect to the weights, so the min, called the surrogate, is maximized instead.
-The code also multiplies each
-token's term by its token weight, which turns the sum into a mean, and by its importance weight.
+The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
+by its importance weight.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its rollout.

@@ -1,9 +1,9 @@
 """Snake: move to the fruit, grow with each one, and avoid the walls and your own body.
 
 The snake starts straight, three cells long, anywhere on the board; one start in eight, with its
-first fruit, is reserved for evaluation. Cells are `x,y`, counted from 0
-at the top left, so `up` decreases y. The head may enter the cell that the tail leaves in the same
-step; the tail stays where it is if this step eats a fruit. A move straight back hits the body.
+first fruit, is reserved for evaluation. Cells are `x,y`, counted from 0 at the top left, so `up`
+decreases y. The head may enter the cell that the tail leaves in the same step; the tail stays where
+it is if this step eats a fruit. A move straight back hits the body.
 
 Observation: the state at every turn, after the rules in the first turn. With `grid=true` also a
 picture (H head, o body, F fruit).

@@ -272,13 +272,19 @@ def test_a_long_prompt_does_not_shorten_the_completions_of_others(policy):
     assert (len(cut.token_ids), cut.finish_reason) == (2, "length")
 
 
-def test_every_token_of_a_large_vocabulary_can_be_drawn():
-    """Each of 151,936 equally likely tokens has an interval of uniform numbers of its own."""
-    size = 151_936
-    logits = torch.zeros(1, size)
-    uniform = (torch.arange(0, size, 97, dtype=torch.float64) + 0.5) / size
-    drawn = [draw(logits, SamplingParams(1), u[None])[0].item() for u in uniform]
-    assert drawn == list(range(0, size, 97))
+def test_tokens_that_float32_sums_never_draw_can_be_drawn():
+    """151,936 logits of standard deviation 2. Float32 uniforms are multiples of 2^-24."""
+    logits = 2 * torch.randn(1, 151_936, generator=torch.Generator().manual_seed(0))
+    probs = logits.log_softmax(-1).exp()
+    coarse, drawn = probs.cumsum(-1)[0], torch.zeros(151_936, dtype=torch.bool)
+    for part in (torch.arange(2**24, dtype=torch.float32) / 2**24).split(2**21):
+        drawn[torch.searchsorted(coarse, part * coarse[-1], right=True).clamp(max=151_935)] = True
+    never = (~drawn).nonzero().squeeze(1)
+    assert len(never) > 5000
+    sums = probs.cumsum(-1, dtype=torch.float64)[0]
+    chosen = never[::70]  # about 100 of them, each at the middle of its interval
+    uniform = (sums[chosen] + sums[chosen - 1]) / 2 / sums[-1]
+    assert [draw(logits, SamplingParams(1), u[None])[0].item() for u in uniform] == chosen.tolist()
 
 
 def test_rare_tokens_are_drawn_as_often_as_their_probability_says():
