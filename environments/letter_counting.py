@@ -3,7 +3,8 @@
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
 up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight
-is reserved for evaluation and never occurs under a training or demonstration seed.
+is reserved for evaluation and never occurs under a training or demonstration seed. Questions about
+one letter have the answers 0, 1, 2 and 3 equally often, so a constant answer is right on a quarter.
 
 Observation: one user message, for example
 
@@ -60,7 +61,7 @@ TIERS = {
 }
 MAX_WORD_TIER = 5  # higher tiers use random strings
 P_ANY_LETTER = 0.2  # probability of drawing a letter from the alphabet instead of the word
-GUESSES = [0, 1, 2, 2, 3]  # a hasty demonstration draws one of these
+ANSWERS = range(4)  # to a question about one letter; a hasty demonstration draws one of these
 ONSETS = "b bl br c ch d dr f fl g gr h j k l m n p pl pr qu r s sh st t tr v w z".split()
 VOWELS = "a e i o u ai ea oo ou".split()
 CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]
@@ -77,10 +78,18 @@ class LetterCounting(Env):
 
     def reset(self, seed: int) -> list[Message]:
         rng = random.Random(seed)
-        self.word = _draw_word(rng, self.difficulty, held_out=seed in EVAL_SEEDS)
-        letters = _draw_letters(rng, self.word, TIERS[self.difficulty])
+        tier, held_out = TIERS[self.difficulty], seed in EVAL_SEEDS
+        if rng.random() < tier.p_several:
+            self.word = _draw_word(rng, self.difficulty, held_out)
+            letters = _draw_letters(rng, self.word, rng.randint(tier.min_letters, tier.max_letters))
+        else:
+            letters = []
+            while not letters:  # until a letter occurs as often as the answer says
+                self.word = _draw_word(rng, self.difficulty, held_out)
+                letters = _letters_that_occur(self.word, ANSWERS[seed % len(ANSWERS)])
+            letters = [rng.choice(letters)]
         self.counts = {letter: self.word.count(letter) for letter in letters}
-        self.guess = {letter: rng.choice(GUESSES) for letter in letters}
+        self.guess = {letter: rng.choice(ANSWERS) for letter in letters}
         form = "number" if len(letters) == 1 else f'{{"{letters[0]}": number, ..}}'
         question = f'How many {", ".join(letters)} in "{self.word}"?'
         return [user(f"{question} Work it out, then end with <answer>{form}</answer>.")]
@@ -154,9 +163,11 @@ def _draw_word(rng: random.Random, difficulty: int, held_out: bool) -> str:
             return word
 
 
-def _draw_letters(rng: random.Random, word: str, tier: Tier) -> list[str]:
-    several = rng.random() < tier.p_several
-    number = rng.randint(tier.min_letters, tier.max_letters) if several else 1
+def _letters_that_occur(word: str, times: int) -> list[str]:
+    return [letter for letter in string.ascii_lowercase if word.count(letter) == times]
+
+
+def _draw_letters(rng: random.Random, word: str, number: int) -> list[str]:
     letters: list[str] = []
     while len(letters) < number:
         any_letter = rng.random() < P_ANY_LETTER

@@ -112,9 +112,9 @@ class Gymnasium(Env):
         return Step(message, reward * self.scale, done, info, fresh=not self.memory)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
-        """Returns the player's action, None if there is no player; `hasty`: a random one."""
+        """Returns the player's action, None if there is no player; `hasty`: mostly the last one."""
         if hasty:
-            return self.game.actions[self.random_action]
+            return self.game.actions[self.hasty_action]
         if self.game.play is None:
             return None
         return self.game.actions[self.game.play(self.observation)]
@@ -122,8 +122,9 @@ class Gymnasium(Env):
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation
         last = len(self.game.actions) - 1
-        # Drawn here, once per turn, so that `demonstrate` has no effect on the random draws.
-        self.random_action = self.rng.choice((last, self.rng.randint(0, last)))
+        # Mostly the last action, so that a policy warm-started on more guesses than good play prefers
+        # it. Drawn here, once per turn, so that `demonstrate` has no effect on the random draws.
+        self.hasty_action = self.rng.choice((last, last, last, self.rng.randint(0, last)))
         line = format_observation(self.game, observation)
         return f"{system_prompt(self.game)}\n{line}" if with_rules else line
 
