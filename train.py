@@ -5,17 +5,18 @@
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
 A task is an environment and a seed. A rollout is one episode of a task: one or more turns, each a
-prompt and the completion that the policy sampled for it. The G rollouts of a task are a group. Each
-update samples G rollouts for each of P tasks, turns their rewards into advantages, and takes one or
-more gradient steps.
+prompt and the completion that the policy sampled for it. The G rollouts of a task (--group-size)
+are a group. Each update samples the rollouts of P tasks (--num-prompts), turns their rewards into
+advantages, and takes one or more gradient steps.
 
 The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
-Shapes: [B, N] has one row per rollout and one column per sampled token (padded on the right). A
-forward pass works on a micro-batch: b sequences of T tokens, prompts included, each a rollout or a
-part of one. For it micro_batches() copies the [B, N] tensors to [b, T-1]: column t is what position
-t predicts, the token at t+1. Ranks are the processes of torchrun, one per GPU.
+Shapes: [B, N] has one row per rollout, P·G or fewer, and one column per sampled token (padded on
+the right). A forward pass works on a micro-batch: b sequences of T tokens, prompts included, each a
+rollout or a part of one. micro_batches() copies the [B, N] tensors to [b, T-1], where column t
+belongs to the token at t+1, which position t predicts. completion_mask marks the sampled tokens,
+loss_mask those of them that are trained on. Ranks are the processes of torchrun, one per GPU.
 The settings are in core/config.py, where validate() refuses options of another algorithm.
 """
 
@@ -78,9 +79,9 @@ def main(cfg: Config) -> int:
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
             sampled_at = perf_counter()
 
-            # 2. The trainer's log-probs (and PPO's values) before the first gradient step, and the
-            #    log-probs under the reference, the policy before RL. With a single gradient step
-            #    part 4 has the former anyway, so REINFORCE and GRPO skip this pass
+            # 2. The trainer's log-probs (and PPO's values) before the first gradient step, and
+            #    those of the reference (the policy before RL; with LoRA the base model). If there
+            #    is one step only, REINFORCE and GRPO have the former in part 4
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -90,7 +91,7 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages
             rewards, turn_ids = shape_rewards(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # the tokens to train on
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # others: token weight 0
             batch.advantages, batch.value_targets = algorithm.compute_advantages(
                 rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
                 cfg.gamma, options,
@@ -112,26 +113,26 @@ def main(cfg: Config) -> int:
                     old_logprobs = micro.old_logprobs
                     if old_logprobs is None:  # the only step: the policy is still the old one
                         old_logprobs = logprobs.detach()
-                    # truncated importance sampling (TIS): corrects for the sampler's rounding
-                    sampler_ratio, tis_weights, rejected = off_policy_weights(
+                    # weights that correct for the sampler's rounding; 0 where rejected
+                    sampler_ratio, importance_weights, rejected_sums = off_policy_weights(
                         cfg, logprobs, old_logprobs, micro
                     )
                     loss, sums = algorithm.compute_loss(
                         logprobs, old_logprobs, micro.advantages, micro.completion_mask,
-                        tis_weights, micro.token_weights, options,
+                        importance_weights, micro.token_weights, options,
                         values=values, old_values=micro.values, value_targets=micro.value_targets,
                     )  # fmt: skip
-                    extra_loss, kl_sum = regularizers(
-                        cfg, logprobs, old_logprobs, entropy, tis_weights, micro
+                    extra_loss, kl_sums = regularizers(
+                        cfg, logprobs, old_logprobs, entropy, importance_weights, micro
                     )
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
                     stats.add(
                         epoch, micro, loss, old_logprobs, entropy, sampler_ratio,
-                        sums | kl_sum | rejected,
+                        sums | kl_sums | rejected_sums,
                     )  # fmt: skip
                 stats.end_minibatch()
-                if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
+                if 0 < cfg.ppo.target_kl < stats.approx_kl:  # of this minibatch; 0: off
                     run.optimizer.zero_grad()  # earlier steps moved the policy too far: stop here
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
@@ -221,9 +222,9 @@ def warm_start(cfg: Config, run: Run) -> None:
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
-    Rollouts whose environment failed are not trained on. With --filter-groups R, neither are groups
-    whose rollouts all have the same return, which gives GRPO advantages of 0: up to R further
-    rounds sample other tasks in their place. The curriculum's level makes the tasks harder.
+    Rollouts whose environment failed are not trained on. With --filter-groups n, neither are groups
+    of equal returns, which give GRPO advantages of 0: up to n further rounds sample other tasks in
+    their place. The curriculum's level makes the tasks harder.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -236,7 +237,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens) as phase, run.sampler:
-            on_progress = phase.tick_and(run.interrupt.check_alone)  # without the other ranks
+            on_progress = phase.tick_and(run.interrupt.check_alone)  # on this rank alone
             fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
@@ -286,11 +287,11 @@ def score_logprobs(
 
 
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Rewards [B, N] with the penalties of the settings, and the turn of each token [B, N].
+    """Rewards [B, N] with the length and KL penalties, and the turn of each token [B, N].
 
     The environment's rewards are at the last token of each turn. With --credit episode (the default
-    of REINFORCE and GRPO) all tokens belong to one turn, so each is credited with the discounted
-    return of the episode.
+    of all but PPO) all tokens belong to one turn, so each is credited with the discounted return of
+    the episode.
     """
     rewards, turn_ids = batch.rewards, batch.turn_ids
     if cfg.overlong_buffer:
@@ -307,14 +308,14 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
 def off_policy_weights(
     cfg: Config, logprobs: Tensor, old_logprobs: Tensor, micro: MicroBatch
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The ratio trainer / sampler and the weights made of it, 0 where rejected, both [b, T-1]; and
+    """The ratio π_old / π_sampler [b, T-1]; the weights made of it, 0 where rejected, [b, T-1]; and
     the number of rejected tokens for the metrics."""
     mask, sampler_logprobs = micro.completion_mask, micro.sampler_logprobs
     ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, cfg.tis_level)
     weights = common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
     if not (cfg.reject_low or cfg.reject_high or cfg.opsm):
         return ratio, weights, {}
-    mean_ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, "sequence")
+    mean_ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, "geometric")
     kept = common.in_band(mean_ratio, cfg.reject_low, cfg.reject_high)
     if cfg.opsm:
         kept &= common.not_stale(logprobs, sampler_logprobs, micro.advantages, mask, cfg.opsm)
@@ -327,18 +328,19 @@ def regularizers(
     logprobs: Tensor,
     old_logprobs: Tensor,
     entropy: Tensor,
-    tis_weights: Tensor,
+    importance_weights: Tensor,
     micro: MicroBatch,
 ) -> tuple[Tensor, dict[str, float]]:
     """What --entropy-coef and --kl-coef add to the loss, and the sum of the KL for the metrics.
 
-    The tokens come from the sampler, not from the current policy. So both terms are weighted as
-    those of the surrogate are: by the policy ratio ρ and the weight between sampler and trainer.
+    Both terms have the weights of the surrogate: the policy ratio ρ of the token, not clipped, and
+    the importance weight. The KL is estimated from sampled tokens, so it needs them to be unbiased;
+    the entropy is computed from the whole distribution, and has them so that both count alike.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
     ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
-    weights = micro.token_weights * tis_weights  # [b, T-1]
+    weights = micro.token_weights * importance_weights  # [b, T-1]
     if cfg.entropy_coef:
         bonus = torch.where(mask, weights * ratio.detach() * entropy, 0.0).sum()
         extra_loss = extra_loss - cfg.entropy_coef * bonus

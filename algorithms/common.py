@@ -28,7 +28,7 @@ def token_logprobs(
     chunk: int = 4096,
     kept_ids: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each sampled token, and entropy of the distribution that it was sampled from.
+    """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
 
         log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
@@ -39,7 +39,7 @@ def token_logprobs(
 
     `kept_ids`: for each of the n sampled tokens, the ids that top-k or top-p kept. The softmax is
     over these only, as it was in the sampler (arXiv:2512.02556, section 3.1): otherwise the
-    importance weights would be too small, by a factor: the total probability of the kept ids.
+    importance weights would be too small by a factor, the total probability of the kept ids.
     None: all ids.
     """
     # causal shift: the hidden state at t predicts the token at t+1
@@ -117,16 +117,17 @@ def token_weights(
     """Weight of each token's term in the loss of one step; the loss is the weighted sum.
 
         token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
-        sequence    1 / (B · tokens of its rollout)                  GRPO, arXiv:2402.03300
-        constant    1 / (B · max_tokens)                             Dr. GRPO, arXiv:2503.20783
+        sequence    1 / (S · tokens of its rollout)                  GRPO, arXiv:2402.03300
+        constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    `sequence` here means a rollout. With it, each token of a long rollout weighs less, so it is
-    pushed down less if the answer is wrong. `constant` divides by no length; `max_tokens` is the
-    limit of one completion, so a rollout of several turns can weigh more than 1/B. Rows without a
-    token in the mask count in B, but not in `all tokens`.
+    S is the number of rollouts in the step. With `sequence`, which here means the whole rollout,
+    each token of a long rollout weighs less, so it is pushed down less if the answer is wrong. With
+    `constant` the weight does not depend on the rollout's length; `max_tokens` is the limit of one
+    completion, so a rollout of several turns can weigh more than 1/S. Rollouts without a token in
+    the mask count in S, but not in `all tokens`.
 
-    `loss_mask` [B, N] bool; `rows`: the rollouts of this step (None: all), B is their number.
-    Returns [B, N] float32, 0 in other rows.
+    `loss_mask` [B, N] bool; `rows`: the S rollouts of this step (None: all B). Returns [B, N]
+    float32, 0 in other rows.
 
     >>> token_weights(torch.tensor([[True, True], [True, False]]), "sequence", 8)
     tensor([[0.2500, 0.2500],
@@ -170,8 +171,8 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
     As values, k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL
     if d is small. Their gradients differ; `weighted_kl` says what the loss does about it. In the
-    reward the estimate is a constant times ∇ log π: only with k1 is the result, in expectation, the
-    gradient of the KL.
+    reward the estimate has no gradient of its own and multiplies ∇ log π. The expectation of that
+    product is the gradient of the rollout's KL for k1 only.
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])
@@ -188,10 +189,11 @@ def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Ten
     The tokens were sampled from π_old, so each estimate is multiplied by the policy ratio
     ρ = π / π_old, `ratio`:
 
-        ρ k1, ρ k3      with the gradient through ρ; without ρ, k1 has the expected
-                        gradient 0 and k3 that of KL(other ‖ π)              arXiv:2512.02556
+        ρ k1, ρ k3      with the gradient through ρ                          arXiv:2512.02556
         sg[ρ] k2        sg: no gradient through ρ. E_old[ρ ∇ k2] = E_π[d ∇ log π], which is the
                         gradient of the KL                                   arXiv:2506.09477
+
+    (Without the gradient of ρ, that of k1 would be 0 on average, and that of k3 KL(other ‖ π)'s.)
 
     These are gradients of the KL of one next-token distribution, with its context fixed. How π
     changes the later contexts is not counted by any of them.
@@ -216,17 +218,18 @@ def sampler_ratio(
     """π_old / π_sampler, the weight that corrects for tokens of the sampler; no gradient.
 
         token       the ratio of each token
-        sequence    the geometric mean of the ratios in the row; does not grow with its length
-        product     the product of the ratios in the row: the exact weight of the sequence
+        geometric   the geometric mean of the ratios in the row; does not grow with its length
+        product     the product of the ratios in the row: the exact weight of the sequence, which
+                    TRL and verl call `sequence`
 
     π_old are the trainer's probabilities before the first gradient step. The sampler runs different
     kernels than the trainer, so its tokens come from a slightly different distribution
-    (https://fengyao.notion.site/off-policy-rl). Only the product leaves the expected gradient
-    unbiased, at a variance that grows with the length; runs/off_policy has the figures.
+    (https://fengyao.notion.site/off-policy-rl). Only the product without a cap leaves the expected
+    gradient unbiased, at a variance that grows with the length; runs/off_policy has the figures.
     All tensors [b, T-1].
     """
     log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
-    if level == "sequence":
+    if level == "geometric":
         log_ratio = masked_mean(log_ratio, completion_mask, dim=1).expand_as(log_ratio)
     elif level == "product":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
@@ -252,10 +255,10 @@ def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate")
 
 
 def in_band(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Which rows to keep: those whose `ratio` [b, T-1] is within [low, high]; 0 is no bound.
+    """Which tokens to keep [b, T-1]: those whose `ratio` is within [low, high]; 0 is no bound.
 
-    Rejection is separate from weighting: `ratio` is the geometric mean of the row
-    (`sampler_ratio` with level="sequence"), whatever level the weights have.
+    Rejection is separate from weighting: `ratio` is the geometric mean of the row, the same for all
+    its tokens (`sampler_ratio` with level="geometric"), whatever level the weights have.
     """
     return (ratio >= low) & (ratio <= (high or math.inf))
 

@@ -3,10 +3,11 @@
     A_i = (R_i - mean of the group) / (std of the group)      DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
-R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return cannot be
-differentiated with respect to the weights, so the min, called the surrogate, is maximized instead.
-The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
-by its importance weight.
+R_i is the return of rollout i, ρ_t the policy ratio of its token t. The return is no differentiable
+function of the model's parameters, so the min, called the surrogate, is maximized instead. The code
+also multiplies each token's term by its token weight, which turns the sum into a mean, and by its
+importance weight. In the first gradient step of an update ρ is 1 and nothing is clipped; by default
+there is only that one.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its rollout.
@@ -21,11 +22,12 @@ The default is dapo: every token counts the same, whatever the length of its rol
                size of a token's gradient and never removes it
                                                                         MiniMax-M1, arXiv:2506.13585
 
-Differences from the papers: there is no KL term unless --kl-coef is set. DAPO's dynamic sampling,
+Differences from the papers: there is no KL term unless --kl-coef is set, and then each of its terms
+is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling,
 overlong penalty and overlong filtering are flags of all algorithms: --filter-groups,
 --overlong-buffer and --mask-truncated-completions.
 
-    python train.py --algo grpo --grpo.loss-type dapo --grpo.clip-high 0.3
+    python train.py --algo grpo --grpo.loss-type cispo --num-minibatches 4
 """
 
 from dataclasses import replace
@@ -67,9 +69,9 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
     (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. Turn k is compared with turn k of the other rollouts of its group, also with those
-    whose tokens are not in the loss (`loss_mask` [B, N]): their returns were sampled too. Only PPO
-    uses `values`. Returns advantages [B, N] float32, 0 off the mask, and no value targets.
+    per turn. The mean is over turn k of all rollouts of the group, also those whose tokens are not
+    in the loss, so `loss_mask` [B, N] is not used; only PPO uses `values`. Returns advantages
+    [B, N] float32, 0 off the mask, and no value targets.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
@@ -106,12 +108,12 @@ def compute_loss(
     old_values: Tensor | None = None,
     value_targets: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Minus the clipped surrogate · w · token_weights over the sampled tokens of a micro-batch.
+    """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
-    `importance_weights` between sampler and trainer. `options` come from `with_loss_type`; the
-    last three arguments are PPO's. Returns the loss, and metrics as plain sums over
-    tokens.
+    `importance_weights` between sampler and trainer; `token_weights` are 0 where a token is not in
+    the loss. `options` come from `with_loss_type`; the last three arguments are PPO's. Returns the
+    loss, and metrics as plain sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     log_ratio = logprobs - old_logprobs
@@ -119,8 +121,7 @@ def compute_loss(
         in_loss = completion_mask & (token_weights > 0)
         mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
         log_ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0)
-    # in the first step of an update the ratio is 1 (up to rounding), so nothing is clipped, and the
-    # ratio's gradient is ∇ log π; by default an update has a single step
+    # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = log_ratio.exp()
     assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)

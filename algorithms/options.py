@@ -9,7 +9,7 @@ from typing import Literal
 
 Aggregation = Literal["token", "sequence", "constant"]  # common.token_weights
 Level = Literal["token", "sequence"]  # of the policy ratio
-WeightLevel = Literal["token", "sequence", "product"]  # common.sampler_ratio
+WeightLevel = Literal["token", "geometric", "product"]  # common.sampler_ratio
 WeightMode = Literal["truncate", "mask"]  # common.importance_weights
 KL = Literal["k1", "k2", "k3"]  # common.kl_estimate
 
@@ -22,7 +22,8 @@ class ReinforceOptions:
     """Subtracted from the return: the mean of the batch, of the group, of the other rollouts of the
     group (RLOO), or nothing."""
     normalize: bool = False
-    """Normalize advantages to mean 0 and standard deviation 1 over the batch (REINFORCE++)."""
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch (as in
+    REINFORCE++)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class GrpoOptions:
     clip_high: float | None = None
     """Clip the ratio at 1 + clip_high where the advantage is positive (cispo: everywhere)."""
     ratio_level: Level | None = None
-    """One ratio per token, or the geometric mean over the sequence."""
+    """token: one ratio per token; sequence: the geometric mean of the ratios of a rollout."""
     surrogate: Literal["min", "cispo"] | None = None
     """min: the smaller of the clipped and unclipped term; cispo: log-prob times clipped ratio."""
     aggregation: Aggregation | None = None
@@ -53,7 +54,7 @@ class PpoOptions:
     """Options of PPO."""
 
     gae_lambda: float = 0.95
-    """GAE's λ per token; 1: all later rewards count, 0: only the reward and the next value."""
+    """GAE's λ per token; 1: all later rewards count, 0: only the token's own and the next value."""
     clip: float = 0.2
     """Clip the ratio at 1 ± clip."""
     target_kl: float = 0.0

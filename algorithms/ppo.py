@@ -6,14 +6,16 @@
 
 ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
 from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. The code also
-multiplies each token's term by its token weight, which turns the sum into a mean, and the first by
-its importance weight; with --ppo.value-clip it takes the larger of two value errors.
+multiplies both terms by the token's weight, which turns the sum into a mean, and the policy term by
+its importance weight; of the value error it takes the larger of the clipped and the unclipped one,
+unless --ppo.value-clip is 0. In the first gradient step of an update ρ is 1 and nothing is clipped;
+by default there is only that one.
 
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
 both; the value loss trains the policy's layers too. λ applies per token; γ applies per turn, and
 is 1 between tokens of the same turn. After the last token V is 0, also where --max-turns or the
-context length ended the episode: these limits are part of the task. (To bootstrap with V_T, the
-last value there is, would make r_T + γ V_T its own target: for γ = 1 there is no solution.)
+context length ended the episode: these limits are part of the task, and there is no value after the
+last token to bootstrap with.
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
@@ -64,31 +66,30 @@ def compute_loss(
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
-    only. w are the `importance_weights` between sampler and trainer. `old_values` are the values
-    before the first step of the update. Returns the loss, and metrics as plain sums over
-    tokens.
+    only. w are the `importance_weights` between sampler and trainer; `token_weights` are 0 where a
+    token is not in the loss. `old_values` are the values before the first step of the update.
+    Returns the loss, and metrics as plain sums over tokens.
     """
     assert values is not None and old_values is not None and value_targets is not None
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     values = torch.where(completion_mask, values, 0.0)
-    # in the first step of an update the ratio is 1 (up to rounding), so nothing is clipped, and the
-    # ratio's gradient is ∇ log π; by default an update has a single step
+    # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    error = (values - value_targets) ** 2
+    squared_error = (values - value_targets) ** 2
     if options.value_clip:  # moving a value further than the clip no longer lowers its error
         change = (values - old_values).clamp(-options.value_clip, options.value_clip)
-        error = torch.maximum(error, (old_values + change - value_targets) ** 2)
-    per_token = -importance_weights * surrogate + options.value_coef * error / 2
+        squared_error = squared_error.maximum((old_values + change - value_targets) ** 2)
+    per_token = -importance_weights * surrogate + options.value_coef * squared_error / 2
     loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
     metrics = common.surrogate_metrics(
         ratio, logprobs, old_logprobs, advantages, completion_mask,
         options.clip, options.clip,
     )  # fmt: skip
-    metrics["value/loss"] = torch.where(completion_mask, error, 0.0).sum().item() / 2
+    metrics["value/loss"] = torch.where(completion_mask, squared_error, 0.0).sum().item() / 2
     return loss, metrics
 
 

@@ -2,14 +2,14 @@
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
-ρ_t = π(x_t) / π_old(x_t), the policy ratio, is 1 in the first step of an update; in later steps it
-corrects for tokens that an older policy sampled. REINFORCE does not clip it.
+ρ_t = π(x_t) / π_old(x_t), the policy ratio, is 1 in the first step of an update, as in Williams's
+paper; in later steps it corrects for tokens that an older policy sampled. It is not clipped.
 
-The baseline b is the mean return of the batch, that of the group, or for each rollout the mean of
-the other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740). A mean that contains the
-rollout's own return makes the expected gradient smaller, by a factor of 1 - 1/G for a group of G;
-the leave-one-out mean leaves it as it is. `normalize`
-scales the advantages as REINFORCE++ does (arXiv:2501.03262): over all tokens that are in the loss.
+The baseline b is the mean return of the batch, that of the group, for each rollout the mean of the
+other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740), or 0. A mean over n rollouts
+that contains the rollout's own return makes the expected gradient smaller by the factor 1 - 1/n;
+the leave-one-out mean leaves it as it is. `normalize` scales the advantages as REINFORCE++ does
+(arXiv:2501.03262): over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -35,9 +35,9 @@ def compute_advantages(
 
     `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
     (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. Turn k is compared with turn k of the other rollouts. `loss_mask` [B, N]: the tokens
-    that are in the loss, over which `normalize` works. Only PPO uses `values`. Returns advantages
-    [B, N] float32, 0 off the mask, and no value targets.
+    per turn. The baseline of turn k is made of turn k of the rollouts. `loss_mask` [B, N]: the
+    tokens that are in the loss, over which `normalize` works. Only PPO uses `values`. Returns
+    advantages [B, N] float32, 0 off the mask (`normalize`: off the loss mask), no value targets.
 
     >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
     >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
@@ -75,11 +75,12 @@ def compute_loss(
     old_values: Tensor | None = None,
     value_targets: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """-Σ w ρ A log π · token_weights over the sampled tokens of a micro-batch.
+    """-Σ token_weights · w · sg[ρ] · A · log π over the sampled tokens of a micro-batch.
 
     All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
-    `importance_weights` between sampler and trainer; the last three arguments are PPO's. Returns
-    the loss, and metrics as plain sums over tokens.
+    `importance_weights` between sampler and trainer; `token_weights` are 0 where a token is not in
+    the loss; sg[ρ]: no gradient through ρ. The last three arguments are PPO's. Returns the loss,
+    and metrics as plain sums over tokens.
     """
     logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
     ratio = (logprobs.detach() - old_logprobs).exp()

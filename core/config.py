@@ -107,8 +107,8 @@ class AlgorithmOptions:
     kl_in: Literal["loss", "reward"] = "loss"
     # Cap of the importance weights between sampler and trainer; 0: no importance weights.
     tis_cap: float = 2.0
-    # token: one importance weight per token; sequence: the geometric mean of a sequence; product:
-    # the product over a sequence, which alone is unbiased.
+    # token: one importance weight per token; geometric: the geometric mean over a sequence;
+    # product: the product over a sequence (TRL's and verl's "sequence"), unbiased without a cap.
     tis_level: WeightLevel = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
     tis_mode: Literal["truncate", "mask"] = "truncate"
@@ -292,6 +292,8 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield ("--kl-in reward: GRPO divides by the standard deviation of the rewards, so in a "
                "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
                "--kl-in loss, --grpo.scale-rewards none, or another algorithm")  # fmt: skip
+    if cfg.sft_best and cfg.ppo.value_warmup:
+        yield "--ppo.value-warmup trains the value head alone, --sft-best the policy; remove one"
     if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
         yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:

@@ -222,7 +222,7 @@ SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
     "level, want",
     [  # 0.3/0.2, 0.2/0.4, 0.9/0.1; the geometric mean of all three, and of the two that count
         ("token", [1.5, 0.5, 9.0, 1.5, 0.5]),
-        ("sequence", [6.75 ** (1 / 3)] * 3 + [math.sqrt(0.75)] * 2),
+        ("geometric", [6.75 ** (1 / 3)] * 3 + [math.sqrt(0.75)] * 2),
     ],
 )
 @pytest.mark.parametrize("junk", [1.0, 0.0, NAN])  # its logarithms: 0, -inf, nan
@@ -237,7 +237,8 @@ def test_sampler_ratio_is_trainer_over_sampler(level, want, junk):
 def test_sampler_ratio_of_a_sequence_does_not_grow_with_its_length():
     short, long = torch.full((1, 2), 0.1), torch.full((1, 2000), 0.1)
     ratios = [
-        sampler_ratio(x, torch.zeros_like(x), x > 0, "sequence")[0, 0].item() for x in (short, long)
+        sampler_ratio(x, torch.zeros_like(x), x > 0, "geometric")[0, 0].item()
+        for x in (short, long)
     ]
     assert ratios == pytest.approx([math.exp(0.1)] * 2, abs=1e-5)
 

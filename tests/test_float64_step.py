@@ -64,7 +64,7 @@ def draw_settings(seed):
         "mask_truncated_completions": draw.choice([False, True]),
     }
     if options["tis_cap"]:
-        options["tis_level"] = draw.choice(["token", "sequence"])
+        options["tis_level"] = draw.choice(["token", "geometric"])
         options["tis_mode"] = draw.choice(["truncate", "mask"])
     if draw.random() < 0.6:
         options |= {"kl_coef": 0.1, "kl_estimator": draw.choice(["k1", "k2", "k3"])}
@@ -269,7 +269,7 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
                 "token": 1 / total_kept, "sequence": 1 / (len(rollouts) * sum(kept[i])),
                 "constant": 1 / (len(rollouts) * MAX_TOKENS),
             }[aggregation]  # fmt: skip
-            gap = mean(gaps) if cfg.tis_level == "sequence" else gaps[t]
+            gap = mean(gaps) if cfg.tis_level == "geometric" else gaps[t]
             w = 2.718281828459045**gap
             if cfg.tis_cap == 0:
                 w = 1.0

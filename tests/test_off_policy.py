@@ -30,7 +30,7 @@ def test_the_product_of_the_ratios_has_the_gradient_of_the_policy(noise):
     [
         ("token", 0, "truncate", 0, 0, 0),
         ("token", NO_LIMIT, "truncate", 0, 0, 0),
-        ("sequence", NO_LIMIT, "truncate", 0, 0, 0),
+        ("geometric", NO_LIMIT, "truncate", 0, 0, 0),
         ("product", 1.05, "truncate", 0, 0, 0),
         ("product", NO_LIMIT, "truncate", 0.95, 1.05, 0),
         ("product", NO_LIMIT, "truncate", 0, 0, 0.01),
@@ -59,7 +59,7 @@ def test_the_gradient_is_that_of_the_expected_return_by_finite_differences():
 def test_ratios_of_the_three_levels_by_hand():
     old = torch.tensor([[0.5, 0.25, 1.0]]).log()
     sampler, mask = torch.tensor([[0.25, 0.5, 0.1]]).log(), torch.tensor([[True, True, False]])
-    for level, want in (("token", [2, 0.5]), ("sequence", [1, 1]), ("product", [1, 1])):
+    for level, want in (("token", [2, 0.5]), ("geometric", [1, 1]), ("product", [1, 1])):
         got = sampler_ratio(old, sampler, mask, level)[0, :2].tolist()
         assert got == pytest.approx(want), level
     one_sided = sampler_ratio(old, old - 0.5, mask, "product")[0, 0].item()

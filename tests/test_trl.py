@@ -334,12 +334,12 @@ def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, wei
     rollouts = draw()
     vllm = {"mode": "sequence_mask", "clip_max": None}
     theirs = scored(make_trainer(folder, weights, rollouts, vllm=vllm))
-    cfg = our_config(tis_cap=2.0, tis_level="sequence", num_minibatches=2)
+    cfg = our_config(tis_cap=2.0, tis_level="geometric", num_minibatches=2)
     update = batching.to_rollout_batch(rollouts)
     policy = our_run(cfg, folder, weights)[0]
     old, _ = train.score_logprobs(policy, update, cfg.temperature)
     mask = update.completion_mask
-    ours = common.sampler_ratio(old, update.sampler_logprobs, mask, "sequence")[:, :1]
+    ours = common.sampler_ratio(old, update.sampler_logprobs, mask, "geometric")[:, :1]
     product = mask.sum(1, keepdim=True) * ours.log()
     assert product.std() > 1
     torch.testing.assert_close(

@@ -122,8 +122,8 @@ class Gymnasium(Env):
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation
         last = len(self.game.actions) - 1
-        # Mostly the last action, so that a policy warm-started on more guesses than good play prefers
-        # it. Drawn here, once per turn, so that `demonstrate` has no effect on the random draws.
+        # Mostly the last action, which a policy then prefers that saw more guesses than good play.
+        # Drawn here, once per turn, so that `demonstrate` has no effect on the random draws.
         self.hasty_action = self.rng.choice((last, last, last, self.rng.randint(0, last)))
         line = format_observation(self.game, observation)
         return f"{system_prompt(self.game)}\n{line}" if with_rules else line

@@ -29,7 +29,7 @@ ESTIMATORS = {
     "no correction": ("token", 0, "truncate", 0, 0, 0),
     "token TIS: `--tis-cap 2`": ("token", 2, "truncate", 0, 0, 0),
     "token MIS, IcePop: `--tis-mode mask`": ("token", 2, "mask", 0, 0, 0),
-    "geometric mean: `--tis-level sequence`": ("sequence", 2, "truncate", 0, 0, 0),
+    "geometric mean: `--tis-level geometric`": ("geometric", 2, "truncate", 0, 0, 0),
     "sequence TIS: `--tis-level product`": ("product", 2, "truncate", 0, 0, 0),
     "sequence TIS, `--tis-cap 1000`": ("product", 1000, "truncate", 0, 0, 0),
     "sequence MIS: `--tis-level product --tis-mode mask`": ("product", 2, "mask", 0, 0, 0),
@@ -96,7 +96,7 @@ class Chain:
         mask = torch.ones_like(old, dtype=torch.bool)
         ratio = common.sampler_ratio(old, self.sampler_logprobs, mask, level)
         weights = common.importance_weights(ratio, cap, mode)
-        mean = common.sampler_ratio(old, self.sampler_logprobs, mask, "sequence")
+        mean = common.sampler_ratio(old, self.sampler_logprobs, mask, "geometric")
         kept = common.in_band(mean, low, high)
         if opsm:
             kept &= common.not_stale(old, self.sampler_logprobs, self.advantages(), mask, opsm)
