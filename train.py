@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from algorithms import common, grpo, ppo, reinforce, sft
-from core import config, distributed, selection, tasks, warm_cache
+from core import config, distributed, selection, tasks
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.evaluation import evaluate
 from core.memory import probe_peak_memory
@@ -195,25 +195,24 @@ def warm_start(cfg: Config, run: Run) -> None:
     """Supervised steps on demonstrations, so that the policy can do the task at all.
 
     A fraction `cfg.sft_hasty` of the demonstrations are guesses in the right format; the others
-    work the answer out. RL can then learn to prefer working it out.
+    work the answer out. RL can then learn to prefer working it out. The model "tiny" was made in
+    this way; "tiny-random" needs it.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
-    if not warm_cache.reuse(cfg, run, envs):
-        with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
-            logged_at = perf_counter()
-            for step in range(run.progress["sft_step"], cfg.sft_steps):
-                run.interrupt.check()
-                run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
-                drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-                demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
-                loss = sft_step(cfg, run, demonstrations)
-                run.progress["sft_step"] = step + 1
-                phase.advance(f"loss {loss:.3f}")
-                if is_due(step + 1, 20, cfg.sft_steps):
-                    record = {"sft_step": step + 1, "sft/loss": loss}
-                    run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
-                    logged_at = perf_counter()
-        warm_cache.keep(cfg, run, envs)
+    with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
+        logged_at = perf_counter()
+        for step in range(run.progress["sft_step"], cfg.sft_steps):
+            run.interrupt.check()
+            run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
+            drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
+            demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
+            loss = sft_step(cfg, run, demonstrations)
+            run.progress["sft_step"] = step + 1
+            phase.advance(f"loss {loss:.3f}")
+            if is_due(step + 1, 20, cfg.sft_steps):
+                record = {"sft_step": step + 1, "sft/loss": loss}
+                run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
+                logged_at = perf_counter()
     run.optimizer.release()
     run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)  # with new moments
     run.sampler.sync()

@@ -24,7 +24,8 @@ from core.types import UsageError
 class ModelOptions:
     """The model that is trained."""
 
-    # Hub id or folder; tiny: a Qwen3 with 0.8M random weights drawn from --seed.
+    # Hub id or folder; tiny: a Qwen3 with 0.84M weights that comes with picoRL, pretrained on
+    # demonstrations; tiny-random: the same with random weights.
     model_id: str = "tiny"
     # Run the Python code that comes with --model-id. Read from the command line only.
     trust_remote_code: bool = False
@@ -131,14 +132,12 @@ class AlgorithmOptions:
 class WarmStartOptions:
     """Supervised fine-tuning (SFT) on demonstrations before RL."""
 
-    sft_steps: int | None = None  # Number of SFT steps; None: 800 for tiny, otherwise 0.
+    sft_steps: int = 0  # Number of SFT steps; 0: no warm start.
     sft_batch_size: int = 32  # Demonstrations per SFT step.
     # Fraction of demonstrations that guess the answer; the others show how to work it out.
     sft_hasty: float = 0.6
     # Peak learning rate of SFT; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 otherwise.
     sft_lr: float | None = None
-    # Reuse the cached warm start of tiny with the same settings; --no-cache: train it again.
-    cache: bool = True
 
 
 @dataclass(frozen=True)
@@ -190,16 +189,16 @@ class Config(
     if TYPE_CHECKING:  # resolve() replaces None by a value in these
         lr: float = 0.0
         sft_lr: float = 0.0
-        sft_steps: int = 0
         max_tokens: int = 0
         max_model_len: int = 0
         credit: Literal["episode", "turn"] = "episode"
 
 
+TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 ALGORITHMS = ("reinforce", "grpo", "ppo")  # those with options of their own
 COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")  # never read from a file
 FREE_ON_RESUME = {  # settings that a resumed run may change
-    *("num_updates", "save_every", "track", "stop_on", "cache", "run_name", *COMMAND_LINE_ONLY),
+    *("num_updates", "save_every", "track", "stop_on", "run_name", *COMMAND_LINE_ONLY),
     # These change the rounding of sums; a machine with less memory may require it.
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "gpu_memory_utilization"),
 }
@@ -225,11 +224,10 @@ def resolve(cfg: Config) -> Config:
 
     `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it.
     """
-    tiny, lora = cfg.model_id == "tiny", cfg.lora_rank > 0
+    tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     defaults: dict[str, Any] = {
         "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
-        "sft_steps": 800 if tiny and cfg.sampler != "openai" else 0,
         "max_tokens": 64 if tiny else 1024,
         "max_tokens_per_micro_batch": 2048 if tiny else None,
         "credit": "turn" if cfg.algo == "ppo" else "episode",

@@ -1,4 +1,4 @@
-"""Load a policy: a Hugging Face Hub id, a local folder, or `tiny` (built by core/tiny.py).
+"""Load a policy: a Hugging Face Hub id, a local folder, `tiny` or `tiny-random` (core/tiny.py).
 
     policy = load_policy("Qwen/Qwen3-0.6B", lora_rank=32)
     hidden = policy.hidden_states(input_ids)    # [B, T] int64 -> [B, T, D]
@@ -25,8 +25,9 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
 from core.chat_template import end_of_turn_id
+from core.config import TINY
 from core.prefix_sharing import ATTENTION, PackedGroups
-from core.tiny import save_tiny
+from core.tiny import write_tiny
 from core.types import UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -151,19 +152,20 @@ def load_policy(
     tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
 ) -> Policy:
-    """Loads `model_id`: a Hub id, a folder, or "tiny", written to `tiny_folder` unless that exists.
+    """Loads `model_id`: a Hub id, a folder, "tiny" or "tiny-random".
 
-    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the
-    model's own limit. `seed` determines the weights of tiny and of the adapters. Raises UsageError,
-    in one line, if the model cannot be loaded or the device does not exist.
+    The last two are written to `tiny_folder` unless that exists. `lora_rank` 0 trains all weights;
+    `lora_alpha` 0 means twice the rank. `max_length` lowers the model's own limit. `seed`
+    determines all random weights. Raises UsageError, in one line, if the model cannot be loaded or
+    the device does not exist.
     """
     torch_device = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
-    if model_id == "tiny":
+    if model_id in TINY:
         if not Path(tiny_folder).exists():
             unfinished = Path(tiny_folder).with_name(".part-tiny")
-            save_tiny(unfinished, seed)
+            write_tiny(model_id, unfinished, seed)
             os.rename(unfinished, tiny_folder)  # an interrupted run leaves no half-written model
         model_id = str(tiny_folder)
     base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code)

@@ -1,28 +1,47 @@
-"""`tiny`: a Qwen3 model with 0.8 million random weights, which needs no download.
+"""Two models that need no download: a Qwen3 with 0.84 million weights.
 
-Its tokenizer has one token per byte, so that the model can spell, plus some common words.
+tiny          pretrained on demonstrations of the environments; core/tiny_weights/README.md has the
+              recipe, and what it can do
+tiny-random   the same model with random weights: a warm start (--sft-steps 800) must come first
+
+The tokenizer has one token per byte, so that the model can spell, and common words of the
+environments' texts (runs/pretrain_tiny/tokenizer.py).
 """
 
 import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-WORDS = """
-How What Which Count Reply Write Play Move Find Answer The You Your Work it is are the an of in on
-to by for from with and or not out then end many much your you that this as at one two three each
-all letter letters word words number answer page link board row column turn game choose move left
-right up down state reward count reply write reverse order next start target
-""".split()
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+PRETRAINED = Path(__file__).parent / "tiny_weights"
 
 
-def save_tiny(folder: str | os.PathLike[str], seed: int) -> None:
-    """Writes tiny's weights (determined by `seed`), config and tokenizer to `folder`."""
+def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None:
+    """Writes the weights, config and tokenizer of "tiny" or "tiny-random" to the new `folder`.
+
+    `seed` decides the random weights.
+    """
+    if model_id == "tiny":
+        shutil.copytree(PRETRAINED, folder, ignore=shutil.ignore_patterns("README.md"))
+    else:
+        _save_random(folder, seed)
+
+
+@cache
+def tiny_tokenizer() -> Any:
+    """The tokenizer of both, which encodes and decodes any text.
+
+    >>> tiny_tokenizer().tokenize('How many r in "cherry"?')
+    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ"', 'c', 'h', 'e', 'r', 'r', 'y', '"?']
+    """
+    return AutoTokenizer.from_pretrained(PRETRAINED)
+
+
+def _save_random(folder: str | os.PathLike[str], seed: int) -> None:
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # rounded up to a multiple of 64
@@ -44,30 +63,3 @@ def save_tiny(folder: str | os.PathLike[str], seed: int) -> None:
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of all 256 bytes and of WORDS, which encodes and decodes any text.
-
-    >>> tokenizer = tiny_tokenizer()
-    >>> tokenizer.tokenize('How many r in "cherry"?')
-    ['How', 'Ġmany', 'Ġ', 'r', 'Ġin', 'Ġ', '"', 'c', 'h', 'e', 'r', 'r', 'y', '"', '?']
-    """
-    words = [w if w[0].isupper() else f"Ġ{w}" for w in WORDS]  # Ġ is the space before a word
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
-    ids = {token: i for i, token in enumerate(tokens)}
-    # There are no merges: a word that is no token of its own is split into bytes.
-    core = Tokenizer(models.BPE(vocab=ids, merges=[], ignore_merges=True))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tags = ["<answer>", "</answer>", "<think>", "</think>"]
-    core.add_tokens([AddedToken(tag, normalized=False) for tag in tags])
-    special = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    core.add_special_tokens([AddedToken(token, special=True) for token in special])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        eos_token="<|end|>",
-        pad_token="<|pad|>",
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )

@@ -59,10 +59,10 @@ def make_run(
 
 
 def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, int]:
-    """Run train.py without the cache of warm starts. Returns the run's folder and the seconds."""
+    """Runs train.py. Returns the run's folder and the seconds."""
     run = ROOT / "runs" / run_name
     shutil.rmtree(run, ignore_errors=True)
-    command = [sys.executable, *script.split(), *flags.split(), "--no-cache"]
+    command = [sys.executable, *script.split(), *flags.split()]
     started = time.monotonic()
     subprocess.run([*command, "--run-name", run_name], cwd=ROOT, check=True)
     return run, round(time.monotonic() - started)
