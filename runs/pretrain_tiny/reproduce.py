@@ -2,10 +2,10 @@
 
     python runs/pretrain_tiny/reproduce.py      # writes core/tiny_weights: about 40 minutes
 
-It is the warm start of train.py with several environments at once. Three demonstrations in five are
-hasty guesses in the right format; the others work the answer out. So tiny guesses by default, can do
-better, and RL has something to find. Demonstrations never show a held-out task, except in the
-environments that have a few openings only (environments/README.md).
+It is the warm start of train.py with several environments at once. Three demonstrations in five
+are hasty guesses in the right format; the others work the answer out. So tiny guesses by default,
+can do better, and RL has something to find. Demonstrations never show a held-out task, except in
+the environments that have a few openings only (environments/README.md).
 """
 
 import shutil
