@@ -154,7 +154,8 @@ def main(cfg: Config) -> int:
             # 6. Evaluate, log, save
             metrics["time/rollout_s"] = sampled_at - started
             metrics["time/train_s"] = trained_at - sampled_at
-            if is_due(update, cfg.eval_every, cfg.num_updates):
+            early = update < cfg.eval_every and is_due(update, cfg.eval_every // 5, 0)
+            if early or is_due(update, cfg.eval_every, cfg.num_updates):
                 metrics |= evaluate(cfg, run, update)
             # True after a warning that --stop-on names, or many updates without finite gradients
             stop = run.log(update, metrics, sampled)

@@ -144,7 +144,8 @@ class WarmStartOptions:
 class EvaluationOptions:
     """Greedy evaluation on held-out tasks."""
 
-    # Updates between evaluations; 0: only before the first and after the last update.
+    # Updates between evaluations, at first a fifth of that; 0: only before the first and after the
+    # last update.
     eval_every: int = 10
     # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
     eval_num_tasks: int = 256

@@ -94,10 +94,13 @@ class RolloutCollector:
 
         return self._play(tasks, respond)
 
-    def demonstrate(self, tasks: list[Task]) -> list[Rollout]:
-        """Plays each task with the environment's own demonstrations; single-agent ones only."""
+    def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
+        """Plays each task with the environment's own demonstrations; single-agent ones only.
+
+        `trivial`: with the environment's trivial player instead.
+        """
         return self._play(
-            tasks, lambda waiting, _: [self._demonstration(episode) for episode, _ in waiting]
+            tasks, lambda waiting, _: [self._demonstration(e, trivial) for e, _ in waiting]
         )
 
     def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
@@ -138,12 +141,13 @@ class RolloutCollector:
                 episode.agents[name] = agent
         return episode
 
-    def _demonstration(self, episode: Episode) -> Completion | None:
+    def _demonstration(self, episode: Episode, trivial: bool) -> Completion | None:
         with _contain_failure(episode):
             text = None
             if isinstance(episode.env, _SingleAgentEnv):
+                env = episode.env.env
                 with time_limit(self.env_timeout):
-                    text = episode.env.env.demonstrate(hasty=episode.task.hasty)
+                    text = env.trivial() if trivial else env.demonstrate(episode.task.hasty)
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
             ids = self.policy.tokenizer.encode(text, add_special_tokens=False)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
@@ -23,6 +24,7 @@ from core.sampler import Sampler, TorchSampler
 from core.types import Rollout, Stopped, UsageError
 
 RUNS = Path("runs")
+MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
 
@@ -42,6 +44,8 @@ class Run:
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # what warnings read
     stopped: bool = False  # ended before the last update
+    opened_at: float = field(default_factory=perf_counter)
+    page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
 
     @property
     def next_update(self) -> int:
@@ -78,6 +82,8 @@ class Run:
         if warnings:
             record["warnings"] = warnings
         self.run_log.log(record)
+        if update > 0 and any(name.startswith("eval/") for name in record):
+            self._write_pages()
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
         return self.stopped
@@ -86,6 +92,16 @@ class Run:
         """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
         if distributed.rank() == 0 and self.progress["skipped_in_a_row"] == 0:
             checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+
+    def _write_pages(self) -> None:
+        """Writes report.html and curves.png, unless that takes more than 3% of the run's time."""
+        spent, longest = sum(self.page_seconds), max(self.page_seconds, default=0.0)
+        started = perf_counter()
+        too_long = spent + longest > MAX_PAGES * (started - self.opened_at)
+        if distributed.rank() > 0 or (self.page_seconds and too_long):
+            return
+        write_pages(self.folder, run_dir.config_to_dict(self.cfg))
+        self.page_seconds.append(perf_counter() - started)
 
     def _stops_on(self, warnings: list[str]) -> bool:
         named = [w for w in warnings if w in self.cfg.stop_on or "any" in self.cfg.stop_on]
@@ -193,6 +209,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         sampler.say = display.say
         for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
             display.say(line)
+        display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
         collector = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
         history = [diagnostics.warning_inputs(record) for record in records]
         yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,

@@ -70,6 +70,14 @@ class Env(ABC):
         """
         return None
 
+    def trivial(self) -> str | None:
+        """Returns the response of a player who does not think, such as a constant answer.
+
+        Evaluations show its accuracy beside the policy's, which means little below it. None if the
+        environment has no such player.
+        """
+        return None
+
 
 class MultiAgentEnv(ABC):
     """A task for several agents. Agents that are absent from a dict are not asked to act."""

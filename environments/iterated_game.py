@@ -155,6 +155,10 @@ class AgainstRule(Env):
         ]
         return f"{', '.join(sums)} <choice>{best}</choice>"
 
+    def trivial(self) -> str:
+        """Always cooperates."""
+        return f"<choice>{COOPERATE}</choice>"
+
 
 class SelfPlay(MultiAgentEnv):
     """Two agents that choose at the same time: `row` and `column`."""

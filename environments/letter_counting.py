@@ -114,6 +114,10 @@ class LetterCounting(Env):
                 spelled.append(letter)
         return f"{' '.join(spelled)} {_answer(self.counts)}"
 
+    def trivial(self) -> str:
+        """Always answers 1."""
+        return _answer(dict.fromkeys(self.counts, 1))
+
 
 def score(response: str, counts: dict[str, int]) -> float:
     """Returns the reward of `response`; `counts` holds the correct answer.

@@ -104,6 +104,10 @@ class MathQA(Env):
             return None
         return f"{self.problem.working} <answer>{self.problem.answer}</answer>".lstrip()
 
+    def trivial(self) -> str:
+        """Always answers 12, the most common answer of level 1."""
+        return "<answer>12</answer>"
+
 
 @functools.lru_cache(maxsize=4)
 def load(data: str) -> tuple[list[Problem], list[Problem]]:

@@ -85,6 +85,10 @@ class AgainstOpponent(Env):
         best = max(best_moves(self.board, "X"), key=lambda c: _value_vs_random(self.board, c))
         return f"X wins: {x_wins}. O wins: {o_wins}. <move>{best}</move>"
 
+    def trivial(self) -> str:
+        """Takes the first free cell."""
+        return f"<move>{free(self.board)[0]}</move>"
+
     def _reply(self) -> int:
         choices = best_moves(self.board, "O") if self.perfect else free(self.board)
         cell = self.rng.choice(choices)

@@ -27,13 +27,17 @@ SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 def draw_curves(path: Path, records: list[Record], title: str) -> None:
     """Draws accuracy, reward, completion length and a fourth panel: the metrics of the environment
-    (info/*) or else the loss of the warm start. Thin vertical lines mark warnings."""
+    (info/*) or else the loss of the warm start. Thin vertical lines mark warnings. The file is
+    replaced as a whole."""
     updates = [r for r in records if "reward/mean" in r]
     warm_start = [r for r in records if "sft/loss" in r]
     info = sorted({k for r in updates for k in r if k.startswith("info/")})
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
-        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, ha="left")
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7))
+        # not layout="constrained", which draws everything twice
+        figure.subplots_adjust(left=0.055, right=0.985, top=0.87, bottom=0.075, hspace=0.36,
+                               wspace=0.13)  # fmt: skip
+        figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, y=0.98, ha="left")
         _draw_accuracy(axes[0, 0], records)
         _draw_metrics(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
         _draw_metrics(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
@@ -45,7 +49,9 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
             axes[1, 1].plot(steps, losses, color=PURPLE)
             _label(axes[1, 1], "Warm start: loss, nats per token", "step")
         _mark_warnings(list(axes.flat)[: 4 if info else 3], records)
-        figure.savefig(path, dpi=110)
+        part = path.with_name(f".part-{path.name}")
+        figure.savefig(part, dpi=110, format="png")
+        part.replace(path)
         plt.close(figure)
 
 
@@ -66,6 +72,11 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
         axis.fill_between(updates, low, high, color=color, alpha=0.18, linewidth=0)
         label = name.removeprefix("eval/")
         axis.plot(updates, values, color=color, marker="o", markersize=4, label=label)
+        if (trivial := evaluated[0].get(f"{name}/trivial")) is not None:
+            axis.axhline(trivial, color=color, linewidth=1.2, linestyle="--")
+            axis.annotate(f"trivial player {trivial:.2f}", (updates[-1], trivial), (0, 4),
+                          textcoords="offset points", ha="right", fontsize=9,
+                          color=color)  # fmt: skip
         for i, offset in ((0, (10, -3)), (-1, (-8, -20))):
             axis.annotate(
                 f"{values[i]:.2f}", (updates[i], values[i]), offset, textcoords="offset points",

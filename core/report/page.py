@@ -147,6 +147,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
 def _evaluation(env: str, record: Record) -> Record:
     names = {"accuracy": "accuracy", "low": "ci_low", "high": "ci_high"}
     numbers = {key: _number(record[f"eval/{env}/{name}"]) for key, name in names.items()}
+    numbers["trivial"] = _number(record.get(f"eval/{env}/trivial"))
     return {"update": record["update"], **numbers}
 
 

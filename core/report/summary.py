@@ -58,7 +58,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     records = read_records(run_dir / METRICS)
     lines = [
         f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
-        f"{describe(env, last)} after {last['update']} updates{_p_value(env, last)}"
+        f"{describe(env, last)} after {last['update']} updates{_comparisons(env, last)}"
         for env, first, last in before_after(records)
     ]
     for name, updates, message in logged_warnings(records):
@@ -70,9 +70,11 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     return [*lines, f"next: python train.py {shlex.join(flags)}"]
 
 
-def _p_value(env: str, last: Record) -> str:
-    p = last.get(f"eval/{env}/p_value")
-    return "" if p is None else f"  (McNemar, the same tasks: p = {p:.1g})"
+def _comparisons(env: str, last: Record) -> str:
+    p, trivial = last.get(f"eval/{env}/p_value"), last.get(f"eval/{env}/trivial")
+    parts = [] if p is None else [f"McNemar, the same tasks: p = {p:.1g}"]
+    parts += [] if trivial is None else [f"trivial player: {trivial:.2f}"]
+    return f"  ({'; '.join(parts)})" if parts else ""
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:

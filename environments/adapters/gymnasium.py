@@ -119,6 +119,10 @@ class Gymnasium(Env):
             return None
         return self.game.actions[self.game.play(self.observation)]
 
+    def trivial(self) -> str:
+        """Always takes the last action."""
+        return self.game.actions[-1]
+
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation
         last = len(self.game.actions) - 1
