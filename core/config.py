@@ -149,6 +149,8 @@ class EvaluationOptions:
     eval_every: int = 10
     # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
     eval_num_tasks: int = 256
+    # Also sample this many answers per held-out task at --temperature (pass@1, pass@k); 0: none.
+    eval_samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,15 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
     max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
     gpu_memory_utilization""".split()
 NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
-    reject_low reject_high opsm
-    train_difficulty eval_every eval_num_tasks save_every top_k entropy_coef kl_coef filter_groups
+    reject_low reject_high opsm train_difficulty eval_every eval_num_tasks eval_samples
+    save_every top_k entropy_coef kl_coef filter_groups
     overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
     ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
 FRACTIONS = "sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda".split()
 NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
     "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
     "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",
+    "eval_samples": "eval_num_tasks",
 }  # fmt: skip
 MAX_SEED = 2**32 - 1
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255

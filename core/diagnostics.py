@@ -1,4 +1,4 @@
-"""Seven warnings about training that goes wrong, computed from the metrics alone.
+"""Eight warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
@@ -44,7 +44,12 @@ WARNINGS = {
         "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns (a"
         " base model without a chat template often does not)",
     ),
+    "adapters_unchanged": (
+        "LoRA adapters are still exactly 0 after gradient steps: their layers do not learn",
+        "--lora-rank 0, or another model: some of its layers do not take part in its output",
+    ),
 }
+FIRST_LOOK = 3  # updates after which groups without any spread raise a warning
 WINDOW = 5  # a metric is judged by its mean over this many updates
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
@@ -58,7 +63,7 @@ MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
 INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
-    gap/logprob_max length/hit_token_limit""".split()
+    gap/logprob_max length/hit_token_limit lora/zero_fraction update/steps""".split()
 
 
 def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
@@ -94,10 +99,11 @@ def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, s
         "entropy_collapse": _entropy_collapse(_first_updates(records, WINDOW), recent),
         "reward_without_accuracy": _accuracy_fell(records) or _training_accuracy_fell(records),
         "weights_at_cap": _weights_at_cap(recent),
-        "dead_groups": _dead_groups(recent) if by_group else "",
+        "dead_groups": (_never_spread(records) or _dead_groups(recent)) if by_group else "",
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
         "never_stops": _never_stops(recent),
+        "adapters_unchanged": _adapters_unchanged(recent),
     }
     return {name: f"{found}; try {WARNINGS[name][1]}" for name, found in findings.items() if found}
 
@@ -170,6 +176,16 @@ def _dead_groups(recent: list[Record]) -> str:
     return ""
 
 
+def _never_spread(records: list[Record]) -> str:
+    """Since the first update no group had different returns, and not because all were right."""
+    updates = [r for r in records if (r.get("update") or 0) > 0]
+    spread = [r for r in updates if _finite(r, "groups/zero_std_fraction") != 1]
+    solved = [r for r in updates if _finite(r, "groups/all_right") == 1]
+    if len(updates) < FIRST_LOOK or spread or solved:
+        return ""
+    return f"in all {len(updates)} updates so far, the returns within each group were equal"
+
+
 def _kl_runaway(recent: list[Record]) -> str:
     for name, limit, what in (
         ("kl/approx", MAX_KL_UPDATE, "per update"),
@@ -195,6 +211,13 @@ def _sampler_gap(recent: list[Record]) -> str:
 def _never_stops(recent: list[Record]) -> str:
     cut = _mean(recent, "length/hit_token_limit")
     return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
+
+
+def _adapters_unchanged(recent: list[Record]) -> str:
+    steps, zero = _values(recent, "update/steps"), _values(recent, "lora/zero_fraction")
+    if not (steps and zero and min(steps) >= 1 and zero[-1] > 0):
+        return ""
+    return f"{zero[-1]:.0%} of the adapters are still 0"
 
 
 def _first_updates(records: list[Record], number: int) -> list[Record]:

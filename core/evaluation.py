@@ -2,11 +2,14 @@
 
 import statistics
 import time
+from dataclasses import replace
 
 from core import metrics, selection, tasks
 from core.config import Config
 from core.run import Run
 from core.sampler import SamplingParams
+from core.seeds import EVALUATION, derive_seed
+from core.types import Rollout
 from environments import make
 from environments.base import Env
 
@@ -16,45 +19,54 @@ LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl
 def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     """Samples one greedy rollout for each held-out task. Returns the metrics by name.
 
-    An episode whose environment failed counts as wrong. `eval/<env>/trivial` is the accuracy of the
-    environment's trivial player on the same tasks.
+    An episode whose environment failed counts as wrong. core/README.md says what each metric means.
     """
     if cfg.eval_num_tasks == 0:
         return {}
+    started = time.perf_counter()
     envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
     held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
-    started = time.perf_counter()
-    params = SamplingParams(cfg.max_tokens, temperature=0.0)
-    with run.display.phase("evaluation", cfg.max_tokens) as phase, run.sampler:
-        rollouts = run.collector.collect(
-            held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
-        )
+    rollouts = sample(run, held_out, SamplingParams(cfg.max_tokens, temperature=0.0))
     selection.drop_failed(rollouts, run.say)  # warns about failed ones
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)
+    if cfg.eval_samples:
+        repeated = [replace(task, group_id=i) for i, task in enumerate(held_out)
+                    for _ in range(cfg.eval_samples)]  # fmt: skip
+        seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
+        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        results |= metrics.pass_at_k(sample(run, repeated, params))
     for env in envs:
-        episodes = sum(rollout.env == env for rollout in rollouts)
-        right = {f"{r.seed} {r.agent}" for r in rollouts if r.env == env and r.info.get("correct")}
-        first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))
-        results[f"eval/{env}/p_value"] = metrics.mcnemar(set(first), right)
-        trivial = run.progress.setdefault("trivial", {})
-        if env not in trivial:
-            trivial[env] = trivial_accuracy(run, [task for task in held_out if task.env == env])
-        if trivial[env] is not None:
-            results[f"eval/{env}/trivial"] = trivial[env]
-        openings = results[f"eval/{env}/openings"]
-        few = f"  ({episodes} episodes from {openings} openings)" if openings < episodes else ""
-        if openings == 1 < episodes:
-            few = f"  ({episodes} episodes of one task, which is also that of training)"
+        results |= comparisons(run, held_out, env, [r for r in rollouts if r.env == env])
         line = f"held-out accuracy at update {update}: {metrics.describe(env, results)}  {env}"
-        run.say(line + few)
+        run.say(line + metrics.few_openings(env, results, len(held_out) // len(envs)))
     return results | {"time/eval_s": time.perf_counter() - started}
 
 
-def trivial_accuracy(run: Run, held_out: list[tasks.Task]) -> float | None:
-    """The accuracy of the environment's trivial player; None if it has none."""
-    env = make(held_out[0].env)
-    if not isinstance(env, Env) or type(env).trivial is Env.trivial:
-        return None
-    rollouts = run.collector.demonstrate(held_out, trivial=True)
-    return statistics.fmean(bool(rollout.info.get("correct")) for rollout in rollouts)
+def sample(run: Run, held_out: list[tasks.Task], params: SamplingParams) -> list[Rollout]:
+    """One rollout for each task."""
+    with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
+        return run.collector.collect(
+            held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
+        )
+
+
+def comparisons(
+    run: Run, held_out: list[tasks.Task], env: str, rollouts: list[Rollout]
+) -> dict[str, float]:
+    """The p-value against the first evaluation, and the accuracy of the trivial player.
+
+    Both are of the same tasks. Environments without a trivial player have no second metric.
+    """
+    right = {f"{r.seed} {r.agent}" for r in rollouts if r.info.get("correct")}
+    first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))
+    results = {f"eval/{env}/p_value": metrics.mcnemar(set(first), right)}
+    player = make(env)
+    if isinstance(player, Env) and type(player).trivial is not Env.trivial:
+        trivial = run.progress.setdefault("trivial", {})
+        if env not in trivial:
+            same = [task for task in held_out if task.env == env]
+            played = run.collector.demonstrate(same, trivial=True)
+            trivial[env] = statistics.fmean(bool(r.info.get("correct")) for r in played)
+        results[f"eval/{env}/trivial"] = trivial[env]
+    return results

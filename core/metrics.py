@@ -172,6 +172,28 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     return metrics
 
 
+def pass_at_k(rollouts: list[Rollout]) -> dict[str, float]:
+    """The fraction of correct rollouts, and of groups with a correct one, by environment."""
+    by_env: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for rollout in rollouts:
+        by_env[rollout.env][rollout.group_id].append(bool(rollout.info.get("correct")))
+    metrics: dict[str, float] = {}
+    for env, tasks in by_env.items():
+        metrics[f"eval/{env}/pass_at_1"] = statistics.fmean(itertools.chain(*tasks.values()))
+        metrics[f"eval/{env}/pass_at_k"] = statistics.fmean(map(any, tasks.values()))
+    return metrics
+
+
+def few_openings(env: str, metrics: dict[str, float], episodes: int) -> str:
+    """A note for evaluations whose episodes share their opening messages; "" for others."""
+    openings = int(metrics[f"eval/{env}/openings"])
+    if openings >= episodes:
+        return ""
+    if openings == 1:
+        return f"  ({episodes} episodes of one task, which is also that of training)"
+    return f"  ({episodes} episodes from {openings} openings)"
+
+
 def _opening(rollout: Rollout) -> str:
     """The messages before the policy's first response."""
     return str(list(itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)))

@@ -125,6 +125,11 @@ class Policy:
             if own is not None:
                 decoder.forward = own
 
+    def zero_adapters(self) -> float:
+        """Fraction of the LoRA adapters that change nothing yet, because their B is 0."""
+        adapters = [p for name, p in self.trainable().items() if "lora_B" in name]
+        return sum(not p.any() for p in adapters) / len(adapters)
+
     def size(self) -> str:
         """Weights and device for the title line, such as '0.84M weights, 0.84M trained, cpu'."""
         weights = sum(p.numel() for p in self.model.parameters())

@@ -65,6 +65,8 @@ class Run:
         record = {"update": update, **metrics}
         if update > 0:
             record["groups/level"] = self.progress["level"]
+            if self.cfg.lora_rank:
+                record["lora/zero_fraction"] = self.policy.zero_adapters()
             self.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
             if self.cfg.curriculum:

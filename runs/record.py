@@ -68,16 +68,6 @@ def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, in
     return run, round(time.monotonic() - started)
 
 
-def warm_policy(seed: int) -> Path:
-    """Returns the folder of the policy after the default warm start; made once for each seed."""
-    policy = ROOT / "build" / "warm" / f"seed{seed}"
-    if not policy.exists():
-        run, _ = train(f"--num-updates 0 --seed {seed}", f"warm-seed{seed}")
-        shutil.copytree(run / "model", policy)
-        shutil.rmtree(run)
-    return policy
-
-
 def read_seconds(folder: Path) -> dict[str, int]:
     """Returns the wall time of each run of a folder."""
     file = folder / "seconds.json"

@@ -43,7 +43,8 @@ def save_small(family, folder, **changes):
     others = {"phi3": (Phi3Config, Phi3ForCausalLM)}
     config_class, model_class = (FAMILIES | others)[family]
     shape = {
-        "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "vocab_size": -(-len(tokenizer) // 64) * 64, "hidden_size": 32,
+        "intermediate_size": 64, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
         "max_position_embeddings": 512, "tie_word_embeddings": family == "qwen2",
         "initializer_range": 0.2, "eos_token_id": tokenizer.eos_token_id,
@@ -95,12 +96,6 @@ def rollouts_of(num_groups, size, prompt):
                 context = context + completion + ids_of(3, generator)
             rollouts.append(Rollout("test", "player", group, group, [], turns))
     return rollouts
-
-
-@pytest.fixture(scope="session", autouse=True)
-def warm_start_cache(tmp_path_factory):
-    """Tests share cached warm starts with each other, but not with runs outside the tests."""
-    os.environ["PICORL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session", params=FAMILIES)

@@ -44,10 +44,12 @@ def test_the_last_of_two_equal_flags_counts(tmp_path):
 
 
 def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
-    text = "run_name: --lr\ngradient_checkpointing: off\nlr: 1e-5\nsft_lr:\ncache: no\nenv: snake\n"
+    text = (
+        "run_name: --lr\ngradient_checkpointing: off\nlr: 1e-5\nsft_lr:\ntrack: none\nenv: snake\n"
+    )
     cfg = read_config(written(tmp_path, text))
     assert (cfg.run_name, cfg.gradient_checkpointing, cfg.lr) == ("--lr", "off", 1e-5)
-    assert (cfg.sft_lr, cfg.cache, cfg.env) == (None, False, ("snake",))
+    assert (cfg.sft_lr, cfg.track, cfg.env) == (None, "none", ("snake",))
 
 
 @pytest.mark.parametrize(
@@ -136,18 +138,20 @@ def test_help_shows_every_flag_in_the_box_of_its_group(capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "lr", "sft_steps", "max_tokens"),
+    ("flags", "lr", "sft_lr", "max_tokens"),
     [
-        ("", 1e-4, 800, 64),
-        ("--model-id x/y", 1e-6, 0, 1024),
-        ("--model-id x/y --lora-rank 8", 2e-5, 0, 1024),
-        ("--lr 0.1 --sft-steps 3 --max-tokens 5", 0.1, 3, 5),
+        ("", 1e-4, 2e-3, 64),
+        ("--model-id tiny-random", 1e-4, 2e-3, 64),
+        ("--model-id x/y", 1e-6, 1e-5, 1024),
+        ("--model-id x/y --lora-rank 8", 2e-5, 1e-4, 1024),
+        ("--lr 0.1 --sft-lr 3e-3 --max-tokens 5", 0.1, 3e-3, 5),
     ],
 )
-def test_defaults_depend_on_the_model(flags, lr, sft_steps, max_tokens):
+def test_defaults_depend_on_the_model(flags, lr, sft_lr, max_tokens):
     cfg = resolve(cli.parse(flags.split()))
     validate(cfg)
-    assert (cfg.lr, cfg.sft_steps, cfg.max_tokens) == (lr, sft_steps, max_tokens)
+    assert (cfg.lr, cfg.sft_lr, cfg.max_tokens) == (lr, sft_lr, max_tokens)
+    assert cfg.sft_steps == 0
 
 
 def test_every_number_has_a_valid_range():

@@ -259,3 +259,22 @@ def test_run_warns_once_and_stop_on_saves_stops_and_resumes(command, unrewarded)
 def test_stop_on_rejects_an_unknown_warning(command):
     code, _, err = command("--stop-on", "boredom")
     assert code == 2 and err.count("\n") == 1 and "boredom" in err
+
+
+def test_groups_that_never_differed_raise_a_warning_after_three_updates():
+    none = {"groups__zero_std_fraction": 1.0, "groups__all_right": 0.0}
+    assert raised(run_of(2, **none)) == []
+    assert raised(run_of(3, **none)) == [("dead_groups", 3)]
+    assert raised(run_of(3, **none), by_group=False) == []
+    one = none | {"groups__zero_std_fraction": lambda update: 0.9 if update == 2 else 1.0}
+    assert raised(run_of(3, **one)) == []
+    assert raised(run_of(9, **none | {"groups__all_right": 1.0})) == []
+
+
+def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():
+    still = {"lora__zero_fraction": 0.25, "update__steps": 1}
+    assert raised(run_of(4, **still)) == []
+    assert raised(run_of(5, **still)) == [("adapters_unchanged", 5)]
+    assert raised(run_of(9, **still | {"update__steps": 0})) == []
+    moved = still | {"lora__zero_fraction": lambda update: 0.25 if update < 3 else 0.0}
+    assert raised(run_of(9, **moved)) == []

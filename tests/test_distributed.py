@@ -16,7 +16,7 @@ from core import distributed
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
     --eval-num-tasks 8 --eval-every 2 --save-every 1 --max-tokens 24 --device cpu
-    --no-cache""".split()
+   """.split()
 
 
 def launch(folder, *args, ranks=2, restarts=0, **options):

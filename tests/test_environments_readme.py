@@ -93,7 +93,7 @@ def test_example_environment_trains_and_keeps_its_held_out_tasks_apart(
     assert {env.demonstrate(hasty=True) for seed in range(9) if env.reset(seed)} == {
         "<answer>odd</answer>", "<answer>even</answer>"}  # fmt: skip
     flags = """--env parity --sft-steps 1 --num-updates 1 --num-prompts 2 --group-size 2
-        --eval-num-tasks 2 --max-tokens 4 --run-name parity --no-cache"""
+        --eval-num-tasks 2 --max-tokens 4 --run-name parity"""
     assert command(*flags.split())[0] == 0
 
 

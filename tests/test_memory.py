@@ -148,7 +148,7 @@ def test_what_is_still_to_come_is_left_free(policy, monkeypatch):
 @pytest.mark.slow
 def test_a_run_with_gradient_checkpointing_is_the_same_run(command):
     small = """--sft-steps 4 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 4
-        --eval-num-tasks 2 --max-tokens 12 --device cpu --no-cache""".split()
+        --eval-num-tasks 2 --max-tokens 12 --device cpu""".split()
     losses = []
     for mode in ("off", "on"):
         assert command(*small, "--gradient-checkpointing", mode, "--run-name", mode)[0] == 0
@@ -242,7 +242,7 @@ def test_the_probe_leaves_the_loss_scale_of_float16_alone(policy, scarce_host):
 
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2
-    --group-size 4 --eval-num-tasks 0 --max-tokens 12 --max-model-len 200 --device cpu --no-cache
+    --group-size 4 --eval-num-tasks 0 --max-tokens 12 --max-model-len 200 --device cpu
     --save-every 1""".split()
 
 

@@ -15,6 +15,7 @@ from core.metrics import (
     eval_metrics,
     explained_variance,
     mcnemar,
+    pass_at_k,
     rollout_metrics,
     wilson,
 )
@@ -139,3 +140,14 @@ def test_update_stats_by_hand(cap, mode, capped):
     }  # fmt: skip
     means = stats.means()
     assert {name: means[name] for name in expected} == pytest.approx(expected)
+
+
+def test_pass_at_k_by_hand():
+    def rollout(env, group, correct):
+        return Rollout(env, "player", 0, group, [], [], info={"correct": correct})
+
+    rollouts = [rollout("a", g, c) for g, c in ((0, True), (0, False), (1, False), (1, False))]
+    assert pass_at_k([*rollouts, rollout("b", 7, True)]) == {
+        "eval/a/pass_at_1": 1 / 4, "eval/a/pass_at_k": 1 / 2,
+        "eval/b/pass_at_1": 1.0, "eval/b/pass_at_k": 1.0,
+    }  # fmt: skip

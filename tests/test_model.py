@@ -10,25 +10,42 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from core.checkpoint import export_model
 from core.model import load_policy, pick_device
 from core.optimizer import make_optimizer
-from core.tiny import save_tiny
+from core.tiny import PRETRAINED, write_tiny
 from core.types import UsageError
 
 IDS = torch.tensor([[65, 66, 67, 68]])
 
 
-def test_tiny_weights_depend_on_the_seed_only(tmp_path):
+def test_the_weights_of_tiny_random_depend_on_the_seed_only(tmp_path):
     weights = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        save_tiny(tmp_path / name, seed)
+        write_tiny("tiny-random", tmp_path / name, seed)
         weights.append(AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict())
     assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
     assert not torch.equal(*(w["model.layers.0.mlp.up_proj.weight"] for w in weights[::2]))
 
 
-def test_tiny_is_a_qwen3_of_about_a_million_weights(tmp_path):
-    policy = load_policy("tiny", device="cpu", tiny_folder=tmp_path / "tiny")
-    assert policy.model.config.model_type == "qwen3"
-    assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
+def test_tiny_and_tiny_random_are_the_same_qwen3_with_other_weights(tmp_path):
+    tiny, other = (
+        load_policy(name, device="cpu", tiny_folder=tmp_path / name)
+        for name in ("tiny", "tiny-random")
+    )
+    shapes = [{n: p.shape for n, p in policy.trainable().items()} for policy in (tiny, other)]
+    assert tiny.model.config.model_type == "qwen3" and shapes[0] == shapes[1]
+    assert 0.7e6 < sum(p.numel() for p in tiny.model.parameters()) < 1.3e6
+    weights = [policy.model.model.norm.weight for policy in (tiny, other)]
+    assert not torch.equal(*weights)
+    files = sum(file.stat().st_size for file in PRETRAINED.iterdir())
+    assert files < 8_000_000  # in the repository
+
+
+def test_a_run_copies_tiny_once_and_keeps_its_copy(tmp_path):
+    load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+    copied = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
+    assert copied["model.safetensors"] == (PRETRAINED / "model.safetensors").read_bytes()
+    (tmp_path / "base/model.safetensors").unlink()
+    with pytest.raises(UsageError):  # the copy counts, not the package's files
+        load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
 
 
 def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):

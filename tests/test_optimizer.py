@@ -168,7 +168,7 @@ def test_a_step_without_any_gradient_moves_nothing(policy):
 def test_a_resumed_float16_run_equals_the_uninterrupted_one(command):
     small = """--dtype float16 --sft-steps 6 --sft-batch-size 4 --num-updates 3 --num-prompts 2
         --group-size 4 --eval-num-tasks 0 --save-every 1 --max-tokens 16 --entropy-coef 0.01
-        --device cpu --no-cache""".split()
+        --device cpu""".split()
 
     def metrics(run):
         records = map(json.loads, Path("runs", run, "metrics.jsonl").read_text().splitlines())

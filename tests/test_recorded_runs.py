@@ -79,7 +79,7 @@ def test_make_run_keeps_the_metrics_the_time_and_the_version(tmp_path, monkeypat
     monkeypatch.setattr(record, "ROOT", repository)
     monkeypatch.setattr(record, "commit", lambda: "abc1234")
     record.make_run(folder, "grpo-seed0", "--seed 0")
-    assert (folder / "grpo-seed0.jsonl").read_text() == "--seed 0 --no-cache"
+    assert (folder / "grpo-seed0.jsonl").read_text() == "--seed 0"
     assert list(record.read_seconds(folder)) == ["grpo-seed0"]
     assert "commit abc1234" in record.recorded_with(folder)
     assert not list((repository / "runs").iterdir())
@@ -124,7 +124,7 @@ def test_broken_runs_show_the_mistake_in_a_metric(name, flags, tmp_path, monkeyp
     import subprocess
 
     tiny = """--num-updates 2 --sft-steps 2 --sft-batch-size 2 --num-prompts 2 --group-size 2
-        --eval-num-tasks 2 --max-tokens 16 --lr 1e-2 --no-cache --run-name a""".split()
+        --eval-num-tasks 2 --max-tokens 16 --lr 1e-2 --run-name a""".split()
     command = [sys.executable, RUNS / "what_goes_wrong/broken.py", name, *flags, *tiny]
     subprocess.run(command, cwd=tmp_path, check=True)
     last = read_records(tmp_path / "runs/a/metrics.jsonl")[-1]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
 SMALL = """--run-name a --sft-steps 4 --sft-batch-size 4 --num-updates 4 --num-prompts 2
     --group-size 4 --eval-num-tasks 4 --save-every 1 --max-tokens 16 --entropy-coef 0.01
-    --device cpu --no-cache""".split()
+    --device cpu""".split()
 
 
 def test_a_new_folder_has_its_config_and_no_lock_file_afterwards(tmp_path):

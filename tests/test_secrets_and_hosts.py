@@ -18,7 +18,7 @@ from environments import wikipedia
 from environments.wikipedia_maze import WikipediaMaze
 
 SMALL = """--sft-steps 4 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 2
-    --eval-num-tasks 2 --max-tokens 8 --device cpu --no-cache""".split()
+    --eval-num-tasks 2 --max-tokens 8 --device cpu""".split()
 
 
 OTHER_HOSTS = [  # links of a page; the policy asks for them too

@@ -18,7 +18,7 @@ from conftest import save_small
 from jinja2.exceptions import SecurityError
 from safetensors import SafetensorError
 
-from core import checkpoint, reference, warm_cache
+from core import checkpoint, reference
 from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.model import load_policy
 from core.optimizer import make_optimizer
@@ -221,18 +221,6 @@ def test_a_saved_reference_is_read_without_running_it(tmp_path, policy, marker):
     with pytest.raises((SafetensorError, UsageError)):
         reference.freeze_reference(policy, tmp_path, next_update=2)
     assert not marker.exists()
-
-
-def test_a_cached_warm_start_is_read_without_running_it(tmp_path, policy, marker, monkeypatch):
-    folder = tmp_path / "recipe"
-    folder.mkdir()
-    torch.save(Evil(marker), folder / "weights.safetensors")
-    assert_evil(folder / "weights.safetensors", marker)
-    monkeypatch.setattr(warm_cache, "folder_of", lambda *args: folder)
-    lines = []
-    run = SimpleNamespace(policy=policy, progress={"sft_step": 0}, say=lines.append)
-    assert not warm_cache.reuse(None, run, [])
-    assert str(folder) in lines[0] and not marker.exists()
 
 
 def test_settings_are_read_without_running_them(tmp_path, marker, command):

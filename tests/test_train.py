@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from transformers import AutoModelForCausalLM
 
 import train
 from core import checkpoint
+from core import run as run_module
+from core.config import Config
 from core.interrupt import Interrupt
 from core.run import MAX_SKIPPED, Run
 from core.types import UsageError
@@ -26,7 +29,7 @@ from environments.registry import register
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
-    --no-cache""".split()
+   """.split()
 ROOT = Path(train.__file__).parent
 
 
@@ -320,6 +323,61 @@ def test_an_evaluation_says_from_how_few_openings_its_episodes_start(command):
         assert code == 0 and said in out
     record = metrics_of(Path("runs/grpo-iterated_game-1"))[0]
     assert (record["eval/iterated_game/openings"], record["eval/iterated_game/p_value"]) == (1, 1)
+
+
+def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
+    flags = [*SMALL, "--num-updates", "1", "--eval-num-tasks", "8", "--eval-samples", "3"]
+    code, out, _ = command(*flags, "--run-name", "a")
+    first, last = (r for r in metrics_of(Path("runs/a")) if "update" in r)
+    assert code == 0 and "trivial player: 0.25" in out  # one in four answers is 1
+    for record in (first, last):
+        assert record["eval/letter_counting/trivial"] == 0.25
+        one, any_of_3 = (record[f"eval/letter_counting/pass_at_{k}"] for k in (1, "k"))
+        assert one <= any_of_3 <= 3 * one and (24 * one).is_integer()
+    assert command(*flags, "--run-name", "b", "--env", "reverse")[0] == 0  # has no such player
+    assert "eval/reverse/trivial" not in metrics_of(Path("runs/b"))[-1]
+
+
+def test_evaluations_are_frequent_at_first(command):
+    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "21", "--eval-every", "10"]
+    assert command(*flags, "--run-name", "a", "--group-size", "2", "--num-prompts", "1")[0] == 0
+    records = metrics_of(Path("runs/a"))
+    evaluated = [r["update"] for r in records if "eval/letter_counting/accuracy" in r]
+    assert evaluated == [0, 2, 4, 6, 8, 10, 20, 21]
+
+
+def test_a_killed_run_has_its_report_and_curves(command_with_curves, monkeypatch):
+    class Killed(BaseException):
+        """No code can react to it, as to kill -9."""
+
+    def collect(cfg, run, update, sampled=train.collect_rollouts):
+        if update == 3:  # after the evaluation at update 2
+            raise Killed
+        return sampled(cfg, run, update)
+
+    monkeypatch.setattr(train, "collect_rollouts", collect)
+    with pytest.raises(Killed):
+        command_with_curves(*SMALL, "--sft-steps", "0", "--run-name", "a")
+    page = Path("runs/a/report.html").read_text()
+    assert '"num_updates":2' in page and Path("runs/a/curves.png").stat().st_size > 10_000
+    assert not list(Path("runs/a").glob(".part*"))
+
+
+def test_pages_take_at_most_3_percent_of_the_time_of_a_run(tmp_path, monkeypatch):
+    clock, written = [0.0], []
+
+    def write_pages(folder, settings):
+        written.append(clock[0])
+        clock[0] += 2.0
+
+    monkeypatch.setattr(run_module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run_module, "write_pages", write_pages)
+    run = SimpleNamespace(cfg=Config(), folder=tmp_path, opened_at=0.0, page_seconds=[])
+    for now in range(10, 310, 10):  # an evaluation every ten seconds
+        clock[0] = float(now)
+        Run._write_pages(run)
+    # always the first time; then once 2, 4, .. and the next 2 seconds are 3% of the time so far
+    assert written == [10, 140, 200, 270]
 
 
 def test_no_cuda_where_asked_is_one_line(command):

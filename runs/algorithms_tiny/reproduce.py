@@ -4,7 +4,7 @@
     python runs/algorithms_tiny/reproduce.py --draw          # only the table and the picture
     python runs/algorithms_tiny/reproduce.py dapo-seed0      # one run
 
-All runs of a seed start from the same policy, the default warm start of that seed.
+All runs start from `tiny`.
 """
 
 import statistics
@@ -23,9 +23,7 @@ from core.run_log import read_records  # noqa: E402
 SEEDS = (0, 1, 2)
 BUDGET = 60_000  # sampled tokens
 ACCURACY = "eval/letter_counting/accuracy"
-SHARED = (
-    "--lr 1e-4 --max-tokens 64 --max-tokens-per-micro-batch 2048 --num-updates 42 --eval-every 3"
-)
+SHARED = "--num-updates 42 --eval-every 3"
 ONE_STEP = {
     "reinforce": "--algo reinforce",
     "reinforce, leave one out (RLOO)": "--algo reinforce --reinforce.baseline leave_one_out",
@@ -55,8 +53,7 @@ def main() -> None:
     runs = {run_name(label, seed): (label, seed) for seed in SEEDS for label in SETTINGS}
     for name in record.chosen_runs(__doc__, HERE, runs):
         label, seed = runs[name]
-        start = f"--model-id {record.warm_policy(seed)} --seed {seed}"
-        record.make_run(HERE, name, f"{start} {SHARED} {SETTINGS[label]}")
+        record.make_run(HERE, name, f"--seed {seed} {SHARED} {SETTINGS[label]}")
     draw()
     record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 

@@ -18,25 +18,24 @@ from core.report.curves import BLUE, RED  # noqa: E402
 from core.run_log import read_records  # noqa: E402
 
 BROKEN = "runs/what_goes_wrong/broken.py"
-WARM = "--max-tokens 64 --max-tokens-per-micro-batch 2048 --num-updates 30 --eval-every 3"
+SHARED = "--num-updates 30 --eval-every 3"
 LORA = "--lora-rank 8 --dtype bfloat16 --lr 1e-3"
 LOOT = (
-    "--env reward_hacking:world=rescue,proxy_weight={} --sft-steps 250 --sft-batch-size 8 "
+    "--env reward_hacking:world=rescue,proxy_weight={} "
     "--num-updates 40 --num-prompts 8 --eval-every 10 --eval-num-tasks 128 --lr 2e-4"
 )
 RUNS = {  # name: (script, flags)
-    "healthy": ("train.py", f"{WARM} --lr 1e-4"),
-    "no_spread": ("train.py", f"{WARM} --lr 1e-4 --temperature 0.05"),
-    "high_rate": ("train.py", f"{WARM} --lr 5e-3"),
-    "retokenised": (f"{BROKEN} retokenised", f"{WARM} --lr 1e-4"),
-    "adapter": ("train.py", f"{WARM} {LORA}"),
-    "merged_adapter": (f"{BROKEN} merged_adapter", f"{WARM} {LORA}"),
-    "clip": ("train.py", f"{WARM} --num-epochs 4 --lr 3e-4"),
-    "wrong_clip": (f"{BROKEN} wrong_clip", f"{WARM} --num-epochs 4 --lr 3e-4"),
+    "healthy": ("train.py", f"{SHARED} --lr 1e-4"),
+    "no_spread": ("train.py", f"{SHARED} --lr 1e-4 --temperature 0.05"),
+    "high_rate": ("train.py", f"{SHARED} --lr 5e-3"),
+    "retokenised": (f"{BROKEN} retokenised", f"{SHARED} --lr 1e-4"),
+    "adapter": ("train.py", f"{SHARED} {LORA}"),
+    "merged_adapter": (f"{BROKEN} merged_adapter", f"{SHARED} {LORA}"),
+    "clip": ("train.py", f"{SHARED} --num-epochs 4 --lr 3e-4"),
+    "wrong_clip": (f"{BROKEN} wrong_clip", f"{SHARED} --num-epochs 4 --lr 3e-4"),
     "true_reward": ("train.py", LOOT.format(0)),
     "hacked_proxy": ("train.py", LOOT.format(1)),
 }
-OWN_WARM_START = ("true_reward", "hacked_proxy")  # the others start from the default warm start
 ACCURACY = ("eval/letter_counting/accuracy", "held-out accuracy")
 PANELS = (  # run with the mistake, run without it, title, two (metric, label)
     ("no_spread", "healthy", "Groups without spread",
@@ -57,8 +56,7 @@ PANELS = (  # run with the mistake, run without it, title, two (metric, label)
 def main() -> None:
     for name in record.chosen_runs(__doc__, HERE, RUNS):
         script, flags = RUNS[name]
-        start = "" if name in OWN_WARM_START else f"--model-id {record.warm_policy(0)} "
-        record.make_run(HERE, name, start + flags, script)
+        record.make_run(HERE, name, flags, script)
     draw()
     record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 

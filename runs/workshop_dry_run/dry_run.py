@@ -42,7 +42,6 @@ def main() -> None:
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(home)], check=True)
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
         env = os.environ | {"PATH": f"{venv / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
-        env["PICORL_CACHE"] = str(Path(folder, "cache"))  # a new user has no cached warm start
         start, report = time.monotonic(), list[str]()
         installed = risen = 0.0
         for command in COMMANDS:

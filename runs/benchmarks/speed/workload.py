@@ -39,7 +39,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
-    vocab: int = 384  # at least the vocabulary of the tiny tokenizer
+    vocab: int = 704  # at least the vocabulary of the tiny tokenizer
 
     @property
     def queries(self) -> int:
@@ -58,7 +58,7 @@ class Shape:
 
 SHAPES = {
     "minute": Shape(32, 64, 2, 4, 2, 8),
-    "tiny": Shape(128, 384, 4, 4, 2, 32),  # core/tiny.py
+    "tiny": Shape(128, 384, 4, 4, 2, 32, 704),  # core/tiny.py
     "4M": Shape(256, 768, 5, 4, 2, 64),
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
     "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151936),
