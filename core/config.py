@@ -172,7 +172,7 @@ class LoggingOptions:
     resume: str = ""  # Resume this run folder from its last checkpoint.
     save_every: int = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
-    microscope: int = 4096  # Sampled tokens per update that report.html shows one by one; 0: none.
+    microscope: int = 1024  # Sampled tokens per update that report.html shows one by one; 0: none.
     # Also send the metrics to this tracker.
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
 

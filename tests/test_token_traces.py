@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_workshop import solved
 
-from core.report.token_traces import first_groups, pieces
+from core.report.token_traces import choose_groups, pieces
 from core.types import Rollout, Turn
 from environments import registry
 from environments.base import Env, Step
@@ -79,12 +79,16 @@ def test_traces_cover_every_token_and_the_step_follows_the_advantages(
 def test_whole_groups_within_the_budget_are_traced_and_at_least_one(command):
     one = [Rollout("e", "p", 0, g, turns=[Turn([1], [2] * n, [0.0] * n, "stop")])
            for g, n in ((0, 3), (1, 4), (0, 3), (1, 4), (2, 1))]  # fmt: skip
-    assert first_groups(one, 14) == {0, 1, 2, 3}
-    assert first_groups(one, 13) == {0, 2}
-    assert first_groups(one, 1) == {0, 2}
-    assert first_groups(one, 100) == {0, 1, 2, 3, 4}
+    assert choose_groups(one, 14) == {0, 1, 2, 3}
+    assert choose_groups(one, 13) == {0, 2}
+    assert choose_groups(one, 1) == {0, 2}
+    assert choose_groups(one, 100) == {0, 1, 2, 3, 4}
+    one[3].turns[0].reward = 1.0  # its group is the only one with different returns: it comes first
+    same = {i for i, rollout in enumerate(one) if rollout.group_id == one[3].group_id}
+    assert choose_groups(one, 1) == same
     assert command(*SHORT, "--microscope", "1", "--run-name", "b")[0] == 0
-    assert ["token_traces" in row for row in rows("b")] == [True] * 4 + [False] * 4
+    traced = ["token_traces" in row for row in rows("b")]
+    assert traced in ([True] * 4 + [False] * 4, [False] * 4 + [True] * 4)  # one group
     assert command(*SHORT, "--microscope", "0", "--run-name", "c")[0] == 0
     assert not any("token_traces" in row for row in rows("c"))
 

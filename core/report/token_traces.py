@@ -5,6 +5,7 @@ update, and its advantage. Where the advantage and the change of the log-prob ha
 the update moved the token in the intended direction.
 """
 
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
@@ -30,14 +31,14 @@ def trace_tokens(
     forward: Forward,
     temperature: float,
 ) -> None:
-    """Fills `token_traces` of the rollouts of the first groups.
+    """Fills `token_traces` of some groups of rollouts, those with different returns first.
 
     As many whole groups as have at most `budget` sampled tokens together, at least one; none if
     `budget` is 0. `policy` already has the weights after the update.
     """
     if budget == 0 or not rollouts or batch.old_logprobs is None or distributed.rank() != 0:
         return
-    rows = first_groups(rollouts, budget)
+    rows = choose_groups(rollouts, budget)
     new_logprobs = torch.zeros_like(batch.old_logprobs)
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
     for micro in cut(sequences, min(MICRO_BATCH, policy.micro_batch_tokens), policy.device):
@@ -60,12 +61,19 @@ def trace_tokens(
             start = end
 
 
-def first_groups(rollouts: list[Rollout], budget: int) -> set[int]:
-    """Indices of the rollouts of the first groups within `budget` tokens; at least one group."""
+def choose_groups(rollouts: list[Rollout], budget: int) -> set[int]:
+    """Indices of the rollouts of whole groups within `budget` tokens; at least one group.
+
+    Groups of equal returns, which teach nothing, come last.
+    """
+    groups: dict[int, list[int]] = defaultdict(list)
+    for i, rollout in enumerate(rollouts):
+        groups[rollout.group_id].append(i)
     rows: set[int] = set()
     tokens = 0
-    for group_id in dict.fromkeys(rollout.group_id for rollout in rollouts):
-        group = [i for i, rollout in enumerate(rollouts) if rollout.group_id == group_id]
+    for group in sorted(
+        groups.values(), key=lambda group: len({rollouts[i].episode_return for i in group}) == 1
+    ):
         tokens += sum(rollouts[i].num_tokens for i in group)
         if rows and tokens > budget:
             break

@@ -1,8 +1,8 @@
-"""The default policy on other environments: held-out results before and after RL.
+"""`tiny` on eight environments: held-out results before and after at most two minutes of RL.
 
-python runs/environments_tiny/reproduce.py              # seven runs, one after another: an hour
-python runs/environments_tiny/reproduce.py --draw       # only the table and the picture
-python runs/environments_tiny/reproduce.py reverse      # one run
+python runs/environments_tiny/reproduce.py                # sixteen runs in turn: half an hour
+python runs/environments_tiny/reproduce.py --draw         # only the table and the picture
+python runs/environments_tiny/reproduce.py reverse-seed0  # one run
 """
 
 import sys
@@ -16,32 +16,32 @@ import record  # noqa: E402
 from figures import band, figure, panel  # noqa: E402
 
 from core.metrics import before_after  # noqa: E402
-from core.report.curves import BLUE  # noqa: E402
+from core.report.curves import BLUE, INK, ORANGE  # noqa: E402
 from core.run_log import read_records  # noqa: E402
 
-RUNS = {
-    "reverse": "--env reverse --sft-steps 450 --num-updates 30",
-    "tic_tac_toe": "--env tic_tac_toe:opponent=random --sft-steps 300 --sft-batch-size 16 "
-    "--num-updates 20 --num-prompts 8 --max-turns 6",
-    "cartpole": "--env gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false "
-    "--max-turns 30 --max-tokens 8 --sft-steps 200 --sft-batch-size 2 --sft-hasty 0.8 "
-    "--num-updates 24 --num-prompts 8 --lr 3e-4 --credit turn --gamma 0.8 --eval-num-tasks 64 "
-    "--eval-every 8",
-    "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --sft-steps 250 --sft-hasty 0.75 "
-    "--num-updates 60 --lr 5e-5 --entropy-coef 0.02 --eval-num-tasks 2048 --eval-every 20",
-    "math_qa": "--env math_qa:level=1 --sft-steps 450 --num-updates 70",
-    "wikipedia_maze": "--env wikipedia_maze:n_hops=2,max_visits=2,brief=true --max-tokens 112 "
-    "--max-turns 6 --sft-steps 1050 --sft-batch-size 16 --num-updates 24 --temperature 0.7 "
-    "--lr 1.5e-4 --eval-every 8",
-    "mixed": "--env letter_counting reverse:turns=1 math_qa:level=1 --sft-steps 800 "
-    "--num-updates 40",
+CARTPOLE = "gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false"
+COMMANDS = {
+    "reverse": "--env reverse",
+    "math_qa": "--env math_qa:level=1",
+    "tic_tac_toe": "--env tic_tac_toe",
+    "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --eval-num-tasks 1024",
+    "cartpole": f"--env {CARTPOLE} --max-turns 30 --max-tokens 4 --num-updates 20 "
+    "--num-prompts 8 --lr 3e-4 --credit turn --gamma 0.8 --eval-num-tasks 64",
+    "wikipedia_maze": "--env wikipedia_maze:n_hops=2,brief=true --num-updates 30",
+    "iterated_game": "--env iterated_game --num-updates 20 --num-prompts 8 --eval-num-tasks 16",
+    "reward_hacking": "--env reward_hacking --num-updates 20 --num-prompts 8",
 }
-RETURNS = ("cartpole", "blackjack")  # measured by the mean return; the others by accuracy
+SEEDS = (0, 1)
+RUNS = {f"{name}-seed{seed}": (name, seed) for name in COMMANDS for seed in SEEDS}
+# measured by the mean return; the others by accuracy. reward_hacking rewards the wrong thing: its
+# return rises while the accuracy, the intended task, does not
+RETURNS = ("cartpole", "blackjack", "reward_hacking")
 
 
 def main() -> None:
-    for name in record.chosen_runs(__doc__, HERE, RUNS):
-        record.make_run(HERE, name, RUNS[name])
+    for run in record.chosen_runs(__doc__, HERE, RUNS):
+        name, seed = RUNS[run]
+        record.make_run(HERE, run, f"{COMMANDS[name]} --seed {seed}")
     draw()
     record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
 
@@ -59,38 +59,43 @@ def value(name: str, env: str, metrics: dict[str, Any]) -> tuple[float, float, f
 
 
 def table() -> list[str]:
-    """One row per environment, as Markdown."""
+    """One row per run, as Markdown."""
     rows = [
-        "| environment | measured | before RL [95%] | after RL [95%] | minutes | command |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| environment | measured | seed | before RL [95%] | after RL [95%] | trivial player | "
+        "seconds | command |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, flags in RUNS.items():
-        cells = f"{record.read_seconds(HERE)[name] / 60:.1f} | `python train.py {flags}`"
-        for env, first, last in before_after(read_records(HERE / f"{name}.jsonl")):
-            results = [value(name, env, metrics) for metrics in (first, last)]
-            before, after = (f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in results)
-            rows.append(f"| `{env}` | {measured(name)} | {before} | {after} | {cells} |")
-            cells = " | (the same run)"
+    for run, (name, seed) in RUNS.items():
+        ((env, first, last),) = before_after(read_records(HERE / f"{run}.jsonl"))
+        results = [value(name, env, metrics) for metrics in (first, last)]
+        before, after = (f"{m:.2f} [{low:.2f}, {high:.2f}]" for m, low, high in results)
+        trivial = last.get(f"eval/{env}/trivial") if name not in RETURNS else None
+        shown = "" if trivial is None else f"{trivial:.2f}"
+        command = f"`python train.py {COMMANDS[name]}`" if seed == 0 else "the same, `--seed 1`"
+        rows.append(
+            f"| {name} | {measured(name)} | {seed} | {before} | {after} | {shown} | "
+            f"{record.read_seconds(HERE)[run]} | {command} |"
+        )
     return rows
 
 
 def draw() -> None:
     """One panel per environment: the held-out value by update, with its 95% interval."""
-    runs = {name: read_records(HERE / f"{name}.jsonl") for name in RUNS}
-    shown = [(name, env) for name in RUNS for env, _, _ in before_after(runs[name])]
-    title = "The 0.84M-parameter policy on other environments: held-out tasks, 95% interval"
-    rows = -(-len(shown) // 3)
-    with figure(HERE / "curves.png", title, rows, 3, (12, 2.9 * rows)) as axes:
-        for axis, (name, env) in zip(axes, shown, strict=True):
-            evaluated = [m for m in runs[name] if f"eval/{env}/accuracy" in m]
-            middle, low, high = zip(*(value(name, env, m) for m in evaluated), strict=True)
-            band(axis, [m["update"] for m in evaluated], middle, low, high, BLUE, marker="o",
-                 markersize=4)  # fmt: skip
-            short = env.removeprefix("gymnasium:id=").split(",")[0]
-            mixed = " (mixed run)" if name == "mixed" else ""
-            panel(axis, f"{short}{mixed}: {measured(name)}", "update")
+    title = "tiny on eight environments: held-out tasks, 95% interval, two seeds"
+    with figure(HERE / "curves.png", title, 2, 4, (15, 6.4)) as axes:
+        for axis, name in zip(axes, COMMANDS, strict=True):
+            for seed, color in zip(SEEDS, (BLUE, ORANGE), strict=True):
+                records = read_records(HERE / f"{name}-seed{seed}.jsonl")
+                ((env, first, _),) = before_after(records)
+                evaluated = [m for m in records if f"eval/{env}/accuracy" in m]
+                middle, low, high = zip(*(value(name, env, m) for m in evaluated), strict=True)
+                band(axis, [m["update"] for m in evaluated], middle, low, high, color, marker="o",
+                     markersize=4)  # fmt: skip
             if name not in RETURNS:
                 axis.set_ylim(-0.03, 1.05)
+                if (trivial := first.get(f"eval/{env}/trivial")) is not None:
+                    axis.axhline(trivial, color=INK, linewidth=1, linestyle="--")
+            panel(axis, f"{name}: {measured(name)}", "update")
 
 
 if __name__ == "__main__":

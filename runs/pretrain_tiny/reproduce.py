@@ -1,6 +1,6 @@
 """Pretrain `tiny`: supervised steps on demonstrations of the environments, from random weights.
 
-    python runs/pretrain_tiny/reproduce.py      # writes core/tiny_weights: about 40 minutes
+    python runs/pretrain_tiny/reproduce.py      # writes core/tiny_weights: 40 minutes
 
 It is the warm start of train.py with several environments at once. Three demonstrations in five
 are hasty guesses in the right format; the others work the answer out. So tiny guesses by default,
@@ -8,6 +8,7 @@ can do better, and RL has something to find. Demonstrations never show a held-ou
 the environments that have a few openings only (environments/README.md).
 """
 
+import hashlib
 import shutil
 import sys
 from pathlib import Path
@@ -50,6 +51,11 @@ def main() -> None:
     (HERE / "seconds.json").write_text(f'{{"pretraining": {seconds}}}\n')
     record.write_recorded(HERE)
     shutil.rmtree(run)
+    digest = hashlib.sha256((PRETRAINED / "model.safetensors").read_bytes()).hexdigest()
+    record.write_table(HERE, [
+        f"`model.safetensors` has the SHA-256 `{digest}`.", "",
+        f"{record.recorded_with(HERE)} It took {seconds / 60:.0f} minutes.",
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
