@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from core.config import FREE_ON_RESUME
 from core.model import Policy
@@ -102,17 +103,28 @@ def find_checkpoint(run: Path) -> ResumePoint:
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
     """Copy the saved weights into the policy and the saved state into the optimizer.
 
-    Raises UsageError if names, shapes or dtypes of the weights differ from the policy's.
+    Raises UsageError as `load_weights` does.
     """
+    load_weights(folder, policy)
+    state = torch.load(folder / FILES[1], map_location=policy.device, weights_only=True)
+    optimizer.load_state_dict(state)
+
+
+def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
+    """Copy the saved weights into the policy; without `same_dtype`, convert them to its dtypes.
+
+    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ from the policy's.
+    """
+
+    def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
+        return tuple(tensor.shape), tensor.dtype if same_dtype else None
+
     saved, trainable = load_file(folder / FILES[0]), policy.trainable()
-    expected = {n: (tuple(p.shape), p.dtype) for n, p in trainable.items()}
-    if {n: (tuple(t.shape), t.dtype) for n, t in saved.items()} != expected:
+    if {n: kind(t) for n, t in saved.items()} != {n: kind(p) for n, p in trainable.items()}:
         raise UsageError(f"--resume: the model in {folder} differs from the one configured")
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter.copy_(saved[name])
-    state = torch.load(folder / FILES[1], map_location=policy.device, weights_only=True)
-    optimizer.load_state_dict(state)
 
 
 def export_model(run: Path, policy: Policy) -> Path:

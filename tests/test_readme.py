@@ -1,5 +1,6 @@
 """The READMEs: every command runs, every link exists, every metric and recorded result is right."""
 
+import io
 import json
 import re
 import shlex
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core import cli, config
+from core import chat, cli, config
 from core.metrics import before_after, describe
 from core.run_log import read_records
 
@@ -55,6 +56,16 @@ def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):
         if "play" in flags:
             monkeypatch.setattr("builtins.input", lambda *_: "5")
         assert run_command(shlex.split(flags)) == 0, flags
+        assert capsys.readouterr().out
+
+
+def test_the_chat_commands_of_the_readme_run(command, capsys, monkeypatch):
+    assert command(*SMALL, "--model-id", "tiny-random", "--run-name", "a")[0] == 0
+    commands = commands_of("README.md", r"python -m core\.chat")
+    assert commands
+    for flags in commands:
+        monkeypatch.setattr("sys.stdin", io.StringIO('How many r in "cherry"?'))
+        assert chat.run(chat.main, shlex.split(flags.replace("<name>", "a"))) == 0, flags
         assert capsys.readouterr().out
 
 

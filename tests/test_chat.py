@@ -1,0 +1,383 @@
+"""`python -m core.chat`: which weights answer, exact conversations, tasks, the command line."""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import train
+from core import chat
+from core.chat_template import prompt_ids
+from core.model import load_policy
+from core.report import curves
+from core.sampler import SamplingParams, TorchSampler
+from core.tiny import tiny_tokenizer
+from core.types import Message
+from environments import registry
+from environments.base import EVAL_SEEDS, Env, Step
+
+QUESTION = 'How many r in "cherry"?'
+MAX_TOKENS = 10
+SMALL = f"""--num-updates 2 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --save-every 1
+    --lr 0.05 --sft-lr 0.05 --sft-batch-size 2 --max-tokens {MAX_TOKENS} --env two_turns
+    --device cpu""".split()
+KINDS = {
+    "full": "--model-id tiny-random --sft-steps 2",
+    "lora": "--model-id QWEN3 --lora-rank 2 --algo ppo",
+    "bfloat16": "--model-id QWEN3 --dtype bfloat16",
+}
+
+
+class TwoTurns(Env):
+    """Two turns; the reward of each is the length of the response."""
+
+    def reset(self, seed: int) -> list[Message]:
+        self.turn = 0
+        return [{"role": "user", "content": f"Task {seed}."}]
+
+    def step(self, response: str) -> Step:
+        self.turn += 1
+        more = None if self.turn == 2 else Message(role="user", content="More.")
+        return Step(more, float(len(response)), self.turn == 2, {"correct": True})
+
+    def demonstrate(self, hasty: bool = False) -> str:
+        return "a b c"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, qwen3_folder):
+    """One finished run of each kind, by kind."""
+    folder = tmp_path_factory.mktemp("chat")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(registry.ENVIRONMENTS, "two_turns", TwoTurns)
+        patch.setattr(curves, "draw_curves", lambda path, records, title: None)
+        patch.chdir(folder)
+        for kind, flags in KINDS.items():
+            flags = flags.replace("QWEN3", str(qwen3_folder)).split()
+            assert train.run_command([*SMALL, *flags, "--run-name", kind]) == 0
+        yield {kind: folder / "runs" / kind for kind in KINDS}
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """Runs `python -m core.chat ARGS` with piped lines; returns (exit code, stdout, stderr)."""
+
+    def talk(*args, lines=QUESTION, stdin=None):
+        monkeypatch.setattr("sys.stdin", stdin or io.StringIO(lines))
+        capsys.readouterr()
+        try:
+            code = chat.run(chat.main, [*map(str, args), "--device", "cpu"])
+        except SystemExit as exit_:  # raised by tyro
+            code = exit_.code
+        return code, *capsys.readouterr()
+
+    return talk
+
+
+@pytest.fixture
+def speaker(qwen3_folder):
+    return chat.Speaker("model", load_policy(str(qwen3_folder), device="cpu"))
+
+
+PARAMS = SamplingParams(MAX_TOKENS, temperature=0.0)
+
+
+def greedy_text(model, tokenizer, prompt):
+    """The greedy completion of a Hugging Face model, without a cache and without our sampler."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + MAX_TOKENS:
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        if ids[-1] == tokenizer.eos_token_id:  # <|end|>, which closes a turn
+            return tokenizer.decode(ids[len(prompt) : -1])
+    return tokenizer.decode(ids[len(prompt) :])
+
+
+def expected(kind, run, before=False):
+    """What the trained model (or the one before training) answers to QUESTION."""
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    base = run / "base" if kind == "full" else settings["model_id"]
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    adapted = kind == "lora"
+    model = AutoModelForCausalLM.from_pretrained(
+        base if before or adapted else run / "model", dtype=dtype
+    )
+    if adapted and not before:
+        model = PeftModel.from_pretrained(model, run / "model")
+    tokenizer = tiny_tokenizer()
+    prompt = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}])
+    return chat.printable(greedy_text(model.eval(), tokenizer, prompt))
+
+
+def copied(run, tmp_path):
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finished_run_answers_with_its_exported_weights(kind, runs, talk):
+    code, out, err = talk(runs[kind])
+    assert (code, out) == (0, expected(kind, runs[kind]) + "\n")
+    assert "2 updates" in err and "checkpoint" not in err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_before_shows_the_model_before_training_and_the_trained_one(kind, runs, talk):
+    before, after = expected(kind, runs[kind], before=True), expected(kind, runs[kind])
+    assert before != after
+    code, out, err = talk(runs[kind], "--before")
+    assert (code, out) == (0, f"before: {before}\ntrained: {after}\n")
+    assert ("without the 2 warm-start steps" in err) == (kind == "full")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_without_exported_weights_answers_with_its_newest_checkpoint(
+    kind, runs, talk, tmp_path
+):
+    run = copied(runs[kind], tmp_path)
+    shutil.rmtree(run / "model")
+    code, out, err = talk(run)
+    assert (code, out) == (0, expected(kind, runs[kind]) + "\n")
+    assert "checkpoint after update 2 of 2" in err
+
+
+def test_a_resumed_run_answers_with_its_checkpoint_not_with_its_old_export(runs, talk, tmp_path):
+    run = copied(runs["full"], tmp_path)
+    shutil.rmtree(run / "model")
+    shutil.copytree(run / "base", run / "model")
+    assert talk(run)[1] == expected("full", runs["full"], before=True) + "\n"
+    settings = yaml.safe_load((run / "config.yaml").read_text()) | {"num_updates": 9}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    code, out, err = talk(run)
+    assert (code, out) == (0, expected("full", runs["full"]) + "\n")
+    assert "checkpoint after update 2 of 9" in err
+
+
+def test_a_checkpoint_of_bfloat16_can_be_loaded_in_float32(runs, talk, tmp_path):
+    run = copied(runs["bfloat16"], tmp_path)
+    shutil.rmtree(run / "model")
+    code, out, err = talk(run, "--dtype", "float32")
+    assert code == 0 and out.strip() and "float32" in err
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next(
+    runs, talk, tmp_path, monkeypatch
+):
+    run, find, deleted = copied(runs["full"], tmp_path), chat.find_checkpoint, []
+    shutil.rmtree(run / "model")
+
+    def find_and_delete(run_dir):
+        found = find(run_dir)
+        if not deleted:
+            deleted.append(found.folder)
+            shutil.rmtree(found.folder)
+        return found
+
+    monkeypatch.setattr(chat, "find_checkpoint", find_and_delete)
+    code, _, err = talk(run)
+    assert code == 0 and deleted and "checkpoint after update 1 of 2" in err
+
+
+def test_a_damaged_checkpoint_is_skipped_and_without_an_intact_one_the_exit_code_is_2(
+    runs, talk, tmp_path
+):
+    run = copied(runs["full"], tmp_path)
+    shutil.rmtree(run / "model")
+    newest, older = sorted((run / "checkpoint").iterdir(), reverse=True)
+    (newest / "weights.safetensors").write_bytes(b"damaged")
+    assert "checkpoint after update 1 of 2" in talk(run)[2]
+    (older / "weights.safetensors").write_bytes(b"damaged")
+    code, out, err = talk(run)
+    assert (code, out, err.count("\n")) == (2, "", 1) and "no intact checkpoint" in err
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_written_into_the_folder_of_the_run(kind, runs, talk, tmp_path, monkeypatch):
+    def files():
+        return {path: path.stat().st_mtime_ns for path in [runs[kind], *runs[kind].rglob("*")]}
+
+    monkeypatch.chdir(tmp_path)
+    before = files()
+    assert talk(runs[kind], "--before", lines=f"{QUESTION}\n/task\n")[0] == 0
+    assert files() == before and not list(tmp_path.iterdir())
+
+
+def test_tiny_leaves_no_folder_behind(talk, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert talk("tiny-random")[0] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_prompt_begins_with_the_ids_that_were_sampled(speaker):
+    policy, texts = speaker.policy, []
+    for question in ("one", "two", "three"):
+        _, prompt = chat.next_prompt(speaker, question)
+        earlier = speaker.context_ids
+        assert prompt[: len(earlier)] == earlier and len(prompt) > len(earlier)
+        completion = chat.answer(speaker, question, PARAMS, texts.append)
+        assert completion == TorchSampler(policy).sample([prompt], PARAMS)[0]
+        assert speaker.context_ids == prompt + completion.token_ids
+        assert texts[-1] == completion.text
+    text = policy.tokenizer.decode(prompt)
+    assert text.index("one") < text.index("two") < text.index("three")
+
+
+def test_a_seed_and_a_temperature_repeat_an_answer_and_other_seeds_differ(talk, qwen3_folder):
+    def sampled(seed):
+        return talk(qwen3_folder, "--temperature", "1.5", "--seed", seed, "--max-tokens", 9)[1]
+
+    assert sampled(0) == sampled(0) != sampled(1)
+    assert sampled(0) != talk(qwen3_folder, "--max-tokens", 9)[1]
+
+
+def test_reset_forgets_the_conversation(talk, qwen3_folder):
+    few = ("--max-tokens", 9)
+    fresh = talk(qwen3_folder, *few, lines="one\n")[1]
+    _, remembered, _ = talk(qwen3_folder, *few, lines="two\none\n")
+    _, forgotten, err = talk(qwen3_folder, *few, lines="two\n/reset\none\n")
+    assert forgotten.endswith(fresh) and not remembered.endswith(fresh) and "forgotten" in err
+
+
+def test_a_full_context_ends_a_pipe_with_one_line_that_advises_reset(talk, qwen3_folder):
+    lines = f"{'a ' * 300}\n"
+    code, _, err = talk(qwen3_folder, lines=lines)
+    assert code == 2 and "/reset" in err.splitlines()[-1] and "512" in err
+
+
+def test_in_a_terminal_a_full_context_is_one_line_and_reset_helps(talk, qwen3_folder, monkeypatch):
+    typed = iter(["a " * 300, "/nonsense", "/reset", "one", "/quit", "never"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    code, out, err = talk(qwen3_folder, "--max-tokens", 3, stdin=Terminal())
+    assert code == 0 and err.count("do not fit") == 1 and "3 tokens" in err
+    assert "/nonsense is no command" in err and len(re.findall("^model: ", out, re.M)) == 2
+    assert next(typed) == "never"
+
+
+def test_ctrl_c_keeps_what_was_written_and_the_conversation_goes_on(speaker, monkeypatch):
+    def interrupt(text):
+        shown.append(text)
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    shown, (_, prompt) = [], chat.next_prompt(speaker, "one")
+    with pytest.raises(KeyboardInterrupt):  # without a terminal
+        chat.answer(speaker, "one", PARAMS, interrupt)
+    assert speaker.chat == []
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    shown.clear()
+    ids = chat.answer(speaker, "one", PARAMS, interrupt).token_ids
+    assert ids == TorchSampler(speaker.policy).sample([prompt], PARAMS)[0].token_ids[:3]
+    assert chat.next_prompt(speaker, "two")[1][: len(prompt) + 3] == prompt + ids
+    assert chat.answer(speaker, "two", PARAMS, shown.append).token_ids
+
+
+def test_the_thinking_of_earlier_answers_is_dropped_if_training_dropped_it(speaker):
+    speaker.drop_thinking = True
+    thought = speaker.policy.tokenizer.encode("a</think>", add_special_tokens=False)
+    spoken = speaker.policy.tokenizer.encode("b", add_special_tokens=False)
+    spoken.append(speaker.policy.end_of_turn_id)
+    written = iter([*thought, *spoken])
+
+    def scripted(logits, params, uniform):
+        return torch.tensor([next(written)]), torch.zeros(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "draw", scripted)
+        _, prompt = chat.next_prompt(speaker, "one")
+        chat.answer(speaker, "one", SamplingParams(100, 0.0), lambda text: None)
+    assert speaker.context_ids == prompt + spoken
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(kind, runs, talk):
+    code, out, _ = talk(runs[kind], "--before", lines="/task\n/task\n")
+    assert code == 0
+    episodes = out.split("user: Task ")[1:]
+    seeds = [re.match(r"\d+", text)[0] for text in episodes]
+    assert seeds == [str(seed) for seed in EVAL_SEEDS[:2] for _ in range(2)]
+    for episode, label in zip(episodes, ["before", "trained"] * 2, strict=True):
+        pattern = rf"{label}: (.*)\nuser: More\.\n{label}: (.*)\n(reward .*)\n"
+        first, second, rewards = re.search(pattern, episode, re.S).groups()
+        lengths = [len(first), len(second)]
+        assert rewards == (f"reward {sum(lengths)} · turn by turn +{lengths[0]} +{lengths[1]} · "
+                           "correct True")  # fmt: skip
+
+
+def test_enter_plays_a_task_of_the_environment_that_env_names(talk, qwen3_folder):
+    code, out, err = talk(qwen3_folder, "--env", "reverse", "--max-tokens", 9, lines="\n")
+    assert code == 0 and re.search("reward [-0-9.]+ · ", out) and "task of reverse" in err
+    assert talk(qwen3_folder, lines="\n")[1] == ""
+
+
+def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkeypatch, capsys):
+    text = speaker.policy.tokenizer.encode("\x1b[2J [bold]é", add_special_tokens=False)
+    ids = iter([*text, speaker.policy.end_of_turn_id])
+    monkeypatch.setattr(chat, "draw", lambda *_: (torch.tensor([next(ids)]), torch.zeros(1)))
+    chat.show_answer(speaker, "one", SamplingParams(50, 0.0), labelled=False)
+    assert capsys.readouterr().out == "\ufffd[2J [bold]é\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "culprit"),
+    [
+        (["empty"], "empty: neither a run"),
+        (["runs/none"], "runs/none"),
+        (["no_checkpoint"], "no checkpoint yet"),
+        (["lost"], "base/"),
+        (["MODEL/nothing"], "no such folder"),
+        (["MODEL", "--before"], "--before"),
+        (["MODEL", "--top-p", "0.5"], "--temperature"),
+        (["MODEL", "--temperature", "-1"], "--temperature"),
+        (["MODEL", "--max-tokens", "0"], "--max-tokens"),
+        (["MODEL", "--env", "snaek"], "snaek"),
+        (["MODEL", "--sed", "1"], "--sed"),
+        (["RUN/model"], "LoRA adapter"),
+        ([], "POLICY"),
+    ],
+)
+def test_invalid_arguments_exit_with_2_and_name_the_culprit(
+    args, culprit, talk, tmp_path, monkeypatch, qwen3_folder, runs
+):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    for name, left_out in (("no_checkpoint", "base"), ("lost", "none")):
+        Path(name).mkdir()
+        shutil.copy(runs["full"] / "config.yaml", name)
+        if left_out == "none":
+            shutil.copytree(runs["full"] / "checkpoint", Path(name, "checkpoint"))
+    places = {"MODEL": str(qwen3_folder), "RUN": str(runs["lora"])}
+    args = [re.sub("MODEL|RUN", lambda match: places[match[0]], arg) for arg in args]
+    code, out, err = talk(*args)
+    assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
+    assert "--help" in err or err.count("\n") == 1  # tyro's box, or our line
+
+
+def test_a_config_cannot_switch_on_the_code_of_a_model(runs, talk, tmp_path):
+    run = copied(runs["full"], tmp_path)
+    with (run / "config.yaml").open("a") as file:
+        file.write("trust_remote_code: true\n")
+    code, _, err = talk(run)
+    assert code == 2 and "--trust-remote-code" in err
+
+
+@pytest.mark.slow
+def test_a_pipe_prints_only_the_answer_and_exits_with_0(runs):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, "-m", "core.chat", runs["full"], "--device", "cpu"],
+        input=QUESTION + "\n", capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, expected("full", runs["full"]) + "\n")
+    assert "runs/full" in done.stderr and "you:" not in done.stderr
