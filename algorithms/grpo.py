@@ -15,6 +15,7 @@ The default is dapo: every token counts the same, whatever the length of its rol
     grpo       as above; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
+    lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
     gspo       ρ is the geometric mean of the sequence's token ratios; its gradient is taken token
                by token (GSPO-token), so that advantages may differ by turn
                                                                         arXiv:2507.18071
@@ -47,6 +48,8 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
                 "ratio_level": "token", "surrogate": "min", "aggregation": "constant"},
     "dapo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.28,
              "ratio_level": "token", "surrogate": "min", "aggregation": "token"},
+    "lite_ppo": {"scale_rewards": "batch", "clip_low": 0.2, "clip_high": 0.2,
+                 "ratio_level": "token", "surrogate": "min", "aggregation": "token"},
     "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4,
              "ratio_level": "sequence", "surrogate": "min", "aggregation": "sequence"},
     # clip_low 1: a ratio is never below 0, so there is no lower clip

@@ -30,7 +30,7 @@ class ReinforceOptions:
 class GrpoOptions:
     """Options of GRPO; None: the value that the loss type sets."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "cispo"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns."""
@@ -55,6 +55,8 @@ class PpoOptions:
 
     gae_lambda: float = 0.95
     """GAE's λ per token; 1: all later rewards count, 0: only the token's own and the next value."""
+    value_lambda: float | None = None
+    """λ of the value targets, if it differs from gae_lambda; VC-PPO takes 1."""
     clip: float = 0.2
     """Clip the ratio at 1 ± clip."""
     target_kl: float = 0.0

@@ -17,6 +17,10 @@ is 1 between tokens of the same turn. After the last token V is 0, also where --
 context length ended the episode: these limits are part of the task, and there is no value after the
 last token to bootstrap with.
 
+--ppo.value-lambda computes the value targets with a λ of their own: with 1 they are the returns, which
+a value that starts at 0 does not bias. With --ppo.value-warmup, value steps before the first step of
+the policy, this is VC-PPO (arXiv:2503.01491).
+
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
 
@@ -42,12 +46,16 @@ def compute_advantages(
     `rewards` and `values` [B, N] float32, `completion_mask` [B, N]; `loss_mask` [B, N]: the tokens
     that are in the loss, over which the advantages are normalized; `turn_ids` [B, N]: the turn of
     each token; `gamma` is the discount factor per turn. PPO does not use `group_ids`. Returns
-    advantages (0 where the loss mask is False) and value targets (GAE before normalization +
-    value), [B, N] float32.
+    advantages (0 where the loss mask is False) and value targets (GAE before normalization, with
+    `value_lambda` if that is given, + value), [B, N] float32.
     """
     assert values is not None, "PPO needs the values of the sampled tokens"
-    advantages = gae(rewards, completion_mask, turn_ids, values, gamma, options.gae_lambda)
-    value_targets = torch.where(completion_mask, advantages + values, 0.0)
+    inputs = (rewards, completion_mask, turn_ids, values, gamma)
+    advantages = gae(*inputs, options.gae_lambda)
+    for_targets = advantages
+    if options.value_lambda is not None:  # decoupled GAE
+        for_targets = gae(*inputs, options.value_lambda)
+    value_targets = torch.where(completion_mask, for_targets + values, 0.0)
     return common.normalize(advantages, loss_mask), value_targets
 
 

@@ -213,7 +213,8 @@ NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_ste
     save_every top_k entropy_coef kl_coef filter_groups
     overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
     ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
-FRACTIONS = "sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda".split()
+FRACTIONS = """sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda
+    ppo.value_lambda""".split()
 NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
     "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
     "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",

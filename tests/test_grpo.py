@@ -49,6 +49,7 @@ PAPERS = {
     "grpo": ("group", 0.2, 0.2, "token", "min", "sequence"),
     "dr_grpo": ("none", 0.2, 0.2, "token", "min", "constant"),
     "dapo": ("group", 0.2, 0.28, "token", "min", "token"),
+    "lite_ppo": ("batch", 0.2, 0.2, "token", "min", "token"),
     "gspo": ("group", 3e-4, 4e-4, "sequence", "min", "sequence"),
     "cispo": ("group", 1.0, 4.0, "token", "cispo", "token"),
 }

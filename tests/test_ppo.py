@@ -98,6 +98,22 @@ def test_value_targets_with_lam_1_are_the_returns_to_go():
     torch.testing.assert_close(got, torch.tensor([[0.75, 0.75, 1.0]]), atol=1e-6, rtol=0)
 
 
+def test_value_lambda_changes_the_targets_and_not_the_advantages():
+    # r = (0, 1), V = (0.5, 0.25), γ = 1. Returns: (1, 1). λ = 0: δ = (0.25 - 0.5, 1 - 0.25)
+    rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+    mask, zeros = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.int64)
+
+    def both(**options):
+        return compute_advantages(
+            rewards, mask, mask, zeros, zeros[:, 0], values, 1.0, Options(gae_lambda=0.0, **options)
+        )
+
+    advantages, targets = both()
+    decoupled, returns = both(value_lambda=1.0)
+    assert targets.tolist() == [[0.25, 1.0]] and returns.tolist() == [[1.0, 1.0]]
+    assert torch.equal(advantages, decoupled)
+
+
 def test_value_targets_are_gae_plus_the_old_values_and_0_off_the_mask():
     rewards, values = draw()
     junk = values.masked_fill(~GAPS, NAN)

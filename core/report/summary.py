@@ -64,6 +64,8 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     for name, updates, message in logged_warnings(records):
         lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
+    if config["sampler"] != "openai":
+        lines.append(f"talk to it: python -m core.chat {run_dir} --before")
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
     flags += ["--env", *config["env"], "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
