@@ -17,9 +17,9 @@ is 1 between tokens of the same turn. After the last token V is 0, also where --
 context length ended the episode: these limits are part of the task, and there is no value after the
 last token to bootstrap with.
 
---ppo.value-lambda computes the value targets with a λ of their own: with 1 they are the returns, which
-a value that starts at 0 does not bias. With --ppo.value-warmup, value steps before the first step of
-the policy, this is VC-PPO (arXiv:2503.01491).
+--ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
+not biased by values that start at 0. Together with --ppo.value-warmup, which trains the value head
+before the policy, this is VC-PPO (arXiv:2503.01491).
 
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
