@@ -294,8 +294,10 @@ def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
 
 def test_changed_exercise_must_still_run_and_return_the_right_shape(write):
     file = write(gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards[:1]\n")
-    file.write_text(file.read_text().replace("= ()\n", "= (7,)\n"))
-    assert check(EXERCISES[6], load(file)).state == "wrong"
+    file.write_text(file.read_text().replace("= ()\n", "= (1, 7)\n"))
+    file.write_text(file.read_text().replace(".log_softmax(-1)  # [B, T-1, V]", ".log() / 0"))
+    module = load(file)
+    assert [check(EXERCISES[n - 1], module).state for n in (1, 7)] == ["wrong", "wrong"]
 
 
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):

@@ -152,6 +152,7 @@ def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
     calls = [EXERCISES[n - 1].name for n in exercise.needs if n in changed]
     own = {name: vars(module)[name] for name in calls if name in vars(module)}
     vars(module).update({name: getattr(solutions, name) for name in own})
+    differs = None
     try:
         for fact in exercise.facts:
             expected = _answer(fact, exercise.name, getattr(solutions, exercise.name))
@@ -161,7 +162,7 @@ def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
             kind = wrong_type(expected.returned, actual.returned) if actual.was_called else None
             if not kind and agree(expected.value, actual.value, fact.tolerance):
                 continue
-            verdict = Verdict(
+            failed = Verdict(
                 exercise,
                 "wrong",
                 fact.statement,
@@ -171,20 +172,13 @@ def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
                 hints=_hints(exercise, fact),
             )
             if kind:
-                hints = ("Which type does the docstring ask for?", kind[1], verdict.hints[2])
-                return replace(verdict, cause=kind[0], hints=hints)
-            if exercise.number in changed and _is_sane(expected.value, actual):
-                return replace(verdict, state="differs")
-            with warnings.catch_warnings(action="ignore"):  # those of the typical mistakes
-                found = find_mistakes(exercise, fact, actual, module)
-            if [m.cause for m in found] == [UNCHANGED]:
-                return Verdict(exercise, "not yet", hints=_hints(exercise))
-            if found:
-                cause = "; or: ".join(m.cause for m in found)
-                return replace(verdict, cause=cause, hints=_hints(exercise, fact, found[0]))
-            observed = "" if actual.error else describe_difference(expected.value, actual.value)
-            return replace(verdict, observed=observed)
-        return Verdict(exercise, "right", hints=_hints(exercise))
+                hints = ("Which type does the docstring ask for?", kind[1], failed.hints[2])
+                return replace(failed, cause=kind[0], hints=hints)
+            if exercise.number in changed and _is_sane(expected, actual):
+                differs = differs or replace(failed, state="differs")
+                continue
+            return _explain(failed, fact, expected, actual, module)
+        return differs or Verdict(exercise, "right", hints=_hints(exercise))
     finally:
         vars(module).update(own)
 
@@ -406,9 +400,8 @@ def print_details(verdict: Verdict, console: Console) -> None:
     console.print(verdict.statement, markup=False, soft_wrap=True)
     rows = {"inputs": verdict.inputs, "expected": verdict.expected, "actual": verdict.actual}
     if verdict.state == "wrong":
-        unknown = "this is no mistake that the checker knows" if verdict.statement else ""
-        observed = "; ".join(filter(None, (unknown, verdict.observed)))
-        rows |= {"cause": verdict.cause} if verdict.cause else {"observed": observed}
+        unknown = f"{verdict.observed} (no mistake that the checker knows has the same answers)"
+        rows |= {"cause": verdict.cause} if verdict.cause else {"observed": unknown}
         rows |= {"question": verdict.hints[0]}
     for label, text in rows.items():
         for first, line in enumerate(text.splitlines()):
@@ -450,6 +443,27 @@ def _answer(fact: Fact, name: str, function: Callable[..., Any]) -> Answer:
     return ask(fact, SimpleNamespace(**{**vars(solutions), name: function}), name)
 
 
+def _explain(
+    failed: Verdict,
+    fact: Fact,
+    expected: Answer,
+    actual: Answer,
+    module: ModuleType | SimpleNamespace,
+) -> Verdict:
+    """Returns the verdict on a wrong answer with its cause, or with what was observed."""
+    exercise = failed.exercise
+    with warnings.catch_warnings(action="ignore"):  # those of the typical mistakes
+        found = find_mistakes(exercise, fact, actual, module)
+    if [mistake.cause for mistake in found] == [UNCHANGED]:
+        return Verdict(exercise, "not yet", hints=_hints(exercise))
+    if found:
+        cause = "; or: ".join(mistake.cause for mistake in found)
+        return replace(failed, cause=cause, hints=_hints(exercise, fact, found[0]))
+    if actual.error:
+        return replace(failed, observed="the function raises an error")
+    return replace(failed, observed=describe_difference(expected.value, actual.value))
+
+
 def _hints(
     exercise: Exercise, fact: Fact | None = None, mistake: Mistake | None = None
 ) -> tuple[str, str, str]:
@@ -485,11 +499,14 @@ def _kind(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}")
 
 
-def _is_sane(expected: Any, actual: Answer) -> bool:
-    """Returns whether an answer is finite and has the shape of the expected one."""
-    if isinstance(expected, Tensor) and isinstance(actual.value, Tensor):
-        return _is_finite(actual) and expected.shape == actual.value.shape
-    return _is_finite(actual)
+def _is_sane(expected: Answer, actual: Answer) -> bool:
+    """Returns whether an answer is finite, and what was returned has the expected shape."""
+    return _is_finite(actual) and _shapes(expected.returned) == _shapes(actual.returned)
+
+
+def _shapes(returned: Any) -> list[torch.Size]:
+    parts = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [part.shape for part in parts if isinstance(part, Tensor)]
 
 
 def _is_finite(answer: Answer) -> bool:
