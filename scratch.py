@@ -1,7 +1,8 @@
 """The workshop: from log-probs to a training step, in ten exercises. Fill them in from the top.
 
     python scratch.py                 # checks all exercises: ✓ right, ✗ wrong, · not yet written
-    python scratch.py --hint 3        # prints a hint for exercise 3; --solution 3 prints a solution
+    python scratch.py --hint 3        # a question about exercise 3; --hint 3 2: the idea,
+                                      # --hint 3 3: the line; --solution 3: the whole function
     python train.py --algo scratch    # trains with your exercises 3, 5 and 8
 
 The course, a glossary and the answers to the questions: core/workshop/README.md.
@@ -107,7 +108,8 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor
     """Returns -Σ A · log π over the sampled tokens, divided by their number: a scalar tensor.
 
     `logprobs`, `advantages` [B, T-1]; `mask` [B, T-1] bool, True at sampled tokens. Positions
-    outside the mask may contain any value, even infinity; they must not affect the result.
+    outside the mask may contain any value, even infinity; they must not affect the result or its
+    gradient.
 
     Question: The loss of a perfect policy is no lower than that of a bad one. What is the loss good
     for?
@@ -135,7 +137,8 @@ def clipped_loss(
     number: a scalar tensor.
 
     All tensors are [B, T-1]. `old_logprobs` are those of the policy that sampled, before any step.
-    ρ = π / π_old is the ratio of a token's probability now to its probability then.
+    ρ = π / π_old is the ratio of a token's probability now to its probability then. As in exercise
+    4, values outside the mask must not affect the result or its gradient.
 
     1. Compute ρ from the difference of the two log-probs.
     2. Compute both products and take the smaller one: the clip may remove a gain, never a loss.
@@ -260,6 +263,11 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 # the training loop work too: two passes over the rollouts, another learning rate, a KL penalty.
 # The budget is 20,000 sampled tokens. Change one thing at a time, and compare three seeds before
 # you trust a difference.
+#
+# CHANGED holds the numbers of the exercises that you changed on purpose, for example (3, 9). The
+# checker then says "differs from the reference, which is fine here" instead of "wrong".
+
+CHANGED: tuple[int, ...] = ()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ import inspect
 import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +19,16 @@ from core.sampler import SamplingParams, draw
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
 from core.workshop.exercises import EXERCISES, Exercise
-from core.workshop.mistakes import MISTAKES, UNCHANGED
+from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
 
 ROOT = Path(__file__).parent.parent
 STUBS = ROOT / "scratch.py"
+TRIED = ROOT / "runs" / "workshop_checker"
 CASES = [
-    (exercise, hint, wrong)
+    (exercise, m)
     for exercise in EXERCISES
-    for hint, wrong in MISTAKES[exercise.name]
-    if hint is not UNCHANGED
+    for m in MISTAKES[exercise.name]
+    if m.cause is not UNCHANGED
 ]
 
 
@@ -76,17 +78,94 @@ def test_each_exercise_has_a_function_a_solution_and_four_mistakes():
 
 
 @pytest.mark.parametrize(
-    "exercise, hint, wrong", CASES, ids=[f"{e.number} {h[:50]}" for e, h, _ in CASES]
+    "exercise, mistake", CASES, ids=[f"{e.number} {m.cause[:50]}" for e, m in CASES]
 )
-def test_mistake_gets_its_own_hint(exercise: Exercise, hint: str, wrong: Callable[..., Any]):
-    module = ModuleType("scratch")
-    module.__file__ = str(STUBS)
-    vars(module).update({k: v for k, v in vars(solutions).items() if callable(v)})
-    vars(module)[exercise.name] = wrong
-    verdict = check(exercise, module)
-    assert verdict.state == "wrong" and verdict.statement
-    assert verdict.hint == hint
-    assert verdict.expected != verdict.actual
+def test_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise, mistake: Mistake):
+    for wrong in (mistake.wrong, *mistake.variants):
+        verdict = check(exercise, solutions_with(exercise.name, wrong))
+        assert verdict.state == "wrong" and verdict.statement and verdict.inputs
+        assert verdict.cause == mistake.cause
+        assert verdict.expected != verdict.actual
+        _, idea, line = verdict.hints
+        assert idea == mistake.idea and mistake.line in line
+
+
+def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:
+    """The solutions, except for one exercise."""
+    return SimpleNamespace(**{**vars(solutions), name: function})
+
+
+@pytest.fixture(scope="module")
+def tried() -> tuple[list[Any], str]:
+    """The trials of runs/workshop_checker, and their page."""
+    script = runpy.run_path(str(TRIED / "try_mistakes.py"))
+    with warnings.catch_warnings(action="ignore"):  # torch warns about some mistakes
+        trials = list(script["try_all"]())
+    return trials, script["page"](trials)
+
+
+def test_mistakes_tried_as_a_new_user_would_are_caught_and_named(tried):
+    trials, _ = tried
+    assert len(trials) > 200
+    assert [t.what for t in trials if not t.caught] == []
+    assert [(t.what, t.said) for t in trials if not t.named] == []
+
+
+def test_recorded_page_of_mistakes_is_current(tried):
+    assert (TRIED / "README.md").read_text() == tried[1]
+
+
+RIGHT = {
+    "token_logprobs": """def token_logprobs(logits, input_ids):
+    flat = torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, logits.shape[-1]), input_ids[:, 1:].reshape(-1), reduction="none"
+    )
+    return -flat.view(len(input_ids), -1)
+""",
+    "group_advantages": """def group_advantages(returns, group_ids):
+    same = (group_ids[:, None] == group_ids).float()
+    n = same.sum(1)
+    returns -= same @ returns / n
+    return returns / ((same @ returns**2 / (n - 1)) ** 0.5 + 1e-4)
+""",
+    "reinforce_loss": """def reinforce_loss(logprobs, advantages, mask):
+    logprobs, advantages = (torch.where(mask, x, 0.0) for x in (logprobs, advantages))
+    return -(advantages * logprobs).sum() / mask.sum()
+""",
+    "clipped_loss": """def clipped_loss(logprobs, old_logprobs, advantages, mask, clip=0.2):
+    x, old, a = (torch.where(mask, x, 0.0) for x in (logprobs, old_logprobs, advantages))
+    rho = torch.exp(x - old)
+    return torch.maximum(-rho * a, -rho.clamp(1 - clip, 1 + clip) * a)[mask].mean()
+""",
+    "gae": """def gae(rewards, values, gamma=1.0, lam=0.95):
+    result, later, following = [], 0.0, 0.0
+    for r, v in zip(rewards.flip(0), values.flip(0)):
+        later = r + gamma * following - v + gamma * lam * later
+        following = v
+        result.insert(0, later)
+    return torch.stack(result)
+""",
+    "training_step": """def training_step(model, optimizer, input_ids, mask, returns, group_ids):
+    optimizer.zero_grad()
+    x = token_logprobs(model(input_ids), input_ids)
+    with torch.no_grad():
+        old = token_logprobs(model(input_ids), input_ids)
+    a = group_advantages(returns, group_ids).repeat_interleave(x.shape[1]).view(x.shape)
+    loss = clipped_loss(x, old, a, mask)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm=1.0)
+    optimizer.step()
+    model.zero_grad()
+    return float(loss.detach())
+""",
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_answer_written_in_another_way_passes(write, name):
+    module = load(write(**{name: RIGHT[name]}))
+    exercise = next(e for e in EXERCISES if e.name == name)
+    assert check(exercise, module).state == "right"
 
 
 def test_solutions_compute_log_probs_losses_and_kl_as_the_library():
@@ -140,18 +219,85 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
 
 
 @pytest.mark.parametrize(
-    "code, hint",
+    "code, said",
     [
-        ("    return None", "is there a `return`?"),
-        ("    return logprobs.sum(1)", "the shape is [1], not []"),
-        ("    return logprobs.log().sum()", "the answer contains nan"),
-        ("    return 6", "-A · log π"),
+        ("    return None", "the function returned None"),
+        ("    return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
+        ("    return (logprobs - 9).log().sum()", "1 of 1 numbers are nan or infinity"),
+        ("    return 6.0", "the function returned a float; a float tensor is asked for"),
+        ("    return torch.tensor(6)", "the function returned an integer tensor; a float tensor"),
+        ("    return (advantages * logprobs).sum() / -0.5", "the number is 2 times the expected"),
     ],
 )
-def test_answer_without_a_known_mistake_is_described(write, capsys, code, hint):
+def test_answer_without_a_known_mistake_is_described(write, capsys, code, said):
     file = write(reinforce_loss=f"def reinforce_loss(logprobs, advantages, mask):\n{code}\n")
     assert run_command([], file) == 1
-    assert hint in " ".join(capsys.readouterr().out.split())
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "expected, actual, problem",
+    [
+        (torch.ones(2), [1.0, 1.0], "a list; a float tensor"),
+        (torch.ones(2), torch.ones(2).numpy(), "a NumPy array; a float tensor"),
+        (torch.ones(2), torch.ones(2).long(), "an integer tensor; a float tensor"),
+        (torch.ones(2).bool(), torch.ones(2), "a float tensor; a bool tensor"),
+        (1.0, torch.tensor(1.0), "a float tensor; a float"),
+        ((torch.ones(2), torch.ones(2)), torch.ones(2), "a float tensor; a tuple"),
+        ((torch.ones(2).long(), torch.ones(2)), (torch.ones(2), torch.ones(2)), "result 1: "),
+        ((torch.ones(2), torch.ones(2)), (torch.ones(2),), "1 results, not 2"),
+    ],
+)
+def test_wrong_type_is_named(expected, actual, problem):
+    found = checker.wrong_type(expected, actual)
+    assert found is not None and problem in found[0]
+    assert checker.wrong_type(expected, expected) is None
+
+
+def test_failed_fact_prints_inputs_expected_and_actual_answer(write, capsys):
+    run_command([], write(kl_k3="def kl_k3(x, ref):\n    return x - ref\n"))
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("6. kl_k3 ✗"))
+    assert lines[start + 1 : start + 5] == [
+        "inputs    logprobs = [[-2]]  shape [1, 1]",
+        "ref_logprobs = [[-1.307]]  shape [1, 1]",
+        "expected  [[0.3069]]  shape [1, 1]",
+        "actual    [[-0.6931]]  shape [1, 1]",
+    ]
+
+
+def test_hints_come_in_three_steps_for_the_mistake_that_was_made(write, monkeypatch, capsys):
+    file = write(kl_k3="def kl_k3(x, ref):\n    return (x - ref).exp() - 1 - (x - ref)\n")
+    assert run_command([], file) == 1
+    assert "--hint 6 2" in capsys.readouterr().out
+    for step, text in (("1", "numerator of r?"), ("2", "log π_ref - log π"), ("3", "log_r = ref")):
+        assert run_command(["--hint", "6", step], file) == 0
+        assert text in capsys.readouterr().out
+
+
+def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
+    halved = inspect.getsource(solutions.training_step).replace("1.0)", "0.5)")
+    unscaled = inspect.getsource(solutions.group_advantages).replace(
+        " / (returns[members].std() + 1e-4)", ""
+    )
+    file = write(training_step=halved, group_advantages=unscaled)
+    states = [v.state for v in check_all(load(file))]
+    assert (states[2], states[8]) == ("wrong", "not yet")
+    file.write_text(file.read_text().replace("= ()\n", "= (3, 9)\n"))
+    code, out = run_command([], file), capsys.readouterr().out
+    assert (code, out.count("≈ differs"), out.count("✗")) == (0, 2, 0)
+    assert "differs from the reference, which is fine here" in " ".join(out.split())
+    file.write_text(file.read_text().replace("= (3, 9)\n", "= 3\n"))
+    states = [v.state for v in check_all(load(file))]
+    assert (states[2], states[8]) == ("differs", "wrong")
+
+
+def test_changed_exercise_must_still_run_and_return_the_right_shape(write):
+    file = write(gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards[:1]\n")
+    file.write_text(file.read_text().replace("= ()\n", "= (1, 7)\n"))
+    file.write_text(file.read_text().replace(".log_softmax(-1)  # [B, T-1, V]", ".log() / 0"))
+    module = load(file)
+    assert [check(EXERCISES[n - 1], module).state for n in (1, 7)] == ["wrong", "wrong"]
 
 
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
@@ -166,7 +312,7 @@ def test_exercise_waits_for_those_that_it_calls(write):
     stub = "def group_advantages(returns, group_ids):\n    raise TODO\n"
     verdicts = check_all(load(write(group_advantages=stub)))
     assert [v.exercise.number for v in verdicts if v.state == "not yet"] == [3, 9]
-    assert verdicts[8].hint == "first: exercise 3"
+    assert verdicts[8].note == "first: exercise 3"
 
 
 @pytest.mark.parametrize(
@@ -193,15 +339,17 @@ def test_script_checks_itself_wherever_it_is(write, monkeypatch, capsys):
 
 def test_missing_function_is_named(tmp_path):
     (tmp_path / "scratch.py").write_text(solved().replace("def kl_k3(", "def k3("))
-    assert "kl_k3" in check(EXERCISES[5], load(tmp_path / "scratch.py")).hint
+    assert "kl_k3" in check(EXERCISES[5], load(tmp_path / "scratch.py")).cause
 
 
 def test_hint_and_solution_are_printed_on_request(capsys):
     assert run_command(["--hint", "3"]) == 0
+    assert "With which other returns" in capsys.readouterr().out
+    assert run_command(["--hint", "3", "2"]) == 0
     assert "group_ids.unique()" in capsys.readouterr().out
     assert run_command(["--solution", "3"]) == 0
     assert capsys.readouterr().out.startswith("def group_advantages(")
-    for wrong in (["--hint", "11"], ["--solution", "x"]):
+    for wrong in (["--hint", "11"], ["--hint", "3", "4"], ["--solution", "x"]):
         with pytest.raises(SystemExit) as stopped:
             run_command(wrong)
         assert stopped.value.code == 2
@@ -213,6 +361,17 @@ def test_course_answers_the_question_of_every_exercise():
     answered = re.findall(r"<details><summary>(\d+)\. (.*?)</summary>", course)
     assert [int(n) for n, _ in answered] == list(range(1, 11))
     assert [question for _, question in answered[:9]] == [" ".join(q.split()) for q in asked]
+
+
+def test_loss_of_the_course_rises_while_the_policy_improves():
+    """The example of answer 4: a right answer of 3 tokens, a wrong one of 1 token."""
+    mask, zeros = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), torch.zeros(2, 3)
+    losses = []
+    for returns in ([1.0, 0.0], [1.0, 1.0]):
+        advantages = solutions.group_advantages(torch.tensor(returns), torch.tensor([0, 0]))
+        tokens = advantages[:, None].expand(2, 3)
+        losses.append(solutions.clipped_loss(zeros, zeros, tokens, mask).item())
+    assert losses == pytest.approx([-0.35, 0.0], abs=0.005)
 
 
 def test_functions_that_exercises_point_to_exist():

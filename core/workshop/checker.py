@@ -1,20 +1,24 @@
 """Checks the exercises of scratch.py: each is right, wrong, or not written yet.
 
-    python scratch.py [--hint N | --solution N]
+    python scratch.py [--hint N [STEP] | --solution N]
 
-A wrong answer is compared with the answers of typical mistakes (core/workshop/mistakes.py), so that
-the hint explains what the participant did. An exception or an endless loop in one exercise does not
-stop the check of the others.
+For a wrong answer the checker prints the inputs, the expected and the actual answer, and the cause:
+a wrong type, or the typical mistake (core/workshop/mistakes.py) with the same answers. If no
+typical mistake matches, it says what it observed. Hints come in three steps: a question, the idea,
+the line. An exception or an endless loop in one exercise does not stop the check of the others.
 """
 
 import argparse
+import copy
 import importlib.util
 import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -22,62 +26,87 @@ from typing import Any, Literal
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.types import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
-from core.workshop.mistakes import MISTAKES, UNCHANGED
+from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
 
 FILE = Path(__file__).parents[2] / "scratch.py"
 TIME_LIMIT = 5.0  # seconds for one fact
-MAX_NUMBERS = 12  # of an answer that are printed
-State = Literal["right", "wrong", "not yet"]
-LABELS = {"right": "[green]✓ right[/]", "wrong": "[red]✗ wrong[/]", "not yet": "[dim]· not yet[/]"}
+MAX_NUMBERS = 40  # of a tensor that are printed; of a larger one its first 3 entries
+WIDTH = 90  # characters of a tensor that are printed on one line
+State = Literal["right", "wrong", "differs", "not yet"]
+LABELS = {"right": "[green]✓ right[/]", "wrong": "[red]✗ wrong[/]",
+          "differs": "[yellow]≈ differs[/]", "not yet": "[dim]· not yet[/]"}  # fmt: skip
+FINE = "differs from the reference, which is fine here"
+STEPS = ("question", "idea", "line")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The state of an exercise. If it is wrong, also the first fact that does not hold."""
+    """The state of an exercise. If it is not right, also the first fact that does not hold."""
 
     exercise: Exercise
     state: State
     statement: str = ""
+    inputs: str = ""
     expected: str = ""
     actual: str = ""
-    hint: str = ""
+    cause: str = ""  # what the participant did, if that is known
+    observed: str = ""  # else: how the answer differs from the expected one
+    hints: tuple[str, str, str] = ("", "", "")  # question, idea, line
+    note: str = ""  # for the table, if the exercise is not written yet
 
 
-class AnswerError(Exception):
-    """The participant's function raised or exceeded the time limit; says where and why."""
+@dataclass
+class Answer:
+    """What a set of functions answers to a fact."""
+
+    value: Any = None
+    inputs: list[str] = field(default_factory=list)  # of the first call of the exercise's function
+    returned: Any = None  # by its last call
+    was_called: bool = False
+    error: BaseException | None = None
+    where: str = ""  # file and line of the error
 
 
 def run_command(args: list[str], file: Path = FILE) -> int:
     """Runs `python scratch.py ARGS`.
 
-    Returns the exit code: 0 if all exercises are right, 1 if not, 2 if the file cannot be imported.
+    Returns the exit code: 0 if all exercises are right (or changed on purpose), 1 if not, 2 if the
+    file cannot be imported.
     """
     parser = argparse.ArgumentParser("scratch.py", description="Check the exercises of scratch.py.")
     numbers = [exercise.number for exercise in EXERCISES]
-    for flag, what in (("--hint", "a hint for"), ("--solution", "a solution of")):
-        parser.add_argument(
-            flag, type=int, choices=numbers, metavar="N", help=f"print {what} exercise N"
-        )
+    parser.add_argument(
+        "--hint", type=int, nargs="+", metavar=("N", "STEP"),
+        help="print a hint for exercise N. STEP 1 (default): a question, 2: the idea, 3: the line",
+    )  # fmt: skip
+    parser.add_argument(
+        "--solution", type=int, choices=numbers, metavar="N", help="print a solution of exercise N"
+    )
     options = parser.parse_args(args)
-    if options.hint:
-        print(f"Exercise {options.hint}: {EXERCISES[options.hint - 1].hint}")
-        return 0
     if options.solution:
         name = EXERCISES[options.solution - 1].name
         print(inspect.getsource(getattr(solutions, name)))
         return 0
+    if options.hint:
+        number, step = (*options.hint, 1)[:2]
+        if number not in numbers or step not in (1, 2, 3) or len(options.hint) > 2:
+            parser.error("--hint takes an exercise, 1 to 10, and a step: 1, 2 or 3")
     try:
-        verdicts = check_all(load(file))
+        module = load(file)
+        if options.hint:
+            print_hint(check_all(module)[number - 1], step)
+            return 0
+        verdicts = check_all(module)
     except UsageError as error:
         print(f"scratch.py: {error}", file=sys.stderr)
         return 2
     print_verdicts(verdicts, Console(highlight=False))
-    return 0 if all(v.state == "right" for v in verdicts) else 1
+    return 0 if all(v.state in ("right", "differs") for v in verdicts) else 1
 
 
 def load(file: Path) -> ModuleType:
@@ -100,66 +129,103 @@ def check_all(module: ModuleType) -> list[Verdict]:
     verdicts: list[Verdict] = []
     for exercise in EXERCISES:
         verdict = check(exercise, module)
-        open_ = [str(n) for n in exercise.needs if verdicts[n - 1].state != "right"]
-        if open_ and verdict.state != "right":
-            hint = f"first: exercise {', '.join(open_)}"
-            verdict = Verdict(exercise, "not yet", hint=hint)
+        waits_for = [
+            str(n) for n in exercise.needs if verdicts[n - 1].state in ("wrong", "not yet")
+        ]
+        if waits_for and verdict.state != "right":
+            note = f"first: exercise {', '.join(waits_for)}"
+            verdict = Verdict(exercise, "not yet", note=note)
         verdicts.append(verdict)
     return verdicts
 
 
-def check(exercise: Exercise, module: ModuleType) -> Verdict:
-    """Returns the verdict on one exercise; the first fact that does not hold decides."""
-    if not callable(vars(module).get(exercise.name)):
-        return Verdict(exercise, "wrong", hint=f"there is no function {exercise.name}")
-    for fact in exercise.facts:
-        expected = fact.ask(solutions)
-        try:
-            actual = ask(fact, module)
-        except NotImplementedError:
-            return Verdict(exercise, "not yet")
-        except AnswerError as error:
-            shown = (_format(expected), str(error))
-            return Verdict(exercise, "wrong", fact.statement, *shown, fact.hint)
-        if not agree(expected, actual, fact.tolerance):
-            mistake = find_mistake(exercise, fact, actual, module)
-            if mistake == UNCHANGED:
-                return Verdict(exercise, "not yet")
-            shown = (_format(expected), _format(actual))
-            hint = mistake or describe_answer(fact, expected, actual)
-            return Verdict(exercise, "wrong", fact.statement, *shown, hint)
-    return Verdict(exercise, "right")
+def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
+    """Returns the verdict on one exercise; the first fact that does not hold decides.
 
-
-def ask(fact: Fact, module: ModuleType) -> Any:
-    """Returns the answer of the participant's functions to a fact.
-
-    Raises NotImplementedError for an exercise that is not written yet; AnswerError if the function
-    raised anything else or exceeded the time limit.
+    An exercise whose number is in CHANGED of scratch.py "differs" instead of being wrong, as long
+    as it runs and returns finite numbers of the right type and shape. The exercises that call it
+    are checked with its solution.
     """
-    outcome: dict[str, Any] = {}
+    if not callable(vars(module).get(exercise.name)):
+        return Verdict(exercise, "wrong", cause=f"there is no function {exercise.name}")
+    changed = _changed(module)
+    calls = [EXERCISES[n - 1].name for n in exercise.needs if n in changed]
+    own = {name: vars(module)[name] for name in calls if name in vars(module)}
+    vars(module).update({name: getattr(solutions, name) for name in own})
+    differs = None
+    try:
+        for fact in exercise.facts:
+            expected = _answer(fact, exercise.name, getattr(solutions, exercise.name))
+            actual = ask(fact, module, exercise.name)
+            if isinstance(actual.error, NotImplementedError):
+                return Verdict(exercise, "not yet", hints=_hints(exercise))
+            kind = wrong_type(expected.returned, actual.returned) if actual.was_called else None
+            if not kind and agree(expected.value, actual.value, fact.tolerance):
+                continue
+            failed = Verdict(
+                exercise,
+                "wrong",
+                fact.statement,
+                "\n".join(expected.inputs),
+                _format(expected.value),
+                actual.where or _format(actual.returned if kind else actual.value),
+                hints=_hints(exercise, fact),
+            )
+            if kind:
+                hints = ("Which type does the docstring ask for?", kind[1], failed.hints[2])
+                return replace(failed, cause=kind[0], hints=hints)
+            if exercise.number in changed and _is_sane(expected, actual):
+                differs = differs or replace(failed, state="differs")
+                continue
+            return _explain(failed, fact, expected, actual, module)
+        return differs or Verdict(exercise, "right", hints=_hints(exercise))
+    finally:
+        vars(module).update(own)
+
+
+def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answer:
+    """Returns the answer of `functions` to a fact, with the inputs of the function `name`.
+
+    If a function of a module raises or exceeds the time limit, the answer has the error and its
+    place. The functions of a namespace are trusted: they run without a time limit.
+    """
+    answer = Answer()
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        function = getattr(functions, name)
+        args = tuple(map(_copy, args))  # a function may change its inputs in place
+        if not answer.inputs:
+            given = inspect.signature(getattr(solutions, name)).bind(*args, **kwargs).arguments
+            answer.inputs = [f"{key} = {_format(value)}" for key, value in given.items()]
+        answer.returned = function(*args, **kwargs)
+        answer.was_called = True
+        return answer.returned
+
+    recording = SimpleNamespace(**{**vars(functions), name: record})
 
     def run() -> None:
         try:
-            outcome["answer"] = fact.ask(module)
+            answer.value = fact.ask(recording)
         except BaseException as error:  # also SystemExit
-            outcome["error"] = error
+            answer.error = error
 
+    if isinstance(functions, SimpleNamespace):
+        run()
+        return answer
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(TIME_LIMIT)
-    file = Path(str(module.__file__))
+    file = Path(str(functions.__file__))
     if thread.is_alive():
         frame = sys._current_frames()[thread.ident or 0]
         line, _ = innermost_line(file, traceback.extract_stack(frame))
-        raise AnswerError(f"{file.name}, line {line}: still running after {TIME_LIMIT:g} s")
-    error = outcome.get("error")
-    if isinstance(error, NotImplementedError):
-        raise error
-    if error is not None:
-        line, _ = innermost_line(file, traceback.extract_tb(error.__traceback__))
-        raise AnswerError(f"{file.name}, line {line}: {describe_error(error)}")
-    return outcome["answer"]
+        late = TimeoutError(f"still running after {TIME_LIMIT:g} s")
+        return Answer(error=late, where=f"{file.name}, line {line}: {late}")
+    if answer.error is not None:
+        line, _ = innermost_line(file, traceback.extract_tb(answer.error.__traceback__))
+        place = f"{file.name}, line {line}: " if line else ""
+        answer.where = place + describe_error(answer.error)
+    return answer
 
 
 def agree(expected: Any, actual: Any, tolerance: float) -> bool:
@@ -170,6 +236,8 @@ def agree(expected: Any, actual: Any, tolerance: float) -> bool:
     if isinstance(expected, tuple):
         same = isinstance(actual, (tuple, list)) and len(actual) == len(expected)
         return same and all(map(agree, expected, actual, [tolerance] * len(expected)))
+    if isinstance(expected, str) or isinstance(actual, str):
+        return bool(expected == actual)
     if isinstance(expected, Tensor) != isinstance(actual, Tensor):
         return False
     try:
@@ -181,54 +249,181 @@ def agree(expected: Any, actual: Any, tolerance: float) -> bool:
     return torch.allclose(b.double(), a.double(), rtol=tolerance, atol=tolerance)
 
 
-def find_mistake(exercise: Exercise, failed: Fact, actual: Any, module: ModuleType) -> str:
-    """Returns the hint of the typical mistake that gives the same wrong answer, or "".
+def wrong_type(expected: Any, actual: Any) -> tuple[str, str] | None:
+    """Returns what is wrong with the type of a result, and how to get the right one; or None.
 
-    If several do, returns the one that agrees with the participant on most of the other facts.
+    Does not compare shapes and values. A list counts as a tuple.
     """
-    matches: dict[str, int] = {}
-    for hint, wrong in MISTAKES[exercise.name]:
-        functions = SimpleNamespace(**{**vars(solutions), exercise.name: wrong})
-        if _same_answer(_try(failed, functions), actual):
-            others = (fact for fact in exercise.facts if fact is not failed)
-            matches[hint] = sum(_same_answer(_try(f, functions), _try(f, module)) for f in others)
-    return max(matches, key=lambda hint: matches[hint], default="")
-
-
-def describe_answer(fact: Fact, expected: Any, actual: Any) -> str:
-    """Returns what is visibly wrong with an answer, and the hint of its fact."""
     if actual is None:
-        return "the function returned None: is there a `return`?"
-    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
-        if expected.shape != actual.shape:
-            return f"the shape is {list(actual.shape)}, not {list(expected.shape)}: {fact.hint}"
-        if agree(-1 * expected.double(), actual.double(), fact.tolerance):
-            return f"the sign is wrong: {fact.hint}"
-        if actual.is_floating_point() and actual.isnan().any():
-            return f"the answer contains nan, from 0/0 or 0 · infinity: {fact.hint}"
-    return fact.hint
+        return "the function returned None", "Is there a `return` at the end of the function?"
+    if isinstance(expected, tuple) and isinstance(actual, (tuple, list)):
+        if len(expected) != len(actual):
+            return (f"the function returned {len(actual)} results, not {len(expected)}",
+                    "Return all of them: return ids, logprobs")  # fmt: skip
+        for number, (a, b) in enumerate(zip(expected, actual, strict=True), 1):
+            if problem := wrong_type(a, b):
+                return f"result {number}: {problem[0]}", problem[1]
+        return None
+    asked, got = _kind(expected), _kind(actual)
+    if asked == got or (asked == "a float" and got == "an integer"):
+        return None
+    advice = {
+        "a list": "torch.tensor(numbers) makes a tensor from a list of numbers, "
+        "torch.stack(tensors) from a list of tensors.",
+        "a NumPy array": "Stay with torch: NumPy carries no gradient.",
+        "an integer tensor": "Make the tensor with dtype=torch.float32; one that was made like "
+        "group_ids or of whole numbers holds integers.",
+        "a float": "Do not use item() or float() here.",
+        "a float tensor": "Use a dtype of integers.",
+    }.get(got, "See the docstring of the function.")
+    if asked == "a bool tensor":
+        advice = "Use dtype=torch.bool: 0 and 1 as an index select the rows 0 and 1."
+    if asked == "a float":
+        advice = "loss.item() gives the number without the graph behind it."
+    if asked == "a tuple":
+        advice = "Return both: return ids, logprobs"
+    return f"the function returned {got}; {asked} is asked for", advice
+
+
+def find_mistakes(
+    exercise: Exercise, failed: Fact, actual: Answer, module: ModuleType | SimpleNamespace
+) -> list[Mistake]:
+    """Returns the typical mistakes that have the same answers as the participant's function.
+
+    A mistake must agree on the failed fact, and on every fact to which the participant's function
+    gives a finite answer. If several do, those that agree on most facts are returned.
+    """
+    if isinstance(actual.error, TimeoutError):
+        return []
+    theirs = {
+        fact.statement: actual if fact is failed else ask(fact, module, exercise.name)
+        for fact in exercise.facts
+    }
+    matches: list[tuple[int, Mistake]] = []
+    for mistake in MISTAKES[exercise.name]:
+        agreed = []
+        for wrong in (mistake.wrong, *mistake.variants):
+            if not _same_answer(_answer(failed, exercise.name, wrong), actual, failed.tolerance):
+                continue
+            same = {
+                f.statement: _same_answer(
+                    _answer(f, exercise.name, wrong), theirs[f.statement], f.tolerance
+                )
+                for f in exercise.facts
+            }
+            if all(same[k] or not _is_finite(answer) for k, answer in theirs.items()):
+                agreed.append(sum(same.values()))
+        if agreed:
+            matches.append((max(agreed), mistake))
+    most = max((count for count, _ in matches), default=0)
+    return [mistake for count, mistake in matches if count == most]
+
+
+def describe_difference(expected: Any, actual: Any) -> str:
+    """Returns how an answer of the right type differs from the expected one: only what is seen."""
+    if isinstance(expected, str):
+        return "the order is another"
+    if isinstance(expected, tuple) and isinstance(actual, tuple):
+        if expected and isinstance(expected[0], int):
+            return f"the shape is {list(actual)}, not {list(expected)}"
+        pairs = zip(expected, actual, strict=False)
+        seen = [
+            f"result {number}: {describe_difference(a, b)}"
+            for number, (a, b) in enumerate(pairs, 1)
+            if not agree(a, b, 1e-3)
+        ]
+        return "; ".join(seen)
+    try:
+        a, b = (torch.as_tensor(x).detach().double() for x in (expected, actual))
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+    if a.shape != b.shape:
+        same = a.numel() == b.numel() and agree(a.flatten(), b.flatten(), 1e-3)
+        numbers = ", but the numbers are right" if same else ""
+        return f"the shape is {list(b.shape)}, not {list(a.shape)}{numbers}"
+    if not b.isfinite().all():
+        count = int((~b.isfinite()).sum())
+        return f"{count} of {b.numel()} numbers are nan or infinity"
+    if agree(-a, b, 1e-3):
+        return f"{'the number' if a.numel() == 1 else 'every number'} has the opposite sign"
+    if b.numel() > 1 and (b == b.flatten()[0]).all():
+        return "all numbers are equal"
+    if a.numel() > 1 and agree(a.flatten().sort().values, b.flatten().sort().values, 1e-3):
+        return "the numbers are right, but in another order"
+    if a.numel() == 1 and b.item() == 0:
+        return "the number is 0"
+    factors = (b / a)[a != 0]
+    if len(factors) and agree(a * factors[0], b, 1e-3):
+        every = "the number" if a.numel() == 1 else "every number"
+        return f"{every} is {factors[0]:.4g} times the expected one"
+    if a.numel() > 1 and agree(a + (b - a).flatten()[0], b, 1e-3):
+        return f"every number is the expected one plus {(b - a).flatten()[0]:.4g}"
+    wrong = ~torch.isclose(a, b, rtol=1e-3, atol=1e-3)
+    if a.dim() == 0 or not wrong.any():
+        return f"the difference is {(b - a).abs().max():.4g}"
+    place = wrong.nonzero()[0].tolist()
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} numbers differ, the first at {place}: "
+        f"{_format(actual[tuple(place)])} instead of {_format(expected[tuple(place)])}"
+    )
 
 
 def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
     """Prints the table, the first failing fact of each wrong exercise, and what to do next."""
     table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
     for v in verdicts:
-        note = {"right": f"read {v.exercise.read}", "wrong": "", "not yet": v.hint}[v.state]
+        notes = {"right": f"read {v.exercise.read}", "differs": FINE}
+        note = notes.get(v.state, v.note)
         table.add_row(str(v.exercise.number), v.exercise.title, LABELS[v.state], note)
     console.print(table)
     for v in verdicts:
-        if v.state == "wrong":
-            console.print(f"\n[bold]{v.exercise.number}. {v.exercise.name}[/] [red]✗[/] ", end="")
-            console.print(v.statement, markup=False)
-            for label in ("expected", "actual", "hint"):
-                if text := getattr(v, label):
-                    console.print(f"   {label:9}", end="")
-                    console.print(text, markup=False, soft_wrap=True)
-    number = next((v.exercise.number for v in verdicts if v.state != "right"), None)
+        if v.state in ("wrong", "differs"):
+            print_details(v, console)
+    states = {v.state for v in verdicts}
+    if "wrong" in states and "not yet" not in states:
+        console.print(
+            "\nIf you changed an exercise on purpose, add its number to CHANGED at the end of "
+            "scratch.py."
+        )
+    number = next((v.exercise.number for v in verdicts if v.state in ("wrong", "not yet")), None)
     if number:
         console.print(f"\nNext: exercise {number}. For a hint: python scratch.py --hint {number}")
     else:
         console.print("\nAll right. Now train with your functions: python train.py --algo scratch")
+
+
+def print_details(verdict: Verdict, console: Console) -> None:
+    """Prints the fact that fails: inputs, expected and actual answer, cause, and the question."""
+    number = verdict.exercise.number
+    mark = "[red]✗[/]" if verdict.state == "wrong" else "[yellow]≈[/]"
+    console.print(f"\n[bold]{number}. {verdict.exercise.name}[/] {mark} ", end="")
+    console.print(verdict.statement, markup=False, soft_wrap=True)
+    rows = {"inputs": verdict.inputs, "expected": verdict.expected, "actual": verdict.actual}
+    if verdict.state == "wrong":
+        unknown = f"{verdict.observed} (no mistake that the checker knows has the same answers)"
+        rows |= {"cause": verdict.cause} if verdict.cause else {"observed": unknown}
+        rows |= {"question": verdict.hints[0]}
+    for label, text in rows.items():
+        for first, line in enumerate(text.splitlines()):
+            console.print(f"   {'' if first else label:10}{line}", markup=False, soft_wrap=True)
+    if verdict.state == "wrong" and verdict.hints[1]:
+        commands = f"python scratch.py --hint {number} 2, then --hint {number} 3"
+        console.print(f"   {'more':10}the idea, then the line: {commands}", soft_wrap=True)
+
+
+def print_hint(verdict: Verdict, step: int) -> None:
+    """Prints one step of the hints for an exercise, and how to get the next one."""
+    number = verdict.exercise.number
+    if verdict.state == "right":
+        print(f"Exercise {number} is right.")
+    if verdict.note:
+        print(f"Exercise {number}, {verdict.note}.")
+    hints = verdict.hints if verdict.hints[0] else _hints(verdict.exercise)
+    print(f"Exercise {number}, the {STEPS[step - 1]}: {hints[step - 1]}")
+    if step < 3:
+        print(f"The {STEPS[step]}: python scratch.py --hint {number} {step + 1}")
+    else:
+        print(f"The whole function: python scratch.py --solution {number}")
 
 
 def innermost_line(file: Path, frames: Iterable[traceback.FrameSummary]) -> tuple[int, str]:
@@ -242,36 +437,136 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].rstrip(": ")
 
 
-def _try(fact: Fact, functions: ModuleType | SimpleNamespace) -> Any:
-    """Returns the answer, or None if there is none."""
-    try:
-        return ask(fact, functions) if isinstance(functions, ModuleType) else fact.ask(functions)
-    except (AnswerError, NotImplementedError, RuntimeError, ValueError, IndexError):
-        return None
+@cache
+def _answer(fact: Fact, name: str, function: Callable[..., Any]) -> Answer:
+    """Returns the answer of the solutions to a fact, with `function` as exercise `name`."""
+    return ask(fact, SimpleNamespace(**{**vars(solutions), name: function}), name)
 
 
-def _same_answer(a: Any, b: Any) -> bool:
-    """Like `agree`, but nan agrees with nan and infinity with infinity."""
+def _explain(
+    failed: Verdict,
+    fact: Fact,
+    expected: Answer,
+    actual: Answer,
+    module: ModuleType | SimpleNamespace,
+) -> Verdict:
+    """Returns the verdict on a wrong answer with its cause, or with what was observed."""
+    exercise = failed.exercise
+    with warnings.catch_warnings(action="ignore"):  # those of the typical mistakes
+        found = find_mistakes(exercise, fact, actual, module)
+    if [mistake.cause for mistake in found] == [UNCHANGED]:
+        return Verdict(exercise, "not yet", hints=_hints(exercise))
+    if found:
+        cause = "; or: ".join(mistake.cause for mistake in found)
+        return replace(failed, cause=cause, hints=_hints(exercise, fact, found[0]))
+    if actual.error:
+        return replace(failed, observed="the function raises an error")
+    return replace(failed, observed=describe_difference(expected.value, actual.value))
+
+
+def _hints(
+    exercise: Exercise, fact: Fact | None = None, mistake: Mistake | None = None
+) -> tuple[str, str, str]:
+    """Returns question, idea and line: those of the mistake, else of the fact, else of all."""
+    question = (mistake.question if mistake else "") or (fact or exercise).question
+    idea = mistake.idea if mistake else fact.idea if fact else exercise.idea
+    part = (mistake.line if mistake else "") or (fact.line if fact else "") or exercise.line
+    source = inspect.getsource(getattr(solutions, exercise.name)).splitlines()
+    return question, idea, next(line.strip() for line in source if part in line)
+
+
+def _changed(module: ModuleType | SimpleNamespace) -> tuple[int, ...]:
+    """Returns the numbers in CHANGED of scratch.py; a single number is allowed too."""
+    changed = getattr(module, "CHANGED", ())
+    return (changed,) if isinstance(changed, int) else tuple(changed)
+
+
+def _copy(value: Any) -> Any:
+    """Returns a copy of a tensor, with its gradient, or of a list; anything else as it is."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    return copy.deepcopy(value) if isinstance(value, list) else value
+
+
+def _kind(value: Any) -> str:
+    """Returns the type of a result in words."""
+    if isinstance(value, Tensor):
+        number = "a float" if value.is_floating_point() else "an integer"
+        return f"{'a bool' if value.dtype == torch.bool else number} tensor"
+    if type(value).__module__ == "numpy":
+        return "a NumPy array"
+    names = {bool: "a bool", int: "an integer", float: "a float"}
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _is_sane(expected: Answer, actual: Answer) -> bool:
+    """Returns whether an answer is finite, and what was returned has the expected shape."""
+    return _is_finite(actual) and _shapes(expected.returned) == _shapes(actual.returned)
+
+
+def _shapes(returned: Any) -> list[torch.Size]:
+    parts = returned if isinstance(returned, (tuple, list)) else (returned,)
+    return [part.shape for part in parts if isinstance(part, Tensor)]
+
+
+def _is_finite(answer: Answer) -> bool:
+    """Returns whether there was no error and all numbers are finite."""
+    parts = answer.value if isinstance(answer.value, (tuple, list)) else (answer.value,)
+    tensors = (x for x in parts if isinstance(x, Tensor))
+    return answer.error is None and all(bool(x.isfinite().all()) for x in tensors)
+
+
+def _same_answer(a: Answer, b: Answer, tolerance: float) -> bool:
+    """Returns whether two answers are the same: values (nan agrees with nan) or errors."""
+    if a.error or b.error:
+        return _without_digits(a.error) == _without_digits(b.error)
 
     def finite(x: Any) -> Any:
+        if isinstance(x, (tuple, list)):
+            return tuple(map(finite, x))
         if isinstance(x, Tensor) and x.is_floating_point():
             return x.detach().nan_to_num(777.0, 888.0, -888.0)
         return x
 
-    return agree(finite(a), finite(b), 1e-5)
+    return agree(finite(a.value), finite(b.value), tolerance)
+
+
+def _without_digits(error: BaseException | None) -> str:
+    """Returns an error as text, without the sizes and line numbers in it."""
+    return "".join(c for c in describe_error(error) if not c.isdigit()) if error else ""
 
 
 def _format(value: Any) -> str:
-    """Returns an answer as text, with four digits and at most MAX_NUMBERS numbers."""
+    """Returns an input or an answer as text, with four digits.
+
+    A tensor of more than MAX_NUMBERS numbers is cut after its first 3 entries.
+    """
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(_format, value))})"
+        left, right = "[]" if isinstance(value, list) else "()"
+        return f"{left}{', '.join(map(_format, value))}{right}"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value + 0.0:.4g}"  # -0.0 + 0.0 is 0.0
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}: token ids in, logits out"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"{type(value).__name__} with learning rate {value.defaults['lr']:g}"
+    if isinstance(value, torch.Generator):
+        return "a generator"
     if not isinstance(value, Tensor):
         return str(value)[:200]
-    numbers = value.detach().flatten().tolist()
-    if value.dim() == 0:
-        return _format(numbers[0])
-    more = " .." if len(numbers) > MAX_NUMBERS else ""
-    text = f"[{' '.join(map(_format, numbers[:MAX_NUMBERS]))}{more}]"
-    return f"{text} shape {list(value.shape)}" if value.dim() > 1 else text
+    numbers = value.detach()
+    shape = f"  shape {list(value.shape)}" if value.dim() > 1 else ""
+    if value.numel() > MAX_NUMBERS:
+        first = " ".join(map(_nested, numbers[:3].tolist()))
+        return f"[{first} ..]  shape {list(value.shape)}"
+    text = _nested(numbers.tolist())
+    if len(text) > WIDTH:
+        return "[" + "\n   ".join(map(_nested, numbers.tolist())) + f"]{shape}"
+    return text + shape
+
+
+def _nested(numbers: Any) -> str:
+    """Returns nested lists of numbers as text."""
+    if isinstance(numbers, list):
+        return f"[{' '.join(map(_nested, numbers))}]"
+    return _format(numbers)

@@ -1,7 +1,10 @@
 """The ten exercises of scratch.py: for each, the facts that must hold on small tensors.
 
-A fact asks a question of a set of functions `f`: the participant's scratch.py, or the solutions in
+A fact calls a set of functions `f`: the participant's scratch.py, or the solutions in
 core/workshop/solutions.py, whose answer is the right one. The checker compares the two.
+
+Hints come in three steps: a question, the idea, and the line of the solution. `line` is a part of
+that line; the checker looks up the rest.
 """
 
 import math
@@ -19,8 +22,10 @@ class Fact:
 
     statement: str  # what must be true, for the report
     ask: Callable[[Any], Any]  # calls the functions `f` and returns their answer
-    hint: str  # for an answer that matches no known mistake
+    question: str  # the first hint
+    idea: str  # the second hint, for an answer that matches no known mistake
     tolerance: float = 1e-4  # absolute and relative
+    line: str = ""  # the third hint; "": that of the exercise
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class Exercise:
     number: int
     name: str
     title: str
-    hint: str  # printed by --hint
+    question: str  # the three hints for an exercise that is not written yet
+    idea: str
+    line: str
     read: str  # where the library does the same
     facts: tuple[Fact, ...]
     needs: tuple[int, ...] = ()  # exercises that this one calls
@@ -53,14 +60,21 @@ FACTORS = torch.tensor([[1.0], [2.0], [1.0]])
 def example_logits() -> tuple[Tensor, Tensor]:
     """Returns logits [2, 4, 5] and token ids [2, 4]."""
     logits = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
-    return logits, torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
+    return logits.round(decimals=1), torch.tensor([[0, 3, 1, 4], [2, 2, 0, 1]])
 
 
 def gradient(loss: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
     """Returns the gradient of the sum of `loss(at)`; zeros if the loss does not depend on `at`."""
     at = at.clone().requires_grad_()
-    total = loss(at).sum() + 0 * at.sum()  # a constant loss gets a gradient too: 0
-    return torch.autograd.grad(total, at)[0]
+    total = loss(at).sum()
+    if not total.requires_grad:  # a constant
+        return torch.zeros_like(at)
+    return torch.autograd.grad(total, at, materialize_grads=True)[0]
+
+
+def off_mask(values: Tensor, other: float) -> Tensor:
+    """Returns `values` with `other` at the positions outside MASK."""
+    return values.masked_fill(~MASK, other)
 
 
 def clipped_loss_of_one_token(f: Any, ratio: float, advantage: float) -> Any:
@@ -70,8 +84,16 @@ def clipped_loss_of_one_token(f: Any, ratio: float, advantage: float) -> Any:
 
 def draws(f: Any, odds: float, temperature: float) -> tuple[Tensor, Tensor]:
     """Returns ids and log-probs of 4,000 draws from two tokens; the second has these odds."""
-    logits = torch.tensor([[0.0, math.log(odds)]]).expand(4000, 2)
+    logits = torch.tensor([[1.0, 1.0 + math.log(odds)]]).expand(4000, 2)
     return f.sample(logits, temperature, torch.Generator().manual_seed(2))
+
+
+def distance_of_draws(f: Any) -> Tensor:
+    """Returns the largest difference between a returned log-prob and that of the returned id."""
+    logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]).repeat(20, 1)
+    ids, logprobs = f.sample(logits, 0.5, torch.Generator().manual_seed(4))
+    own = (logits / 0.5).log_softmax(-1).gather(-1, ids.view(-1, 1)).view(-1)
+    return (logprobs - own).abs().max()
 
 
 class BigramModel(nn.Module):
@@ -79,27 +101,29 @@ class BigramModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.linspace(-1, 1, 25).view(5, 5).clone())
+        self.table = nn.Parameter(torch.linspace(-0.1, 0.1, 25).view(5, 5).clone())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return 4 * self.table[input_ids]
+        return 30 * self.table[input_ids]
 
 
 def take_steps(
     f: Any, returns: tuple[float, ...], steps: int = 1
-) -> tuple[float, Tensor, Tensor, Tensor]:
+) -> tuple[float, Tensor, Tensor, Tensor, str]:
     """Takes training steps on a BigramModel with f.training_step.
 
-    Returns the last loss, the weights, the gradient that remains, and the norm of the gradient at
-    each optimizer step (-1: no gradient).
+    Returns the last loss, the weights, the gradient that remains, the norm of the gradient at each
+    optimizer step (-1: no gradient), and the order of backward and step.
     """
-    model, norms = BigramModel(), list[float]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, norms, calls = BigramModel(), list[float](), list[str]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def record_norm(*_: Any) -> None:
+    def record_step(*_: Any) -> None:
         norms.append(-1.0 if model.table.grad is None else float(model.table.grad.norm()))
+        calls.append("step")
 
-    optimizer.register_step_pre_hook(record_norm)
+    optimizer.register_step_pre_hook(record_step)
+    model.table.register_post_accumulate_grad_hook(lambda _: calls.append("backward"))
     input_ids = torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]])
     mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool()
     group_ids = torch.tensor([0, 0, 1, 1])
@@ -108,207 +132,332 @@ def take_steps(
             model, optimizer, input_ids, mask, torch.tensor(returns).float(), group_ids
         )
     remaining = torch.zeros(5, 5) if model.table.grad is None else model.table.grad
-    return loss, model.table.detach(), remaining, torch.tensor(norms)
+    return loss, model.table.detach(), remaining, torch.tensor(norms), ", ".join(calls)
 
 
 EXERCISES = (
     Exercise(
         1, "token_logprobs", "Log-probs and the causal shift",
+        "Which position of the logits predicts the second token of the text?",
         "logits[:, :-1] and input_ids[:, 1:] line up. log_softmax(-1) makes log-probs; gather(-1, "
         "ids[:, :, None]) picks one of V at each position, and squeeze(-1) drops the last axis.",
+        ".gather(-1, input_ids",
         "token_logprobs in algorithms/common.py: only at sampled tokens, in chunks",
         (
             Fact("4 tokens have 3 predictions: logits [2, 4, 5] give log-probs [2, 3]",
                  lambda f: tuple(f.token_logprobs(*example_logits()).shape),
-                 "drop the last position of the logits and the first token of the ids"),
+                 "Which shapes do the cut logits, the cut ids and the gathered log-probs have?",
+                 "Drop the last position of the logits and the first token of the ids; gather "
+                 "keeps an axis of size 1, which squeeze(-1) drops."),
             Fact("a model without any preference gives each of 5 tokens the log-prob log 1/5",
                  lambda f: f.token_logprobs(torch.zeros(1, 4, 5), example_logits()[1][:1]),
-                 "log_softmax over the last axis, the vocabulary"),
+                 "What must exp of the log-probs of all V tokens at one position add up to?",
+                 "Apply log_softmax over the last axis, the vocabulary.", line="log_softmax"),
             Fact("each log-prob is that of the token that follows, under the logits before it",
                  lambda f: f.token_logprobs(*example_logits()),
-                 "the logits at position t predict the token at t+1"),
+                 "Column 0 of the result: which token is it about, and which logits predict it?",
+                 "The logits at position t predict the token at t+1."),
+            Fact("logits that are 200 apart: the log-prob is -200, not -infinity",
+                 lambda f: f.token_logprobs(torch.tensor([[[0.0, 200.0]] * 3]),
+                                            torch.tensor([[1, 0, 1]])),
+                 "How large is exp(-200) in float32, and what is its logarithm?",
+                 "Let log_softmax compute the logarithm and the softmax in one step.",
+                 line="log_softmax"),
             Fact("the gradient reaches the logits",
                  lambda f: gradient(lambda x: f.token_logprobs(x, example_logits()[1]),
                                     example_logits()[0]),
-                 "do not use detach, no_grad, item or numpy"),
+                 "Which operation between the logits and the result has no derivative?",
+                 "Do not use detach, no_grad, item or NumPy.", line="log_softmax"),
         ),
     ),
     Exercise(
         2, "completion_mask", "The completion mask of a chat",
+        "Which of the T ids were sampled? And why does the result have only T-1 entries?",
         "Make a list of False and True for all T ids, drop its first entry (no logits predict the "
         "first token), and return torch.tensor(.., dtype=torch.bool).",
+        "sampled[1:]",
         "to_rollout_batch in core/batching.py",
         (
+            Fact("one turn of 3 + 2 ids: the last two of the four predictions are sampled",
+                 lambda f: f.completion_mask(TURNS[:1]),
+                 "Which position predicts the first id of the completion?",
+                 "Position t is True if the token at t+1 was sampled."),
             Fact("two turns of 3 + 2 and 2 + 2 ids: four of the eight predictions are sampled",
                  lambda f: f.completion_mask(TURNS[:2]),
-                 "position t is True if the token at t+1 was sampled"),
+                 "The two turns are one text of 9 ids. Which were sampled, and which one has no "
+                 "prediction?",
+                 "Join all turns, then shift once."),
             Fact("three turns: every completion counts, no context does",
                  lambda f: f.completion_mask(TURNS),
-                 "go through the turns in order; in each, the context and then the completion"),
+                 "Which ids of the second and third turn did the policy sample?",
+                 "Go through the turns in order; in each, the context and then the completion.",
+                 line="sampled +="),
         ),
     ),
     Exercise(
         3, "group_advantages", "Better or worse than the group",
+        "With which other returns is a return compared?",
         "for group in group_ids.unique(): members = group_ids == group; then returns[members] is "
         "one group. Tensor.std() divides by n - 1.",
+        "centered = ",
         "compute_advantages in algorithms/grpo.py: the same without a loop",
         (
             Fact("of two rollouts with returns 1 and 0, one is above its group and one below",
                  lambda f: f.group_advantages(torch.tensor([1.0, 0.0]), torch.tensor([7, 7])),
-                 "minus the mean, over the sample standard deviation: 0.5 / 0.7071", 1e-3),
-            Fact("groups do not mix, whatever their order and size",
-                 lambda f: f.group_advantages(torch.tensor([1.0, 9.0, 0.0, 5.0, 0.0, 1.0]),
+                 "What are the mean and the sample standard deviation of 1 and 0?",
+                 "Subtract the mean, divide by the sample standard deviation: 0.5 / 0.7071.", 1e-3),
+            Fact("two groups in mixed order: each return is compared with its own group",
+                 lambda f: f.group_advantages(torch.tensor([1.0, 9.0, 0.0, 5.0]),
+                                              torch.tensor([0, 1, 0, 1])),
+                 "Which returns belong to group 0, and where do their advantages go?",
+                 "Select a group with group_ids == group, and write its advantages to the same "
+                 "places.", 1e-3, "members] = "),
+            Fact("groups of different sizes: 4 rollouts and 2 rollouts",
+                 lambda f: f.group_advantages(torch.tensor([1.0, 9.0, 0.0, 5.0, 0.0, 4.0]),
                                               torch.tensor([0, 1, 0, 1, 0, 0])),
-                 "use the mean and the standard deviation of each group separately", 1e-3),
+                 "Does the code assume anything about the number of rollouts in a group?",
+                 "Use the mean and the standard deviation of each group separately.", 1e-3),
             Fact("a group of equal returns has advantage 0",
                  lambda f: f.group_advantages(torch.tensor([0.3, 0.3]), torch.tensor([0, 0])),
-                 "add 1e-4 to the standard deviation, or you divide 0 by 0", 1e-3),
+                 "What is the standard deviation of equal numbers?",
+                 "Add 1e-4 to the standard deviation, or the code divides 0 by 0.", 1e-3,
+                 "members] = "),
         ),
     ),
     Exercise(
         4, "reinforce_loss", "The policy gradient",
-        "(advantages * logprobs)[mask] are the terms of the sampled tokens; there are mask.sum().",
+        "A token has a positive advantage. Should the loss rise or fall when it becomes likelier?",
+        "logprobs[mask] and advantages[mask] are those of the sampled tokens; there are "
+        "mask.sum() of them.",
+        "return",
         "compute_loss in algorithms/reinforce.py",
         (
             Fact("one token with log-prob -2 and advantage 3: the loss is 6",
-                 lambda f: f.reinforce_loss(ONES * -2, ONES * 3, ONE_TOKEN), "-A · log π"),
-            Fact("the loss is a mean over the mask",
+                 lambda f: f.reinforce_loss(ONES * -2, ONES * 3, ONE_TOKEN),
+                 "Which two numbers enter the loss of one token, and with which sign?",
+                 "The loss of one token is -A · log π."),
+            Fact("the loss is a mean over the sampled tokens",
                  lambda f: f.reinforce_loss(LOGPROBS, ADVANTAGES, MASK),
-                 "sum over the sampled tokens, divided by mask.sum()"),
+                 "How many entries of the mask are True? Which terms enter the sum?",
+                 "Sum over the sampled tokens, then divide by mask.sum()."),
             Fact("values outside the mask do not matter, even infinity",
-                 lambda f: f.reinforce_loss(LOGPROBS.masked_fill(~MASK, -torch.inf), ADVANTAGES,
-                                            MASK),
-                 "0 · infinity is nan: select with [mask] or torch.where instead of multiplying"),
+                 lambda f: f.reinforce_loss(off_mask(LOGPROBS, -torch.inf),
+                                            off_mask(ADVANTAGES, torch.inf), MASK),
+                 "What is 0 · infinity?",
+                 "0 · infinity is nan: select with [mask] instead of multiplying by the mask."),
             Fact("the gradient is -A / number of tokens, and 0 outside the mask",
                  lambda f: gradient(lambda x: f.reinforce_loss(x, ADVANTAGES, MASK), LOGPROBS),
-                 "do not detach the log-probs; use only positions inside the mask"),
+                 "Which log-probs may the gradient reach?",
+                 "Do not detach the log-probs; use only positions inside the mask."),
+            Fact("the gradient is finite and the same when values outside the mask are infinite",
+                 lambda f: gradient(
+                     lambda x: f.reinforce_loss(x, off_mask(ADVANTAGES, torch.inf), MASK),
+                     off_mask(LOGPROBS, -torch.inf)),
+                 "The derivative of A · log π is A. What is 0 · A where A is infinite?",
+                 "Select before you multiply: logprobs[mask] and advantages[mask]."),
         ),
     ),
     Exercise(
         5, "clipped_loss", "The clipped surrogate",
-        "ratio = exp(logprobs - old_logprobs); torch.minimum(ratio * A, ratio.clamp(..) * A).",
+        "By which factor did the probability of a token change, if its log-prob rose by 0.1?",
+        "Select the sampled tokens of all three tensors. ratio = exp(logprobs - old_logprobs); "
+        "torch.minimum(ratio * A, ratio.clamp(..) * A).",
+        "torch.minimum",
         "compute_loss in algorithms/grpo.py",
         (
             Fact("ratio 1: the loss is minus the advantage",
-                 lambda f: clipped_loss_of_one_token(f, 1.0, 3.0), "ρ = exp(log π - log π_old)"),
+                 lambda f: clipped_loss_of_one_token(f, 1.0, 3.0),
+                 "The two log-probs are equal. What are ρ and ρ A, and which sign has the loss?",
+                 "ρ = exp(log π - log π_old), and the loss is negative where the objective grows.",
+                 line="ratio = "),
             Fact("ratio 1.5, A = 1: clipped at 1.2",
                  lambda f: clipped_loss_of_one_token(f, 1.5, 1.0),
-                 "clamp the ratio to 1-clip..1+clip, and take the smaller product"),
+                 "From which ratio on is the objective flat, in the left picture?",
+                 "Clamp the ratio to 1-clip..1+clip, and take the smaller product."),
             Fact("ratio 0.5, A = 1: not clipped, the token should become likelier again",
                  lambda f: clipped_loss_of_one_token(f, 0.5, 1.0),
-                 "take the smaller of the two products, not always the clipped one"),
+                 "The token was good and became less likely. Should a push back be removed?",
+                 "Take the smaller of the two products, not always the clipped one."),
             Fact("ratio 0.5, A = -1: clipped at 0.8",
                  lambda f: clipped_loss_of_one_token(f, 0.5, -1.0),
-                 "multiply by A before you take the smaller one"),
+                 "A is negative: which of the two products is smaller now?",
+                 "Multiply by A before you take the smaller one."),
             Fact("ratio 1.5, A = -1: not clipped, the token should become less likely again",
                  lambda f: clipped_loss_of_one_token(f, 1.5, -1.0),
-                 "the clip may remove a gain, never a loss"),
-            Fact("the loss is a mean over the mask",
+                 "The token was bad and became likelier. Should a push back be removed?",
+                 "The clip may remove a gain, never a loss."),
+            Fact("the loss is a mean over the sampled tokens",
                  lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK),
-                 "sum over the sampled tokens, divided by mask.sum()"),
+                 "How many entries of the mask are True? Which terms enter the sum?",
+                 "Sum over the sampled tokens, then divide by mask.sum().", line="return"),
             Fact("the argument `clip` sets the bounds",
                  lambda f: f.clipped_loss(LOGPROBS, OLD_LOGPROBS, ADVANTAGES, MASK, clip=0.05),
-                 "use the argument `clip`"),
+                 "Where do the bounds of the ratio come from?",
+                 "Use the argument `clip` in both bounds.", line="clamp"),
+            Fact("values outside the mask do not matter, even infinity",
+                 lambda f: f.clipped_loss(off_mask(LOGPROBS, -torch.inf),
+                                          off_mask(OLD_LOGPROBS, -torch.inf),
+                                          off_mask(ADVANTAGES, torch.inf), MASK),
+                 "What is infinity minus infinity? What is 0 · infinity?",
+                 "Both are nan: select with [mask] instead of multiplying by the mask.",
+                 line="[mask]"),
             Fact("the gradient is -A ρ / number of tokens, and 0 where the ratio is clipped",
                  lambda f: gradient(lambda x: f.clipped_loss(x, OLD_LOGPROBS, ADVANTAGES, MASK),
                                     LOGPROBS),
-                 "do not detach the new log-probs or the ratio"),
+                 "Through which of the three tensors must the gradient flow?",
+                 "Do not detach the new log-probs or the ratio.", line="ratio = "),
+            Fact("the gradient is finite and the same when values outside the mask are infinite",
+                 lambda f: gradient(
+                     lambda x: f.clipped_loss(x, off_mask(OLD_LOGPROBS, -torch.inf),
+                                              off_mask(ADVANTAGES, torch.inf), MASK),
+                     off_mask(LOGPROBS, -torch.inf)),
+                 "Which operations see the infinite values before the mask removes them?",
+                 "Select before you compute: apply [mask] to all three tensors first.",
+                 line="[mask]"),
         ),
     ),
     Exercise(
         6, "kl_k3", "KL to a reference, estimator k3",
+        "How do you get log r, with r = π_ref / π, from the two log-probs?",
         "log_r = ref_logprobs - logprobs, and r is its exponential.",
+        "return",
         "kl_estimate in algorithms/common.py: three estimators, and the gradient of each",
         (
             Fact("the estimate is 0 where both policies agree",
-                 lambda f: f.kl_k3(LOGPROBS, LOGPROBS), "there r = 1 and log r = 0"),
+                 lambda f: f.kl_k3(LOGPROBS, LOGPROBS),
+                 "What are r and log r where both policies agree?", "There r = 1 and log r = 0."),
             Fact("where the reference gives twice the probability, it is 2 - 1 - log 2",
-                 lambda f: f.kl_k3(ONES * -2, ONES * -2 + math.log(2)), "r = π_ref / π"),
+                 lambda f: f.kl_k3(ONES * -2, ONES * -2 + math.log(2)),
+                 "What are log r and r here, computed by hand? And r - 1 - log r?",
+                 "r = π_ref / π, and log is the natural logarithm."),
             Fact("one estimate for each token, none of them negative",
-                 lambda f: f.kl_k3(LOGPROBS, OLD_LOGPROBS), "r - 1 - log r, no mean, no sum"),
+                 lambda f: f.kl_k3(LOGPROBS, OLD_LOGPROBS),
+                 "For which r is r - 1 - log r smallest, and how small is it there?",
+                 "r - 1 - log r at every token; no mean, no sum."),
+            Fact("the gradient is 1 - r",
+                 lambda f: gradient(lambda x: f.kl_k3(x, OLD_LOGPROBS), LOGPROBS),
+                 "Which operation between the log-probs and the result has no derivative?",
+                 "Do not use detach, no_grad, item or NumPy.", line="log_r = "),
         ),
     ),
     Exercise(
         7, "gae", "An advantage for each token",
+        "Which two numbers of token t+1 does A_t need? So in which order do you compute?",
         "for t in reversed(range(N)): keep the value and the advantage of t+1; both start at 0.",
+        "delta = ",
         "gae in algorithms/ppo.py: for many rollouts at once, also truncated ones",
         (
             Fact("λ = 1, γ = 1: the sum of the rewards from t on, minus the value",
                  lambda f: f.gae(*EPISODE, 1, 1),
-                 "compute δ_t, then A_t = δ_t + γ λ A_t+1, from right to left"),
+                 "At the last token, what are δ and A? And at the token before it?",
+                 "Compute δ_t, then A_t = δ_t + γ λ A_t+1, from right to left."),
             Fact("λ = 0: the error of one step",
                  lambda f: f.gae(*EPISODE, 1, 0),
-                 "δ_t = r_t + γ V_t+1 - V_t; after the last token the value is 0"),
+                 "λ = 0 leaves only δ_t. Which values does it compare?",
+                 "δ_t = r_t + γ V_t+1 - V_t; after the last token the value is 0."),
             Fact("values of γ and λ in between",
                  lambda f: f.gae(*EPISODE, 0.9, 0.5),
-                 "γ multiplies the next value, γ λ the next advantage"),
+                 "Which terms are one token later, and are therefore discounted?",
+                 "γ multiplies the next value, γ λ the next advantage."),
         ),
     ),
     Exercise(
         8, "sample", "Sample a token at a temperature",
+        "From which distribution is the token drawn, and under which one is its log-prob?",
         "torch.multinomial takes probabilities [B, V] and returns [B, 1]; squeeze(-1) drops the "
         "last axis. Pick the log-prob with gather, as in exercise 1.",
+        "torch.multinomial",
         "draw in core/sampler.py: also with top-k and top-p",
         (
             Fact("4000 rows of logits give 4000 ids and 4000 log-probs",
                  lambda f: tuple(tuple(x.shape) for x in draws(f, 3, 1.0)),
-                 "squeeze(-1) the results of multinomial and gather"),
+                 "Which shape do multinomial and gather return?",
+                 "squeeze(-1) the results of multinomial and gather."),
             Fact("odds of 3 to 1: the likelier token is drawn in three quarters of the cases",
                  lambda f: draws(f, 3, 1.0)[0].float().mean(),
-                 "multinomial takes probabilities: the exponentials of the log-probs", 0.03),
+                 "How often should each token be drawn, and what does multinomial take?",
+                 "multinomial takes probabilities: the exponentials of the log-probs.", 0.03),
             Fact("temperature 0.5 turns odds of 3 to 1 into odds of 9 to 1",
                  lambda f: draws(f, 3, 0.5)[0].float().mean(),
-                 "divide the logits by the temperature", 0.03),
+                 "Should a low temperature make the likelier token more or less likely?",
+                 "Divide the logits by the temperature.", 0.03, "/ temperature"),
             Fact("the log-probs are those of the sampled distribution: log 0.9 or log 0.1",
                  lambda f: draws(f, 3, 0.5)[1].sort().values[[0, -1]],
-                 "gather from the log-probs of logits / temperature"),
+                 "The token was drawn with probability 0.9 or 0.1. Which number do you return?",
+                 "gather from the log-probs of logits / temperature.", line="return"),
+            Fact("each log-prob belongs to the id beside it: the largest difference is 0",
+                 distance_of_draws,
+                 "Is each returned log-prob that of the id in the same row?",
+                 "Draw once, and gather the log-prob of each drawn id from its own row.", 1e-3,
+                 "return"),
             Fact("temperature 0 always takes the most likely token",
                  lambda f: f.sample(torch.tensor([[0.0, 2.0, 1.0], [5.0, 4.9, 0.0]]), 0.0,
                                     torch.Generator()),
-                 "at temperature 0: argmax, and the log-prob under the undivided logits"),
+                 "What is logits / 0?",
+                 "At temperature 0: argmax, and the log-prob under the undivided logits.",
+                 line="argmax"),
             Fact("generators with the same seed give the same draws",
                  lambda f: (draws(f, 3, 1.0)[0] == draws(f, 3, 1.0)[0]).all(),
-                 "pass generator=generator to multinomial"),
+                 "Where do the random numbers come from?",
+                 "Pass generator=generator to multinomial."),
         ),
     ),
     Exercise(
         9, "training_step", "A whole training step",
+        "Which of the exercises before this one turns returns into advantages, and which one "
+        "log-probs into a loss?",
         "advantages[:, None].expand_as(logprobs) gives each token its rollout's advantage; "
         "logprobs.detach() are the old ones; then backward, clip_grad_norm_, step, zero_grad.",
+        "loss = ",
         "main in train.py: step 4 of each update",
         (
             Fact("the loss of the batch, as a float", lambda f: take_steps(f, (1, 0, 1, 0))[0],
-                 "advantages of the returns, log-probs under the mask, the clipped loss"),
+                 "Every ratio is 1 here. What is the clipped loss then, in terms of A?",
+                 "Advantages of the returns, log-probs under the mask, the clipped loss."),
+            Fact("backward comes before the optimizer's step",
+                 lambda f: take_steps(f, (1, 0, 1, 0))[4],
+                 "What does optimizer.step() need, and what computes it?",
+                 "loss.backward(), then clip, then optimizer.step().", line="backward"),
             Fact("one optimizer step, with a gradient of norm 1",
                  lambda f: take_steps(f, (1, 0, 1, 0))[3],
-                 "backward, clip the norm to 1, optimizer.step()"),
+                 "What has to happen between backward and the optimizer's step?",
+                 "backward, then clip the norm to 1, then optimizer.step().",
+                 line="clip_grad_norm_"),
             Fact("the weights after the step", lambda f: take_steps(f, (1, 0, 1, 0))[1],
-                 "backward before step; the gradient clipped to a norm of 1"),
+                 "Through which log-probs does the gradient flow, and which are constants?",
+                 "Detach the old log-probs only; call backward before step."),
             Fact("no gradient remains after the step", lambda f: take_steps(f, (1, 0, 1, 0))[2],
-                 "optimizer.zero_grad() after the step"),
+                 "What does the next backward do with a gradient that is still there?",
+                 "Call optimizer.zero_grad() after the step.", line="zero_grad"),
             Fact("the weights after three steps", lambda f: take_steps(f, (1, 0, 0, 1), 3)[1],
-                 "each step starts without a gradient"),
+                 "What does the second step find that the first one did not?",
+                 "Each step starts without a gradient.", line="zero_grad"),
             Fact("equal returns within each group change nothing",
                  lambda f: take_steps(f, (1, 1, 0, 0))[1],
-                 "advantages compare a rollout with its own group"),
+                 "What is the advantage if all rollouts of a group have the same return?",
+                 "Advantages compare a rollout with its own group.", line="advantages = "),
         ),
         needs=(1, 3, 5),
     ),
     Exercise(
         10, "advantages_of_tokens", "Find the bug",
-        "Take two right answers, a short one and a long one. Which of them gets the larger "
-        "advantage? Look at what `returns` is divided by.",
+        "Take two right answers, a short one and a long one. Which gets the larger advantage?",
+        "Look at what `returns` is divided by.",
+        "returns = ",
         "token_weights in algorithms/common.py, and Dr. GRPO, arXiv:2503.20783",
         (
             Fact("with equal rewards, a long answer has the same advantage as a short one",
                  lambda f: f.advantages_of_tokens(REWARDS, SAMPLED, ONE_GROUP),
-                 "a return is a sum; the number of tokens has no influence"),
+                 "Each rollout earned 1 in total. What are their returns?",
+                 "A return is a sum; the number of tokens has no influence."),
             Fact("a larger reward gives a larger advantage",
                  lambda f: f.advantages_of_tokens(REWARDS * FACTORS, SAMPLED, ONE_GROUP),
-                 "return minus the group's mean return"),
-            Fact("padding has no influence and gets no advantage",
+                 "What are the three returns, and what is their mean?",
+                 "Return minus the group's mean return; the return is a sum."),
+            Fact("padding has no influence and gets no advantage; groups do not mix",
                  lambda f: f.advantages_of_tokens(REWARDS + 1, SAMPLED, TWO_GROUPS),
-                 "ignore the rewards outside the mask"),
+                 "Which entries of the rewards and of the result are padding?",
+                 "Ignore the rewards outside the mask, and multiply the result by the mask."),
         ),
     ),
 )  # fmt: skip

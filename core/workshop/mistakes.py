@@ -1,10 +1,12 @@
-"""Typical wrong answers to the exercises of scratch.py, each with its own hint.
+"""Typical mistakes in the exercises of scratch.py, each with its cause.
 
-The checker runs these functions too. If one of them gives the same wrong answer as the participant,
-its hint explains what the participant did.
+The checker runs these functions too. If one of them gives the same answers as the participant's
+function, its cause says what the participant did. Two mistakes with the same answers on all facts
+share one entry, whose cause names both.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,26 @@ from torch import Tensor, nn
 from core.workshop import solutions as right
 
 UNCHANGED = "the function as it was given: reward per token, so a long answer gets less"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake: its cause, the idea that corrects it (the second hint), and a function that makes
+    it. `variants` make the same mistake with other numbers. `line` is part of the line of the
+    solution that the third hint shows, `question` the first hint; "": those of the fact that fails.
+    """
+
+    cause: str
+    idea: str
+    wrong: Callable[..., Any]
+    line: str = ""
+    variants: tuple[Callable[..., Any], ...] = ()
+    question: str = ""
+
+
+def advantages_as_given(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+    """Exercise 10 with its bug."""
+    return _token_advantages((rewards * mask).sum(1) / mask.sum(1), mask, group_ids)
 
 
 def _pick(logits: Tensor, ids: Tensor) -> Tensor:
@@ -33,13 +55,36 @@ def _by_group(returns: Tensor, group_ids: Tensor, scaled: Callable[[Tensor], Ten
     return advantages
 
 
+def _in_order_of_groups(returns: Tensor, group_ids: Tensor) -> Tensor:
+    advantages = right.group_advantages(returns, group_ids)
+    return torch.cat([advantages[group_ids == group] for group in group_ids.unique()])
+
+
+def _in_integers(returns: Tensor, group_ids: Tensor) -> Tensor:
+    advantages = torch.zeros_like(group_ids)
+    advantages[group_ids == group_ids[0]] = returns[group_ids == group_ids[0]]  # raises
+    return advantages
+
+
+def _neighbors(returns: Tensor, size: int) -> Tensor:
+    rows = returns.view(-1, size)
+    scaled = (rows - rows.mean(1, keepdim=True)) / (rows.std(1, keepdim=True) + 1e-4)
+    return scaled.flatten()
+
+
 def _surrogate(
     x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float,
     ratio: Callable[[Tensor, Tensor], Tensor] = lambda x, old: (x - old).exp(),
     objective: Callable[..., Tensor] = lambda r, c, a: torch.minimum(r * a, c * a),
 ) -> Tensor:  # fmt: skip
+    x, old, a = x[m], old[m], a[m]
     r = ratio(x, old)
-    return -objective(r, r.clamp(1 - clip, 1 + clip), a)[m].sum() / m.sum()
+    return -objective(r, r.clamp(1 - clip, 1 + clip), a).sum() / m.sum()
+
+
+def _surrogate_tokens(x: Tensor, old: Tensor, a: Tensor, clip: float) -> Tensor:
+    r = (x - old).exp()
+    return torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)
 
 
 def _gae(r: Tensor, v: Tensor, gamma: float, decay: float, bootstrap: float = 0.0) -> Tensor:
@@ -55,6 +100,12 @@ def _forward_gae(r: Tensor, v: Tensor, gamma: float, decay: float) -> Tensor:
     return torch.stack([earlier := delta + decay * earlier for delta in deltas])
 
 
+def _gae_without_last(r: Tensor, v: Tensor, gamma: float, lam: float) -> Tensor:
+    last = torch.zeros(1)  # the loop starts at N-2, with the last value as the next one
+    rewards = torch.cat([r[:-2], (r[-2] + gamma * v[-1])[None]])
+    return torch.cat([right.gae(rewards, v[:-1], gamma, lam), last])
+
+
 def _draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
 
@@ -65,225 +116,598 @@ def _with_logprobs(
     return ids, then(logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1))
 
 
+def _with_logits(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return ids, logits.gather(-1, ids[:, None]).squeeze(-1)
+
+
+def _two_draws(logits: Tensor, t: float, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    return right.sample(logits, t, g)[0], right.sample(logits, t, g)[1]
+
+
+def _sorted_draw(logits: Tensor, t: float, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    ids, logprobs = right.sample(logits, t, g)
+    return ids, logprobs.sort().values
+
+
 def _nonzero(temperature: float) -> float:
     return temperature or 1e-6
 
 
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, mask: Tensor, returns: Tensor,
-    group_ids: Tensor, detach: bool = True, clip: bool = True, zero: str = "after", sign: int = 1,
-    baseline: bool = True, masked: bool = True, step: bool = True,
+    group_ids: Tensor, detach: bool = True, clip: str = "last", zero: str = "after", sign: int = 1,
+    baseline: bool = True, masked: bool = True, step: str = "last", backward: bool = True,
+    loss_of: Callable[..., Tensor] | None = None, scaled: Callable[..., Tensor] | None = None,
 ) -> float:  # fmt: skip
+    """A training step with one mistake."""
     if zero == "before":
         optimizer.zero_grad()
     logprobs = right.token_logprobs(model(ids), ids)
-    advantages = right.group_advantages(returns, group_ids) if baseline else returns
+    advantages = (scaled or right.group_advantages)(returns, group_ids) if baseline else returns
     old = logprobs.detach() if detach else logprobs
     mask = mask if masked else torch.ones_like(mask)
-    loss = sign * right.clipped_loss(logprobs, old, advantages[:, None].expand_as(logprobs), mask)
-    loss.backward()
+    loss = sign * (loss_of or right.clipped_loss)(
+        logprobs, old, advantages[:, None].expand_as(logprobs), mask
+    )
+    if clip == "early":
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if step == "early":
+        optimizer.step()
+    if backward:
+        loss.backward()
     if zero == "early":
         optimizer.zero_grad()
-    if clip:
+    if clip == "last":
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if step:
+    if clip == "value":
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    if step == "last":
         optimizer.step()
     if zero == "after":
         optimizer.zero_grad()
     return loss.item()
 
 
+def _same(group_ids: Tensor) -> Tensor:
+    return (group_ids[:, None] == group_ids[None, :]).float()
+
+
 def _token_advantages(returns: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    same = (group_ids[:, None] == group_ids[None, :]).float()
+    same = _same(group_ids)
     return (returns - (same @ returns) / same.sum(1))[:, None] * mask
 
 
-MISTAKES: dict[str, list[tuple[str, Callable[..., Any]]]] = {  # by exercise: (hint, function)
-    "token_logprobs": [
-        ("not shifted: logits[t] predict the token at t+1, not the one at t",
-         lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, :-1])),
-        ("shifted the wrong way: drop the last position of the logits and the first id",
-         lambda x, ids: _pick(x[:, 1:].log_softmax(-1), ids[:, :-1])),
-        ("you dropped the first position of the logits; drop the last one, which predicts nothing",
-         lambda x, ids: _pick(x[:, 1:].log_softmax(-1), ids[:, 1:])),
-        ("these are logits: apply log_softmax", lambda x, ids: _pick(x[:, :-1], ids[:, 1:])),
-        ("these are probabilities: take their logarithm (log_softmax)",
-         lambda x, ids: _pick(x[:, :-1].softmax(-1), ids[:, 1:])),
-        ("log_softmax went over the positions; the vocabulary is the last axis",
-         lambda x, ids: _pick(x[:, :-1].log_softmax(1), ids[:, 1:])),
-        ("wrong sign: a log-prob is at most 0 (cross_entropy returns minus the log-prob)",
-         lambda x, ids: -_pick(x[:, :-1].log_softmax(-1), ids[:, 1:])),
-        ("no gradient reaches the logits: remove detach and no_grad",
-         lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, 1:]).detach()),
-    ],
-    "completion_mask": [
-        ("not shifted: drop the entry of the first id, which no logits predict", _flags),
-        ("you dropped the last id; drop the first one, which no logits predict",
-         lambda turns: _flags(turns)[:-1]),
-        ("inverted: True marks the tokens that the policy sampled",
-         lambda turns: ~_flags(turns)[1:]),
-        ("only the last turn counts here; the completions of all turns were sampled",
-         lambda turns: torch.cat([torch.zeros_like(_flags(turns[:-1])), _flags(turns[-1:])])[1:]),
-        ("the <end> of a completion is missing: the policy samples it too, and must learn to stop",
-         lambda turns: _flags([(c, [*done[:-1]]) for c, done in turns], gap=1)[1:]),
-        ("the first token of a completion is missing: the last token of the context predicts it",
-         lambda turns: _flags([([*c, 0], done[1:]) for c, done in turns])[1:]),
-        ("these are 0 and 1; a mask must be bool, or indexing with it means something else",
-         lambda turns: _flags(turns)[1:].long()),
-    ],
-    "group_advantages": [
-        ("compared with the whole batch: use the mean and standard deviation of each group",
-         lambda r, g: (r - r.mean()) / (r.std() + 1e-4)),
-        ("this is the population standard deviation; divide by n - 1, as Tensor.std() does",
-         lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-4))),
-        ("not divided by the standard deviation of the group",
-         lambda r, g: _by_group(r, g, lambda x: x - x.mean())),
-        ("divided by the variance: take its square root",
-         lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / (x.var() + 1e-4))),
-        ("wrong sign: a return above the mean has a positive advantage",
-         lambda r, g: -right.group_advantages(r, g)),
-        ("add 1e-4 to the standard deviation: a group of equal returns divides 0 by 0",
-         lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / x.std())),
-        ("the baseline is missing: subtract the mean of the group",
-         lambda r, g: _by_group(r, g, lambda x: x / (x.std() + 1e-4))),
-        ("divided by the standard deviation of the batch: use that of each group",
-         lambda r, g: _by_group(r, g, lambda x: x - x.mean()) / (r.std() + 1e-4)),
-        ("you took neighbors as groups of equal size; use group_ids",
-         lambda r, g: right.group_advantages(r, torch.arange(len(r)) // 2)),
-    ],
-    "reinforce_loss": [
-        ("wrong sign: the optimizer minimizes the loss, so negate what should grow",
-         lambda x, a, m: (a * x)[m].sum() / m.sum()),
-        ("this is a sum: divide by the number of sampled tokens",
-         lambda x, a, m: -(a * x)[m].sum()),
-        ("the mask is not used: only sampled tokens count", lambda x, a, m: -(a * x).mean()),
-        ("divided by the number of positions: divide by that of sampled tokens, mask.sum()",
-         lambda x, a, m: -(a * x)[m].sum() / m.numel()),
-        ("divided by the number of rollouts: divide by that of sampled tokens, mask.sum()",
-         lambda x, a, m: -(a * x)[m].sum() / len(m)),
-        ("this is the mean of each rollout's mean; here every token has the same weight",
-         lambda x, a, m: -(torch.where(m, a * x, 0).sum(1) / m.sum(1)).mean()),
-        ("multiplied by the mask: 0 · infinity is nan; select with [mask]",
-         lambda x, a, m: -(a * x * m).sum() / m.sum()),
-        ("this uses the probability instead of its logarithm",
-         lambda x, a, m: -(a * x.exp())[m].sum() / m.sum()),
-        ("no gradient reaches the log-probs: remove detach",
-         lambda x, a, m: -(a * x.detach())[m].sum() / m.sum()),
-    ],
-    "clipped_loss": [
-        ("wrong sign: the optimizer minimizes the loss, so negate what should grow",
-         lambda x, old, a, m, clip=0.2: -_surrogate(x, old, a, m, clip)),
-        ("you took the larger of the two products; take the smaller one",
-         lambda x, old, a, m, clip=0.2: _surrogate(
-             x, old, a, m, clip, objective=lambda r, c, a: torch.maximum(r * a, c * a))),
-        ("only the clipped product: a ratio that moved the wrong way then has no gradient back",
-         lambda x, old, a, m, clip=0.2: _surrogate(
-             x, old, a, m, clip, objective=lambda r, c, a: c * a)),
-        ("not clipped: clamp the ratio to 1-clip..1+clip",
-         lambda x, old, a, m, clip=0.2: _surrogate(
-             x, old, a, m, clip, objective=lambda r, c, a: r * a)),
-        ("the ratio is inverted: it is π over π_old",
-         lambda x, old, a, m, clip=0.2: _surrogate(
-             x, old, a, m, clip, ratio=lambda x, old: (old - x).exp())),
-        ("you divided log-probs: a ratio of probabilities is exp(log π - log π_old)",
-         lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.div)),
-        ("this is the logarithm of the ratio: take exp of the difference",
-         lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.sub)),
-        ("you took the smaller ratio before multiplying by A; for A < 0 that is the wrong one",
-         lambda x, old, a, m, clip=0.2: _surrogate(
-             x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(r, c) * a)),
-        ("the mask is not used: only sampled tokens count",
-         lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, torch.ones_like(m), clip)),
-        ("this is a sum: divide it by the number of sampled tokens",
-         lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip) * m.sum()),
-        ("the clip is always 0.2 here: use the argument",
-         lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, 0.2)),
-        ("no gradient reaches the log-probs: detach only the old ones",
-         lambda x, old, a, m, clip=0.2: _surrogate(x.detach(), old, a, m, clip)),
-    ],
-    "kl_k3": [
-        ("this is k1, log π - log π_ref, which can be negative for a token",
-         lambda x, ref: x - ref),
-        ("this is k2, half the square of the difference", lambda x, ref: (x - ref) ** 2 / 2),
-        ("r is inverted: it is π_ref over π", lambda x, ref: (x - ref).exp() - 1 - (x - ref)),
-        ("wrong sign: r - 1 - log r is never negative",
-         lambda x, ref: -((ref - x).exp() - 1 - (ref - x))),
-        ("log r is missing: subtract it", lambda x, ref: (ref - x).exp() - 1),
-        ("the 1 is missing: where both policies agree, r is 1 and the estimate must be 0",
-         lambda x, ref: (ref - x).exp() - (ref - x)),
-        ("you divided log-probs: r = exp(log π_ref - log π)",
-         lambda x, ref: ref / x - 1 - (ref / x).log()),
-        ("this is an average: return one estimate for each token",
-         lambda x, ref: right.kl_k3(x, ref).mean()),
-    ],
-    "gae": [
-        ("the next value is missing: δ_t = r_t + γ V_t+1 - V_t",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, torch.zeros_like(v), g, g * lam) - v),
-        ("the value is not subtracted: δ_t = r_t + γ V_t+1 - V_t",
-         lambda r, v, g=1.0, lam=0.95: _gae(r + v, v, g, g * lam)),
-        ("these are returns: subtract the value to get the advantage",
-         lambda r, v, g=1.0, lam=0.95: right.gae(r, v, g, lam) + v),
-        ("γ is missing before the next advantage: γ λ A_t+1",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, lam)),
-        ("γ is missing before the next value: γ V_t+1",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, v, 1.0, g * lam)),
-        ("λ is missing before the next advantage: γ λ A_t+1",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g)),
-        ("the episode has ended: after its last token the value is 0, not the last value again",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g * lam, bootstrap=1.0)),
-        ("you went from left to right; go from the last token to the first",
-         lambda r, v, g=1.0, lam=0.95: _forward_gae(r, v, g, g * lam)),
-        ("this is only δ_t: add γ λ A_t+1",
-         lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, 0.0)),
-    ],
-    "sample": [
-        ("this takes the most likely token: sample with torch.multinomial",
-         lambda x, t, g: _with_logprobs(x.argmax(-1), x / _nonzero(t))),
-        ("the temperature is not used: divide the logits by it",
-         lambda x, t, g: _with_logprobs(_draw(x if t else x * 1e6, g), x)),
-        ("multiplied by the temperature: divide, so that a low temperature sharpens",
-         lambda x, t, g: _with_logprobs(_draw(x * t, g), x * t)),
-        ("the log-prob is that of another distribution: compute it after dividing by temperature",
-         lambda x, t, g: _with_logprobs(_draw(x / _nonzero(t), g), x)),
-        ("these are probabilities, not their logarithms",
-         lambda x, t, g: _with_logprobs(
-             _draw(x / _nonzero(t), g), x / _nonzero(t), torch.exp)),
-        ("temperature 0 divides by 0: use argmax there, and the log-prob under the logits",
-         lambda x, t, g: _with_logprobs(_draw(x / _nonzero(t), g), x / _nonzero(t))),
-        ("the results have an extra axis of size 1: squeeze(-1)",
-         lambda x, t, g: tuple(
-             y[:, None] for y in _with_logprobs(_draw(x / _nonzero(t), g), x / _nonzero(t)))),
-    ],
-    "training_step": [
-        ("the weights did not change: detach the old log-probs, or the ratio has no gradient",
-         partial(_step, detach=False)),
-        ("the weights did not change: optimizer.step() is missing", partial(_step, step=False)),
-        ("the weights did not change: the gradient was set to zero before the step",
-         partial(_step, zero="early")),
-        ("the norm of the gradient was not clipped to 1", partial(_step, clip=False)),
-        ("the gradient remains and adds up over steps: zero_grad after the step",
-         partial(_step, zero="never")),
-        ("the gradient remains after the step: call zero_grad after it, not only before the next",
-         partial(_step, zero="before")),
-        ("wrong direction: the loss is already negated", partial(_step, sign=-1)),
-        ("this uses the returns themselves: compute their advantages, exercise 3",
-         partial(_step, baseline=False)),
-        ("the mask is not used: only tokens that the policy sampled are trained",
-         partial(_step, masked=False)),
-    ],
-    "advantages_of_tokens": [
-        (UNCHANGED, lambda r, m, g: _token_advantages((r * m).sum(1) / m.sum(1), m, g)),
-        ("divided by the width of the batch: a return is a sum and depends on no other rollout",
-         lambda r, m, g: _token_advantages((r * m).mean(1), m, g)),
-        ("only the last column: a reward can be at any token",
-         lambda r, m, g: _token_advantages((r * m)[:, -1], m, g)),
-        ("this is the largest reward: a return is the sum of all rewards",
-         lambda r, m, g: _token_advantages((r * m).amax(1), m, g)),
-        ("the baseline is missing: subtract the mean of the group",
-         lambda r, m, g: (r * m).sum(1, keepdim=True) * m),
-        ("rewards in the padding were counted: multiply by the mask before the sum",
-         lambda r, m, g: _token_advantages(r.sum(1), m, g)),
-        ("padding got an advantage: multiply by the mask at the end",
-         lambda r, m, g: _token_advantages((r * m).sum(1), torch.ones_like(m), g)),
-    ],
+def _rewards_to_go(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
+    same, rewards = _same(group_ids), rewards * mask
+    later = rewards.flip(1).cumsum(1).flip(1)
+    return (later - ((same @ rewards.sum(1)) / same.sum(1))[:, None]) * mask
+
+
+MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
+    "token_logprobs": (
+        Mistake("not shifted: each token is looked up in the logits at its own position",
+                "The logits at t predict the token at t+1: drop the last logits and the first id.",
+                lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, :-1])),
+        Mistake("shifted the wrong way: each token is looked up in the logits after it",
+                "Drop the last position of the logits and the first id.",
+                lambda x, ids: _pick(x[:, 1:].log_softmax(-1), ids[:, :-1])),
+        Mistake("you dropped the first position of the logits",
+                "Drop the last position, which predicts nothing.",
+                lambda x, ids: _pick(x[:, 1:].log_softmax(-1), ids[:, 1:]), "logits[:, :-1]"),
+        Mistake("neither logits nor ids were cut: T columns, and each token is looked up in the "
+                "logits at its own position",
+                "Drop the last position of the logits and the first id.",
+                lambda x, ids: _pick(x.log_softmax(-1), ids)),
+        Mistake("these are logits, not log-probs", "Apply log_softmax.",
+                lambda x, ids: _pick(x[:, :-1], ids[:, 1:]), "log_softmax"),
+        Mistake("these are probabilities, not their logarithms", "Use log_softmax.",
+                lambda x, ids: _pick(x[:, :-1].softmax(-1), ids[:, 1:]), "log_softmax"),
+        Mistake("log_softmax went over the wrong axis", "The vocabulary is the last axis: -1.",
+                lambda x, ids: _pick(x[:, :-1].log_softmax(1), ids[:, 1:]), "log_softmax",
+                (lambda x, ids: _pick(x[:, :-1].log_softmax(0), ids[:, 1:]),
+                 lambda x, ids: _pick(x.log_softmax(1)[:, :-1], ids[:, 1:]))),
+        Mistake("log of softmax: a probability below 1e-45 is rounded to 0, whose log is -infinity",
+                "log_softmax computes both in one step, without rounding to 0.",
+                lambda x, ids: _pick(x[:, :-1].softmax(-1).log(), ids[:, 1:]), "log_softmax"),
+        Mistake("exp overflows: exp(200) is infinity in float32",
+                "log_softmax and logsumexp subtract the largest logit first.",
+                lambda x, ids: _pick(x[:, :-1] - x[:, :-1].exp().sum(-1, True).log(), ids[:, 1:]),
+                "log_softmax",
+                (lambda x, ids: _pick(
+                    (x[:, :-1].exp() / x[:, :-1].exp().sum(-1, True)).log(), ids[:, 1:]),)),
+        Mistake("this logarithm is to base 2 (log2)", "Use the natural logarithm: log_softmax.",
+                lambda x, ids: _pick(x[:, :-1].softmax(-1).log2(), ids[:, 1:]), "log_softmax",
+                (lambda x, ids: _pick(x[:, :-1].log_softmax(-1) / 0.6931472, ids[:, 1:]),)),
+        Mistake("wrong sign: these are minus the log-probs, as cross_entropy returns them",
+                "A log-prob is at most 0.",
+                lambda x, ids: -_pick(x[:, :-1].log_softmax(-1), ids[:, 1:])),
+        Mistake("squeeze was forgotten: the result has an extra axis of size 1",
+                "gather keeps the axis that it picks from: drop it with squeeze(-1).",
+                lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, 1:])[..., None]),
+        Mistake("gather needs ids with as many axes as the log-probs",
+                "ids[:, :, None] has shape [B, T-1, 1].",
+                lambda x, ids: x[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:])),
+        Mistake("this is the log-prob of the likeliest token, not of the one that follows",
+                "Pick with gather and the ids.",
+                lambda x, ids: x[:, :-1].log_softmax(-1).amax(-1)),
+        Mistake("this is the sum over the tokens of a text",
+                "Return one log-prob for each token.",
+                lambda x, ids: right.token_logprobs(x, ids).sum(1),
+                variants=(lambda x, ids: right.token_logprobs(x, ids).sum(),)),
+        Mistake("no gradient reaches the logits: the result was detached",
+                "Remove detach and no_grad.",
+                lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, 1:]).detach()),
+    ),
+    "completion_mask": (
+        Mistake("not shifted: this marks the sampled tokens, not the positions before them",
+                "Drop the entry of the first id, which no logits predict.", _flags),
+        Mistake("you dropped the last id instead of the first",
+                "Drop the first entry: no logits predict the first id.",
+                lambda turns: _flags(turns)[:-1]),
+        Mistake("shifted by roll: the last position refers to the first id, and T entries remain",
+                "Drop the first entry instead of moving it to the end.",
+                lambda turns: _flags(turns).roll(-1)),
+        Mistake("shifted within each turn: every turn lost an entry, but the chat is one text",
+                "Join the turns first, and drop the first entry of the whole chat.",
+                lambda turns: torch.cat([_flags([turn])[1:] for turn in turns])),
+        Mistake("inverted: the positions before context tokens are True",
+                "True marks the tokens that the policy sampled.",
+                lambda turns: ~_flags(turns)[1:], "sampled +="),
+        Mistake("only the last turn counts", "The policy sampled the completions of all turns.",
+                lambda turns: torch.cat([torch.zeros_like(_flags(turns[:-1])),
+                                         _flags(turns[-1:])])[1:], "sampled +="),
+        Mistake("only the first turn counts: does the loop return too early?",
+                "Go through all turns, then return.",
+                lambda turns: torch.cat([_flags(turns[:1]),
+                                         torch.zeros_like(_flags(turns[1:]))])[1:], "return",
+                (lambda turns: _flags(turns[:1])[1:],)),
+        Mistake("the <end> of each completion is missing",
+                "The policy samples <end> too, and must learn to stop.",
+                lambda turns: _flags([(c, [*done[:-1]]) for c, done in turns], gap=1)[1:],
+                "sampled +="),
+        Mistake("the first token of each completion is missing",
+                "The last token of the context predicts it.",
+                lambda turns: _flags([([*c, 0], done[1:]) for c, done in turns])[1:],
+                "sampled +="),
+        Mistake("all contexts come first, then all completions",
+                "Add the context and the completion of a turn before those of the next turn.",
+                lambda turns: _flags([([i for c, _ in turns for i in c],
+                                       [i for _, done in turns for i in done])])[1:],
+                "sampled +="),
+    ),
+    "group_advantages": (
+        Mistake("compared with the whole batch: the groups are not used",
+                "Use the mean and the standard deviation of each group.",
+                lambda r, g: (r - r.mean()) / (r.std() + 1e-4)),
+        Mistake("the baseline is the median of the group",
+                "Subtract the mean: with the median, advantages do not add up to 0.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.median()) / (x.std() + 1e-4))),
+        Mistake("the baseline is the mean of the other rollouts (leave-one-out, as in RLOO)",
+                "Subtract the mean of the whole group, which includes the rollout itself.",
+                lambda r, g: _by_group(
+                    r, g, lambda x: (x - (x.sum() - x) / (len(x) - 1)) / (x.std() + 1e-4))),
+        Mistake("the results are in the order of the groups, not of the rollouts",
+                "Write each group's advantages to the places of its members.",
+                _in_order_of_groups, "members] = "),
+        Mistake("neighbors were taken as groups of equal size (view or reshape)",
+                "Rollouts of a group may be anywhere, and groups differ in size: use group_ids.",
+                lambda r, g: _neighbors(r, 2), "members = ",
+                (lambda r, g: _neighbors(r, int((g == g[0]).sum())),
+                 lambda r, g: _neighbors(r, len(r) // len(g.unique())),
+                 lambda r, g: _neighbors(r, 4), lambda r, g: _neighbors(r, 8))),
+        Mistake("group_ids were taken as 0, 1, 2 ..: a group with another number was left out",
+                "Go through group_ids.unique(): the ids are names, not a count.",
+                lambda r, g: torch.where(g < len(g.unique()), right.group_advantages(r, g), 0.0),
+                "unique()",
+                question="Which number does the group have here, and which does your loop visit?"),
+        Mistake("the last group was left out: range ends before its argument",
+                "Go through group_ids.unique().",
+                lambda r, g: torch.where(g < g.max(), right.group_advantages(r, g), 0.0),
+                "unique()",
+                question="Which numbers do the groups have here, and which does your loop visit?"),
+        Mistake("this is the population standard deviation, which divides by n",
+                "Divide by n - 1, as Tensor.std() does.",
+                lambda r, g: _by_group(
+                    r, g, lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-4)), "members] = "),
+        Mistake("not divided by the standard deviation",
+                "Divide by the standard deviation of the group, plus 1e-4.",
+                lambda r, g: _by_group(r, g, lambda x: x - x.mean()), "members] = "),
+        Mistake("divided by the variance", "Take its square root: the standard deviation.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / (x.var() + 1e-4)),
+                "members] = "),
+        Mistake("multiplied by the standard deviation", "Divide by it.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) * (x.std() + 1e-4)),
+                "members] = "),
+        Mistake("divided by the standard deviation of the whole batch",
+                "Use the standard deviation of each group.",
+                lambda r, g: _by_group(r, g, lambda x: x - x.mean()) / (r.std() + 1e-4),
+                "members] = "),
+        Mistake("divided by the range, largest minus smallest",
+                "Divide by the standard deviation.",
+                lambda r, g: _by_group(
+                    r, g, lambda x: (x - x.mean()) / (x.max() - x.min() + 1e-4)), "members] = "),
+        Mistake("wrong sign: a return above the mean has a negative advantage",
+                "Return minus mean, not mean minus return.",
+                lambda r, g: -right.group_advantages(r, g)),
+        Mistake("0 divided by 0: a group of equal returns has a standard deviation of 0",
+                "Add 1e-4 to the standard deviation.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / x.std()), "members] = "),
+        Mistake("no baseline: the mean of the group is not subtracted",
+                "Subtract the mean of the group.",
+                lambda r, g: _by_group(r, g, lambda x: x / (x.std() + 1e-4))),
+        Mistake("the advantages are written to an integer tensor: one that is made like group_ids "
+                "holds integers", "Use zeros_like(returns).", _in_integers, "zeros_like",
+                question="Which dtype does the tensor have that you write to?"),
+        Mistake("the result has an extra axis of size 1: shape [B, 1]",
+                "Return shape [B]: squeeze(-1), or leave out keepdim.",
+                lambda r, g: right.group_advantages(r, g)[:, None], "members] = ",
+                question="Which shape does the docstring ask for, and which has your result?"),
+    ),
+    "reinforce_loss": (
+        Mistake("wrong sign: a step against the gradient makes good tokens less likely",
+                "The optimizer makes the loss smaller, so negate what should grow.",
+                lambda x, a, m: (a[m] * x[m]).sum() / m.sum()),
+        Mistake("this is a sum, not a mean", "Divide by the number of sampled tokens.",
+                lambda x, a, m: -(a[m] * x[m]).sum()),
+        Mistake("the mask is not used: every position counts", "Only sampled tokens count.",
+                lambda x, a, m: -(a * x).mean()),
+        Mistake("divided by the number of positions", "Divide by mask.sum().",
+                lambda x, a, m: -(a[m] * x[m]).sum() / m.numel(),
+                variants=(lambda x, a, m: -(a[m] * x[m]).sum() / m.shape[1],)),
+        Mistake("divided by the number of rollouts", "Divide by mask.sum().",
+                lambda x, a, m: -(a[m] * x[m]).sum() / len(m)),
+        Mistake("divided by the number of tokens twice: a mean, and then a division",
+                "Use sum, or leave out the division.",
+                lambda x, a, m: -(a[m] * x[m]).mean() / m.sum()),
+        Mistake("this is the mean of each rollout's mean",
+                "Sum over all sampled tokens, then divide once: every token has the same weight.",
+                lambda x, a, m: -(torch.where(m, a * x, 0).sum(1) / m.sum(1)).mean()),
+        Mistake("multiplied by the mask: 0 · infinity is nan", "Select with [mask].",
+                lambda x, a, m: -(a * x * m).sum() / m.sum()),
+        Mistake("the product was formed before selecting: off the mask the gradient is "
+                "0 · infinity, which is nan",
+                "Select before you multiply: logprobs[mask] and advantages[mask].",
+                lambda x, a, m: -(a * x)[m].sum() / m.sum()),
+        Mistake("this uses the probability instead of its logarithm", "Leave out exp.",
+                lambda x, a, m: -(a[m] * x[m].exp()).sum() / m.sum()),
+        Mistake("the advantages are missing: this makes every sampled token likelier",
+                "Multiply each log-prob by its advantage.",
+                lambda x, a, m: -x[m].sum() / m.sum()),
+        Mistake("the log-probs are missing: this is the mean of -A",
+                "Multiply each advantage by its log-prob.",
+                lambda x, a, m: -a[m].sum() / m.sum()),
+        Mistake("no gradient reaches the log-probs: they were detached", "Remove detach.",
+                lambda x, a, m: -(a[m] * x[m].detach()).sum() / m.sum()),
+    ),
+    "clipped_loss": (
+        Mistake("wrong sign: a step against the gradient makes good tokens less likely",
+                "The optimizer makes the loss smaller, so negate what should grow.",
+                lambda x, old, a, m, clip=0.2: -_surrogate(x, old, a, m, clip), "return"),
+        Mistake("you took the larger of the two products", "Take the smaller one.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.maximum(r * a, c * a))),
+        Mistake("only the clipped product is used",
+                "A ratio that moved the wrong way then has no gradient back: take the smaller of "
+                "both products.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: c * a)),
+        Mistake("not clipped: this is -ρ A", "Clamp the ratio to 1-clip..1+clip.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: r * a), "clamp"),
+        Mistake("clipped only from above", "Clamp the ratio from below too, at 1-clip.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
+                        r * a, r.clamp(max=1 + clip) * a)), "clamp",
+                (lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
+                        r * a, r.clamp(max=1.2) * a)),)),
+        Mistake("clipped only from below", "Clamp the ratio from above too, at 1+clip.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
+                        r * a, r.clamp(min=1 - clip) * a)), "clamp"),
+        Mistake("the bounds are -clip and +clip", "Clamp the ratio to 1-clip..1+clip.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
+                        r * a, r.clamp(-clip, clip) * a)), "clamp"),
+        Mistake("you clamped log ρ to -clip..+clip, not ρ", "Take exp first, then clamp.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
+                        r * a, r.log().clamp(-clip, clip).exp() * a)), "clamp",
+                question="Which quantity has the bounds 1-clip and 1+clip?"),
+        Mistake("the ratio is inverted: π_old over π", "ρ = exp(log π - log π_old).",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, ratio=lambda x, old: (old - x).exp()), "ratio = ",
+                question="Which of the two policies is in the numerator of ρ?"),
+        Mistake("you divided log-probs", "A ratio of probabilities is exp(log π - log π_old).",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.div),
+                "ratio = "),
+        Mistake("this is the logarithm of the ratio", "Take exp of the difference.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.sub),
+                "ratio = "),
+        Mistake("the ratio is a power of 2 (exp2)", "Use exp: log-probs are natural logarithms.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, ratio=lambda x, old: (x - old).exp2()), "ratio = ",
+                question="If a log-prob rises by 1, by which factor does the probability grow?"),
+        Mistake("you took the smaller ratio before multiplying by A",
+                "For A < 0 the smaller ratio gives the larger product: multiply first.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(r, c) * a)),
+        Mistake("this is the loss of exercise 4, -A log π: the ratio is missing",
+                "Use ρ in place of log π, and clip it.",
+                lambda x, old, a, m, clip=0.2: right.reinforce_loss(x, a, m), "ratio = "),
+        Mistake("the advantages are missing", "Multiply both ratios by A.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(r, c)),
+                "torch.minimum"),
+        Mistake("the mask is not used: every position counts", "Only sampled tokens count.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, torch.ones_like(m), clip),
+                "[mask]"),
+        Mistake("this is a sum, not a mean", "Divide by the number of sampled tokens.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip) * m.sum(), "return"),
+        Mistake("divided by the number of positions", "Divide by mask.sum().",
+                lambda x, old, a, m, clip=0.2: (
+                    _surrogate(x, old, a, m, clip) * m.sum() / m.numel()), "return",
+                (lambda x, old, a, m, clip=0.2: (
+                    _surrogate(x, old, a, m, clip) * m.sum() / m.shape[1]),)),
+        Mistake("divided by the number of rollouts", "Divide by mask.sum().",
+                lambda x, old, a, m, clip=0.2: (
+                    _surrogate(x, old, a, m, clip) * m.sum() / len(m)), "return"),
+        Mistake("this is the mean of each rollout's mean",
+                "Sum over all sampled tokens, then divide once: every token has the same weight.",
+                lambda x, old, a, m, clip=0.2: -(torch.where(
+                    m, _surrogate_tokens(x, old, a, clip), 0).sum(1) / m.sum(1)).mean(), "return"),
+        Mistake("the clip is always 0.2", "Use the argument `clip`.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, 0.2), "clamp"),
+        Mistake("multiplied by the mask: 0 · infinity is nan", "Select with [mask].",
+                lambda x, old, a, m, clip=0.2: -(
+                    _surrogate_tokens(x, old, a, clip) * m).sum() / m.sum(), "[mask]"),
+        Mistake("the mask was applied last: off the mask the gradient is 0 · infinity, which is "
+                "nan",
+                "Select before you compute: apply [mask] to all three tensors first.",
+                lambda x, old, a, m, clip=0.2: -(
+                    _surrogate_tokens(x, old, a, clip)[m]).sum() / m.sum(), "[mask]"),
+        Mistake("no gradient reaches the log-probs: they were detached",
+                "Only the old log-probs are constants.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x.detach(), old, a, m, clip), "ratio = "),
+    ),
+    "kl_k3": (
+        Mistake("this is k1, log π - log π_ref, which can be negative for a token",
+                "Add r - 1: k3 = r - 1 - log r.", lambda x, ref: x - ref),
+        Mistake("this is k2, half the square of the difference", "k3 = r - 1 - log r.",
+                lambda x, ref: (x - ref) ** 2 / 2),
+        Mistake("this is the absolute difference of the log-probs", "k3 = r - 1 - log r.",
+                lambda x, ref: (x - ref).abs()),
+        Mistake("r is inverted: π over π_ref", "r = π_ref / π: log r = log π_ref - log π.",
+                lambda x, ref: (x - ref).exp() - 1 - (x - ref), "log_r = ",
+                question="Which of the two policies is in the numerator of r?"),
+        Mistake("r is right, but the sign of log r is wrong: r - 1 + log r",
+                "Subtract log r, and compute it as log π_ref - log π.",
+                lambda x, ref: (ref - x).exp() - 1 + (ref - x)),
+        Mistake("wrong sign: the estimate is negative", "r - 1 - log r is never negative.",
+                lambda x, ref: -((ref - x).exp() - 1 - (ref - x))),
+        Mistake("log r is missing", "Subtract it.", lambda x, ref: (ref - x).exp() - 1),
+        Mistake("the 1 is missing", "Where both policies agree, r is 1 and the estimate must be 0.",
+                lambda x, ref: (ref - x).exp() - (ref - x)),
+        Mistake("log r is to base 2 (log2)", "Use the natural logarithm.",
+                lambda x, ref: (ref - x).exp() - 1 - (ref - x) / 0.6931472,
+                question="Which base do the log-probs have?"),
+        Mistake("r is a power of 2 (exp2)", "Use exp: log-probs are natural logarithms.",
+                lambda x, ref: (ref - x).exp2() - 1 - (ref - x),
+                question="If a log-prob rises by 1, by which factor does the probability grow?"),
+        Mistake("you divided log-probs", "r = exp(log π_ref - log π).",
+                lambda x, ref: ref / x - 1 - (ref / x).log(), "log_r = "),
+        Mistake("exp is missing: the difference of the log-probs is log r, not r",
+                "r is the exponential of log r.",
+                lambda x, ref: (ref - x) - 1 - (ref - x).log()),
+        Mistake("this is an average or a sum over tokens", "Return one estimate for each token.",
+                lambda x, ref: right.kl_k3(x, ref).mean(),
+                variants=(lambda x, ref: right.kl_k3(x, ref).sum(),
+                          lambda x, ref: right.kl_k3(x, ref).mean(-1),
+                          lambda x, ref: right.kl_k3(x, ref).sum(-1)),
+                question="Which shape does the docstring ask for, and which has your result?"),
+        Mistake("multiplied by the probability of the token",
+                "The tokens were sampled from π, so a plain mean is already weighted by π.",
+                lambda x, ref: x.exp() * right.kl_k3(x, ref),
+                variants=(lambda x, ref: x.exp() * (x - ref),)),
+        Mistake("no gradient reaches the log-probs: they were detached", "Remove detach.",
+                lambda x, ref: right.kl_k3(x.detach(), ref), "log_r = "),
+    ),
+    "gae": (
+        Mistake("the next value is missing, or is 0 in every round of the loop",
+                "δ_t = r_t + γ V_t+1 - V_t, and V_t is the next value of the round after.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, torch.zeros_like(v), g, g * lam) - v,
+                variants=(lambda r, v, g=1.0, lam=0.95: _gae(r - v, 0 * v, g, g * lam),)),
+        Mistake("the next value was overwritten before δ used it, so V_t+1 is V_t",
+                "Compute δ first; then keep values[t] for the next round.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r - v + g * v, 0 * v, g, g * lam),
+                "next_value, next_advantage"),
+        Mistake("the value is not subtracted", "δ_t = r_t + γ V_t+1 - V_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r + v, v, g, g * lam)),
+        Mistake("the signs of the two values are exchanged", "δ_t = r_t + γ V_t+1 - V_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, -v, g, g * lam)),
+        Mistake("these are returns, A_t + V_t", "Return the advantages without adding the values.",
+                lambda r, v, g=1.0, lam=0.95: right.gae(r, v, g, lam) + v, "return"),
+        Mistake("the list was filled from the last token to the first and never reversed",
+                "Write to advantages[t], or reverse the list at the end.",
+                lambda r, v, g=1.0, lam=0.95: right.gae(r, v, g, lam).flip(0), "advantages[t] = ",
+                question="To which token does the first entry of the result belong?"),
+        Mistake("γ is missing before the next advantage", "γ λ A_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, lam), "advantages[t] = "),
+        Mistake("γ is missing before the next value", "γ V_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, 1.0, g * lam)),
+        Mistake("γ is not used", "γ V_t+1, and γ λ A_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, 1.0, lam)),
+        Mistake("λ stands in place of γ before the next value", "γ V_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, lam, g * lam)),
+        Mistake("λ is missing before the next advantage", "γ λ A_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g), "advantages[t] = "),
+        Mistake("the last value is used again after the end of the episode",
+                "After the last token the value is 0.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g * lam, bootstrap=1.0),
+                "next_value = "),
+        Mistake("you went from left to right", "Go from the last token to the first.",
+                lambda r, v, g=1.0, lam=0.95: _forward_gae(r, v, g, g * lam), "reversed",
+                (lambda r, v, g=1.0, lam=0.95: right.gae(
+                    r.flip(0), v.flip(0), g, lam).flip(0),)),
+        Mistake("this is only δ_t: γ λ A_t+1 is missing, or A_t+1 is 0 in every round of the loop",
+                "Add γ λ A_t+1, and keep A_t for the round after.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, 0.0), "advantages[t] = "),
+        Mistake("the last token was left out: the loop starts one token too early",
+                "Start at N-1: reversed(range(N)).",
+                lambda r, v, g=1.0, lam=0.95: _gae_without_last(r, v, g, lam), "reversed"),
+        Mistake("values[t + 1] does not exist at the last token",
+                "Keep the next value in a variable that starts at 0.",
+                lambda r, v, g=1.0, lam=0.95: v[len(v)], "next_value = "),
+    ),
+    "sample": (
+        Mistake("this always takes the most likely token", "Sample with torch.multinomial.",
+                lambda x, t, g: _with_logprobs(x.argmax(-1), x / (t or 1))),
+        Mistake("every token is equally likely", "Sample with torch.multinomial.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(0 * x, g) if t else x.argmax(-1), x / (t or 1))),
+        Mistake("multinomial got logits or log-probs instead of probabilities",
+                "Take softmax, or the exponential of the log-probs.",
+                lambda x, t, g: _with_logprobs(
+                    torch.multinomial(x / t, 1, generator=g).squeeze(-1) if t else x.argmax(-1),
+                    x / (t or 1)),
+                variants=(lambda x, t, g: _with_logprobs(
+                    torch.multinomial((x / t).log_softmax(-1), 1, generator=g).squeeze(-1)
+                    if t else x.argmax(-1), x / (t or 1)),)),
+        Mistake("the temperature is not used", "Divide the logits by it.",
+                lambda x, t, g: _with_logprobs(_draw(x if t else x * 1e6, g), x), "/ temperature"),
+        Mistake("multiplied by the temperature", "Divide, so that a low temperature sharpens.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x * t, g) if t else x.argmax(-1), x * (t or 1)), "/ temperature",
+                (lambda x, t, g: _with_logprobs(_draw(x * t, g), x * t),)),
+        Mistake("the log-prob is that of another distribution: without the temperature",
+                "Gather from the log-probs of logits / temperature.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x / t, g) if t else x.argmax(-1), x), "/ temperature",
+                (lambda x, t, g: _with_logprobs(_draw(x / _nonzero(t), g), x),)),
+        Mistake("these are probabilities, not their logarithms", "Use log_softmax.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x / t, g) if t else x.argmax(-1), x / (t or 1), torch.exp),
+                "/ temperature",
+                (lambda x, t, g: _with_logprobs(
+                    _draw(x / _nonzero(t), g), x / _nonzero(t), torch.exp),)),
+        Mistake("the logarithm is to base 2 (log2)", "Use the natural logarithm: log_softmax.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x / t, g) if t else x.argmax(-1), x / (t or 1), lambda y: y / 0.6931472),
+                "/ temperature"),
+        Mistake("these are logits, not log-probs", "Apply log_softmax before gather.",
+                lambda x, t, g: _with_logits(
+                    _draw(x / t, g) if t else x.argmax(-1), x / (t or 1)), "/ temperature"),
+        Mistake("the log-prob is that of the most likely token, not of the drawn one",
+                "Gather with the drawn ids.",
+                lambda x, t, g: (_draw(x / t, g) if t else x.argmax(-1),
+                                 (x / (t or 1)).log_softmax(-1).amax(-1)), "return"),
+        Mistake("ids and log-probs come from two different draws, or from different rows",
+                "Draw once, and gather the log-probs of these ids.",
+                _two_draws, "return",
+                (_sorted_draw,)),
+        Mistake("division by temperature 0", "Use argmax there, and the log-prob under the logits.",
+                lambda x, t, g: _with_logprobs(_draw(x / t, g), x / t), "argmax"),
+        Mistake("temperature 0 is replaced by a small number: the id is right, the log-prob is 0",
+                "Return the log-prob under the undivided logits.",
+                lambda x, t, g: _with_logprobs(_draw(x / _nonzero(t), g), x / _nonzero(t)),
+                "argmax"),
+        Mistake("temperature 0 samples, as temperature 1 does", "Take argmax there.",
+                lambda x, t, g: _with_logprobs(_draw(x / (t or 1), g), x / (t or 1)), "argmax"),
+        Mistake("squeeze was forgotten: the results have an extra axis of size 1",
+                "Drop the last axis with squeeze(-1).",
+                lambda x, t, g: tuple(y[:, None] for y in right.sample(x, t, g)), "return",
+                (lambda x, t, g: (right.sample(x, t, g)[0], right.sample(x, t, g)[1][:, None]),
+                 lambda x, t, g: (right.sample(x, t, g)[0][:, None], right.sample(x, t, g)[1]))),
+        Mistake("this returns all V log-probs of a row", "Pick that of the drawn id with gather.",
+                lambda x, t, g: (right.sample(x, t, g)[0], (x / (t or 1)).log_softmax(-1)),
+                "return"),
+        Mistake("the generator is not used", "Pass generator=generator to multinomial.",
+                lambda x, t, g: right.sample(x, t, None)),  # type: ignore[arg-type]
+    ),
+    "training_step": (
+        Mistake("the weights did not change: the old log-probs carry a gradient, which cancels "
+                "that of the new ones",
+                "Detach the old log-probs.", partial(_step, detach=False), "loss = ",
+                question="What is the derivative of log π - log π_old if both carry a gradient?"),
+        Mistake("the weights did not change: optimizer.step() was not called",
+                "Call it after the gradient was clipped.", partial(_step, step="never"),
+                "optimizer.step",
+                question="Which call moves the weights?"),
+        Mistake("the weights did not change: the gradient was set to zero before the step",
+                "Call zero_grad after the step.", partial(_step, zero="early"), "zero_grad",
+                question="What does the optimizer find in the gradient when it steps?"),
+        Mistake("the weights did not change: backward was not called",
+                "loss.backward() computes the gradient.", partial(_step, backward=False),
+                "backward"),
+        Mistake("the optimizer's step comes before backward, with the gradient of nothing",
+                "backward, clip, step, zero_grad.", partial(_step, step="early"),
+                "optimizer.step", (partial(_step, step="early", zero="never"),)),
+        Mistake("the norm of the gradient was not clipped to 1",
+                "Clip between backward and the step.", partial(_step, clip="never"),
+                "clip_grad_norm_"),
+        Mistake("each entry of the gradient was clipped (clip_grad_value_), not its norm",
+                "Use clip_grad_norm_.", partial(_step, clip="value"), "clip_grad_norm_"),
+        Mistake("the gradient remains and adds up over the steps: zero_grad was not called",
+                "Call zero_grad after the step.", partial(_step, zero="never"), "zero_grad"),
+        Mistake("the gradient remains after the step: zero_grad comes only before backward",
+                "Call it after the step.", partial(_step, zero="before"), "zero_grad"),
+        Mistake("wrong direction: the loss was negated once more",
+                "The loss of exercise 5 is negated already.", partial(_step, sign=-1),
+                question="Which sign does the loss of exercise 5 already have?"),
+        Mistake("the returns were used as advantages", "Compute advantages with exercise 3.",
+                partial(_step, baseline=False), "advantages = "),
+        Mistake("the advantages compare with the whole batch, not with the group",
+                "Pass group_ids to exercise 3.",
+                partial(_step, scaled=lambda r, g: right.group_advantages(r, 0 * g)),
+                "advantages = "),
+        Mistake("this is reinforce_loss, exercise 4", "Use clipped_loss, exercise 5.",
+                partial(_step, loss_of=lambda x, old, a, m: right.reinforce_loss(x, a, m))),
+        Mistake("the mask is not used", "Only tokens that the policy sampled are trained.",
+                partial(_step, masked=False),
+                question="Which of the tokens did the policy sample?"),
+    ),
+    "advantages_of_tokens": (
+        Mistake(UNCHANGED, "A return is a sum.", advantages_as_given),
+        Mistake("the division by the number of tokens moved to the last line",
+                "Remove it: the number of tokens has no influence.",
+                lambda r, m, g: (_token_advantages((r * m).sum(1), m, g) / m.sum(1, True)),
+                "baseline)",
+                question="Does a long answer get the same advantage at each token as a short one?"),
+        Mistake("the baseline is divided by len(same), the number of all rollouts",
+                "Divide by the number of rollouts of the group: same.sum(1).",
+                lambda r, m, g: ((r * m).sum(1) - _same(g) @ (r * m).sum(1) / len(g))[:, None] * m,
+                "baseline =",
+                question="How many returns enter the sum of a group, and by what is it divided?"),
+        Mistake("the baseline is the mean of all rollouts: groups mix",
+                "Use `same`, which is 1 within a group.",
+                lambda r, m, g: _token_advantages((r * m).sum(1), m, 0 * g), "baseline =",
+                question="With which other rollouts is a rollout compared?"),
+        Mistake("divided by the number of columns: the width of the batch depends on the longest "
+                "rollout",
+                "Use the sum.", lambda r, m, g: _token_advantages((r * m).mean(1), m, g)),
+        Mistake("divided by the number of all sampled tokens", "Use the sum.",
+                lambda r, m, g: _token_advantages((r * m).sum(1) / m.sum(), m, g)),
+        Mistake("only the reward in the last column counts",
+                "A reward can be at any token: sum over all.",
+                lambda r, m, g: _token_advantages((r * m)[:, -1], m, g)),
+        Mistake("this is the largest reward of each rollout", "A return is the sum of all rewards.",
+                lambda r, m, g: _token_advantages((r * m).amax(1), m, g)),
+        Mistake("divided by the standard deviation, as exercise 3 does",
+                "Here the advantage is return minus mean, undivided.",
+                lambda r, m, g: right.group_advantages((r * m).sum(1), g)[:, None] * m,
+                "baseline)", (lambda r, m, g: _token_advantages(
+                    (r * m).sum(1) / ((r * m).sum(1).std() + 1e-4), m, g),)),
+        Mistake("no baseline: the mean of the group is not subtracted", "Subtract it.",
+                lambda r, m, g: (r * m).sum(1, keepdim=True) * m, "baseline)",
+                question="Which number is subtracted from each return?"),
+        Mistake("each token counts only the rewards from it on",
+                "The bug is elsewhere: every token gets the return of its rollout.",
+                _rewards_to_go),
+        Mistake("rewards in the padding were counted", "Multiply by the mask before the sum.",
+                lambda r, m, g: _token_advantages(r.sum(1), m, g)),
+        Mistake("padding got an advantage", "Multiply by the mask at the end.",
+                lambda r, m, g: _token_advantages((r * m).sum(1), torch.ones_like(m), g),
+                "baseline)",
+                question="Which number should stand at a padding token?"),
+    ),
 }  # fmt: skip

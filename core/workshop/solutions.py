@@ -31,16 +31,18 @@ def group_advantages(returns: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    return -(advantages * logprobs)[mask].sum() / mask.sum()
+    # select before multiplying: 0 · infinity is nan, in the loss or in its gradient
+    return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()
 
 
 def clipped_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: float = 0.2
 ) -> Tensor:
+    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], advantages[mask]
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
     objective = torch.minimum(ratio * advantages, clipped * advantages)
-    return -objective[mask].sum() / mask.sum()
+    return -objective.sum() / mask.sum()
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
