@@ -43,7 +43,7 @@ from core.memory import probe_peak_memory
 from core.metrics import UpdateStats, rollout_metrics
 from core.model import Policy
 from core.optimizer import make_optimizer
-from core.reference import freeze_reference
+from core.reference import freeze_reference, load_teacher
 from core.report.token_traces import trace_tokens
 from core.run import Run, open_run
 from core.sampler import SamplingParams
@@ -64,7 +64,9 @@ def main(cfg: Config) -> int:
         if run.progress["sft_step"] < cfg.sft_steps:
             warm_start(cfg, run)
         reference = None
-        if cfg.kl_coef:
+        if cfg.teacher:
+            reference = load_teacher(cfg, run.policy)
+        elif cfg.kl_coef:
             reference = freeze_reference(run.policy, run.folder, run.next_update)
         if run.next_update == 0:
             run.log(0, evaluate(cfg, run, 0), [])  # the accuracy before RL
@@ -293,7 +295,7 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     of all but PPO) all tokens belong to one turn, so each is credited with the discounted return of
     the episode.
     """
-    rewards, turn_ids = batch.rewards, batch.turn_ids
+    rewards, turn_ids = cfg.reward_coef * batch.rewards, batch.turn_ids
     if cfg.overlong_buffer:
         lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
         rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)

@@ -102,6 +102,11 @@ class AlgorithmOptions:
     credit: Literal["episode", "turn"] | None = None
     entropy_coef: float = 0.0  # Coefficient of the entropy bonus; 0: off.
     kl_coef: float = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
+    # Hub id or folder of a model with the same tokenizer, as the reference of --kl-coef (on-policy
+    # distillation); empty: the policy before RL.
+    teacher: str = ""
+    # Factor on the environment's rewards; 0: only --kl-coef, --entropy-coef and --sft-best train.
+    reward_coef: float = 1.0
     # KL estimator. In the loss all have the gradient of the KL; in the reward only k1 has it.
     kl_estimator: KL = "k2"
     # Add the KL penalty to the loss, or subtract it from the reward.
@@ -210,15 +215,15 @@ POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature m
     gpu_memory_utilization""".split()
 NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
     reject_low reject_high opsm train_difficulty eval_every eval_num_tasks eval_samples
-    save_every top_k entropy_coef kl_coef filter_groups
+    save_every top_k entropy_coef kl_coef reward_coef filter_groups
     overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
     ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
 FRACTIONS = """sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda
     ppo.value_lambda""".split()
 NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
-    "kl_estimator": "kl_coef", "kl_in": "kl_coef", "tis_level": "tis_cap", "tis_mode": "tis_cap",
-    "lora_alpha": "lora_rank", "eval_env": "eval_num_tasks",
-    "eval_samples": "eval_num_tasks",
+    "kl_estimator": "kl_coef", "kl_in": "kl_coef", "teacher": "kl_coef",
+    "tis_level": "tis_cap", "tis_mode": "tis_cap", "lora_alpha": "lora_rank",
+    "eval_env": "eval_num_tasks", "eval_samples": "eval_num_tasks",
 }  # fmt: skip
 MAX_SEED = 2**32 - 1
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
@@ -262,7 +267,7 @@ def remarks(cfg: Config) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     if cfg.algo == "grpo":
         yield " ".join(["grpo:", *(f"{name}={value}" for name, value in vars(cfg.grpo).items())])
-    if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps:
+    if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
         yield ("--kl-coef with LoRA: the reference policy is the base model without "
                "adapters, so the KL includes the change by the warm start")  # fmt: skip
 

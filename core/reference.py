@@ -1,8 +1,10 @@
-"""The reference policy of `--kl-coef`: the policy before RL, or the model without its adapters.
+"""The reference policy of `--kl-coef`: the policy before RL, its base model, or a teacher.
 
 With LoRA the reference is the base model with the adapters switched off; it does not contain what a
 warm start taught them. Full fine-tuning needs a frozen copy of all weights, which is saved in the
-run's folder, so that a resumed run has the same reference.
+run's folder, so that a resumed run has the same reference. `--teacher` is another model with the
+same tokens: the KL then pulls the policy toward it on the policy's own samples, which is on-policy
+distillation (arXiv:2306.13649).
 """
 
 import copy
@@ -10,10 +12,13 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
-from core.model import Policy
+from core.config import Config
+from core.model import Policy, load_policy
 from core.types import UsageError
 
 FILE = "reference.safetensors"
@@ -39,8 +44,26 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
     return replace(policy, model=frozen, value_head=None)
 
 
-def reference_bytes(policy: Policy) -> int:
-    """Bytes that `freeze_reference` will allocate."""
-    if policy.lora_rank:
+def load_teacher(cfg: Config, policy: Policy) -> Policy:
+    """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
+    dtype = str(policy.dtype).removeprefix("torch.")
+    teacher = load_policy(
+        cfg.teacher, device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
+        trust_remote_code=cfg.trust_remote_code,
+    )  # fmt: skip
+    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
+    teacher.model.requires_grad_(False)
+    return replace(teacher, micro_batch_tokens=policy.micro_batch_tokens)
+
+
+def reference_bytes(cfg: Config, policy: Policy) -> int:
+    """Bytes that the reference will allocate."""
+    if not cfg.kl_coef or (policy.lora_rank and not cfg.teacher):
         return 0
-    return sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    model = policy.model
+    if cfg.teacher:
+        config = AutoConfig.from_pretrained(cfg.teacher, trust_remote_code=cfg.trust_remote_code)
+        with torch.device("meta"):  # the shapes without the weights
+            model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters()) * policy.dtype.itemsize

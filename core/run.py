@@ -189,7 +189,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         optimizer = make_optimizer(policy, lr, cfg.ppo.value_lr)
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
-        future_bytes = optimizer.future_bytes() + (reference_bytes(policy) if cfg.kl_coef else 0)
+        future_bytes = optimizer.future_bytes() + reference_bytes(cfg, policy)
         sampler = _make_sampler(cfg, policy, algorithm, future_bytes)
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
     run_log.rewind(log_dir, found.progress)

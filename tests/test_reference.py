@@ -1,10 +1,15 @@
 """The reference policy of --kl-coef: a frozen copy, or the base without its adapters."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
+from conftest import save_small
 
+from core.config import Config
 from core.model import load_policy
-from core.reference import FILE, freeze_reference, reference_bytes
+from core.reference import FILE, freeze_reference, load_teacher, reference_bytes
 from core.types import UsageError
 
 IDS = torch.tensor([[5, 6, 7, 8]])
@@ -30,7 +35,8 @@ def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, t
     assert (hidden(policy) - before).abs().max() > 1e-3
     assert not reference.trainable()
     weights = sum(p.numel() * 4 for p in policy.model.parameters())
-    assert reference_bytes(policy) == weights
+    assert reference_bytes(Config(kl_coef=1.0), policy) == weights
+    assert reference_bytes(Config(), policy) == 0
 
 
 @pytest.mark.parametrize("next_update", [0, 1, 3])
@@ -59,4 +65,30 @@ def test_with_lora_the_reference_is_the_base_and_needs_no_memory(qwen3_folder, t
     assert torch.equal(hidden(reference), hidden(base))
     assert torch.equal(hidden(policy), moved)  # the policy itself keeps its adapters
     assert set(policy.trainable()) == names
-    assert reference_bytes(policy) == 0 and not list(tmp_path.iterdir())
+    assert reference_bytes(Config(kl_coef=1.0), policy) == 0 and not list(tmp_path.iterdir())
+
+
+def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path):
+    teacher_folder = save_small("llama", tmp_path / "llama", num_hidden_layers=1)
+    policy = load_policy(str(qwen3_folder), device="cpu", lora_rank=2)
+    cfg = Config(teacher=str(teacher_folder), kl_coef=1.0, max_model_len=512)
+    teacher = load_teacher(cfg, policy)
+    assert torch.equal(hidden(teacher), hidden(load_policy(str(teacher_folder), device="cpu")))
+    assert not teacher.trainable()
+    weights = sum(p.numel() * 4 for p in teacher.model.parameters())
+    assert reference_bytes(cfg, policy) == weights
+    teacher.tokenizer.add_tokens(["another"])
+    teacher.tokenizer.save_pretrained(teacher_folder)
+    with pytest.raises(UsageError, match="tokenizer differs"):
+        load_teacher(cfg, policy)
+
+
+def test_distillation_lowers_the_kl_to_the_teacher_without_rewards(qwen3_folder, tmp_path, command):
+    teacher = save_small("llama", tmp_path / "llama", initializer_range=0.1)
+    flags = f"""--model-id {qwen3_folder} --teacher {teacher} --kl-coef 1 --reward-coef 0
+        --num-updates 12 --num-prompts 4 --group-size 4 --max-tokens 12 --lr 3e-3
+        --eval-num-tasks 0 --device cpu --run-name a""".split()
+    assert command(*flags)[0] == 0
+    lines = Path("runs/a/metrics.jsonl").read_text().splitlines()
+    kl = [r["kl/reference"] for r in map(json.loads, lines) if "kl/reference" in r]
+    assert len(kl) == 12 and kl[-1] < 0.5 * kl[0]
