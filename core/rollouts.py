@@ -33,6 +33,7 @@ from environments.registry import make
 
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
+MAX_OPENINGS = 1000  # prompts that are kept
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
 
@@ -73,6 +74,7 @@ class RolloutCollector:
         self.policy, self.max_turns = policy, max_turns
         self.drop_thinking, self.env_timeout = drop_thinking, env_timeout
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
+        self.opening_ids: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
 
     def collect(
         self,
@@ -198,8 +200,13 @@ class RolloutCollector:
         if agent.context_ids:
             turn_closed = agent.rollout.turns[-1].completion_ids[-1] == self.policy.end_of_turn_id
             new_ids = ids_after_completion(tokenizer, agent.chat, turn_closed)
-        else:
-            new_ids = prompt_ids(tokenizer, agent.chat)
+        else:  # the rollouts of a group share their opening prompt, evaluations all of them
+            if len(self.opening_ids) > MAX_OPENINGS:
+                self.opening_ids.clear()
+            key = json.dumps(agent.chat)
+            if key not in self.opening_ids:
+                self.opening_ids[key] = prompt_ids(tokenizer, agent.chat)
+            new_ids = self.opening_ids[key]
         if len(new_ids) >= max_length:
             raise ValueError(f"one message has {len(new_ids)} tokens; the context of an episode "
                              f"has {max_length} (--max-model-len)")  # fmt: skip
