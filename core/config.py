@@ -84,7 +84,7 @@ class OptimizationOptions:
     num_updates: int = 50  # Number of RL updates; 0: only the warm start and the evaluation.
     num_epochs: int = 1  # Passes over the rollouts of each update.
     num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
-    lr: float | None = None  # Learning rate; None: 1e-4 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
+    lr: float | None = None  # Learning rate; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
     max_grad_norm: float = 1.0  # Clip the gradient to this norm; 0: no clipping.
     # Tokens in one forward and backward pass; None: 2048 for tiny, otherwise what fits.
     max_tokens_per_micro_batch: int | None = None
@@ -236,7 +236,7 @@ def resolve(cfg: Config) -> Config:
     """
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     defaults: dict[str, Any] = {
-        "lr": 1e-4 if tiny else 2e-5 if lora else 1e-6,
+        "lr": 5e-5 if tiny else 2e-5 if lora else 1e-6,
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
         "max_tokens": 64 if tiny else 1024,
         "max_tokens_per_micro_batch": 2048 if tiny else None,

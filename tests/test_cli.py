@@ -140,8 +140,8 @@ def test_help_shows_every_flag_in_the_box_of_its_group(capsys):
 @pytest.mark.parametrize(
     ("flags", "lr", "sft_lr", "max_tokens"),
     [
-        ("", 1e-4, 2e-3, 64),
-        ("--model-id tiny-random", 1e-4, 2e-3, 64),
+        ("", 5e-5, 2e-3, 64),
+        ("--model-id tiny-random", 5e-5, 2e-3, 64),
         ("--model-id x/y", 1e-6, 1e-5, 1024),
         ("--model-id x/y --lora-rank 8", 2e-5, 1e-4, 1024),
         ("--lr 0.1 --sft-lr 3e-3 --max-tokens 5", 0.1, 3e-3, 5),

@@ -120,8 +120,8 @@ class Gymnasium(Env):
         return self.game.actions[self.game.play(self.observation)]
 
     def trivial(self) -> str:
-        """Always takes the last action."""
-        return self.game.actions[-1]
+        """Always takes the first action."""
+        return self.game.actions[0]
 
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation

@@ -21,15 +21,18 @@ from core.run_log import read_records  # noqa: E402
 
 CARTPOLE = "gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false"
 COMMANDS = {
-    "reverse": "--env reverse",
-    "math_qa": "--env math_qa:level=1",
-    "tic_tac_toe": "--env tic_tac_toe",
-    "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --eval-num-tasks 1024",
-    "cartpole": f"--env {CARTPOLE} --max-turns 30 --max-tokens 4 --num-updates 20 "
-    "--num-prompts 8 --lr 3e-4 --credit turn --gamma 0.8 --eval-num-tasks 64",
-    "wikipedia_maze": "--env wikipedia_maze:n_hops=2,brief=true --num-updates 30",
-    "iterated_game": "--env iterated_game --num-updates 20 --num-prompts 8 --eval-num-tasks 16",
-    "reward_hacking": "--env reward_hacking --num-updates 20 --num-prompts 8",
+    "reverse": "--env reverse --num-updates 16 --lr 1e-4",
+    "math_qa": "--env math_qa:level=1 --num-updates 40 --lr 1e-4",
+    "tic_tac_toe": "--env tic_tac_toe --num-updates 10 --lr 1e-4",
+    "blackjack": "--env gymnasium:id=Blackjack-v1 --max-tokens 8 --num-updates 30 --lr 1e-4 "
+    "--eval-num-tasks 1024",
+    "cartpole": f"--env {CARTPOLE} --max-turns 30 --max-tokens 8 --num-updates 8 --num-prompts 8 "
+    "--lr 3e-4 --credit turn --gamma 0.8 --eval-every 5 --eval-num-tasks 64",
+    "wikipedia_maze": "--env wikipedia_maze:n_hops=2,brief=true --num-updates 10 --lr 1e-4",
+    "iterated_game": "--env iterated_game --num-updates 12 --num-prompts 8 --lr 1e-4 "
+    "--eval-num-tasks 16",
+    "reward_hacking": "--env reward_hacking --num-updates 16 --num-prompts 8 --lr 3e-4 "
+    "--eval-num-tasks 64",
 }
 SEEDS = (0, 1)
 RUNS = {f"{name}-seed{seed}": (name, seed) for name in COMMANDS for seed in SEEDS}
