@@ -177,10 +177,10 @@ def _dead_groups(recent: list[Record]) -> str:
 
 
 def _never_spread(records: list[Record]) -> str:
-    """Since the first update no group had different returns, and not because all were right."""
+    """Since the first update no group had different returns, and not because they were right."""
     updates = [r for r in records if (r.get("update") or 0) > 0]
     spread = [r for r in updates if _finite(r, "groups/zero_std_fraction") != 1]
-    solved = [r for r in updates if _finite(r, "groups/all_right") == 1]
+    solved = [r for r in updates if _finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED]
     if len(updates) < FIRST_LOOK or spread or solved:
         return ""
     return f"in all {len(updates)} updates so far, the returns within each group were equal"

@@ -10,8 +10,8 @@ from core.run import Run
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.types import Rollout
-from environments import make
 from environments.base import Env
+from environments.registry import make
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl
 

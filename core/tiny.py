@@ -10,7 +10,6 @@ environments' texts (runs/pretrain_tiny/tokenizer.py).
 
 import os
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None
         _save_random(folder, seed)
 
 
-@cache
 def tiny_tokenizer() -> Any:
     """The tokenizer of both, which encodes and decodes any text.
 

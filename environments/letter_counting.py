@@ -19,9 +19,9 @@ Reward of the one response (several letters: the answer is a JSON object):
 
 >>> env = LetterCounting(difficulty=1)
 >>> env.reset(seed=62)[0]["content"]
-'How many o in "denwoor"? Work it out, then end with <answer>number</answer>.'
+'How many i in "waini"? Work it out, then end with <answer>number</answer>.'
 >>> env.demonstrate()
-'d e n w o1 o2 r <answer>2</answer>'
+'w a i1 n i2 <answer>2</answer>'
 >>> env.step(env.demonstrate()).reward
 1.0
 """

@@ -20,7 +20,7 @@ from environments.registry import register
 
 WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 3e-3 --num-updates 40 --num-prompts 16 --group-size 8 --num-epochs 2
-    --max-tokens 2 --sft-steps 0 --eval-every 40 --eval-num-tasks 64 --save-every 0
+    --max-tokens 2 --sft-steps 0 --eval-every 0 --eval-num-tasks 64 --save-every 0
     --device cpu""".split()
 LOSS_TYPES = {
     **{

@@ -15,7 +15,7 @@ from core.tiny import tiny_tokenizer
 from core.types import UsageError
 
 SHAPE = {
-    "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "vocab_size": 704, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
     "max_position_embeddings": 512, "bos_token_id": None,
 }  # fmt: skip

@@ -73,7 +73,7 @@ def draw_settings(seed):
         options["kl_in"] = "reward"
     chosen = {
         "grpo": GrpoOptions(
-            loss_type=("grpo", "dr_grpo", "dapo", "gspo", "cispo")[seed // 3 % 5],
+            loss_type=("grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "cispo")[seed // 3 % 6],
             scale_rewards=scale,
             clip_low=draw.choice([None, 0.1]),
             aggregation=draw.choice([None, "token", "sequence", "constant"]),

@@ -16,7 +16,8 @@ from core.report.page import write_page, write_report
 from core.report.summary import final_lines
 from core.types import UsageError
 
-CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0}
+CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
+          "sampler": "auto"}  # fmt: skip
 MARKUP = "</p></script><script>alert(1)</script><!--<img src=x onerror=a> &amp; $data \u2028 \ud800"
 
 
@@ -150,13 +151,16 @@ def test_token_traces_are_packed_without_loss(tmp_path):
 
 
 def test_results_are_the_first_and_last_evaluations(tmp_path):
-    metrics = [evaluated(0, 0.2), *trained(1, 2), evaluated(3, 0.9) | trained(3)[0], *trained(4)]
+    last = evaluated(3, 0.9) | trained(3)[0] | {"eval/adding/trivial": 0.25}
+    metrics = [evaluated(0, 0.2), *trained(1, 2), last, *trained(4)]
     rows = [row("eval", u, seed, f"at {u}") for u in (0, 3) for seed in (1, 2)]
     data = report_data(tmp_path, metrics, rows)
     assert updates_of(data, "eval") == [0, 3]
     (result,) = data["results"]
-    assert result["before"] == {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3}
-    assert result["after"] == {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0}
+    assert result["before"] == {"update": 0, "accuracy": 0.2, "low": 0.1, "high": 0.3,
+                                "trivial": None}  # fmt: skip
+    assert result["after"] == {"update": 3, "accuracy": 0.9, "low": 0.8, "high": 1.0,
+                               "trivial": 0.25}  # fmt: skip
     assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
 
 
@@ -263,6 +267,7 @@ def test_final_lines_tell_accuracy_warnings_and_a_next_command(tmp_path, warned)
         "warning at update 9, 30: kl_runaway: KL <b>0.1",
         "warning at update 9: sampler_gap: differ",
         f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
+        f"talk to it: python -m core.chat {tmp_path}/a --before",
         "next: python train.py --env adding --seed 7 --algo ppo",
     ]
 

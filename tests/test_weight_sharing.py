@@ -55,12 +55,12 @@ def test_fused_tensors_hold_the_parts_in_vllms_order_and_see_optimizer_steps(pol
 
 
 def test_vocabulary_is_zero_padded_to_a_multiple_of_64(tmp_path):
-    policy = load_policy(str(save_small("llama", tmp_path, vocab_size=390)), device="cpu")
+    policy = load_policy(str(save_small("llama", tmp_path, vocab_size=710)), device="cpu")
     shared = weight_sharing.share_weights(policy.causal_lm)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        assert shared[name].shape[0] == 448
-        assert not shared[name][390:].any()
-    assert policy.causal_lm.lm_head.weight.shape[0] == 390
+        assert shared[name].shape[0] == 768
+        assert not shared[name][710:].any()
+    assert policy.causal_lm.lm_head.weight.shape[0] == 710
     assert storage(policy.causal_lm.lm_head.weight) == storage(shared["lm_head.weight"])
 
 

@@ -18,7 +18,7 @@ RemoteError: the episode fails, and the next episode starts a new server.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]
-'How many o in "denwoor"? Work it out, then end with <answer>number</answer>.'
+'How many i in "waini"? Work it out, then end with <answer>number</answer>.'
 >>> env.step(env.demonstrate()).reward
 1.0
 >>> env.close()
