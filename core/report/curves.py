@@ -33,8 +33,7 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
     warm_start = [r for r in records if "sft/loss" in r]
     info = sorted({k for r in updates for k in r if k.startswith("info/")})
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(2, 2, figsize=(11, 7))
-        # not layout="constrained", which draws everything twice
+        figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="none")  # constrained draws twice
         figure.subplots_adjust(left=0.055, right=0.985, top=0.87, bottom=0.075, hspace=0.36,
                                wspace=0.13)  # fmt: skip
         figure.suptitle(title, fontsize=15, fontweight="bold", x=0.02, y=0.98, ha="left")
