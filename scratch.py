@@ -255,7 +255,7 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 # --- And then: beat the reference ---------------------------------------------------------------
 #
 #     python train.py --run-name reference                 # GRPO as the library implements it
-#     python train.py --algo scratch --run-name mine       # your functions, the same warm start
+#     python train.py --algo scratch --run-name mine       # your functions, the same start
 #     python -m core.report.compare runs/reference runs/mine   # tokens until accuracy 0.90
 #
 # `--algo scratch` trains with exercise 3 (advantages), 5 (loss) and 8 (sampling), and you may now

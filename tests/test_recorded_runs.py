@@ -15,7 +15,8 @@ RUNS = ROOT / "runs"
 sys.path.append(str(RUNS))
 import record  # noqa: E402
 
-ALWAYS_1 = 0.69  # accuracy of always answering 1 in letter_counting
+ALWAYS_1 = 0.25  # accuracy of always answering 1 in letter_counting
+OLD_ALWAYS_1 = 0.69  # before its answers were balanced: in what_goes_wrong
 
 
 def script(path):
@@ -32,7 +33,7 @@ def last_evaluation(path):
 
 @pytest.mark.parametrize("algo", ["grpo", "reinforce", "ppo"])
 def test_default_runs_end_above_the_trivial_baseline(algo):
-    for seed in range(3):
+    for seed in range(5):
         after = last_evaluation(RUNS / f"letter_counting_tiny/{algo}-seed{seed}.jsonl")
         assert after["ci_low"] > 0.94 > ALWAYS_1
 
@@ -45,8 +46,8 @@ def test_vllm_run_ends_within_the_interval_of_the_torch_run():
 
 def test_too_high_a_learning_rate_ends_at_the_trivial_baseline():
     after = last_evaluation(RUNS / "what_goes_wrong/high_rate.jsonl")
-    assert after["ci_low"] < ALWAYS_1 < after["ci_high"]
-    assert last_evaluation(RUNS / "what_goes_wrong/healthy.jsonl")["ci_low"] > ALWAYS_1
+    assert after["ci_low"] < OLD_ALWAYS_1 < after["ci_high"]
+    assert last_evaluation(RUNS / "what_goes_wrong/healthy.jsonl")["ci_low"] > OLD_ALWAYS_1
 
 
 @pytest.mark.parametrize(
