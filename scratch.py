@@ -254,15 +254,15 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 
 # --- And then: beat the reference ---------------------------------------------------------------
 #
-#     python train.py --run-name reference                 # GRPO as the library implements it
-#     python train.py --algo scratch --run-name mine       # your functions, the same start
+#     python train.py --run-name reference --eval-every 1 --max-sampled-tokens 20000
+#     python train.py --algo scratch --run-name mine --eval-every 1 --max-sampled-tokens 20000
 #     python -m core.report.compare runs/reference runs/mine   # tokens until accuracy 0.90
 #
 # `--algo scratch` trains with exercise 3 (advantages), 5 (loss) and 8 (sampling), and you may now
 # change them: another clip, no division by the standard deviation, advantages by rank. Settings of
 # the training loop work too: two passes over the rollouts, another learning rate, a KL penalty.
-# The budget is 20,000 sampled tokens. Change one thing at a time, and compare three seeds before
-# you trust a difference.
+# Both start from the same model and may sample 20,000 tokens. Change one thing at a time, and
+# compare three seeds before you trust a difference.
 #
 # CHANGED holds the numbers of the exercises that you changed on purpose, for example (3, 9). The
 # checker then says "differs from the reference, which is fine here" instead of "wrong".

@@ -73,11 +73,16 @@ def main(cfg: Config) -> int:
             run.save()
 
         for update in range(max(1, run.next_update), cfg.num_updates + 1):
+            if 0 < cfg.max_sampled_tokens <= run.sampled_tokens:
+                break
             run.interrupt.check()
             started = perf_counter()
 
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             sampled, rollouts = collect_rollouts(cfg, run, update)
+            run.sampled_tokens += sum(rollout.num_tokens for rollout in sampled)
+            spent = 0 < cfg.max_sampled_tokens <= run.sampled_tokens
+            last_update = update if spent else cfg.num_updates
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
             sampled_at = perf_counter()
 
@@ -157,11 +162,11 @@ def main(cfg: Config) -> int:
             metrics["time/rollout_s"] = sampled_at - started
             metrics["time/train_s"] = trained_at - sampled_at
             early = update < cfg.eval_every and is_due(update, cfg.eval_every // 5, 0)
-            if early or is_due(update, cfg.eval_every, cfg.num_updates):
+            if early or is_due(update, cfg.eval_every, last_update):
                 metrics |= evaluate(cfg, run, update)
             # True after a warning that --stop-on names, or many updates without finite gradients
             stop = run.log(update, metrics, sampled)
-            if stop or is_due(update, cfg.save_every, cfg.num_updates):
+            if stop or is_due(update, cfg.save_every, last_update):
                 run.save()
             if stop:
                 return 1

@@ -82,6 +82,8 @@ class OptimizationOptions:
     # scratch: the functions of your scratch.py.
     algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
     num_updates: int = 50  # Number of RL updates; 0: only the warm start and the evaluation.
+    # End the run after the update in which this many tokens have been sampled; 0: no limit.
+    max_sampled_tokens: int = 0
     num_epochs: int = 1  # Passes over the rollouts of each update.
     num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
     lr: float | None = None  # Learning rate; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
@@ -206,16 +208,24 @@ TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 ALGORITHMS = ("reinforce", "grpo", "ppo")  # those with options of their own
 COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")  # never read from a file
 FREE_ON_RESUME = {  # settings that a resumed run may change
-    *("num_updates", "save_every", "track", "stop_on", "run_name", *COMMAND_LINE_ONLY),
+    *(
+        "num_updates",
+        "max_sampled_tokens",
+        "save_every",
+        "track",
+        "stop_on",
+        "run_name",
+        *COMMAND_LINE_ONLY,
+    ),
     # These change the rounding of sums; a machine with less memory may require it.
     *("max_tokens_per_micro_batch", "gradient_checkpointing", "gpu_memory_utilization"),
 }
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
     max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
     gpu_memory_utilization""".split()
-NON_NEGATIVE = """num_updates max_grad_norm tis_cap lora_rank lora_alpha sft_steps seed
-    reject_low reject_high opsm train_difficulty eval_every eval_num_tasks eval_samples
-    save_every top_k entropy_coef kl_coef reward_coef filter_groups
+NON_NEGATIVE = """num_updates max_sampled_tokens max_grad_norm tis_cap lora_rank
+    lora_alpha sft_steps seed reject_low reject_high opsm train_difficulty eval_every
+    eval_num_tasks eval_samples save_every top_k entropy_coef kl_coef reward_coef filter_groups
     overlong_buffer sft_best microscope env_timeout grpo.clip_low grpo.clip_high grpo.dual_clip
     ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
 FRACTIONS = """sft_hasty top_p gpu_memory_utilization gamma curriculum ppo.gae_lambda

@@ -52,6 +52,15 @@ class Run:
         """The update to continue with; 0: the policy has not been evaluated yet."""
         return self.progress["update"] + 1
 
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens sampled for training so far."""
+        return self.progress.get("sampled_tokens", 0)
+
+    @sampled_tokens.setter
+    def sampled_tokens(self, number: int) -> None:
+        self.progress["sampled_tokens"] = number
+
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
         self.display.say(line)

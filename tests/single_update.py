@@ -17,6 +17,7 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         sampler=SimpleNamespace(sync=lambda: None),
         progress={"sft_step": 0, "level": 0, "best": []},
         next_update=update,
+        sampled_tokens=0,
         folder=None,
         say=print,
         interrupt=SimpleNamespace(check=lambda: None),

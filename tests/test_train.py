@@ -338,6 +338,24 @@ def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
     assert "eval/reverse/trivial" not in metrics_of(Path("runs/b"))[-1]
 
 
+def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):
+    flags = [*SMALL, "--sft-steps", "0", "--eval-every", "0", "--save-every", "0"]
+    assert command(*flags, "--run-name", "whole")[0] == 0
+    tokens = [r["tokens/sampled"] for r in metrics_of(Path("runs/whole")) if "reward/mean" in r]
+    budget = ["--max-sampled-tokens", str(tokens[0] + 1)]  # spent in update 2
+    assert command(*flags, *budget, "--run-name", "a")[0] == 0
+    records = metrics_of(Path("runs/a"))
+    assert [r["update"] for r in records] == [0, 1, 2]
+    assert "eval/letter_counting/accuracy" in records[-1] and Path("runs/a/model").exists()
+    assert command("--resume", "runs/a")[0] == 0  # nothing is left to do
+    assert metrics_of(Path("runs/a")) == records
+    assert command("--resume", "runs/a", "--max-sampled-tokens", str(sum(tokens[:3])))[0] == 0
+    # but for the evaluation at update 2, the run without a limit
+    whole = metrics_of(Path("runs/whole"))
+    assert metrics_of(Path("runs/a"))[3]["loss"] == whole[3]["loss"]
+    assert len(metrics_of(Path("runs/a"))) == 4
+
+
 def test_evaluations_are_frequent_at_first(command):
     flags = [*SMALL, "--sft-steps", "0", "--num-updates", "21", "--eval-every", "10"]
     assert command(*flags, "--run-name", "a", "--group-size", "2", "--num-prompts", "1")[0] == 0
