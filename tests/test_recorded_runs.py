@@ -51,11 +51,36 @@ def test_too_high_a_learning_rate_ends_at_the_trivial_baseline():
 
 
 @pytest.mark.parametrize(
-    "name", ["letter_counting_tiny", "algorithms_tiny", "environments_tiny", "what_goes_wrong"]
-)
-def test_page_has_the_table_of_its_script(name):
+    "name",
+    ["letter_counting_tiny", "algorithms_tiny", "environments_tiny", "what_goes_wrong",
+     "pretrain_tiny"],
+)  # fmt: skip
+def test_page_has_the_table_of_its_script(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(RUNS / name))
     table = "\n".join(script(RUNS / name / "reproduce.py").table())
     assert table in (RUNS / name / "README.md").read_text()
+
+
+def test_the_recipe_of_tiny_is_that_of_its_page(monkeypatch):
+    monkeypatch.syspath_prepend(str(RUNS / "pretrain_tiny"))
+    recipe = script(RUNS / "pretrain_tiny/reproduce.py")
+    page = (RUNS / "pretrain_tiny/README.md").read_text()
+    for spec, number in recipe.DEMONSTRATIONS.items():
+        if not spec.startswith("reward_hacking"):  # its three worlds share a row
+            assert f"| `{spec}` | {number} |" in page
+    total = sum(recipe.DEMONSTRATIONS.values())
+    assert f"{recipe.STEPS:,} supervised steps" in page and f"{total} in each step" in page
+    losses = [r["sft/loss"] for r in read_records(RUNS / "pretrain_tiny/metrics.jsonl")
+              if "sft/loss" in r]  # fmt: skip
+    assert len(losses) == recipe.STEPS / 20 and losses[0] > 2 > 0.25 > sum(losses[-9:]) / 9
+
+
+def test_tiny_keeps_the_tokenizer_of_its_recipe(monkeypatch):
+    monkeypatch.syspath_prepend(str(RUNS / "pretrain_tiny"))
+    from core.tiny import tiny_tokenizer
+
+    made = script(RUNS / "pretrain_tiny/tokenizer.py").make_tokenizer()
+    assert made.get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def test_write_table_replaces_the_lines_between_the_marks(tmp_path):

@@ -51,11 +51,17 @@ def main() -> None:
     (HERE / "seconds.json").write_text(f'{{"pretraining": {seconds}}}\n')
     record.write_recorded(HERE)
     shutil.rmtree(run)
+    record.write_table(HERE, table())
+
+
+def table() -> list[str]:
+    """The hash of the weights, and when they were made."""
     digest = hashlib.sha256((PRETRAINED / "model.safetensors").read_bytes()).hexdigest()
-    record.write_table(HERE, [
-        f"`model.safetensors` has the SHA-256 `{digest}`.", "",
-        f"{record.recorded_with(HERE)} It took {seconds / 60:.0f} minutes.",
-    ])  # fmt: skip
+    minutes = record.read_seconds(HERE)["pretraining"] / 60
+    return [
+        f"`core/tiny_weights/model.safetensors` has the SHA-256 `{digest}`.", "",
+        f"{record.recorded_with(HERE)} It took {minutes:.0f} minutes, beside other work.",
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
