@@ -149,8 +149,9 @@ def test_wrong_clip_does_not_bound_the_ratio(monkeypatch):
 def test_broken_runs_show_the_mistake_in_a_metric(name, flags, tmp_path, monkeypatch):
     import subprocess
 
-    tiny = """--num-updates 2 --sft-steps 2 --sft-batch-size 2 --num-prompts 2 --group-size 2
-        --eval-num-tasks 2 --max-tokens 16 --lr 1e-2 --run-name a""".split()
+    tiny = """--model-id tiny-random --num-updates 2 --sft-steps 2 --sft-batch-size 2
+        --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 16 --lr 1e-2
+        --run-name a""".split()
     command = [sys.executable, RUNS / "what_goes_wrong/broken.py", name, *flags, *tiny]
     subprocess.run(command, cwd=tmp_path, check=True)
     last = read_records(tmp_path / "runs/a/metrics.jsonl")[-1]

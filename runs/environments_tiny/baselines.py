@@ -23,7 +23,7 @@ from environments.registry import make  # noqa: E402
 
 Player = Callable[[list[Message], random.Random], str]  # (chat so far, random) -> response
 CARTPOLE = "gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false"
-WIKIPEDIA = "wikipedia_maze:n_hops=2,max_visits=2,brief=true"
+WIKIPEDIA = "wikipedia_maze:n_hops=2,brief=true"
 
 
 def main() -> None:
@@ -91,13 +91,13 @@ def target_or_random_link(chat: list[Message], rng: random.Random) -> str:
 
 
 PLAYERS = (  # environment, held-out tasks and turns as in reproduce.py, player, its description
-    ("reverse:turns=1", 256, 1, always("<answer>a</answer>"), "always the same word"),
-    ("tic_tac_toe:opponent=random", 256, 6, random_cell, "a random free cell"),
-    ("tic_tac_toe:opponent=random", 256, 6, first_free_cell, "the first free cell"),
+    ("reverse", 256, 3, always("<answer>a</answer>"), "always the same word"),
+    ("tic_tac_toe", 256, 8, random_cell, "a random free cell"),
+    ("tic_tac_toe", 256, 8, first_free_cell, "the first free cell"),
     (CARTPOLE, 64, 30, always("right"), "always right"),
     (CARTPOLE, 64, 30, one_of("left", "right"), "left or right at random"),
-    ("gymnasium:id=Blackjack-v1", 2048, 8, always("hit"), "always hit"),
-    ("gymnasium:id=Blackjack-v1", 2048, 8, always("stick"), "always stick"),
+    ("gymnasium:id=Blackjack-v1", 1024, 8, always("hit"), "always hit"),
+    ("gymnasium:id=Blackjack-v1", 1024, 8, always("stick"), "always stick"),
     ("math_qa:level=1", 256, 1, always("<answer>12</answer>"), "always 12, the most common answer"),
     (
         WIKIPEDIA,
