@@ -61,12 +61,21 @@ def test_recorded_failure_raises_its_warning(name, warning):
         assert "\n" not in message and len(message) < 300
 
 
+EXPECTED = {  # name of a run that learns: the warning that it raises all the same
+    "blackjack": "dead_groups",  # rightly: it always sticks, and has stopped exploring
+    "reverse": "entropy_collapse",  # after the first tokens of an answer all others are certain
+    "iterated_game": "entropy_collapse",
+}
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent.name for path in LEARNING}))
 def test_recorded_runs_that_learn_raise_no_warning(folder):
-    """The exception: accuracy fell below the interval of an earlier evaluation."""
+    """The exceptions: accuracy fell below the interval of an earlier evaluation, and EXPECTED."""
     for path in LEARNING:
         records = read_records(path)
         for name, update in raised(records) if path.parent.name == folder else []:
+            if EXPECTED.get(path.stem.partition("-seed")[0]) == name:
+                continue
             upto = [r for r in records if r["update"] <= update]
             (key,) = (k.removesuffix("ci_high") for k in upto[-1] if k.endswith("/ci_high"))
             lows = [r[f"{key}ci_low"] for r in upto if f"{key}ci_low" in r]

@@ -31,10 +31,10 @@ PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 8
 PARAMS = SamplingParams(max_tokens=64, temperature=0.8, seed=1)
 # biases, tied and untied heads, padded vocabularies, sliding windows
 SHAPES = {
-    "qwen3": {"tie_word_embeddings": False, "vocab_size": 390},
+    "qwen3": {"tie_word_embeddings": False, "vocab_size": 710},
     "qwen2": {"tie_word_embeddings": True, "hidden_size": 128},
     "llama": {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
-    "gemma3": {"vocab_size": 401},
+    "gemma3": {"vocab_size": 721},
 }
 
 
@@ -179,7 +179,7 @@ class TestOneEngine:
         sampler.close()
 
     def test_completion_ends_with_a_stop_token_or_at_the_limit(self, engine, monkeypatch):
-        stop_ids = list(range(0, 384, 3))  # a third of all tokens ends a completion
+        stop_ids = list(range(0, 704, 3))  # a third of all tokens ends a completion
         monkeypatch.setattr(engine.policy, "stop_ids", stop_ids)
         completions = sample(engine, PROMPTS, SamplingParams(max_tokens=3, seed=5))
         assert {c.finish_reason for c in completions} == {"stop", "length"}

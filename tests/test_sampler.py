@@ -18,7 +18,7 @@ from core.sampler import SamplingParams, TorchSampler, draw, uniforms
 from core.types import OutOfMemory, Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
-EVERY_SIXTH = list(range(0, 384, 6))  # as stop ids: about every sixth token ends a completion
+EVERY_SIXTH = list(range(0, 704, 6))  # as stop ids: about every sixth token ends a completion
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,8 @@ def value(name: str, env: str, metrics: dict[str, Any]) -> tuple[float, float, f
     keys = ("return_mean", "return_low", "return_high")
     keys = keys if name in RETURNS else ("accuracy", "ci_low", "ci_high")
     middle, low, high = (metrics[f"eval/{env}/{key}"] for key in keys)
-    return middle, low, high
+    # equal returns have no interval
+    return middle, middle if low is None else low, middle if high is None else high
 
 
 def table() -> list[str]:
