@@ -24,7 +24,7 @@ from core.types import UsageError
 class ModelOptions:
     """The model that is trained."""
 
-    # Hub id or folder; tiny: a Qwen3 with 0.84M weights that comes with picoRL, pretrained on
+    # Hub id or folder; tiny: a Qwen3 with 0.88M weights that comes with picoRL, pretrained on
     # demonstrations; tiny-random: the same with random weights.
     model_id: str = "tiny"
     # Run the Python code that comes with --model-id. Read from the command line only.

@@ -61,12 +61,18 @@ def comparisons(
     right = {f"{r.seed} {r.agent}" for r in rollouts if r.info.get("correct")}
     first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))
     results = {f"eval/{env}/p_value": metrics.mcnemar(set(first), right)}
-    player = make(env)
-    if isinstance(player, Env) and type(player).trivial is not Env.trivial:
-        trivial = run.progress.setdefault("trivial", {})
-        if env not in trivial:
-            same = [task for task in held_out if task.env == env]
-            played = run.collector.demonstrate(same, trivial=True)
-            trivial[env] = statistics.fmean(bool(r.info.get("correct")) for r in played)
+    trivial = run.progress.setdefault("trivial", {})  # the same in every evaluation
+    if env not in trivial:
+        trivial[env] = trivial_accuracy(run, [task for task in held_out if task.env == env])
+    if trivial[env] is not None:
         results[f"eval/{env}/trivial"] = trivial[env]
     return results
+
+
+def trivial_accuracy(run: Run, held_out: list[tasks.Task]) -> float | None:
+    """The accuracy of the environment's trivial player on these tasks; None if it has none."""
+    env = make(held_out[0].env)
+    if not isinstance(env, Env) or type(env).trivial is Env.trivial:
+        return None
+    played = run.collector.demonstrate(held_out, trivial=True)
+    return statistics.fmean(bool(rollout.info.get("correct")) for rollout in played)

@@ -131,7 +131,7 @@ class Policy:
         return sum(not p.any() for p in adapters) / len(adapters)
 
     def size(self) -> str:
-        """Weights and device for the title line, such as '0.84M weights, 0.84M trained, cpu'."""
+        """Weights and device for the title line, such as '0.88M weights, 0.88M trained, cpu'."""
         weights = sum(p.numel() for p in self.model.parameters())
         trained = sum(p.numel() for p in self.trainable().values())
         return f"{weights / 1e6:.2f}M weights, {trained / 1e6:.2f}M trained, {self.device}"

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core import distributed
 from core.config import Config
 from core.model import Policy, load_policy
+from core.tiny import PRETRAINED
 from core.types import UsageError
 
 FILE = "reference.safetensors"
@@ -48,7 +49,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
     """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
     dtype = str(policy.dtype).removeprefix("torch.")
     teacher = load_policy(
-        cfg.teacher, device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
+        _teacher_path(cfg), device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
         trust_remote_code=cfg.trust_remote_code,
     )  # fmt: skip
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
@@ -63,7 +64,16 @@ def reference_bytes(cfg: Config, policy: Policy) -> int:
         return 0
     model = policy.model
     if cfg.teacher:
-        config = AutoConfig.from_pretrained(cfg.teacher, trust_remote_code=cfg.trust_remote_code)
-        with torch.device("meta"):  # the shapes without the weights
-            model = AutoModelForCausalLM.from_config(config)
+        trusted = cfg.trust_remote_code
+        try:
+            config = AutoConfig.from_pretrained(_teacher_path(cfg), trust_remote_code=trusted)
+            with torch.device("meta"):  # the shapes without the weights
+                model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"--teacher {cfg.teacher}: can't be loaded: {reason}") from error
     return sum(p.numel() for p in model.parameters()) * policy.dtype.itemsize
+
+
+def _teacher_path(cfg: Config) -> str:
+    return str(PRETRAINED) if cfg.teacher == "tiny" else cfg.teacher

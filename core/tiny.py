@@ -1,7 +1,6 @@
-"""Two models that need no download: a Qwen3 with 0.84 million weights.
+"""Two models that need no download: a Qwen3 with 0.88 million weights.
 
-tiny          pretrained on demonstrations of the environments; core/tiny_weights/README.md has the
-              recipe, and what it can do
+tiny          pretrained on demonstrations of the environments; core/tiny_weights/README.md says how
 tiny-random   the same model with random weights: a warm start (--sft-steps 800) must come first
 
 The tokenizer has one token per byte, so that the model can spell, and common words of the

@@ -237,7 +237,9 @@ def test_solutions_train_as_grpo_does(command, monkeypatch, vowels):
     for a, b in zip(mine[1:], ours[1:], strict=True):
         assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
         numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
-        assert {k: a[k] for k in numbers} == pytest.approx(numbers, rel=5e-5, abs=1e-5)
+        norm = numbers.pop("grad/norm")  # of all weights: its rounding grows with the norm
+        assert a["grad/norm"] == pytest.approx(norm, rel=3e-5)
+        assert {k: a[k] for k in numbers} == pytest.approx(numbers, abs=1e-5)
     assert Path("runs/mine/scratch.py").read_text() == solved()
     assert "algo: scratch" in Path("runs/mine/config.yaml").read_text()
 

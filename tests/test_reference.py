@@ -92,3 +92,13 @@ def test_distillation_lowers_the_kl_to_the_teacher_without_rewards(qwen3_folder,
     lines = Path("runs/a/metrics.jsonl").read_text().splitlines()
     kl = [r["kl/reference"] for r in map(json.loads, lines) if "kl/reference" in r]
     assert len(kl) == 12 and kl[-1] < 0.5 * kl[0]
+
+
+def test_tiny_can_teach_and_an_unknown_teacher_is_one_line(tmp_path, command):
+    flags = """--model-id tiny-random --kl-coef 1 --reward-coef 0 --num-updates 1 --num-prompts 2
+        --group-size 2 --max-tokens 4 --eval-num-tasks 0 --device cpu --run-name a""".split()
+    code, _, err = command(*flags, "--teacher", "none/such")
+    assert code == 2 and err.count("\n") == 1 and "--teacher none/such" in err
+    assert not Path("runs").exists()
+    assert command(*flags, "--teacher", "tiny")[0] == 0
+    assert [path.name for path in Path().iterdir()] == ["runs"]  # no copy of tiny is left here

@@ -708,6 +708,6 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("padding got an advantage", "Multiply by the mask at the end.",
                 lambda r, m, g: _token_advantages((r * m).sum(1), torch.ones_like(m), g),
                 "baseline)",
-                question="Which number should stand at a padding token?"),
+                question="What advantage should a padding token have?"),
     ),
 }  # fmt: skip
