@@ -1,6 +1,6 @@
 """The steps of gpu_check.py, each of which checks one thing and returns what it found.
 
-    python runs/benchmarks/gpu_steps.py graphs cuda                 # one step by itself
+    python runs/benchmarks/gpu_steps.py graphs cuda                 # only this step
     python runs/benchmarks/gpu_steps.py graphs cuda "eager mode"    # in a variant
 
 A step raises AssertionError, or any other exception, if something is wrong.
