@@ -7,17 +7,17 @@
 A task is an environment and a seed. A rollout is one episode of a task: one or more turns, each a
 prompt and the completion that the policy sampled for it. The G rollouts of a task (--group-size)
 are a group. Each update samples the rollouts of P tasks (--num-prompts), turns their rewards into
-advantages, and takes one or more gradient steps.
+advantages, and takes gradient steps, by default one.
 
 The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
 Shapes: [B, N] has one row per rollout, P·G or fewer, and one column per sampled token (padded on
-the right). A forward pass works on a micro-batch: b sequences of T tokens, prompts included, each a
-rollout or a part of one. micro_batches() copies the [B, N] tensors to [b, T-1], where column t
-belongs to the token at t+1, which position t predicts. completion_mask marks the sampled tokens,
-loss_mask those of them that are trained on. Ranks are the processes of torchrun, one per GPU.
-The settings are in core/config.py, where validate() refuses, for example, --ppo.clip with GRPO.
+the right). A forward pass works on a micro-batch: b sequences of T tokens, prompts included; each
+sequence is a rollout or a part of one. micro_batches() copies [B, N] to [b, T-1], where column t is
+token t+1. completion_mask marks the sampled tokens, loss_mask those that are trained on. A process
+of torchrun is a rank: all ranks have all B rollouts, and each trains on its share. The settings are
+in core/config.py; validate() refuses those of other algorithms, so with GRPO cfg.ppo has defaults.
 """
 
 import math
@@ -83,12 +83,12 @@ def main(cfg: Config) -> int:
             run.progress["sampled_tokens"] += sum(rollout.num_tokens for rollout in sampled)
             spent = 0 < cfg.max_sampled_tokens <= run.progress["sampled_tokens"]
             last_update = update if spent else cfg.num_updates
-            batch = to_rollout_batch(rollouts)  # tensors [B, N]
+            batch = to_rollout_batch(rollouts)  # tensors [B, N]; no rollouts: a row of padding
             sampled_at = perf_counter()
 
-            # 2. The trainer's log-probs (and PPO's values) before the first gradient step. With a
-            #    single step REINFORCE and GRPO skip this pass: the forward pass of part 4 computes
-            #    them. And those of the reference: the teacher, or the policy before RL
+            # 2. The trainer's log-probs (and PPO's values) before the first gradient step; usually
+            #    not needed if there is only one step, because part 4 computes them. Then the
+            #    log-probs of the reference: the teacher, or the policy when RL began
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -98,12 +98,12 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages
             rewards, turn_ids = shape_rewards(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # off it: token weight 0
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # others: token weight 0
             batch.advantages, batch.value_targets = algorithm.compute_advantages(
                 rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
                 cfg.gamma, options,
             )  # fmt: skip
-            selection.limit_covariance(cfg, batch, loss_mask, update)  # --clip-cov, --kl-cov
+            selection.limit_covariance(cfg, batch, loss_mask, update)  # changes `batch`
 
             # 4. Gradient steps, one per minibatch. A loss is a sum over tokens, so the gradients of
             #    the micro-batches of a step add up to the gradient of the step
@@ -141,7 +141,7 @@ def main(cfg: Config) -> int:
                     )  # fmt: skip
                 stats.end_minibatch()
                 if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
-                    run.optimizer.zero_grad()  # earlier steps moved the policy too far: stop here
+                    run.optimizer.zero_grad()  # the steps before it moved the policy too far
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
                     cfg.max_grad_norm,
@@ -166,7 +166,7 @@ def main(cfg: Config) -> int:
             early = update < cfg.eval_every and is_due(update, cfg.eval_every // 5, 0)
             if early or is_due(update, cfg.eval_every, last_update):
                 metrics |= evaluate(cfg, run, update)
-            # True after a warning that --stop-on names, or many updates without finite gradients
+            # True after a warning listed in --stop-on, or many updates without finite gradients
             stop = run.log(update, metrics, sampled)
             if stop or is_due(update, cfg.save_every, last_update):
                 run.save()
@@ -261,7 +261,7 @@ def forward(
     policy: Policy, micro: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
-    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D]
+    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D], however packed
     logprobs, entropy = common.token_logprobs(
         hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
         policy.logits_chunk, micro.kept_ids,
@@ -273,7 +273,7 @@ def forward(
 
 def needs_old_logprobs(cfg: Config) -> bool:
     """Whether log-probs (and PPO's values) are needed before the first gradient step."""
-    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
+    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1  # as --kl-cov requires
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return several_steps or kl_in_reward or config.has_value_head(cfg) or cfg.clip_cov > 0
 
@@ -343,8 +343,8 @@ def regularizers(
 ) -> tuple[Tensor, dict[str, float]]:
     """What --entropy-coef, --kl-coef, --kl-cov add to the loss; the sum of the KL for the metrics.
 
-    Each token's term is multiplied by its token weight, its importance weight and, except in
-    --kl-cov, its policy ratio ρ (never clipped), without which the sampled KL would be biased.
+    Each token's term has the factors of the policy loss: token weight, importance weight and,
+    except in --kl-cov, the policy ratio ρ, here never clipped. Without ρ the KL would be biased.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -353,8 +353,8 @@ def regularizers(
     if cfg.entropy_coef:
         bonus = torch.where(mask, weights * ratio.detach() * entropy, 0.0).sum()
         extra_loss = extra_loss - cfg.entropy_coef * bonus
-    if micro.kl_cov is not None:  # KL(π_old ‖ π); π_old sampled the tokens, so it has no ratio
-        kl = micro.kl_cov * common.kl_estimate(old_logprobs, logprobs)
+    if micro.kl_cov_coef is not None:  # KL(π_old ‖ π); π_old sampled the tokens, so it has no ratio
+        kl = micro.kl_cov_coef * common.kl_estimate(old_logprobs, logprobs)
         extra_loss = extra_loss + torch.where(mask, weights * kl, 0.0).sum()
     if micro.ref_logprobs is None:
         return extra_loss, {}

@@ -273,7 +273,7 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
 def sampler_ratio(
     old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: WeightLevel
 ) -> Tensor:
-    """π_old / π_sampler: weighted by it, the sampler's tokens count as those of π_old; no gradient.
+    """π_old / π_sampler, which weights tokens of the sampler to count as tokens of π_old; detached.
 
         token       the ratio of each token
         geometric   the geometric mean of the ratios in the row; does not grow with its length
@@ -348,9 +348,9 @@ def surrogate_metrics(
 ) -> dict[str, float]:
     """Sums over tokens; the loop divides them by the number of tokens, so counts become fractions.
 
-    A token counts as clipped if its ratio is beyond the clip on the side where the clip removes the
-    gradient: above it with a positive advantage, below it with a negative one. `either_sign`: the
-    clip acts whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
+    A token counts as clipped if its ratio is above the clip and its advantage positive, or its
+    ratio below the clip and its advantage negative: there the clip removes the gradient.
+    `either_sign`: whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
     """
     low, high = mask & (ratio < 1 - clip_low), mask & (ratio > 1 + clip_high)
     if not either_sign:

@@ -5,21 +5,21 @@
 
 R_i is the return of rollout i, ρ_t the policy ratio of its token t; π_old is the trainer's policy
 before the first gradient step of the update. The std is that of a sample (n-1), plus 1e-4. The
-return of a sampled text has no gradient, so the min, called the surrogate, is maximized instead:
-its gradient at ρ = 1 is the policy gradient A ∇ log π. The code also multiplies each token's term
-by its token weight, which turns the sum into a mean, and by its importance weight π_old /
-π_sampler. In the first gradient step of an update ρ is 1 and nothing is clipped; by default there
-is only that one.
+reward does not depend on the weights, so it has no gradient. The loss maximizes the min instead,
+called the surrogate: its gradient at ρ = 1 is the policy gradient A ∇ log π. The code also
+multiplies each token's term by its token weight, which turns the sum into a mean, and by its
+importance weight π_old / π_sampler. In the first gradient step of an update ρ is 1 and nothing is
+clipped; by default there is only that one.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its rollout.
 
-    grpo       as above; the mean over the tokens of a rollout, then over rollouts
+    grpo       ε_high = ε_low; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
-    gspo       the value of ρ is the geometric mean of the sequence's token ratios, its gradient in
-               each term that of the token's own (GSPO-token), so advantages may differ by turn
+    gspo       one value of ρ for all tokens of a sequence, the geometric mean of their ratios; each
+               term has the gradient of its own token's ratio (GSPO-token)
                                                                         arXiv:2507.18071
     cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
                size of a token's gradient and never removes it
@@ -28,9 +28,9 @@ The default is dapo: every token counts the same, whatever the length of its rol
                prompts; README.md lists the rest of the recipe          arXiv:2510.13786
 
 Differences from the papers: there is no KL term unless --kl-coef is set, and then each of its terms
-is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling,
-overlong penalty and overlong filtering are flags of all algorithms: --filter-groups,
---overlong-buffer and --mask-truncated-completions.
+is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling, overlong penalty and overlong
+filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
+--mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type cispo --num-minibatches 4
 """

@@ -35,9 +35,9 @@ class GrpoOptions:
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns."""
     clip_low: float | None = None
-    """Clip the ratio at 1 - clip_low where the advantage is negative (cispo: everywhere)."""
+    """Clip the ratio at 1 - clip_low; acts where the advantage is negative (cispo: everywhere)."""
     clip_high: float | None = None
-    """Clip the ratio at 1 + clip_high where the advantage is positive (cispo: everywhere)."""
+    """Clip the ratio at 1 + clip_high; acts where the advantage is positive (cispo: everywhere)."""
     ratio_level: Level | None = None
     """token: one ratio per token; sequence: the geometric mean of the ratios in the sequence (the
     rollout, or a part of it if the environment replaced the context)."""

@@ -1,21 +1,21 @@
 """PPO: a learned value before each token as the baseline, and a clipped policy ratio.
 
-    δ_t = r_t + γ V_{t+1} - V_t,   A_t = δ_t + γλ A_{t+1}        GAE, arXiv:1506.02438
+    δ_t = r_t + γ_t V_{t+1} - V_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
     L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_old,t))² / 2
                                                                  PPO, arXiv:1707.06347
 
 ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
-from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. The code also
-multiplies both terms by the token's weight, which turns the sum into a mean, and the policy term by
-its importance weight. The value error is the larger of that of V and that of V_old plus the clipped
-change of V, unless --ppo.value-clip is 0. In the first gradient step of an update ρ is 1 and
-nothing is clipped; by default there is only that one.
+from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. γ_t is γ if t is
+the last token of a turn and 1 otherwise; λ applies per token. The code also multiplies both terms
+by the token's weight, which turns the sum into a mean, and the policy term by its importance
+weight. The squared error is that of V or, if it is larger, that of V limited to V_old ± v, with v =
+--ppo.value-clip (0: no limit). In the first gradient step of an update ρ is 1 and nothing is
+clipped; by default there is only that one.
 
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
-values and log-probs; the value loss trains the policy's layers too. λ applies per token; γ applies
-per turn, and is 1 between tokens of the same turn. After the last token V is 0, also where
---max-turns or the context length ended the episode: these limits are part of the task, and there is
-no value after the last token to bootstrap with.
+values and log-probs; the value loss trains the policy's layers too. After the last token V is 0,
+also where --max-turns or the context length ended the episode: these limits are part of the task,
+and there is no value after the last token to bootstrap with.
 
 --ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
 not biased by a value head that is initialized to 0 and still untrained. Together with

@@ -7,8 +7,8 @@ paper; in later steps it corrects for tokens that an older policy sampled. It is
 
 The baseline b is the mean return of the batch, that of the group, for each rollout the mean of the
 other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740), or 0. A mean over n rollouts
-that contains the rollout's own return makes the expected gradient smaller by the factor 1 - 1/n;
-the leave-one-out mean leaves it as it is. `normalize` scales the advantages as REINFORCE++ does
+that contains the rollout's own return multiplies the expected gradient by 1 - 1/n; the
+leave-one-out mean leaves it as it is. `normalize` scales the advantages as REINFORCE++ does
 (arXiv:2501.03262): over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out

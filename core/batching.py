@@ -60,7 +60,7 @@ class TokenTensors:
     advantages: Tensor | None = None
     value_targets: Tensor | None = None
     token_weights: Tensor | None = None  # what each token's loss is multiplied by
-    kl_cov: Tensor | None = None  # coefficient of the KL to the old policy (--kl-cov); mostly 0
+    kl_cov_coef: Tensor | None = None  # of the KL to the old policy, mostly 0
 
     @property
     def num_tokens(self) -> int:

@@ -425,9 +425,6 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         yield '--sampler vllm: not installed; pip install -e ".[vllm]"'
     if cfg.sampler == "vllm" and cfg.dtype == "float64":
         yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
-    if cfg.sampler == "vllm" and (cfg.top_p < 1 or cfg.top_k > 0):
-        yield ("--sampler vllm: training has to know which tokens --top-p and --top-k kept, and "
-               "vLLM does not say; use --sampler torch, or neither of them")  # fmt: skip
     if cfg.sampler != "openai":
         if cfg.base_url:
             yield "--base-url has no effect without --sampler openai"

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -49,6 +50,7 @@ def make_sampler(
     gpu_memory_utilization: float = 0.9,
     reserved_bytes: int = 0,
     eager: bool = False,
+    with_kept_ids: bool = False,
 ) -> Sampler:
     """Makes "torch", "vllm", or "auto": vllm on a GPU if it starts, otherwise torch.
 
@@ -57,7 +59,7 @@ def make_sampler(
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
         return TorchSampler(policy)
     try:
-        return NanoLLM(policy, gpu_memory_utilization, reserved_bytes, eager)
+        return NanoLLM(policy, gpu_memory_utilization, reserved_bytes, eager, with_kept_ids)
     except UsageError as error:
         if name != "auto":
             raise
@@ -75,18 +77,20 @@ class NanoLLM(Sampler):
         gpu_memory_utilization: float = 0.9,
         reserved_bytes: int = 0,
         eager: bool = False,
+        with_kept_ids: bool = False,
     ):
         """Starts the engine in this process, on the policy's device.
 
         Training and the engine together use at most `gpu_memory_utilization` of the GPU's memory,
         less `reserved_bytes` for what training has yet to allocate. `eager`: without torch.compile
-        and CUDA graphs, as always on a CPU. Raises UsageError if vLLM or memory is missing, the
-        model cannot be shared, or the engine does not start.
+        and CUDA graphs, as always on a CPU. `with_kept_ids`: `Completion.kept_ids` is what top-k
+        and top-p kept. Raises UsageError if vLLM or memory is missing, the model cannot be shared,
+        or the engine does not start.
         """
-        if obstacle := why_not_shareable(policy):
+        if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
             raise UsageError(obstacle)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
-        self.policy = policy
+        self.policy, self.with_kept_ids = policy, with_kept_ids
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
@@ -120,6 +124,10 @@ class NanoLLM(Sampler):
         import vllm
 
         limits = completion_limits(self.policy, prompts, params.max_tokens)
+        if self.with_kept_ids and params.temperature == 0:  # which vLLM would refuse
+            params = replace(params, temperature=1.0, top_k=1)
+        if self.with_kept_ids and params.top_k == 0:  # as well
+            params = replace(params, top_k=self.policy.causal_lm.config.vocab_size)
         vllm_params = vllm.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -152,9 +160,12 @@ class NanoLLM(Sampler):
                 self.engine.abort_request([i for i in requests if i not in finished])
         outputs = [finished[request_id] for request_id in requests]
         return [
-            to_completion(self.policy, list(output.token_ids), list(output.logprobs.logprobs))
+            to_completion(
+                self.policy, list(output.token_ids), list(output.logprobs.logprobs),
+                output.sampling_mask.token_ids if self.with_kept_ids else None,
+            )
             for output in outputs
-        ]
+        ]  # fmt: skip
 
     def sync(self) -> None:
         """Copies the LoRA adapters, if any, and drops the prefix cache of the old weights.
@@ -220,6 +231,8 @@ class NanoLLM(Sampler):
             # before 0.32 Model Runner V2 divides by the temperature in 16 bits
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         arguments = _engine_arguments(policy, loader, eager, memory_arguments)
+        if self.with_kept_ids:
+            arguments.return_sampling_mask = True
         memory_pool = Worker._maybe_get_memory_pool_context
 
         def memory_pool_of_cache(worker: Worker, tag: str) -> AbstractContextManager[Any]:
@@ -268,6 +281,19 @@ def why_not_shareable(policy: Policy) -> str:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
                 f"change --device, {alternative}")  # fmt: skip
     return ""
+
+
+def why_no_kept_ids(policy: Policy) -> str:
+    """Says why vLLM cannot return which tokens top-k and top-p kept; "" if it can.
+
+    vLLM 0.32 has it in the model runner for GPUs (v2), which its CPU build does not use.
+    """
+    import vllm
+
+    if policy.device.type == "cuda" and hasattr(vllm.EngineArgs, "return_sampling_mask"):
+        return ""
+    return ("--top-k and --top-p with --sampler vllm need vLLM 0.32 on a GPU, which returns the "
+            "tokens that they kept: use --sampler torch, or neither of them")  # fmt: skip
 
 
 def frees_only_cache() -> bool:

@@ -237,7 +237,7 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) ->
         return OpenAISampler(policy, cfg.base_url, cfg.model_id)
     if cfg.algo == "scratch":
         return TorchSampler(policy, algorithm.draw)
-    # the trainer has to know which tokens top-k and top-p kept; vLLM does not say
+    # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
-    kind = "torch" if cfg.sampler == "auto" and drops_tokens else cfg.sampler
-    return make_sampler(kind, policy, cfg.gpu_memory_utilization, reserved, cfg.vllm_eager)
+    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved,
+                        cfg.vllm_eager, with_kept_ids=drops_tokens)  # fmt: skip

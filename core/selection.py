@@ -76,15 +76,15 @@ def limit_covariance(cfg: Config, batch: RolloutBatch, loss_mask: Tensor, update
     """Chooses the tokens of --clip-cov and --kl-cov (0: none), once per update and from the whole
     batch, so that micro-batches and ranks do not change them. `loss_mask` [B, N].
 
-    Clip-Cov sets the advantage of its tokens to 0. KL-Cov sets `batch.kl_cov` to the coefficient of
-    the penalty.
+    Clip-Cov sets the advantage of its tokens to 0. KL-Cov sets `batch.kl_cov_coef`, the
+    coefficient of the penalty.
     """
     if not (cfg.clip_cov or cfg.kl_cov):
         return
     assert batch.old_logprobs is not None and batch.advantages is not None
     cov = common.covariance(batch.old_logprobs, batch.advantages, loss_mask)
     if cfg.kl_cov:
-        batch.kl_cov = cfg.kl_cov_coef * common.kl_cov(cov, loss_mask, cfg.kl_cov).float()
+        batch.kl_cov_coef = cfg.kl_cov_coef * common.kl_cov(cov, loss_mask, cfg.kl_cov).float()
     if cfg.clip_cov:
         seed = derive_seed(cfg.seed, CLIP_COV, update)
         clipped = common.clip_cov(

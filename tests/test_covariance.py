@@ -57,7 +57,7 @@ def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_its_tokens_alone()
     mask = torch.ones(1, 2, dtype=torch.bool)
     micro = MicroBatch(
         input_ids=torch.zeros(1, 3), completion_mask=mask, index=torch.zeros(1, 2),
-        token_weights=torch.tensor([[0.25, 0.25]]), kl_cov=torch.tensor([[0.0, 0.8]]),
+        token_weights=torch.tensor([[0.25, 0.25]]), kl_cov_coef=torch.tensor([[0.0, 0.8]]),
     )  # fmt: skip
     importance = torch.tensor([[1.0, 0.5]])
     loss, _ = train.regularizers(train.Config(), None, logprobs, old, old, importance, micro)

@@ -247,6 +247,38 @@ class TestOneEngine:
         completions = sample(engine, PROMPTS, SamplingParams(max_tokens=32, top_p=0.5, seed=3))
         assert trainer_gap(engine.policy, completions, 1.0, PROMPTS).mean() > 0.1
 
+    def test_kept_ids_come_from_vllm_and_greedy_stays_greedy(self, engine, monkeypatch):
+        """vLLM checks the requests; its CPU build returns no masks, so each is the token itself."""
+        prompts, step, checked = PROMPTS[:3], engine.engine.step, []
+        greedy = sample(engine, prompts, SamplingParams(max_tokens=8, temperature=0))
+
+        def step_with_masks():
+            outputs = step()
+            for output in outputs:
+                for completion in output.outputs:
+                    kept = [[token_id] for token_id in completion.token_ids]
+                    completion.sampling_mask = vllm.outputs.SamplingMask(kept)
+                    checked.append(kept)
+            return outputs
+
+        import vllm.outputs
+
+        monkeypatch.setattr(engine, "with_kept_ids", True)
+        monkeypatch.setattr(engine.engine.model_config, "return_sampling_mask", True)
+        monkeypatch.setattr(engine.engine, "step", step_with_masks)
+        for params in (
+            SamplingParams(max_tokens=8, temperature=0),
+            SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9),
+            SamplingParams(max_tokens=8, top_k=5),
+        ):
+            completions = sample(engine, prompts, params)
+            assert [c.kept_ids for c in completions] == [
+                [[i] for i in c.token_ids] for c in completions
+            ]
+            if params.temperature == 0:
+                assert [c.token_ids for c in completions] == [c.token_ids for c in greedy]
+        assert len(checked) == 9
+
     def test_kv_cache_is_allocated_only_inside_with(self, engine):
         on_gpu = engine.policy.device.type == "cuda"
         free_asleep = torch.cuda.mem_get_info()[0] if on_gpu else 0
@@ -482,3 +514,9 @@ def test_default_run_learns_with_vllm(tmp_path):
     assert accuracy[0] <= 0.60
     assert accuracy[-1] >= 0.90
     assert max(r.get("gap/logprob_max", 0) for r in records) < 1e-4
+
+
+def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3, load):
+    if load(qwen3).device.type == "cpu":
+        with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
+            NanoLLM(load(qwen3), with_kept_ids=True)

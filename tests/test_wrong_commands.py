@@ -48,7 +48,6 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--algo reinforce --ppo.clip 0.3", "--ppo.*"),
     ("--algo ppo --credit episode", "--credit"),
     ("--kl-coef 0.1 --kl-in reward", "--kl-in reward"),
-    ("--sampler vllm --top-p 0.9", "--sampler vllm"),
     ("--kl-estimator k3", "--kl-coef"),
     ("--lora-alpha 16", "--lora-rank"),
     ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),
