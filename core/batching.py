@@ -227,7 +227,7 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
 
 
 def _bundles(sequences: list[Sequence], max_tokens: int) -> Iterator[list[list[Sequence]]]:
-    """Micro-batches as lists of groups, which share a prompt; only a too large group is split."""
+    """Micro-batches as lists of groups that share a prompt; splits a group only if it must."""
     groups: dict[tuple[int, ...], list[Sequence]] = {}
     for sequence in sorted(sequences, key=len, reverse=True):
         prompt = tuple(sequence.token_ids[: sequence.prompt_length])

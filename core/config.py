@@ -4,7 +4,7 @@
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text.
 
-The module imports neither torch nor transformers, so --help and mistakes are answered at once.
+The module imports neither torch nor transformers, so --help and errors are answered at once.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ class TaskOptions:
     eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
     # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: int = 0
-    # Raise the difficulty when training accuracy exceeds this, lower it below half of it; 0: off.
+    # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
     curriculum: float = 0.0
     max_turns: int = 8  # Number of turns after which an episode is truncated.
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
@@ -92,7 +92,7 @@ class OptimizationOptions:
     num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
     lr: float | None = None  # Learning rate; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
     max_grad_norm: float = 1.0  # Clip the gradient to this norm; 0: no clipping.
-    # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, otherwise what fits.
+    # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
     max_tokens_per_micro_batch: int | None = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
@@ -300,7 +300,7 @@ def compares_within_group(cfg: Config) -> bool:
 
 
 def has_value_head(cfg: Config) -> bool:
-    """Whether a value is learnt as the baseline of each token."""
+    """Whether the policy has a value head, whose estimate is the baseline of each token."""
     return cfg.algo == "ppo" or (cfg.algo == "scratch" and cfg.scratch.advantages == "7")
 
 

@@ -4,7 +4,6 @@ A resumed run therefore raises the same warnings at the same updates. With these
 recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
 """
 
-import itertools
 import math
 import statistics
 
@@ -49,7 +48,7 @@ WARNINGS = {
         "--lora-rank 0, or another model: some of its layers do not take part in its output",
     ),
 }
-FIRST_LOOK = 3  # updates after which groups without any spread raise a warning
+MIN_UPDATES = 3  # before groups without any spread raise a warning
 WINDOW = 5  # a metric is judged by its mean over this many updates
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
@@ -178,10 +177,10 @@ def _dead_groups(recent: list[Record]) -> str:
 
 def _never_spread(records: list[Record]) -> str:
     """Since the first update no group had different returns, and not because they were right."""
-    updates = [r for r in records if (r.get("update") or 0) > 0]
+    updates = _first_updates(records, len(records))
     spread = [r for r in updates if _finite(r, "groups/zero_std_fraction") != 1]
     solved = [r for r in updates if _finite(r, "groups/all_right") >= 1 - MAX_UNSOLVED]
-    if len(updates) < FIRST_LOOK or spread or solved:
+    if len(updates) < MIN_UPDATES or spread or solved:
         return ""
     return f"in all {len(updates)} updates so far, the returns within each group were equal"
 
@@ -222,7 +221,7 @@ def _adapters_unchanged(recent: list[Record]) -> str:
 
 def _first_updates(records: list[Record], number: int) -> list[Record]:
     """The first `number` records of updates with a gradient step (update 0 only evaluates)."""
-    return list(itertools.islice((r for r in records if (r.get("update") or 0) > 0), number))
+    return [r for r in records if (r.get("update") or 0) > 0][:number]
 
 
 def _finite(record: Record, name: str) -> float:

@@ -12,7 +12,7 @@ from core.types import Stopped
 
 
 class Interrupt:
-    """Delays SIGINT and SIGTERM: the first sets a flag for `check`, the second has its effect."""
+    """Delays SIGINT and SIGTERM: the first sets a flag for `check`, the second acts as usual."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -30,7 +30,7 @@ def prefill(
     # left padding: all prompts end in the last column, where their completions begin
     padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in index_of]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in index_of], device=device)
-    cache = DynamicCache(config=policy.causal_lm.config)  # some layers are of other kinds
+    cache = DynamicCache(config=policy.causal_lm.config)  # some models mix kinds of layers
     logits = policy.causal_lm(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,

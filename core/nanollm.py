@@ -124,9 +124,10 @@ class NanoLLM(Sampler):
         import vllm
 
         limits = completion_limits(self.policy, prompts, params.max_tokens)
-        if self.with_kept_ids and params.temperature == 0:  # which vLLM would refuse
+        # vLLM returns the kept ids only if it draws, with a top-k above 0
+        if self.with_kept_ids and params.temperature == 0:
             params = replace(params, temperature=1.0, top_k=1)
-        if self.with_kept_ids and params.top_k == 0:  # as well
+        if self.with_kept_ids and params.top_k == 0:
             params = replace(params, top_k=self.policy.causal_lm.config.vocab_size)
         vllm_params = vllm.SamplingParams(
             temperature=params.temperature,
@@ -158,13 +159,12 @@ class NanoLLM(Sampler):
                         finished[output.request_id] = output.outputs[0]
             finally:
                 self.engine.abort_request([i for i in requests if i not in finished])
-        outputs = [finished[request_id] for request_id in requests]
         return [
             to_completion(
                 self.policy, list(output.token_ids), list(output.logprobs.logprobs),
                 output.sampling_mask.token_ids if self.with_kept_ids else None,
             )
-            for output in outputs
+            for output in (finished[request_id] for request_id in requests)
         ]  # fmt: skip
 
     def sync(self) -> None:
@@ -212,7 +212,7 @@ class NanoLLM(Sampler):
             if self.policy.device.type == "cuda" and not self.awake:
                 # vLLM would unmap the memory of the KV cache a second time (vllm#36651)
                 free_cached_memory()
-                with suppress(RuntimeError):  # too little memory: there will be no second engine
+                with suppress(RuntimeError):  # without the memory to wake up nothing is unmapped
                     self.engine.wake_up()
             self.engine.engine_core.shutdown()
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
@@ -226,11 +226,12 @@ class NanoLLM(Sampler):
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.worker.gpu_worker import Worker
 
-        policy, loader = self.policy, weight_sharing.register_loader(self.shared)
+        policy = self.policy
+        weight_sharing.register_loader(self.shared)
         if policy.dtype.itemsize == 2 and not frees_only_cache():
             # before 0.32 Model Runner V2 divides by the temperature in 16 bits
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        arguments = _engine_arguments(policy, loader, eager, memory_arguments)
+        arguments = _engine_arguments(policy, eager, memory_arguments)
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
         memory_pool = Worker._maybe_get_memory_pool_context
@@ -332,10 +333,8 @@ def save_config(policy: Policy, cache_root: str) -> str:
     return folder
 
 
-def _engine_arguments(
-    policy: Policy, loader: str, eager: bool, memory_arguments: dict[str, Any]
-) -> Any:
-    """Returns vllm.EngineArgs; `loader` is the name that `register_loader` returned."""
+def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, Any]) -> Any:
+    """Returns vllm.EngineArgs."""
     import vllm
 
     on_cpu = policy.device.type == "cpu"
@@ -343,7 +342,7 @@ def _engine_arguments(
     return vllm.EngineArgs(
         model=save_config(policy, vllm.envs.VLLM_CACHE_ROOT),
         hf_overrides={"architectures": [type(policy.causal_lm).__name__], **head},
-        load_format=loader,
+        load_format=weight_sharing.LOAD_FORMAT,
         trust_remote_code=policy.trust_remote_code,
         dtype=str(policy.dtype).removeprefix("torch."),
         max_model_len=policy.max_length,

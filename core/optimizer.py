@@ -30,7 +30,7 @@ class MasterAdamW:
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
         self.adamw = torch.optim.AdamW(groups, fused=True, **options)
-        for p in self.masters:  # now, as AdamW would do at the first step: vLLM fills the memory
+        for p in self.masters:  # before vLLM takes the memory
             zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
         self.scales_loss = loss_scale != 1

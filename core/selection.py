@@ -1,4 +1,4 @@
-"""What to train on: no failed rollouts, no groups of equal returns, the best again; which tokens.
+"""Selects what to train on: which rollouts, and which tokens (--clip-cov, --kl-cov).
 
 A group whose rollouts all have the same return has advantages of 0, so its tokens cost time and
 change nothing. Filter on the spread of the returns, not on their mean: a group of partial credit

@@ -112,9 +112,7 @@ def _weights(tensors: list[Any]) -> dict[str, Tensor]:
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name):
             layer, kind = match.groups()
             name = f"layers.{layer}.{LAYER[kind]}"
-            if (
-                kind in HEADS
-            ):  # GGUF interleaves the halves of each head: rows 0, d/2, 1, d/2 + 1, ..
+            if kind in HEADS:  # GGUF interleaves the halves of a head: rows 0, d/2, 1, d/2 + 1, ..
                 weight = weight.view(HEADS[kind], -1, 2, weight.shape[1]).transpose(1, 2)
                 weight = weight.flatten(0, 2)
         else:

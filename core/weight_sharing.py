@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 FUSED_INTO = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
 VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of an embedding to a multiple of this
+LOAD_FORMAT = "shared"  # the name of our loader in vLLM
 CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 
 
@@ -50,8 +51,8 @@ def share_weights(model: Any) -> dict[str, Tensor]:
     return shared
 
 
-def register_loader(shared: dict[str, Tensor]) -> str:
-    """Registers a vLLM weight loader that binds `shared`; returns its name for `load_format`."""
+def register_loader(shared: dict[str, Tensor]) -> None:
+    """Registers a vLLM weight loader that binds `shared`, under the name LOAD_FORMAT."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
@@ -70,8 +71,7 @@ def register_loader(shared: dict[str, Tensor]) -> str:
             finally:
                 hook.remove()
 
-    register_model_loader("shared")(SharedWeightsLoader)
-    return "shared"
+    register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
 
 
 def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:

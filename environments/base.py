@@ -26,8 +26,8 @@ EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
 def is_held_out(text: str) -> bool:
     """Whether a task is reserved for evaluation, from a text that identifies it.
 
-    One text in eight is, the same on any machine. Tasks that are the same in another form (3 + 4
-    and 4 + 3) need the same text.
+    True for one text in eight, on any machine. Equivalent tasks (3 + 4 and 4 + 3) need the same
+    text.
     """
     return zlib.crc32(text.encode(errors="replace")) % 8 == 0
 
@@ -71,10 +71,10 @@ class Env(ABC):
         return None
 
     def trivial(self) -> str | None:
-        """Returns the response of a player who does not think, such as a constant answer.
+        """Returns the response of the trivial baseline, such as a constant; None if there is none.
 
-        Evaluations show its accuracy beside the policy's, which means little below it. None if the
-        environment has no such player.
+        Evaluations show its accuracy beside the policy's: a policy that does no better has not
+        learned the task.
         """
         return None
 
