@@ -136,10 +136,10 @@ def main(cfg: Config) -> int:
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
                     stats.add(
-                        epoch, micro, loss, old_logprobs, entropy, sampler_ratio,
+                        micro, loss, old_logprobs, entropy, sampler_ratio,
                         sums | kl_sums | rejected_sums,
                     )  # fmt: skip
-                stats.end_minibatch()
+                stats.end_minibatch(epoch)
                 if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
                     run.optimizer.zero_grad()  # the steps before it moved the policy too far
                     break

@@ -105,6 +105,7 @@ from torch import Tensor
 
 from core.chat_template import clean_message
 from core.checkpoint import find_checkpoint, load_weights
+from core.memory import out_of_memory_as_one_line
 from core.model import Policy, load_policy
 from core.report.summary import num_updates
 from core.rollouts import AgentState, RolloutCollector
@@ -130,7 +131,8 @@ class Speaker:
 
 def main(flags: Flags, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
-    speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
+    with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
+        speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
     task_numbers = itertools.count()
     if interactive:
         decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
@@ -317,7 +319,8 @@ def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
         return load_policy(
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
             seed=cfg.seed, tiny_folder=Path(folder, "tiny"),
-            trust_remote_code=cfg.trust_remote_code, **options,
+            trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="model",
+            **options,
         )  # fmt: skip
 
 

@@ -431,6 +431,8 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         return
     if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
+    if cfg.top_k:
+        yield "--top-k: an OpenAI-compatible server takes no top-k; remove it"
     if set("@?#") & set(cfg.base_url):  # may contain a secret, so the message does not repeat it
         yield ("--base-url must have no user, password or query, because config.yaml "
                "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip

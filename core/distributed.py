@@ -53,14 +53,23 @@ def may_restart() -> bool:
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Connects the ranks; inside, each rank sees one GPU, its own, as GPU 0."""
+    """Connects the ranks; inside, each rank sees one GPU, its own, as GPU 0.
+
+    Raises UsageError if this machine has GPUs, but fewer than processes.
+    """
     if num_ranks() == 1:
         yield
         return
     if device != "cpu" and not device.startswith("mps"):
-        here = int(os.environ["LOCAL_RANK"])
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[here] if visible else str(here)
+        gpus = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
+        if 0 < len(gpus) < int(os.environ["LOCAL_WORLD_SIZE"]):
+            raise UsageError(
+                f"torchrun --nproc-per-node: this machine has {len(gpus)} GPU(s); start one "
+                "process per GPU, or use --device cpu"
+            )
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
     with _rank_lost():
         store, number, count = next(rendezvous("env://"))

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from dataclasses import replace
 
 from core import metrics, selection, tasks
 from core.config import Config
@@ -31,8 +30,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)
     if cfg.eval_samples:
-        repeated = [replace(task, group_id=i) for i, task in enumerate(held_out)
-                    for _ in range(cfg.eval_samples)]  # fmt: skip
+        repeated = [task for task in held_out for _ in range(cfg.eval_samples)]
         seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         results |= metrics.pass_at_k(sample(run, repeated, params))

@@ -62,7 +62,7 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
         policy.micro_batch_tokens = cfg.max_tokens_per_micro_batch or CPU_BUDGET
         return []
     available = USABLE * (free - future_bytes - LOGIT_COPIES * 4 * MAX_LOGITS)
-    longest = max(cfg.max_model_len, cfg.max_tokens_per_micro_batch or 0)
+    longest = max(min(cfg.max_model_len, policy.max_length), cfg.max_tokens_per_micro_batch or 0)
     if cfg.gradient_checkpointing == "auto" and available < longest * bytes_per_token(policy):
         checkpoint_layers(policy)
     per_token = bytes_per_token(policy)

@@ -14,6 +14,8 @@ from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
 from core.types import Rollout
 
+MAX_INFO_VALUE = 1e300  # larger ones, infinite too, are left out: their sum could overflow
+
 
 class UpdateStats:
     """The metrics of the gradient steps of one update.
@@ -34,7 +36,6 @@ class UpdateStats:
 
     def add(
         self,
-        epoch: int,
         micro: MicroBatch,
         loss: Tensor,
         old_logprobs: Tensor,
@@ -42,12 +43,10 @@ class UpdateStats:
         ratio: Tensor,
         sums: dict[str, float],
     ) -> None:
-        """Adds one micro-batch of `epoch`; `sums` are over its tokens, by the metric's name.
+        """Adds one micro-batch; `sums` are over its tokens, by the metric's name.
 
         `old_logprobs`, `entropy` and `ratio` (trainer / sampler) are [b, T-1].
         """
-        if epoch != self.epoch:
-            self.epoch, self.epoch_sums = epoch, defaultdict(float)
         micro.scatter(old_logprobs, into=self.old_logprobs)
         ratio, cap = ratio[micro.completion_mask], self.cfg.tis_cap
         beyond = ratio > cap
@@ -62,8 +61,10 @@ class UpdateStats:
         }
         _add(sums | of_all, to=self.step_sums)
 
-    def end_minibatch(self) -> None:
+    def end_minibatch(self, epoch: int) -> None:
         """Ends the micro-batches of one step: sets `loss` and `approx_kl`, over all ranks."""
+        if epoch != self.epoch:  # not in `add`, which a rank without micro-batches does not call
+            self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
         self.loss = sums.pop("loss", 0.0)
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("tokens", 0.0))
@@ -220,8 +221,10 @@ def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
     """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
 
     Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
-    rollouts of a group has -1 / (G - 1).
+    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets.
     """
+    if len(targets) < 2:
+        return {}
     spread = targets.var().item()
     unexplained = (targets - values).var().item()
     return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
@@ -251,7 +254,7 @@ def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for key, value in rollout.info.items():
-            is_number = isinstance(value, (bool, int, float)) and math.isfinite(value)
+            is_number = isinstance(value, (bool, int, float)) and abs(value) < MAX_INFO_VALUE
             if key != "correct" and is_number:
                 values[f"info/{key}"].append(float(value))
     return {key: statistics.fmean(column) for key, column in values.items()}

@@ -175,13 +175,15 @@ def load_policy(
     tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
     fp32_head: bool = False,
+    flag: str = "--model-id",
 ) -> Policy:
     """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
 
     "tiny" and "tiny-random" are written to `tiny_folder` unless that exists. `lora_rank` 0 trains
     all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the model's own limit.
     `seed` determines all random weights. `fp32_head` computes the logits in float32. Raises
-    UsageError, in one line, if the model cannot be loaded or the device does not exist.
+    UsageError, in one line that names `flag`, if the model cannot be loaded, and if the device does
+    not exist.
     """
     torch_device = pick_device(device)
     if dtype == "auto":
@@ -196,13 +198,13 @@ def load_policy(
         model_id = str(smollm2_folder())
     if dtype == "float64" and torch_device.type == "mps":
         raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
-    base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code)
+    base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code, flag)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)
     model: Any = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
     model.to(torch_device)
-    with _one_line_errors(f"--model-id {model_id}"):
+    with _one_line_errors(f"{flag} {model_id}"):
         closing_id = end_of_turn_id(tokenizer)
     text_config = base.config.get_text_config()
     head = None
@@ -222,7 +224,7 @@ def load_policy(
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
-    _check_logits(model_id, policy)
+    _check_logits(f"{flag} {model_id}", policy)
     return policy
 
 
@@ -246,10 +248,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def _load_files(
-    model_id: str, dtype: torch.dtype, trusted: bool
+    model_id: str, dtype: torch.dtype, trusted: bool, flag: str
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    _check_folder(model_id)
-    with _one_line_errors(f"--model-id {model_id}: can't be loaded", trusted):
+    _check_folder(model_id, flag)
+    with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
         AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
         if not trusted and "auto_map" in get_tokenizer_config(model_id):
             # transformers would fall back to another tokenizer, with other ids, without a warning
@@ -260,7 +262,7 @@ def _load_files(
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     model, report = loaded
-    _check_loaded(model_id, report, tokenizer)
+    _check_loaded(f"{flag} {model_id}", report, tokenizer)
     config, own_code = model.config, model._auto_class is not None
     config.use_cache = False  # in training; sampling passes its own cache
     full = set(getattr(config, "layer_types", None) or []) <= {"full_attention"}
@@ -270,7 +272,7 @@ def _load_files(
     return model, tokenizer
 
 
-def _check_folder(model_id: str) -> None:
+def _check_folder(model_id: str, flag: str) -> None:
     """Raises UsageError if `model_id` is a path without a model; accepts every Hub id."""
     is_path = model_id.startswith((".", "/", "~")) or os.path.exists(model_id)
     if not is_path or os.path.exists(os.path.join(model_id, "config.json")):
@@ -280,30 +282,30 @@ def _check_folder(model_id: str) -> None:
         problem = "this is a file; give the folder of the model"
     elif os.path.exists(os.path.join(model_id, "adapter_config.json")):
         problem = "this folder contains a LoRA adapter; give its base model instead"
-    raise UsageError(f"--model-id {model_id}: {problem}")
+    raise UsageError(f"{flag} {model_id}: {problem}")
 
 
-def _check_loaded(model_id: str, report: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _check_loaded(subject: str, report: dict[str, Any], tokenizer: Tokenizer) -> None:
     """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty."""
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
-        raise UsageError(f"--model-id {model_id}: {len(invalid)} of its weights are missing or "
+        raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
                          f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
     if not tokenizer.encode("a", add_special_tokens=False):
-        raise UsageError(f"--model-id {model_id}: the tokenizer is missing (tokenizer.json)")
+        raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
 
 
 @torch.no_grad()
-def _check_logits(model_id: str, policy: Policy) -> None:
+def _check_logits(subject: str, policy: Policy) -> None:
     """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
     ids = policy.tokenizer.encode("Once upon a time, 1 + 1 = 2.", add_special_tokens=False)
     input_ids = torch.tensor([ids], device=policy.device)
-    with _one_line_errors(f"--model-id {model_id}"):
+    with _one_line_errors(subject):
         expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
         ours = policy.to_logits(policy.hidden_states(input_ids)[0])
     gap = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
     if not gap < (MAX_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT):
-        raise UsageError(f"--model-id {model_id}: this kind of model is not supported: log-probs "
+        raise UsageError(f"{subject}: this kind of model is not supported: log-probs "
                          f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
 
 

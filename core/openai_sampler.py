@@ -17,6 +17,7 @@ from typing import Any
 
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
+from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
 MAX_CONCURRENT_REQUESTS = 8
@@ -60,7 +61,11 @@ class OpenAISampler(Sampler):
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
         ) as client:
-            requests = [self._complete(client, slots, chat, params) for chat in chats]
+            streams = params.streams or range(len(chats))
+            requests = [
+                self._complete(client, slots, chat, params, derive_seed(params.seed, stream))
+                for chat, stream in zip(chats, streams, strict=True)
+            ]
             tasks = [asyncio.create_task(request) for request in requests]
             pending = set(tasks)
             try:
@@ -76,14 +81,19 @@ class OpenAISampler(Sampler):
         return [task.result() for task in tasks]
 
     async def _complete(
-        self, client: Any, slots: asyncio.Semaphore, chat: list[Message], params: SamplingParams
+        self,
+        client: Any,
+        slots: asyncio.Semaphore,
+        chat: list[Message],
+        params: SamplingParams,
+        seed: int,
     ) -> Completion:
         import openai
 
         text, finish_reason = "", "stop"
         try:
             async with slots, await client.chat.completions.create(
-                model=self.model, messages=chat, stream=True, seed=params.seed,
+                model=self.model, messages=chat, stream=True, seed=seed,
                 max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
             ) as stream:  # fmt: skip
                 async for chunk in stream:

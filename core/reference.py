@@ -51,7 +51,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
     dtype = str(policy.dtype).removeprefix("torch.")
     teacher = load_policy(
         _teacher_path(cfg), device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
-        trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head,
+        trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="--teacher",
     )  # fmt: skip
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")

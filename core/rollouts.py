@@ -176,6 +176,8 @@ class RolloutCollector:
                 if messages:
                     self.set_prompt(agent)
                 episode.agents[name] = agent
+            if not any(agent.chat for agent in episode.agents.values()):
+                raise ValueError("reset() returned no message")
         return episode
 
     def _demonstration(self, episode: Episode, trivial: bool) -> Completion | None:

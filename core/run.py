@@ -1,5 +1,6 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -124,7 +125,7 @@ class Run:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        return f"python train.py --resume {self.folder}"
+        return f"python train.py --resume {shlex.quote(str(self.folder))}"
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""
@@ -159,7 +160,9 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
             if is_writer:
                 write_pages(run.folder, settings)
             if interrupted:
-                raise Stopped(f"stopped and saved; resume with: {run.resume_command()}")
+                saved = run.progress["skipped_in_a_row"] == 0  # as in `save`
+                what = " and saved; resume" if saved else "; resume from the last checkpoint"
+                raise Stopped(f"stopped{what} with: {run.resume_command()}")
             if is_writer and not run.stopped:
                 if cfg.sampler != "openai":
                     checkpoint.export_model(run.folder, run.policy)
@@ -198,7 +201,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
     if cfg.algo == "scratch":
-        algorithm.save_source(folder)
+        algorithm.save_source(log_dir)
         remarks = [*remarks, *algorithm.remarks]
     algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
     if cfg.algo == "scratch":

@@ -1,7 +1,7 @@
 """A run's folder: its config.yaml, and its lock.
 
 A new folder is complete, with its config.yaml, as soon as it exists: it is written under another
-name and then renamed. It is removed again if the run fails before its first record.
+name and then renamed. It is removed again if invalid input ends the run before its first record.
 """
 
 import dataclasses
@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import reprlib
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -78,7 +79,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
             try:
                 yield
             except UsageError:
-                if new and not (run / "metrics.jsonl").exists():
+                metrics = run / "metrics.jsonl"  # empty from when the run opens it
+                if new and not (metrics.exists() and metrics.stat().st_size):
                     shutil.rmtree(run)
                     with suppress(OSError):  # runs/ contains other runs
                         run.parent.rmdir()
@@ -86,7 +88,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        command = f"python train.py --resume {run}" if run.exists() else "the same command"
+        resume = f"python train.py --resume {shlex.quote(str(run))}"
+        command = resume if run.exists() else "the same command"
         raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
                           f"intact: fix this, then run {command}") from None  # fmt: skip
 

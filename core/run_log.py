@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from core.types import Rollout
+from core.types import Rollout, UsageError
 
 METRICS, ROLLOUTS, OLD_ROLLOUTS = "metrics.jsonl", "rollouts.jsonl", "rollouts.old.jsonl"
 ROLLOUTS_BYTES = 50_000_000  # size at which rollouts.jsonl is rotated
@@ -25,7 +25,8 @@ Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 class RunLog:
     """Appends to metrics.jsonl and rollouts.jsonl, and sends each update to the tracker `track`.
 
-    `config` holds the settings that the tracker stores; `track` has the values of --track.
+    `config` holds the settings that the tracker stores; `track` has the values of --track. Raises
+    UsageError if wandb or trackio does not start.
     """
 
     def __init__(self, run_dir: Path, config: Record, track: str = "none") -> None:
@@ -34,8 +35,12 @@ class RunLog:
         if track == "tensorboard":
             self.tracker = _TensorBoard(run_dir / "tensorboard")
         elif track != "none":  # wandb or trackio
-            module = importlib.import_module(track)
-            self.tracker = module.init(project="picorl", name=run_dir.name, config=config)
+            try:
+                module = importlib.import_module(track)
+                self.tracker = module.init(project="picorl", name=run_dir.name, config=config)
+            except Exception as error:  # no login, no network, ..
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UsageError(f"--track {track}: {reason}") from error
         self.metrics_file = (run_dir / METRICS).open("a")
         self.rollouts_file = (run_dir / ROLLOUTS).open("a")
 

@@ -240,8 +240,8 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True)
         before = _cumulative(ordered.log_softmax(-1))[:, :-1]  # mass of the likelier tokens
-        before = torch.nn.functional.pad(before, (1, 0)).to(logits.device)
-        dropped = (before >= params.top_p).scatter(1, order, before >= params.top_p)
+        dropped = torch.nn.functional.pad(before >= params.top_p, (1, 0)).to(logits.device)
+        dropped = torch.zeros_like(dropped).scatter(1, order, dropped)
         logits = logits.masked_fill(dropped, -torch.inf)
     return logits
 

@@ -8,11 +8,12 @@ import random
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
-from environments.registry import accepts, make, options_of
+from environments.registry import Constructor, accepts, constructor, make, options_of
 
 DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # options that make a task harder
 
@@ -76,14 +77,13 @@ def with_difficulty(spec: str, difficulty: int) -> str:
     >>> with_difficulty("letter_counting", 6), with_difficulty("math_qa:level=2", 3)
     ('letter_counting:difficulty=6', 'math_qa:level=3')
     """
-    make(spec)  # refuses unknown names and options
+    options_of(spec)  # refuses unknown names and options
     key = difficulty_key(spec)
-    if difficulty == 0 or key is None:
-        return spec
-    name, _, options = spec.partition(":")
-    kept = [o for o in options.split(",") if o and o.partition("=")[0].strip() != key]
-    spec = f"{name}:{','.join([*kept, f'{key}={difficulty}'])}"
-    make(spec)
+    if difficulty and key:
+        name, _, options = spec.partition(":")
+        kept = [o for o in options.split(",") if o and o.partition("=")[0].strip() != key]
+        spec = f"{name}:{','.join([*kept, f'{key}={difficulty}'])}"
+    _check(spec, constructor(spec))
     return spec
 
 
@@ -93,10 +93,11 @@ def harder(spec: str, by: int) -> str:
     >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
     ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
     """
-    if key := difficulty_key(spec):
-        start = int(options_of(spec)[key])
+    key = difficulty_key(spec)
+    start = options_of(spec)[key] if key and by > 0 else None
+    if isinstance(start, int | float):
         with suppress(UsageError):  # beyond the highest difficulty
-            for difficulty in range(start + 1, start + by + 1):
+            for difficulty in range(int(start) + 1, int(start) + by + 1):
                 spec = with_difficulty(spec, difficulty)
     return spec
 
@@ -127,3 +128,9 @@ def check_demonstrations(envs: Sequence[str]) -> None:
 def difficulty_key(spec: str) -> str | None:
     """The option that makes the environment harder, if it has one."""
     return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
+
+
+@cache
+def _check(spec: str, constructor: Constructor) -> None:
+    """Raises UsageError if the environment refuses `spec`; builds it once per `constructor`."""
+    make(spec)

@@ -19,12 +19,15 @@ PRETRAINED = Path(__file__).parent / "tiny_weights"
 
 
 def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None:
-    """Writes the weights, config and tokenizer of "tiny" or "tiny-random" to the new `folder`.
+    """Writes the weights, config and tokenizer of "tiny" or "tiny-random" to `folder`.
 
-    `seed` decides the random weights.
+    `seed` decides the random weights. Replaces files that an interrupted call has left there.
     """
     if model_id == "tiny":
-        shutil.copytree(PRETRAINED, folder, ignore=shutil.ignore_patterns("README.md"))
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for file in PRETRAINED.iterdir():  # not copytree, whose error hides that of a full disk
+            if file.name != "README.md":
+                shutil.copyfile(file, Path(folder, file.name))
     else:
         _save_random(folder, seed)
 

@@ -199,6 +199,28 @@ def test_a_damaged_checkpoint_is_skipped_and_without_an_intact_one_the_exit_code
     assert (code, out, err.count("\n")) == (2, "", 1) and "no intact checkpoint" in err
 
 
+def test_out_of_memory_while_loading_is_one_line(talk, qwen3_folder, monkeypatch):
+    def load_policy(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(chat, "load_policy", load_policy)
+    code, out, err = talk(qwen3_folder)
+    assert (code, out, err.count("\n")) == (1, "", 1) and "--device cpu" in err
+
+
+def test_a_run_with_a_float32_head_answers_with_one(runs, tmp_path):
+    run = copied(runs["bfloat16"], tmp_path)
+    settings = yaml.safe_load((run / "config.yaml").read_text()) | {"fp32_head": True}
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    _, cfg = chat.parse([str(run), "--device", "cpu"])
+    assert chat.load_trained(cfg, run)[0].fp32_head
+
+
+def test_an_unknown_model_is_not_named_as_a_flag(talk):
+    code, _, err = talk("./missing")
+    assert code == 2 and "model ./missing: no model in this folder" in err
+
+
 def test_tiny_leaves_no_folder_behind(talk, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert talk("tiny-random")[0] == 0

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from core import distributed
+from core.types import UsageError
 
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
@@ -147,6 +148,22 @@ def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, i
     assert [item for part in parts for item in part] == items
     weights = [sum(1 + item % 5 for item in part) for part in parts]
     assert max(weights) - min(weights) <= 2 * 5
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0", 9), (None, 1)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_more_processes_than_gpus_are_one_line(monkeypatch, visible, count, rank):
+    as_rank(monkeypatch, rank, 2)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(distributed, "rendezvous", None)  # not reached
+    message = r"torchrun --nproc-per-node: this machine has 1 GPU\(s\)"
+    with pytest.raises(UsageError, match=message), distributed.process_group("auto"):
+        pass
 
 
 def test_without_torchrun_nothing_happens(monkeypatch):

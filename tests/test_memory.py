@@ -123,6 +123,7 @@ def test_micro_batches_fit_into_what_is_free(
         Config(model_id="x", max_tokens_per_micro_batch=asked, gradient_checkpointing=mode)
     )
     assert cfg.max_model_len == 8 * 1024 + 4096
+    policy.max_length = cfg.max_model_len
     said = set_micro_batch_budget(policy, cfg, future_bytes=0)
     assert bool(policy.checkpointed_layers) == again
     if at_once == "fits":
@@ -134,6 +135,13 @@ def test_micro_batches_fit_into_what_is_free(
     else:
         assert policy.micro_batch_tokens == at_once
     assert bool(said) == (free is not None)
+
+
+def test_layers_are_kept_if_the_longest_episode_of_the_model_fits(policy, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0.7e9)
+    assert policy.max_length == 512  # of 12288 that the settings allow
+    set_micro_batch_budget(policy, resolve(Config(model_id="x")), future_bytes=0)
+    assert not policy.checkpointed_layers
 
 
 def test_what_is_still_to_come_is_left_free(policy, monkeypatch):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from core import distributed
 from core.batching import MicroBatch, to_rollout_batch
 from core.metrics import (
     UpdateStats,
@@ -50,6 +51,19 @@ def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
     rollouts = [rollout(0.0), rollout(2.0), rollout(4.0, group=1), rollout(6.0, group=1)]
     explained = rollout_metrics(rollouts)["baseline/explained_variance"]
     assert explained == pytest.approx(1 - (16 / 3) / (20 / 3))
+
+
+@pytest.mark.filterwarnings("error")
+def test_groups_of_one_rollout_have_no_baseline_to_measure():
+    metrics = rollout_metrics([rollout(0.0), rollout(2.0, group=1)])
+    assert "baseline/explained_variance" not in metrics
+
+
+def test_numbers_without_a_mean_are_left_out_of_the_metrics_of_info():
+    values = [10**400, -(10**400), 1e308, math.inf, math.nan]
+    rollouts = [rollout(0.0, x=value, y=True) for value in values for _ in range(2)]
+    metrics = rollout_metrics([*rollouts, rollout(0.0, x=3)])
+    assert (metrics["info/x"], metrics["info/y"]) == (3, 1)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -131,8 +145,8 @@ def test_update_stats_by_hand(cap, mode, capped):
     ratio = torch.tensor([[0.4, 1.0, 3.0]])  # 3 is above a cap of 2, 0.4 below 1 / 2
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
     for epoch, kl in ((0, 9.0), (1, 0.3)):  # the metrics are those of the last epoch
-        stats.add(epoch, micro, torch.tensor(-2.0), old_logprobs, entropy, ratio, {"kl/approx": kl})
-        stats.end_minibatch()
+        stats.add(micro, torch.tensor(-2.0), old_logprobs, entropy, ratio, {"kl/approx": kl})
+        stats.end_minibatch(epoch)
     expected = {
         "loss": -2.0, "kl/approx": 0.1, "policy/entropy": 0.3, "gap/logprob_mean": 0.5,
         "gap/logprob_max": 1.0, "weights/mean": 4.4 / 3, "weights/capped": capped / 3,
@@ -142,6 +156,17 @@ def test_update_stats_by_hand(cap, mode, capped):
     }  # fmt: skip
     means = stats.means()
     assert {name: means[name] for name in expected} == pytest.approx(expected)
+
+
+def test_update_stats_of_a_rank_without_micro_batches_are_those_of_the_last_epoch(monkeypatch):
+    batch = to_rollout_batch([rollout(1.0, tokens=3)])
+    batch.old_logprobs = batch.sampler_logprobs
+    stats = UpdateStats(SimpleNamespace(mask_truncated_completions=False, clip_cov=0.0), batch)
+    for epoch, kl in ((0, 9.0), (1, 0.3)):
+        sums = {"loss": 1.0, "tokens": 3.0, "kl/approx": kl}  # all from other ranks
+        monkeypatch.setattr(distributed, "all_reduce_metrics", lambda mine, sums=sums: sums)
+        stats.end_minibatch(epoch)
+    assert stats.means()["kl/approx"] == pytest.approx(0.1)
 
 
 def test_pass_at_k_by_hand():

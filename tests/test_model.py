@@ -1,6 +1,8 @@
 """core/model.py and core/tiny.py: loading, logits, adapters, export."""
 
+import errno
 import json
+import shutil
 
 import pytest
 import torch
@@ -46,6 +48,23 @@ def test_a_run_copies_tiny_once_and_keeps_its_copy(tmp_path):
     (tmp_path / "base/model.safetensors").unlink()
     with pytest.raises(UsageError):  # the copy counts, not the package's files
         load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+
+
+def test_a_copy_of_tiny_that_a_killed_run_left_is_replaced(tmp_path):
+    (tmp_path / ".part-tiny").mkdir()
+    (tmp_path / ".part-tiny/model.safetensors").write_bytes(b"half")
+    load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+def test_a_full_disk_while_tiny_is_copied_has_its_error_number(tmp_path, monkeypatch):
+    def copyfile(source, target, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(target))
+
+    monkeypatch.setattr(shutil, "copyfile", copyfile)
+    with pytest.raises(OSError, match="No space left") as error:
+        write_tiny("tiny", tmp_path / "a", seed=0)
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from core import openai_sampler
 from core.model import load_policy
 from core.openai_sampler import OpenAISampler
 from core.sampler import SamplingParams
+from core.seeds import derive_seed
 from core.types import UsageError
 
 PARAMS = SamplingParams(max_tokens=32, temperature=0.5, top_p=0.9, seed=7)
@@ -92,8 +94,20 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     assert path == "/v1/chat/completions"
     assert {name: value for name, value in body.items() if name != "messages"} == {
         "model": "some-model", "stream": True, "max_tokens": 32, "temperature": 0.5, "top_p": 0.9,
-        "seed": 7,
+        "seed": body["seed"],
     }  # fmt: skip
+    seeds = sorted(body["seed"] for _, body, _ in server.asked)
+    assert seeds == sorted(derive_seed(7, i) for i in range(20))
+
+
+def test_each_stream_has_a_seed_of_its_own(server, policy):
+    params = replace(PARAMS, streams=(3000, 4000))
+    OpenAISampler(policy, server.url, "m").sample([], params, chats=[chat("a"), chat("b")])
+    seeds = {body["messages"][0]["content"]: body["seed"] for _, body, _ in server.asked}
+    assert seeds == {
+        chat("a")[0]["content"]: derive_seed(7, 3000),
+        chat("b")[0]["content"]: derive_seed(7, 4000),
+    }
 
 
 def test_completion_at_a_limit_finishes_with_length(server, policy, monkeypatch):

@@ -1,6 +1,7 @@
 """The reference policy of --kl-coef: a frozen copy, or the base without its adapters."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path)
     assert not teacher.trainable()
     weights = sum(p.numel() * 4 for p in teacher.model.parameters())
     assert reference_bytes(cfg, policy) == weights
+    with pytest.raises(UsageError, match=f"^--teacher {tmp_path}: no model"):
+        load_teacher(replace(cfg, teacher=str(tmp_path)), policy)
     teacher.tokenizer.add_tokens(["another"])
     teacher.tokenizer.save_pretrained(teacher_folder)
     with pytest.raises(UsageError, match="tokenizer differs"):

@@ -261,6 +261,7 @@ def raise_no_disk():
         (lambda: [message("read! " * 1_000)], "one message has 6"),  # the context has 512 tokens
         (lambda: None, "TypeError"),
         (lambda: [{"role": "user"}], "TypeError"),
+        (lambda: [], "reset() returned no message"),
     ],
 )
 def test_a_failed_reset_is_a_rollout_with_an_error(policy, reset, error):
@@ -274,6 +275,24 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, reset, error):
 
     (rollout,) = play(policy, [Task("broken", 1, 0)], env_timeout=0.2)
     assert error in rollout.error and not rollout.messages
+
+
+def test_agents_without_a_message_are_an_error_if_all_are(policy):
+    openings = {}
+
+    @register("silent")
+    class Silent(MultiAgentEnv):
+        def reset(self, seed):
+            return openings
+
+        def step(self, responses):
+            return {name: Step(None, 1.0, True) for name in responses}
+
+    assert "no message" in play(policy, [Task("silent", 1, 0)])[0].error
+    openings |= {"ann": [], "bob": []}
+    assert all("no message" in r.error for r in play(policy, [Task("silent", 1, 0)]))
+    openings["bob"] = [message("begin")]
+    assert [(r.agent, r.error) for r in play(policy, [Task("silent", 1, 0)])] == [("bob", "")]
 
 
 def test_drop_thinking_hides_thoughts_from_later_turns_but_trains_on_them(policy):

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from core import checkpoint
+from core.run import Run
 from core.run_dir import create_run, disk_errors, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
 
@@ -37,7 +39,11 @@ def test_a_usage_error_removes_a_new_folder_without_records(tmp_path):
         raise UsageError("no such model")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=True):
-        (run / "metrics.jsonl").touch()
+        (run / "metrics.jsonl").touch()  # the run has opened the file
+        raise UsageError("9 of 12 episodes failed")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=True):
+        (run / "metrics.jsonl").write_text("{}\n")
         raise UsageError("9 of 12 episodes failed")
     with pytest.raises(UsageError), lock_run_dir(run, SETTINGS, new=False):
         raise UsageError("no intact checkpoint")
@@ -88,6 +94,14 @@ def test_a_disk_error_is_one_line_with_the_command_to_resume(tmp_path, number):
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
     assert os.strerror(number) in str(error.value) and f"--resume {run}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_commands_quote_the_folder(tmp_path):
+    run = tmp_path / "my run"
+    with pytest.raises(CannotWrite) as error, lock_run_dir(run, SETTINGS, new=True):
+        raise OSError(errno.ENOSPC, "no space")
+    assert f"--resume '{run}'" in str(error.value)
+    assert Run.resume_command(SimpleNamespace(folder=run)) == f"python train.py --resume '{run}'"
 
 
 def test_other_errors_are_raised_as_they_are(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from core import run_log
 from core.report.page import pack_rollouts
 from core.run_log import RunLog, read_records, rewind
-from core.types import Rollout, Turn
+from core.types import Rollout, Turn, UsageError
 
 CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}
 ROLLOUTS = ("rollouts.old.jsonl", "rollouts.jsonl")
@@ -94,6 +94,18 @@ def test_tracker_receives_the_numbers_of_every_update(tmp_path, monkeypatch, nam
         log.log({"update": 1, "reward/mean": 0.25, "warnings": {"kl_runaway": "KL 0.1"}})
     assert sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
     assert settings == {"project": "picorl", "name": tmp_path.name, "config": CONFIG}
+
+
+def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):
+    def init(**kwargs):
+        raise ConnectionError("no network\nTraceback")  # also an OSError
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    with pytest.raises(UsageError, match=r"--track wandb: no network$"):
+        RunLog(tmp_path, CONFIG, track="wandb")
+    monkeypatch.setitem(sys.modules, "trackio", None)  # the import fails
+    with pytest.raises(UsageError, match="--track trackio: "):
+        RunLog(tmp_path, CONFIG, track="trackio")
 
 
 def test_tensorboard_receives_an_event_file(tmp_path):

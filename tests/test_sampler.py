@@ -15,7 +15,7 @@ from core.batching import cut, to_rollout_batch
 from core.kv_cache import RepeatedPrefixCache, prefill
 from core.model import load_policy
 from core.nanollm import make_sampler
-from core.sampler import SamplingParams, TorchSampler, draw, uniforms
+from core.sampler import SamplingParams, TorchSampler, draw, keep_likely, uniforms
 from core.types import OutOfMemory, Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
@@ -178,6 +178,17 @@ def test_draw_renormalises_over_what_top_k_and_top_p_keep(options, kept):
     assert sorted(set(drawn.tolist())) == kept
     for token, logprob in zip(kept, logits[kept].log_softmax(-1), strict=True):
         assert torch.allclose(logprobs[drawn == token], logprob)
+
+
+def test_top_p_moves_no_float64_to_the_device(monkeypatch):
+    """MPS has no float64."""
+    moved, to = [], torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, *args: moved.append(self.dtype) or to(self, *args)
+    )
+    kept = keep_likely(torch.tensor([[0.0, 3.0, 1.0]]), SamplingParams(max_tokens=1, top_p=0.9))
+    assert kept.tolist() == [[-torch.inf, 3.0, 1.0]]  # probabilities 0.04, 0.84, 0.11
+    assert moved and torch.float64 not in moved
 
 
 def test_draw_never_selects_a_token_of_probability_zero():

@@ -198,6 +198,21 @@ def test_ctrl_c_saves_the_run_and_names_the_command_that_resumes_it(command, mon
     assert signal.getsignal(number) is before
 
 
+def test_ctrl_c_after_a_skipped_update_names_the_last_checkpoint(command, monkeypatch, poisoned):
+    def collect(cfg, run, update, collect=train.collect_rollouts):
+        if update == 2:
+            signal.raise_signal(signal.SIGINT)
+        return collect(cfg, run, update)
+
+    monkeypatch.setattr(train, "collect_rollouts", collect)
+    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--eval-every", "0"]
+    flags += ["--algo", "reinforce", "--reinforce.baseline", "none", "--max-tokens", "2"]
+    code, out, _ = command("--run-name", "a", *flags)
+    said = "stopped; resume from the last checkpoint with: python train.py --resume runs/a"
+    assert code == 130 and said in out
+    assert checkpoint.find_checkpoint(Path("runs/a")).progress["update"] == 0
+
+
 @pytest.fixture
 def poisoned():
     """An environment with rewards so large, on some training seeds, that gradients overflow."""

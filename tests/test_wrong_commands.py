@@ -106,6 +106,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--sampler openai --num-updates 0", "--base-url"),
     ("--sampler openai --num-updates 0 --base-url localhost", "--base-url"),
     ("--sampler openai --num-updates 0 --base-url http://a:b", "--base-url"),
+    ("--sampler openai --num-updates 0 --base-url http://a --temperature 1 --top-k 5", "--top-k"),
     ("--base-url http://127.0.0.1:9", "--sampler openai"),
     ("--sampler torch --vllm-eager", "--sampler vllm"),
 ]
