@@ -205,8 +205,8 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
 def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     """The policy of a run, and the folder of its weights. Raises UsageError if there is none.
 
-    A run that was resumed with more updates still has the model/ of its earlier end: it answers
-    with its checkpoint.
+    If a finished run is resumed with more updates, its model/ is out of date until it finishes
+    again; until then the newest checkpoint answers.
     """
     exported, updates = run_dir / "model", num_updates(read_records(run_dir / METRICS))
     is_finished = exported.is_dir() and updates >= cfg.num_updates

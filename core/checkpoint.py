@@ -72,7 +72,7 @@ def save_checkpoint(
     except OSError:
         shutil.rmtree(part, ignore_errors=True)  # free the space
         raise
-    if target.exists():  # the run resumed from an older checkpoint, because this one is damaged
+    if target.exists():  # it is damaged, or the run was stopped right after it was saved
         shutil.rmtree(target)
     os.rename(part, target)
     flush(root)

@@ -7,8 +7,7 @@ All ranks run the same loop. Each rank samples the rollouts of its shard of the 
 then exchange their rollouts, so every rank computes the advantages and metrics of the whole batch.
 Each rank computes the gradient of its shard of the sequences. Losses are sums over a denominator of
 the whole batch, so the sum of the ranks' gradients is the gradient of the batch, however many
-ranks there are. Only rank 0 writes files and prints. Without torchrun there is one rank, and every
-function here returns its input.
+ranks there are. Only rank 0 writes files and prints. Without torchrun there is one rank.
 """
 
 import itertools

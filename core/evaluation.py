@@ -26,7 +26,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
     envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
     held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
     rollouts = sample(run, held_out, SamplingParams(cfg.max_tokens, temperature=0.0))
-    selection.drop_failed(rollouts, run.say)  # warns about failed ones
+    selection.drop_failed(rollouts, run.say)  # warns; raises if over half failed
     run.run_log.log_rollouts("eval", update, rollouts[:LOGGED_ROLLOUTS])
     results = metrics.eval_metrics(rollouts)
     if cfg.eval_samples:
@@ -42,7 +42,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
 
 
 def sample(run: Run, held_out: list[tasks.Task], params: SamplingParams) -> list[Rollout]:
-    """One rollout for each task."""
+    """One rollout per task and agent."""
     with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
         return run.collector.collect(
             held_out, run.sampler, params, lambda: phase.advance(run.sampler.latest, quiet=True)
@@ -54,7 +54,7 @@ def comparisons(
 ) -> dict[str, float]:
     """The p-value against the first evaluation, and the accuracy of the trivial player.
 
-    Both are of the same tasks. Environments without a trivial player have no second metric.
+    Both use the held-out tasks of `env`. The accuracy is left out if it has no trivial player.
     """
     right = {f"{r.seed} {r.agent}" for r in rollouts if r.info.get("correct")}
     first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))

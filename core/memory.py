@@ -87,7 +87,7 @@ def probe_peak_memory(
     """
     longest = min(cfg.max_model_len, policy.max_length)
     trains = cfg.num_updates > 0 or cfg.sft_steps > 0
-    # more than all rollouts of an update never come, however large the budget is
+    # no micro-batch holds more than all rollouts of an update
     rollouts = max(cfg.num_prompts * cfg.group_size, cfg.sft_batch_size)
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
     tokens = max(longest, policy.micro_batch_tokens)

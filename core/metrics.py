@@ -20,8 +20,9 @@ MAX_INFO_VALUE = 1e300  # larger ones, infinite too, are left out: their sum cou
 class UpdateStats:
     """The metrics of the gradient steps of one update.
 
-    `loss` and `grad_norm` are those of the last step. All other metrics are means over the sampled
-    tokens of the last epoch; they do not depend on how its steps were cut into micro-batches.
+    `loss` and `grad_norm` are those of the last step. Those of the losses, the entropy, the KL
+    and the weights are means over the sampled tokens of the last epoch, however its steps were cut
+    into micro-batches; gap/* and tokens/trained are of all tokens of the update.
     """
 
     def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
@@ -242,8 +243,8 @@ def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
 def mcnemar(before: set[str], after: set[str]) -> float:
     """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
 
-    `before` and `after`: the tasks that were solved. Only tasks that are in one of them alone say
-    something about the difference; without a difference each is as likely to be lost as to be won.
+    `before` and `after`: the tasks that were solved. Only tasks in exactly one of them count: if
+    the policies are equally good, such a task is lost or won with probability 1/2.
     """
     lost, won = len(before - after), len(after - before)
     as_extreme = sum(math.comb(lost + won, k) for k in range(min(lost, won) + 1))

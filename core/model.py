@@ -32,10 +32,6 @@ from core.smollm2 import smollm2_folder
 from core.tiny import write_tiny
 from core.types import UsageError
 
-DTYPES = {
-    "float64": torch.float64, "float32": torch.float32,
-    "bfloat16": torch.bfloat16, "float16": torch.float16,
-}  # fmt: skip
 MAX_LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
 PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
@@ -45,7 +41,7 @@ logging.disable_progress_bar()  # of weight loading, which would break the displ
 
 
 class _DecoderOutput(BaseModelOutputWithPast):
-    """The output of a decoder of any family: what a family adds to it is None."""
+    """The output of a decoder of any family: fields that a family adds are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -198,7 +194,7 @@ def load_policy(
         model_id = str(smollm2_folder())
     if dtype == "float64" and torch_device.type == "mps":
         raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
-    base, tokenizer = _load_files(model_id, DTYPES[dtype], trust_remote_code, flag)
+    base, tokenizer = _load_files(model_id, getattr(torch, dtype), trust_remote_code, flag)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)

@@ -31,7 +31,7 @@ MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need
 
 @dataclass
 class Run:
-    """What lasts from the first step to the last."""
+    """Everything that a run keeps between updates."""
 
     cfg: Config
     folder: Path  # runs/<name>
@@ -43,7 +43,7 @@ class Run:
     display: Display
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
-    history: list[dict[str, Any]] = field(default_factory=list)  # what warnings read
+    history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     stopped: bool = False  # ended before the last update
     opened_at: float = field(default_factory=perf_counter)
     page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
@@ -138,9 +138,9 @@ class Run:
 def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
-    Ctrl-C and SIGTERM save the run and raise Stopped. On exit, writes report.html, curves.png and,
-    for a run that reached its last update, the model. Raises UsageError for invalid settings; then
-    no new folder is left behind.
+    Ctrl-C and SIGTERM save the run and raise Stopped. On exit, writes report.html, curves.png,
+    README.md and, for a run that reached its last update, the model. Raises UsageError for invalid
+    settings; then no new folder is left behind.
     """
     settings = run_dir.config_to_dict(cfg)
     with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
@@ -188,8 +188,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
-        lr = cfg.sft_lr if found.progress["sft_step"] < cfg.sft_steps else cfg.lr
-        optimizer = make_optimizer(policy, lr, cfg.ppo.value_lr)
+        optimizer = make_optimizer(policy, cfg.lr, cfg.ppo.value_lr)  # warm_start sets its own
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
         reserved = reference_bytes(cfg, policy)
@@ -200,11 +199,10 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     records = run_log.read_records(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
+    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
     if cfg.algo == "scratch":
         algorithm.save_source(log_dir)
         remarks = [*remarks, *algorithm.remarks]
-    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
-    if cfg.algo == "scratch":
         algo = f"scratch (exercises {', '.join(map(str, algorithm.exercises))})"
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     title = f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"

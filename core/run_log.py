@@ -109,8 +109,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def iter_records(path: Path) -> Iterator[Record]:
-    """Yields the objects of a .jsonl file up to the first line that is none, such as a last line
-    that a crash cut short. Yields nothing if the file does not exist."""
+    """Yields the objects of a .jsonl file up to the first line that is not one, such as a last
+    line cut short by a crash. Yields nothing if the file does not exist."""
     if not path.exists():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -76,9 +76,10 @@ class Rollout:
     turns: list[Turn] = field(default_factory=list)
     episode_truncated: bool = False  # cut by --max-turns or the context length before its end
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
-    info: dict[str, Any] = field(default_factory=dict)  # of the last step; "correct": bool if known
+    info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
-    # the "trainer" before and "after" the update, and its "advantage"; empty: not traced
+    # the "trainer" before and "after" the update, its "advantage", and with several turns the
+    # "sequence" that it was trained in; empty: not traced
     token_traces: list[dict[str, list]] = field(default_factory=list)
 
     @property

@@ -3,6 +3,7 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small tensors slower
 
 import copy
 from functools import cache
@@ -28,7 +29,6 @@ from core.report import curves
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
 
-torch.set_num_threads(1)  # a second thread makes operations on small tensors slower
 FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
