@@ -413,6 +413,7 @@ def test_text_never_becomes_markup(tmp_path, visit):
             page.locator("#groups .rollouts button").first.click()
             if i == 0:  # it stays open
                 page.locator(".explore summary").click()
+                page.locator(".explore [role=status]:not(:empty)").wait_for()
             assert page.locator("#groups").text_content().count(text.replace("\t", "⇥\t")) >= 2
             assert page.locator(".open .text").first.text_content() == text
             assert f"environment failed: {text}" in page.locator(".open").text_content()

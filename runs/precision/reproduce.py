@@ -125,7 +125,7 @@ def train_with(precision: str, *flags: str) -> int:
     """`python train.py FLAGS` with the sampler of `precision`. Returns the exit code."""
     kind = PRECISIONS[precision].sampler
     if kind in ("float8", "int4"):
-        core.run.make_sampler = lambda name, policy, *rest: RoundedSampler(policy, kind)
+        core.run.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
     return train.run_command(list(flags))
 
 
