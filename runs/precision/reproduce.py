@@ -1,6 +1,6 @@
 """Precision of trainer and sampler on tasks that the policy can just solve.
 
-    python runs/precision/reproduce.py                    # 18 runs, one after another: 20 minutes
+    python runs/precision/reproduce.py                    # 18 runs, one after another: 45 minutes
     python runs/precision/reproduce.py --draw             # only the table and the picture
     python runs/precision/reproduce.py float32-none-seed0 # one run
 
@@ -45,7 +45,7 @@ class Precision(NamedTuple):
 
 PRECISIONS = {
     "float32": Precision("float32", "float32", (0, 1), BLUE),
-    # 16 bits take five times the time of float32 on a CPU, so there is one seed
+    # 16 bits take six to eight times the time of float32 on a CPU, so there is one seed
     "float16": Precision("float16", "float16", (0,), GREEN),
     "bfloat16": Precision("bfloat16", "bfloat16", (0,), ORANGE),
     "float8_sampler": Precision("float32", "float8", (0, 1), PURPLE),
