@@ -52,9 +52,9 @@ def sample(run: Run, held_out: list[tasks.Task], params: SamplingParams) -> list
 def comparisons(
     run: Run, held_out: list[tasks.Task], env: str, rollouts: list[Rollout]
 ) -> dict[str, float]:
-    """The p-value against the first evaluation, and the accuracy of the trivial player.
+    """The p-value against the first evaluation, and the accuracy of the trivial baseline.
 
-    Both use the held-out tasks of `env`. The accuracy is left out if it has no trivial player.
+    Both use the held-out tasks of `env`. The accuracy is left out if it has no trivial baseline.
     """
     right = {f"{r.seed} {r.agent}" for r in rollouts if r.info.get("correct")}
     first = run.progress.setdefault("first_evaluation", {}).setdefault(env, sorted(right))
@@ -68,7 +68,7 @@ def comparisons(
 
 
 def trivial_accuracy(run: Run, held_out: list[tasks.Task]) -> float | None:
-    """The accuracy of the environment's trivial player on these tasks; None if it has none."""
+    """The accuracy of the environment's trivial baseline on these tasks; None if it has none."""
     env = make(held_out[0].env)
     if not isinstance(env, Env) or type(env).trivial is Env.trivial:
         return None

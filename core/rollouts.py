@@ -99,7 +99,7 @@ class RolloutCollector:
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations; single-agent ones only.
 
-        `trivial`: with the environment's trivial player instead.
+        `trivial`: with the environment's trivial baseline instead.
         """
         return self._play(
             tasks, lambda waiting, _: [self._demonstration(e, trivial) for e, _ in waiting]

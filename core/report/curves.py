@@ -101,7 +101,7 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
         axis.plot(updates, values, color=color, marker="o", markersize=4, label=label)
         if (trivial := evaluated[0].get(f"{name}/trivial")) is not None:
             axis.axhline(trivial, color=color, linewidth=1.2, linestyle="--")
-            axis.annotate(f"trivial player {trivial:.2f}", (updates[-1], trivial), (0, 4),
+            axis.annotate(f"trivial baseline {trivial:.2f}", (updates[-1], trivial), (0, 4),
                           textcoords="offset points", ha="right", fontsize=9,
                           color=color)  # fmt: skip
         for i, offset in ((0, (10, -3)), (-1, (-8, -20))):

@@ -344,8 +344,8 @@ def _to_units(value: Any) -> int | None:
 
 
 def _number(value: Any) -> float | None:
-    """The number to six digits; None for what is not a finite number."""
-    if not isinstance(value, (bool, int, float)) or not math.isfinite(value):
+    """The number to six digits; None for what is not a number below 1e300."""
+    if not isinstance(value, (bool, int, float)) or not abs(value) < 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
 

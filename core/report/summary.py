@@ -65,7 +65,9 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
         lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
     if config["sampler"] != "openai":
-        lines.append(f"talk to it: python -m core.chat {run_dir} --before")
+        lines.append(f"talk to it: python -m core.chat {shlex.quote(str(run_dir))} --before")
+    if config["algo"] == "scratch":
+        return [*lines, "next: python scratch.py"]
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
     flags += ["--env", *config["env"], "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
@@ -75,7 +77,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
 def _comparisons(env: str, last: Record) -> str:
     p, trivial = last.get(f"eval/{env}/p_value"), last.get(f"eval/{env}/trivial")
     parts = [] if p is None else [f"McNemar, the same tasks: p = {p:.1g}"]
-    parts += [] if trivial is None else [f"trivial player: {trivial:.2f}"]
+    parts += [] if trivial is None else [f"trivial baseline: {trivial:.2f}"]
     return f"  ({'; '.join(parts)})" if parts else ""
 
 

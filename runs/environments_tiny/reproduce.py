@@ -65,7 +65,7 @@ def value(name: str, env: str, metrics: dict[str, Any]) -> tuple[float, float, f
 def table() -> list[str]:
     """One row per run, as Markdown."""
     rows = [
-        "| environment | measured | seed | before RL [95%] | after RL [95%] | trivial player | "
+        "| environment | measured | seed | before RL [95%] | after RL [95%] | trivial baseline | "
         "seconds | command |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
