@@ -21,7 +21,7 @@ sys.path.append(str(HERE.parent))
 from record import machine, read_metrics, write_table  # noqa: E402
 
 MAX_LINES = 14  # of a command's output in the report
-PIP_NOISE = ("Looking in ", "  Stored in ")  # lines with local paths
+PIP_NOISE = ("Looking in ", "  Stored in ", "WARNING: Location ")  # lines with local paths
 COMMANDS = (
     "pip install -e .",
     "python train.py",
