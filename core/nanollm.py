@@ -367,7 +367,8 @@ def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -
     config = policy.causal_lm.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    needed = policy.max_length * values_per_token * policy.dtype.itemsize
+    # whole blocks, and one that vLLM keeps for itself
+    needed = (policy.max_length + 2 * CPU_BLOCK_SIZE) * values_per_token * policy.dtype.itemsize
     if policy.device.type == "cuda":
         free_cached_memory()
         free, total = torch.cuda.mem_get_info(policy.device)

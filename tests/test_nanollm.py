@@ -517,6 +517,7 @@ def test_default_run_learns_with_vllm(tmp_path):
 
 
 def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3, load):
-    if load(qwen3).device.type == "cpu":
+    policy = load(str(qwen3))
+    if policy.device.type == "cpu":
         with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
-            NanoLLM(load(qwen3), with_kept_ids=True)
+            NanoLLM(policy, with_kept_ids=True)

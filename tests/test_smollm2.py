@@ -232,7 +232,8 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("dtype", "lora_rank", "largest_gap"), [("float32", 0, 1e-4), ("bfloat16", 8, 5e-2)]
+    ("dtype", "lora_rank", "largest_gap"),
+    [("float32", 0, 1e-4), ("bfloat16", 8, 0.1)],  # of 16 tokens
 )
 @real
 def test_two_updates_with_vllm(command, use_cache, dtype, lora_rank, largest_gap):

@@ -16,9 +16,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-sys.path.append(str(HERE.parent))
+sys.path += [str(HERE.parent), str(ROOT)]
 
-from record import machine, read_metrics, write_table  # noqa: E402
+from record import machine, write_table  # noqa: E402
+
+from core.run_log import read_records  # noqa: E402
 
 MAX_LINES = 14  # of a command's output in the report
 PIP_NOISE = ("Looking in ", "  Stored in ", "WARNING: Location ")  # lines with local paths
@@ -90,7 +92,7 @@ def run(command: str, home: Path, env: dict[str, str]) -> tuple[list[str], int, 
 def has_risen(home: Path) -> bool:
     """Whether the reward of a run's latest update is 0.1 above that of its first."""
     for file in home.glob("runs/*/metrics.jsonl"):
-        rewards = [r["reward/mean"] for r in read_metrics(file) if "reward/mean" in r]
+        rewards = [r["reward/mean"] for r in read_records(file) if "reward/mean" in r]
         if rewards and rewards[-1] > rewards[0] + 0.1:
             return True
     return False
