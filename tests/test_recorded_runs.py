@@ -161,3 +161,12 @@ def test_broken_runs_show_the_mistake_in_a_metric(name, flags, tmp_path, monkeyp
     subprocess.run(command, cwd=tmp_path, check=True)
     last = read_records(tmp_path / "runs/a/metrics.jsonl")[-1]
     assert last["base/drift" if name == "merged_adapter" else "gap/logprob_max"] > 1e-4
+
+
+SCRIPTS = [file for file in RUNS.glob("*/*.py") if (file.parent / "README.md").exists()]
+
+
+@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_scripts_import_only_names_that_exist(file, monkeypatch):
+    monkeypatch.setattr("sys.path", [str(file.parent), *sys.path])
+    script(file)

@@ -212,7 +212,7 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
     questions = ("What is the capital of France?", "What is 7 + 7? Answer with the number only.")
     prompts = [prompt_ids(policy.tokenizer, [{"role": "user", "content": q}]) for q in questions]
     params = SamplingParams(max_tokens=16, temperature=0)
-    optimizer, texts = make_optimizer(policy, lr=1e-5), []
+    optimizer, texts = make_optimizer(policy, lr=3e-4), []
     try:
         for _ in range(2):
             expected = TorchSampler(policy).sample(prompts, params)
