@@ -86,9 +86,9 @@ def main(cfg: Config) -> int:
             batch = to_rollout_batch(rollouts)  # tensors [B, N]; no rollouts: a row of padding
             sampled_at = perf_counter()
 
-            # 2. The trainer's log-probs (and PPO's values) before the first gradient step; usually
-            #    not needed if there is only one step, because part 4 computes them. Then the
-            #    log-probs of the reference: the teacher, or the policy when RL began
+            # 2. The trainer's log-probs (and PPO's values) before the first gradient step. GRPO and
+            #    REINFORCE with only one step do without: part 4 computes them. Then the log-probs
+            #    of the reference: the teacher, or the policy when RL began
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -98,17 +98,17 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages
             rewards, turn_ids = shape_rewards(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # others: token weight 0
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # False: token weight 0
             batch.advantages, batch.value_targets = algorithm.compute_advantages(
                 rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
                 cfg.gamma, options,
             )  # fmt: skip
-            selection.limit_covariance(cfg, batch, loss_mask, update)  # changes `batch`
+            selection.limit_covariance(cfg, batch, loss_mask, update)  # --clip-cov, --kl-cov
 
             # 4. Gradient steps, one per minibatch. A loss is a sum over tokens, so the gradients of
             #    the micro-batches of a step add up to the gradient of the step
             stats = UpdateStats(cfg, batch)
-            aggregation = cfg.grpo.aggregation or "token"  # None if the algorithm is not GRPO
+            aggregation = cfg.grpo.aggregation or "token"  # REINFORCE and PPO: token
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             for epoch, rows in minibatches(
                 len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed
@@ -273,7 +273,7 @@ def forward(
 
 def needs_old_logprobs(cfg: Config) -> bool:
     """Whether log-probs (and PPO's values) are needed before the first gradient step."""
-    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1  # as --kl-cov requires
+    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return several_steps or kl_in_reward or config.has_value_head(cfg) or cfg.clip_cov > 0
 

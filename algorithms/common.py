@@ -39,7 +39,7 @@ def token_logprobs(
 
     `kept_ids`: for each of the n sampled tokens, the ids that top-k or top-p kept. The softmax is
     over these only, as it was in the sampler (arXiv:2512.02556, section 3.1): otherwise the
-    importance weights would be too small by a factor: the total probability of the kept ids.
+    importance weights would be too small by a factor, the total probability of the kept ids.
     None: all ids.
     """
     # causal shift: the hidden state at t predicts the token at t+1

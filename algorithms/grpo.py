@@ -5,11 +5,11 @@
 
 R_i is the return of rollout i, ρ_t the policy ratio of its token t; π_old is the trainer's policy
 before the first gradient step of the update. The std is that of a sample (n-1), plus 1e-4. The
-reward does not depend on the weights, so it has no gradient. The loss maximizes the min instead,
-called the surrogate: its gradient at ρ = 1 is the policy gradient A ∇ log π. The code also
-multiplies each token's term by its token weight, which turns the sum into a mean, and by its
-importance weight π_old / π_sampler. In the first gradient step of an update ρ is 1 and nothing is
-clipped; by default there is only that one.
+reward does not depend on the weights, so it has no gradient. The min, called the surrogate, has
+one: at ρ = 1 the policy gradient A ∇ log π. Minimizing L maximizes it. The code also multiplies
+each token's term by its token weight, which turns the sum into a mean, and by its importance
+weight, π_old / π_sampler capped at --tis-cap. In the first gradient step of an update ρ is 1 and
+nothing is clipped; by default there is only that one.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its rollout.
@@ -24,8 +24,8 @@ The default is dapo: every token counts the same, whatever the length of its rol
     cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
                size of a token's gradient and never removes it
                                                                         MiniMax-M1, arXiv:2506.13585
-    scalerl    cispo with the std of the batch and the mean over the tokens of a prompt, then over
-               prompts; README.md lists the rest of the recipe          arXiv:2510.13786
+    scalerl    cispo with the std of the batch and the mean over the tokens of a group, then over
+               groups; README.md lists the rest of the recipe          arXiv:2510.13786
 
 Differences from the papers: there is no KL term unless --kl-coef is set, and then each of its terms
 is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling, overlong penalty and overlong

@@ -67,7 +67,7 @@ class PpoOptions:
     """End an update when a minibatch's KL(π_old ‖ π) exceeds this, in nats per token, and
     drop that minibatch's gradient; 0: never."""
     value_clip: float = 0.5
-    """Clip the change of a value within an update at ± this; 0: no clipping."""
+    """Moving a value further than this in an update no longer lowers its loss; 0: no clip."""
     value_coef: float = 0.5
     """Coefficient of the value loss; 0: the value head is not trained."""
     value_lr: float = 1e-3

@@ -6,11 +6,11 @@
 
 ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
 from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. γ_t is γ if t is
-the last token of a turn and 1 otherwise; λ applies per token. The code also multiplies both terms
-by the token's weight, which turns the sum into a mean, and the policy term by its importance
-weight. The squared error is that of V or, if it is larger, that of V limited to V_old ± v, with v =
---ppo.value-clip (0: no limit). In the first gradient step of an update ρ is 1 and nothing is
-clipped; by default there is only that one.
+the last token of a turn and 1 otherwise (--credit episode: always 1); λ applies per token. The code
+also multiplies both terms by the token's weight, which turns the sum into a mean, and the policy
+term by its importance weight. The squared error is that of V or, if larger, that of V limited to
+V_old ± v, with v = --ppo.value-clip (0: no limit). In the first gradient step of an update ρ is
+1 and nothing is clipped; by default there is only that one.
 
 The value head is a linear layer on the policy's last hidden state, so one forward pass computes
 values and log-probs; the value loss trains the policy's layers too. After the last token V is 0,
