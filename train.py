@@ -87,8 +87,8 @@ def main(cfg: Config) -> int:
             sampled_at = perf_counter()
 
             # 2. The trainer's log-probs (and PPO's values) before the first gradient step. GRPO and
-            #    REINFORCE with only one step do without: part 4 computes them. Then the log-probs
-            #    of the reference: the teacher, or the policy when RL began
+            #    REINFORCE with one step usually do without: part 4 computes them. Then the
+            #    log-probs of the reference: the teacher, or the policy when RL began
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature

@@ -208,7 +208,10 @@ def load_policy(
         head = nn.Linear(text_config.hidden_size, 1, device=torch_device, dtype=torch.float32)
         nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
         nn.init.zeros_(head.bias)
-    limit = text_config.max_position_embeddings
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit is None:
+        raise UsageError(f"{flag} {model_id}: this kind of model is not supported: its config.json "
+                         "has no max_position_embeddings; take another model")  # fmt: skip
     policy = Policy(
         model=model,
         tokenizer=tokenizer,

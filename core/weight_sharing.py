@@ -14,12 +14,15 @@ padded to its own ranks, so they are not shared: `copy_adapters` copies a few me
 """
 
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
 FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 FUSED_INTO = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
@@ -57,10 +60,10 @@ def register_loader(shared: dict[str, Tensor]) -> None:
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     class SharedWeightsLoader(BaseModelLoader):
-        def download_model(self, model_config: Any) -> None:
+        def download_model(self, model_config: "ModelConfig") -> None:
             pass
 
-        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        def load_weights(self, model: nn.Module, model_config: "ModelConfig") -> None:
             bind_weights(model, shared)
 
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:

@@ -7,12 +7,17 @@ import shutil
 import pytest
 import torch
 from conftest import load_small
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+)
 
 from core.checkpoint import export_model
 from core.model import load_policy, pick_device
 from core.optimizer import make_optimizer
-from core.tiny import PRETRAINED, write_tiny
+from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
 from core.types import UsageError
 
 IDS = torch.tensor([[65, 66, 67, 68]])
@@ -173,3 +178,16 @@ def test_the_number_of_logits_in_a_chunk_does_not_grow_with_the_vocabulary(polic
     for vocabulary in (384, 32_000, 151_936):
         monkeypatch.setattr(config, "vocab_size", vocabulary)
         assert 2**24 < policy.logits_chunk * vocabulary <= 2**25
+
+
+def test_a_model_without_a_context_length_is_refused_in_one_line(tmp_path):
+    tokenizer = tiny_tokenizer()
+    config = RecurrentGemmaConfig(
+        vocab_size=704, hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, lru_width=32, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"not supported: its config\.json has no max_position"):
+        load_policy(str(tmp_path), device="cpu")
