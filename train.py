@@ -5,19 +5,20 @@
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
 A task is an environment and a seed. A rollout is one episode of a task: one or more turns, each a
-prompt and the completion that the policy sampled for it. The G rollouts of a task (--group-size)
-are a group. Each update samples the rollouts of P tasks (--num-prompts), turns their rewards into
-advantages, and takes gradient steps, by default one.
+prompt and the completion that the policy (the model in training) sampled; its return is the sum of
+its rewards. The G rollouts of a task (--group-size) are a group. Each update samples those of P
+tasks (--num-prompts), turns rewards into advantages (how much better than expected a rollout did),
+and takes gradient steps, by default one.
 
 The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
 Shapes: [B, N] has one row per rollout, P·G or fewer, and one column per sampled token (padded on
 the right). A forward pass works on a micro-batch: b sequences of T tokens, prompts included; each
-sequence is a rollout or a part of one. micro_batches() copies [B, N] to [b, T-1], where column t is
-token t+1. completion_mask marks the sampled tokens, loss_mask those that are trained on. A process
-of torchrun is a rank: all ranks have all B rollouts, and each trains on its share. The settings are
-in core/config.py; validate() refuses those of other algorithms, so with GRPO cfg.ppo has defaults.
+is a rollout, or a part of one if the environment changed the context between turns. micro_batches()
+copies [B, N] to [b, T-1], where column t is token t+1. completion_mask marks the sampled tokens,
+loss_mask those that are trained on. A process of torchrun is a rank: all ranks have all B rollouts,
+each trains on its share. Settings are in core/config.py; cfg.ppo without PPO has no effect.
 """
 
 import math
@@ -87,8 +88,8 @@ def main(cfg: Config) -> int:
             sampled_at = perf_counter()
 
             # 2. The trainer's log-probs (and PPO's values) before the first gradient step. GRPO and
-            #    REINFORCE with one step usually do without: part 4 computes them. Then the
-            #    log-probs of the reference: the teacher, or the policy when RL began
+            #    REINFORCE with one step usually do without: part 4 computes them. Then those of the
+            #    reference: the teacher, or the policy when RL began (with LoRA the base model)
             if needs_old_logprobs(cfg):
                 batch.old_logprobs, batch.values = score_logprobs(
                     run.policy, batch, cfg.temperature
@@ -98,21 +99,22 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages
             rewards, turn_ids = shape_rewards(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # False: token weight 0
+            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # a token off it: weight 0
             batch.advantages, batch.value_targets = algorithm.compute_advantages(
                 rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
                 cfg.gamma, options,
             )  # fmt: skip
-            selection.limit_covariance(cfg, batch, loss_mask, update)  # --clip-cov, --kl-cov
+            # --clip-cov sets advantages in `batch` to 0, --kl-cov sets batch.kl_cov_coef
+            selection.limit_covariance(cfg, batch, loss_mask, update)
 
-            # 4. Gradient steps, one per minibatch. A loss is a sum over tokens, so the gradients of
-            #    the micro-batches of a step add up to the gradient of the step
+            # 4. Gradient steps, one per minibatch (by default all rollouts). A loss is a sum over
+            #    tokens with weights, by default 1 / tokens of the minibatch, so the gradients of
+            #    the micro-batches add up to that of the step
             stats = UpdateStats(cfg, batch)
             aggregation = cfg.grpo.aggregation or "token"  # REINFORCE and PPO: token
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
-            for epoch, rows in minibatches(
-                len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed
-            ):
+            steps = minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
+            for epoch, rows in steps:
                 batch.token_weights = common.token_weights(
                     loss_mask, aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
@@ -204,8 +206,7 @@ def warm_start(cfg: Config, run: Run) -> None:
     """Supervised steps on demonstrations, so that the policy can do the task at all.
 
     A fraction `cfg.sft_hasty` of the demonstrations are guesses in the right format; the others
-    work the answer out. RL can then learn to prefer working it out. The model "tiny" was made in
-    this way; "tiny-random" needs it.
+    work the answer out, which RL can then learn to prefer.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     with run.display.phase("warm start", cfg.sft_steps, run.progress["sft_step"]) as phase:
@@ -230,9 +231,8 @@ def warm_start(cfg: Config, run: Run) -> None:
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
     """Samples G rollouts for each of P tasks. Returns all of them, and those to train on.
 
-    Rollouts whose environment failed are not trained on. With --filter-groups n, groups
-    of equal returns, whose advantages in GRPO are 0, are not trained on either: up to n further
-    rounds sample other tasks in their place. --curriculum raises and lowers the tasks' level.
+    Not trained on: rollouts whose environment failed and, with --filter-groups n, groups of equal
+    returns, for which up to n more rounds sample other tasks. --curriculum adapts the level.
     """
     envs = tasks.training_envs(cfg.env, cfg.train_difficulty, run.progress["level"])
     sampled: list[Rollout] = []
@@ -273,7 +273,7 @@ def forward(
 
 def needs_old_logprobs(cfg: Config) -> bool:
     """Whether log-probs (and PPO's values) are needed before the first gradient step."""
-    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
+    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1  # --kl-cov has several
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     return several_steps or kl_in_reward or config.has_value_head(cfg) or cfg.clip_cov > 0
 
@@ -299,7 +299,7 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
     """Rewards [B, N] with the length and KL penalties, and the turn of each token [B, N].
 
     The environment's rewards are at the last token of each turn. With --credit episode (the default
-    of all but PPO) rewards are discounted from the start of the episode and all tokens belong to
+    of all but PPO) rewards are discounted here, from the episode's start, and all tokens belong to
     one turn, so REINFORCE and GRPO credit each token with the return of the episode.
     """
     rewards, turn_ids = cfg.reward_coef * batch.rewards, batch.turn_ids
@@ -344,7 +344,7 @@ def regularizers(
     """What --entropy-coef, --kl-coef, --kl-cov add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and,
-    except in --kl-cov, the policy ratio ρ, here never clipped. Without ρ the KL would be biased.
+    except in --kl-cov, the policy ratio ρ, never clipped (why: common.weighted_kl).
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask

@@ -119,7 +119,7 @@ def token_weights(
 
         token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
         sequence    1 / (S · tokens of its rollout)                  GRPO, arXiv:2402.03300
-        prompt      1 / (M · tokens of its group)                    ScaleRL, arXiv:2510.13786
+        prompt      1 / (M · tokens of its group in the step)        ScaleRL, arXiv:2510.13786
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
     S is the number of rollouts in the step, M the number of their groups. With `sequence`, which
@@ -176,9 +176,9 @@ def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
         cov_t = (log π_old(x_t) - mean) (A_t - mean)                        arXiv:2505.22617
 
-    The means are over all tokens of the mask. The policy gradient lowers the entropy in proportion
-    to the mean of cov_t, to which a few tokens contribute most: likely ones with a high advantage,
-    and unlikely ones with a low advantage. Clip-Cov and KL-Cov hold these tokens back.
+    The means are over all tokens of the mask. The policy gradient lowers the entropy roughly in
+    proportion to the mean of cov_t, to which a few tokens contribute most: likely ones with a high
+    advantage, and unlikely ones with a low advantage. Clip-Cov and KL-Cov hold these tokens back.
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> covariance(torch.tensor([[-1.0, -3.0, 9.0]]), torch.tensor([[2.0, 0.0, 9.0]]), mask)

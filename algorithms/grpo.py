@@ -6,10 +6,10 @@
 R_i is the return of rollout i, ρ_t the policy ratio of its token t; π_old is the trainer's policy
 before the first gradient step of the update. The std is that of a sample (n-1), plus 1e-4. The
 reward does not depend on the weights, so it has no gradient. The min, called the surrogate, has
-one: at ρ = 1 the policy gradient A ∇ log π. Minimizing L maximizes it. The code also multiplies
-each token's term by its token weight, which turns the sum into a mean, and by its importance
-weight, π_old / π_sampler capped at --tis-cap. In the first gradient step of an update ρ is 1 and
-nothing is clipped; by default there is only that one.
+one: at ρ = 1 the policy gradient A ∇ log π. Minimizing L maximizes the surrogate. The code also
+multiplies each token's term by its token weight, which turns the sum into a mean, and by its
+importance weight, π_old / π_sampler capped at --tis-cap. In the first gradient step of an update
+ρ is 1 and nothing is clipped; by default there is only that one.
 
 Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
 The default is dapo: every token counts the same, whatever the length of its rollout.

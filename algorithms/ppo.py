@@ -5,17 +5,19 @@
                                                                  PPO, arXiv:1707.06347
 
 ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
-from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. γ_t is γ if t is
-the last token of a turn and 1 otherwise (--credit episode: always 1); λ applies per token. The code
-also multiplies both terms by the token's weight, which turns the sum into a mean, and the policy
-term by its importance weight. The squared error is that of V or, if larger, that of V limited to
-V_old ± v, with v = --ppo.value-clip (0: no limit). In the first gradient step of an update ρ is
-1 and nothing is clipped; by default there is only that one.
+from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. A_t compares the
+rewards that followed token t with V_t: λ = 1 counts all of them, λ = 0 the next reward and V_{t+1}
+in place of the rest. γ_t is γ if t is the last token of a turn and 1 otherwise (--credit episode:
+always 1; train.py has discounted the rewards); λ applies per token. The code also multiplies both
+terms by the token's weight, which turns the sum into a mean, and the policy term by its importance
+weight. The squared error is that of V or, if larger, that of V limited to V_old ± v, with v =
+--ppo.value-clip (by default 0.5; 0: no limit). In the first gradient step of an update ρ is 1 and
+nothing is clipped; by default there is only that one.
 
-The value head is a linear layer on the policy's last hidden state, so one forward pass computes
-values and log-probs; the value loss trains the policy's layers too. After the last token V is 0,
-also where --max-turns or the context length ended the episode: these limits are part of the task,
-and there is no value after the last token to bootstrap with.
+The value head is a linear layer on the hidden states of the policy's last layer, so one forward
+pass computes values and log-probs; the value loss trains the policy's layers too. After the last
+token V is 0, also where --max-turns or the context length ended the episode: these limits are part
+of the task.
 
 --ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
 not biased by a value head that is initialized to 0 and still untrained. Together with

@@ -3,12 +3,14 @@
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
 ρ_t = π(x_t) / π_old(x_t), the policy ratio, is 1 in the first step of an update, as in Williams's
-paper; in later steps it corrects for tokens that an older policy sampled. It is not clipped.
+paper. In later steps the gradient is an approximation: ρ_t corrects for token t, which an older
+policy sampled, but not for the other tokens of the rollout. It is not clipped.
 
 The baseline b is the mean return of the batch, that of the group, for each rollout the mean of the
 other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740), or 0. A mean over n rollouts
 that contains the rollout's own return multiplies the expected gradient by 1 - 1/n; the
-leave-one-out mean leaves it as it is. `normalize` scales the advantages as REINFORCE++ does
+leave-one-out mean leaves it as it is (both for token weights that do not depend on the sampled
+lengths). `normalize` scales the advantages as REINFORCE++ does
 (arXiv:2501.03262): over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out

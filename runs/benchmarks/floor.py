@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
 from pairs import in_child, publish, run_child, spread
-from workload import SHAPES, Shape, Workload
+from workload import SHAPES, Shape, Workload, result_name, tokenizer_of
 
 FLOAT = 4  # bytes
 KINDS = {  # kind of operation: parts of the names of PyTorch's operations
@@ -68,25 +68,26 @@ class Work:
 def main(args: Args) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     cases = []
-    shape = SHAPES[args.shape]
-    rates = in_child(__file__, "measure_rates", shape=args.shape,
+    shape = SHAPES[args.model]
+    rates = in_child(__file__, "measure_rates", shape=args.model,
                      rows=args.num_prompts * args.group_size, many=args.our_tokens)  # fmt: skip
     print({name: f"{rate:.3g}" for name, rate in rates.items()}, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         script = str(Path(__file__).with_name("vs_trl.py"))
-        in_child(script, "make", folder=folder, size=args.shape, dtype="float32")
+        in_child(script, "make", folder=folder, size=args.model, dtype="float32")
         for tokens in args.prompt_tokens:
             sizes = {"num_prompts": args.num_prompts, "group_size": args.group_size,
                      "prompt_tokens": tokens, "max_tokens": args.max_tokens}  # fmt: skip
             run = sizes | {"folder": folder, "gpu": False, "tokens": args.our_tokens,
-                           "lora_rank": 0, "steps": 3}  # fmt: skip
+                           "lora_rank": 0, "steps": 3,
+                           "tokenizer": tokenizer_of(args.model)}  # fmt: skip
             measured = [in_child(script, "picorl", **run) for _ in range(args.rounds)]
             floor = {n: vars(work) for n, work in count(shape, **sizes).items()}
             spent = in_child(__file__, "profiled", **run)
             cases.append(sizes | {"rates": rates, "floor": floor, "measured": measured,
                                   "spent": spent})  # fmt: skip
             print(f"prompts of {tokens} tokens measured", flush=True)
-    publish("floor", cases, table, args.write)
+    publish(result_name("floor", args), cases, table, args.write)
 
 
 def count(

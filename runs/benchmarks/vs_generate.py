@@ -36,9 +36,9 @@ class Args(Workload):
 def main(args: Args) -> None:
     cases = []
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, SHAPES[args.shape])
+        save_model(folder, SHAPES[args.model])
         for tokens in args.prompt_tokens:
-            cases.append({"shape": args.shape} | pair(args, folder, tokens))
+            cases.append({"shape": args.model} | pair(args, folder, tokens))
     publish("vs_generate", cases, table, args.write)
 
 

@@ -1,6 +1,7 @@
 """A training step of picoRL and of TRL's GRPOTrainer: sampling, training pass, optimizer step.
 
     python runs/benchmarks/vs_trl.py         # on the CPU, 10 minutes
+    python runs/benchmarks/vs_trl.py --model smollm2 --num-prompts 2 --steps 2   # half an hour
     python runs/benchmarks/vs_trl.py --gpu   # TRL with vLLM in its process; needs vLLM
     python runs/benchmarks/vs_trl.py --rounds 1 --steps 1 --no-write
 
@@ -29,9 +30,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
 from pairs import Side, alternate, in_child, publish, ratios, run_child, spread, verdict
-from workload import Workload
+from workload import Workload, result_name, tokenizer_of
 
-GOALS = {50: 0.6, 200: 0.4}  # maximum of picoRL's time / TRL's time on the CPU, by prompt length
+GOALS = {  # maximum of picoRL's time / TRL's time on the CPU, by model and prompt length
+    "4M": {50: 0.6, 200: 0.4},
+    "smollm2": {50: 0.6, 200: 0.5},
+}
 SIZES = ("0.6B", "1.7B", "4B")
 RANK = 32
 GB = 2**30
@@ -54,22 +58,24 @@ def main(args: Args) -> None:
     if args.gpu and args.max_tokens == Args.max_tokens:
         args = replace(args, max_tokens=512, prompt_tokens=(200,), our_tokens=8192, trl_rows=8)
     cases = []
-    for size in args.sizes if args.gpu else (args.shape,):
+    for size in args.sizes if args.gpu else (args.model,):
         with tempfile.TemporaryDirectory() as folder:
             dtype = "bfloat16" if args.gpu else "float32"
             weights = in_child(__file__, "make", folder=folder, size=size, dtype=dtype)["weights"]
             for tokens in args.prompt_tokens:
                 for rank in (0, RANK) if args.gpu else (0,):
-                    case = pair(args, folder, tokens, rank)
+                    case = pair(args, folder, tokenizer_of(size), tokens, rank)
                     cases.append({"size": size, "weights": weights} | case)
-        publish("vs_trl", cases, table, args.write)
+        publish(result_name("vs_trl", args), cases, table, args.write)
 
 
-def pair(args: Args, folder: str, prompt_tokens: int, lora_rank: int) -> dict[str, Any]:
+def pair(
+    args: Args, folder: str, tokenizer: str, prompt_tokens: int, lora_rank: int
+) -> dict[str, Any]:
     """Measures one row of the table. Raises RuntimeError if the sides did different work."""
     work = {k: getattr(args, k) for k in ("num_prompts", "group_size", "max_tokens", "steps")}
     work |= {"prompt_tokens": prompt_tokens, "lora_rank": lora_rank}
-    settings = work | {"folder": folder, "gpu": args.gpu}
+    settings = work | {"folder": folder, "gpu": args.gpu, "tokenizer": tokenizer}
     print(f"prompts of {prompt_tokens} tokens, LoRA rank {lora_rank}", flush=True)
 
     def side(part: str, **options: Any) -> Side:
@@ -115,7 +121,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                 cells += [spread([p.get(k, 0.0) for p in peaks], ".1f")
                           for k in ("training", "all")]  # fmt: skip
             else:
-                goal = GOALS.get(case["prompt_tokens"])
+                goal = GOALS.get(case["size"], {}).get(case["prompt_tokens"])
                 compared = name != "picoRL" and goal
                 cells.append(verdict(statistics.median(ratio), goal) if compared else "")
             lines.append(f"| {' | '.join(cells)} |")
@@ -202,14 +208,14 @@ class StepTimer:
 
 
 def make(folder: str, size: str, dtype: str) -> dict[str, Any]:
-    from workload import SHAPES, save_model
+    from workload import save
 
-    return {"weights": save_model(folder, SHAPES[size], dtype)}
+    return {"weights": save(folder, size, dtype)}
 
 
 def picorl(
     folder: str, gpu: bool, tokens: int, lora_rank: int, num_prompts: int, group_size: int,
-    prompt_tokens: int, max_tokens: int, steps: int,
+    prompt_tokens: int, max_tokens: int, steps: int, tokenizer: str = "tiny",
 ) -> dict[str, Any]:  # fmt: skip
     """Measures steps of picoRL, in a run of train.py."""
     import workload  # noqa: F401 (registers its environment)
@@ -239,8 +245,9 @@ def picorl(
     try:
         with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
             os.chdir(empty)  # for runs/
+            env = f"speed:prompt_tokens={prompt_tokens},tokenizer={tokenizer}"
             train.main(train.Config(
-                model_id=folder, env=(f"speed:prompt_tokens={prompt_tokens}",),
+                model_id=folder, env=(env,),
                 num_updates=steps + 1, num_prompts=num_prompts, group_size=group_size,
                 max_tokens=max_tokens, max_turns=1, max_model_len=prompt_tokens + max_tokens,
                 max_tokens_per_micro_batch=tokens, lora_rank=lora_rank, sft_steps=0,
@@ -255,7 +262,7 @@ def picorl(
 
 def trl(
     folder: str, gpu: bool, rows: int, lora_rank: int, num_prompts: int, group_size: int,
-    prompt_tokens: int, max_tokens: int, steps: int, sleep: bool = False,
+    prompt_tokens: int, max_tokens: int, steps: int, tokenizer: str = "tiny", sleep: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Measures steps of TRL's GRPOTrainer."""
     from datasets import Dataset
@@ -273,7 +280,8 @@ def trl(
         return [reward(completion[0]["content"]) for completion in completions]
 
     number = num_prompts * (steps + 1)
-    data = Dataset.from_list([{"prompt": prompt(seed, prompt_tokens)} for seed in range(number)])
+    prompts = [prompt(seed, prompt_tokens, tokenizer) for seed in range(number)]
+    data = Dataset.from_list([{"prompt": messages} for messages in prompts])
     with tempfile.TemporaryDirectory() as out:
         trainer = GRPOTrainer(
             model=folder, reward_funcs=rewards, train_dataset=data, callbacks=[EndOfStep()],

@@ -24,8 +24,8 @@ from environments.registry import register
 if TYPE_CHECKING:
     from core.model import Policy
 
-LETTERS = "bcdfghjklm"  # one token each: no word of the tiny tokenizer is spelt with them alone
-TEMPLATE_TOKENS = 3  # <|user|> .. <|end|><|assistant|>
+DIGITS = "0123456789"  # one token each, for the tokenizers of tiny and of smollm2
+TEMPLATE_TOKENS = {"tiny": 3, "smollm2": 30}  # of the chat template, by the tokenizer's model
 COORDINATE, FAR = 0, -1000.0
 
 
@@ -60,6 +60,7 @@ SHAPES = {
     "minute": Shape(32, 64, 2, 4, 2, 8),
     "tiny": Shape(128, 384, 4, 4, 2, 32, 704),  # core/tiny.py
     "4M": Shape(256, 768, 5, 4, 2, 64),
+    "smollm2": Shape(576, 1536, 30, 9, 3, 64, 49152),  # a Llama; its weights are the real ones
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
     "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151936),
     "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936),
@@ -75,8 +76,13 @@ class Workload:
     num_prompts: int = 8
     group_size: int = 8
     max_tokens: int = 64  # tokens of every completion
-    shape: str = "4M"  # model, of workload.SHAPES
+    model: str = "4M"  # of workload.SHAPES
     write: bool = True  # save the results as JSON and write the table into README.md
+
+
+def save(folder: str, model: str, dtype: str = "float32") -> int:
+    """Saves a model that never ends a completion. Returns the number of weights."""
+    return save_smollm2(folder) if model == "smollm2" else save_model(folder, SHAPES[model], dtype)
 
 
 def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
@@ -108,10 +114,38 @@ def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def prompt(seed: int, tokens: int) -> list[Message]:
-    """Returns a chat of exactly `tokens` tokens with the chat template of `tiny`."""
+def save_smollm2(folder: str) -> int:
+    """Saves `smollm2` in float32 with the embeddings of the end tokens set to 0; see `save`.
+
+    Their logits are then 0 too, far below those of likely tokens.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from core.smollm2 import smollm2_folder
+
+    converted = smollm2_folder()
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype="float32")
+    ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|endoftext|>")]
+    model.get_input_embeddings().weight.data[ends] = 0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(p.numel() for p in model.parameters())
+
+
+def tokenizer_of(model: str) -> str:
+    return "smollm2" if model == "smollm2" else "tiny"
+
+
+def result_name(script: str, args: Workload) -> str:
+    """The name of the results: those of the pretrained model have their own file and table."""
+    return f"{script}_smollm2" if args.model == "smollm2" else script
+
+
+def prompt(seed: int, tokens: int, tokenizer: str = "tiny") -> list[Message]:
+    """Returns a chat of exactly `tokens` tokens with the tokenizer and template of that model."""
     rng = random.Random(seed)
-    text = "".join(rng.choices(LETTERS, k=tokens - TEMPLATE_TOKENS))
+    text = "".join(rng.choices(DIGITS, k=tokens - TEMPLATE_TOKENS[tokenizer]))
     return [{"role": "user", "content": text}]
 
 
@@ -122,13 +156,13 @@ def reward(text: str) -> float:
 
 @register("speed")
 class Speed(Env):
-    """One turn; `prompt_tokens`: tokens of the prompt."""
+    """One turn; `prompt_tokens`: tokens of the prompt with the `tokenizer` of that model."""
 
-    def __init__(self, prompt_tokens: int = 50):
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, prompt_tokens: int = 50, tokenizer: str = "tiny"):
+        self.prompt_tokens, self.tokenizer = prompt_tokens, tokenizer
 
     def reset(self, seed: int) -> list[Message]:
-        return prompt(seed, self.prompt_tokens)
+        return prompt(seed, self.prompt_tokens, self.tokenizer)
 
     def step(self, response: str) -> Step:
         return Step(None, reward(response), True, {"correct": False})
