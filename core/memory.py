@@ -28,7 +28,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from core import distributed
 from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
-from core.model import MAX_LOGITS, Policy
+from core.model import Policy
 from core.optimizer import MasterAdamW
 from core.types import Fault, OutOfMemory
 
@@ -61,7 +61,7 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
     if free is None:
         policy.micro_batch_tokens = cfg.max_tokens_per_micro_batch or CPU_BUDGET
         return []
-    available = USABLE * (free - future_bytes - LOGIT_COPIES * 4 * MAX_LOGITS)
+    available = USABLE * (free - future_bytes - LOGIT_COPIES * 4 * policy.max_logits)
     longest = max(min(cfg.max_model_len, policy.max_length), cfg.max_tokens_per_micro_batch or 0)
     if cfg.gradient_checkpointing == "auto" and available < longest * bytes_per_token(policy):
         checkpoint_layers(policy)

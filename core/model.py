@@ -32,7 +32,6 @@ from core.smollm2 import smollm2_folder
 from core.tiny import write_tiny
 from core.types import UsageError
 
-MAX_LOGITS = 2**25  # float32 logits that may exist at one time: 128 MiB, plus copies in the softmax
 PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 MAX_REASON = 200  # characters of another library's error message that are shown
@@ -121,7 +120,14 @@ class Policy:
     @property
     def logits_chunk(self) -> int:
         """Number of tokens whose logits may exist at one time."""
-        return max(1, MAX_LOGITS // self.causal_lm.config.get_text_config().vocab_size)
+        return max(1, self.max_logits // self.causal_lm.config.get_text_config().vocab_size)
+
+    @property
+    def max_logits(self) -> int:
+        """Float32 logits that may exist at one time, without copies in the softmax."""
+        if self.device.type != "cuda":
+            return max_logits()
+        return max_logits(torch.cuda.get_device_properties(self.device).total_memory)
 
     def to_logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [N, V] of hidden states [N, D]: what the model itself returns.
@@ -225,6 +231,15 @@ def load_policy(
     )
     _check_logits(f"{flag} {model_id}", policy)
     return policy
+
+
+def max_logits(gpu_bytes: int = 0) -> int:
+    """2^25 logits, 128 MiB; on a GPU that has `gpu_bytes` 1/64 of them, from 128 MiB to 1 GiB.
+
+    In full fine-tuning each chunk of logits computes a gradient of the whole output layer, so a
+    GPU with the memory for larger chunks is faster with them.
+    """
+    return min(2**28, max(2**25, gpu_bytes // (64 * 4)))
 
 
 def pick_device(name: str) -> torch.device:

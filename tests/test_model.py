@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +179,17 @@ def test_the_number_of_logits_in_a_chunk_does_not_grow_with_the_vocabulary(polic
     for vocabulary in (384, 32_000, 151_936):
         monkeypatch.setattr(config, "vocab_size", vocabulary)
         assert 2**24 < policy.logits_chunk * vocabulary <= 2**25
+
+
+@pytest.mark.parametrize(
+    ("gb", "chunk"), [(2, 220), (8, 220), (24, 3 * 2**25 // 151_936), (80, 1766), (141, 1766)]
+)
+def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_at_most_1_gib(policy, monkeypatch, gb, chunk):
+    gpu = SimpleNamespace(total_memory=gb * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(policy.causal_lm.config, "vocab_size", 151_936)
+    assert policy.logits_chunk == chunk
 
 
 def test_a_model_without_a_context_length_is_refused_in_one_line(tmp_path):

@@ -196,12 +196,18 @@ def test_memory_grows_with_each_argument(device, rank):
 def test_the_chosen_model_and_micro_batch_are_the_largest_that_fit(machine, rank):
     chosen = fit.largest_model(machine, rank)
     micro = fit.micro_batch(chosen, machine, rank)
-    assert fit.memory(chosen, machine.device, rank, micro)["peak"] <= machine.available
+    assert fit.peak(chosen, machine, rank, micro) <= machine.available
     if micro < 1024 * fit.MAX_MICRO_BATCH:
-        assert fit.memory(chosen, machine.device, rank, micro + 1024)["peak"] > machine.available
+        assert fit.peak(chosen, machine, rank, micro + 1024) > machine.available
     for m in fit.MODELS:
         if fit.num_weights(m) > fit.num_weights(chosen):
-            assert fit.memory(m, machine.device, rank, 1024)["peak"] > machine.available
+            assert fit.peak(m, machine, rank, 1024) > machine.available
+
+
+def test_a_larger_gpu_computes_more_logits_at_a_time():
+    m = next(m for m in fit.MODELS if m.vocab == 151_936)
+    logits = [fit.memory(m, "cuda", 0, 4096, gpu)["logits"] for gpu in (8, 24, 80)]
+    assert logits == [0.5, 1.5, 4.0]  # GB: four copies of a 64th, at most 1 GiB each
 
 
 def test_the_readme_has_the_tables_of_the_script():

@@ -15,7 +15,8 @@ weight; GB = 2^30 bytes. Bytes of each term:
     one gradient  (s + 4) V D       full: the gradient of the embedding before it is added
     activations   (L + 1) saved t   saved by each layer; one more for the gradients of a layer
                   + (4 + 3s) D t    the last norm, its output, and its rows that predict a token
-    logits        16 min(V t, 2^25) at most 4 float32 copies of one chunk, in the backward pass
+    logits        16 min(V t, l)    at most 4 float32 copies of one chunk, in the backward pass;
+                                    l = 2^25, on a GPU 1/256 of its bytes (at most 2^28)
     step          4 N or 8 V D      temporaries of AdamW: for all weights on CUDA, otherwise for the
                                     largest
     cache         2 K L s B T       keys and values of all tokens (prefill needs less than this)
@@ -48,7 +49,7 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 from record import write_table  # noqa: E402
 
-from core.model import MAX_LOGITS  # noqa: E402
+from core.model import max_logits  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
@@ -87,6 +88,7 @@ class Machine:
     name: str
     device: str  # cpu, mps, cuda
     available: float  # GB for the terms above: what the run may use, minus a reserve
+    gpu: int = 0  # GB of the GPU; 0: none
 
 
 MODELS = [
@@ -109,7 +111,7 @@ MACHINES = [
     Machine("laptop CPU, 10 of 16 GB free", "cpu", 10 - 1),
     Machine("Mac, 16 GB, 70% usable", "mps", 0.7 * 16 - 1),
     Machine("Mac, 32 GB, 70% usable", "mps", 0.7 * 32 - 1),
-    *(Machine(f"GPU, {size} GB", "cuda", 0.9 * size - 1.5) for size in (8, 16, 24, 80)),
+    *(Machine(f"GPU, {size} GB", "cuda", 0.9 * size - 1.5, size) for size in (8, 16, 24, 48, 80)),
 ]
 
 
@@ -146,8 +148,12 @@ def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = T
     return norms + inputs + size * attention + 4 * m.heads + mlp + 28 * rank
 
 
-def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
-    """Returns the GB of each term and phase; `micro`: tokens in a micro-batch; rank 0: no LoRA."""
+def memory(m: Model, device: str, rank: int, micro: int, gpu: int = 0) -> dict[str, float]:
+    """Returns the GB of each term and phase.
+
+    `rank` 0: no LoRA; `micro`: tokens in a micro-batch; `gpu`: GB of the GPU, which decide the size
+    of a chunk of logits.
+    """
     size, cuda = (2, True) if device == "cuda" else (4, False)
     weights, adapters = num_weights(m), num_adapter_weights(m, rank)
     trained, largest = adapters if rank else weights, m.vocab * m.width
@@ -161,7 +167,7 @@ def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
         "gradients": 4 * trained,
         "one gradient": 0 if rank else (size + 4) * largest,
         "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
-        "logits": 16 * min(m.vocab * tokens, MAX_LOGITS),
+        "logits": 16 * min(m.vocab * tokens, max_logits(gpu * GB)),
         "step": 4 * trained if cuda else 8 * min(trained, largest),
         "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
         "drawing": 16 * m.vocab * rollouts,
@@ -175,10 +181,15 @@ def memory(m: Model, device: str, rank: int, micro: int) -> dict[str, float]:
     return gb
 
 
+def peak(m: Model, machine: Machine, rank: int, micro: int) -> float:
+    """Returns the GB that the model needs on the machine."""
+    return memory(m, machine.device, rank, micro, machine.gpu)["peak"]
+
+
 def micro_batch(m: Model, machine: Machine, rank: int) -> int:
     """Returns the tokens of the largest micro-batch that fits, a multiple of 1,024; 0: none."""
     for n in range(1024 * MAX_MICRO_BATCH, 0, -1024):
-        if memory(m, machine.device, rank, n)["peak"] <= machine.available:
+        if peak(m, machine, rank, n) <= machine.available:
             return n
     return 0
 
@@ -208,7 +219,7 @@ def lines() -> list[str]:
         for rank, trained in ((0, "all weights"), (RANK, f"LoRA, rank {RANK}")):
             m = largest_model(machine, rank)
             n = micro_batch(m, machine, rank)
-            needed = memory(m, machine.device, rank, n)["peak"]
+            needed = peak(m, machine, rank, n)
             table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {needed:.1f} GB | "
                          f"{machine.available:.1f} GB |")  # fmt: skip
             commands += [f"    # {machine.name}: {trained}", f"    {command(m, machine, rank)}"]
@@ -223,7 +234,7 @@ def lines() -> list[str]:
         "",
         *commands,
         "",
-        "GB with the smallest micro-batch, one sequence:",
+        "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:",
         "",
         *models,
     ]
