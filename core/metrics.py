@@ -173,6 +173,9 @@ def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
             f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
             f"eval/{env}/openings": len(set(map(_opening, episodes))),
         }
+        if any("lenient" in r.info for r in episodes):
+            lenient = statistics.fmean(bool(r.info.get("lenient")) for r in episodes)
+            metrics[f"eval/{env}/lenient"] = lenient
     return metrics
 
 

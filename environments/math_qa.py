@@ -19,7 +19,8 @@ Observation: one user message; the second form is that of `style=plain`, for sma
     What is 17 - 8? Answer with the number only.
 
 The answer is the last <answer>..</answer> or \boxed{..} of the response. With `style=plain` it is
-the whole response, and `info["lenient"]` says whether the last number in it is right. Reward:
+the whole response. `info["lenient"]` is also True if only the last number of the response is right,
+whatever the form. Reward:
 
     0      no answer: it is missing, empty or longer than 200 characters; plain: no number
     0.1    a wrong answer
@@ -107,14 +108,13 @@ class MathQA(Env):
         return [user(f"{self.problem.question} {ASK[self.style].format(self.form)}")]
 
     def step(self, response: str) -> Step:
-        plain = self.style == "plain"
-        answer = self._plain_answer(response) if plain else find_answer(response)
+        answer = self._plain_answer(response) if self.style == "plain" else find_answer(response)
         correct = answer is not None and is_equal(answer, self.problem.answer)
         reward = 1.0 if correct else 0.0 if answer is None else 0.1
-        info = {"correct": correct, "answered": answer is not None}
-        if plain:
-            numbers = re.findall(r"-?[0-9][0-9.,/]*", response[-MAX_ANSWER:])
-            info["lenient"] = bool(numbers) and is_equal(numbers[-1], self.problem.answer)
+        numbers = re.findall(r"-?[0-9][0-9.,/]*", response[-MAX_ANSWER:])
+        last = numbers[-1].rstrip(".,/") if numbers else ""
+        lenient = correct or (bool(last) and is_equal(last, self.problem.answer))
+        info = {"correct": correct, "answered": answer is not None, "lenient": lenient}
         return Step(None, reward, True, info)
 
     def demonstrate(self, hasty: bool = False) -> str | None:

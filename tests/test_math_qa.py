@@ -78,18 +78,19 @@ def questions(env, seeds):
 def test_rewards_follow_the_table():
     env = MathQA()
     assert question(env, 713).startswith("What is 17 - 8? ")
-    for response, reward, answered in [
-        ("<answer>9</answer>", 1.0, True),
-        (r"\boxed{9.0}", 1.0, True),
-        ("<answer>10</answer>", 0.1, True),
-        ("<answer>17 - 8</answer>", 0.1, True),
-        ("<answer>nine</answer>", 0.1, True),
-        ("<answer></answer>", 0.0, False),
-        ("9", 0.0, False),
+    for response, reward, answered, lenient in [
+        ("<answer>9</answer>", 1.0, True, True),
+        (r"\boxed{9.0}", 1.0, True, True),
+        ("<answer>9</answer> and not 10", 1.0, True, True),
+        ("<answer>10</answer>", 0.1, True, False),
+        ("<answer>17 - 8</answer>", 0.1, True, False),
+        ("<answer>17 - 8 = 9, so nine</answer>", 0.1, True, True),
+        ("<answer></answer>", 0.0, False, False),
+        ("9", 0.0, False, True),
     ]:
         step = env.step(response)
         assert (step.message, step.reward, step.done) == (None, reward, True)
-        assert step.info == {"correct": reward == 1.0, "answered": answered}
+        assert step.info == {"correct": reward == 1.0, "answered": answered, "lenient": lenient}
 
 
 @pytest.mark.parametrize("response, reward, lenient", [

@@ -169,6 +169,18 @@ def test_update_stats_of_a_rank_without_micro_batches_are_those_of_the_last_epoc
     assert stats.means()["kl/approx"] == pytest.approx(0.1)
 
 
+def test_lenient_accuracy_is_there_where_an_environment_reports_it():
+    def rollout(env, **info):
+        return Rollout(env, "player", 0, 0, [], [], info=info)
+
+    metrics = eval_metrics([
+        rollout("a", correct=True, lenient=True), rollout("a", correct=False, lenient=True),
+        rollout("a", correct=False, lenient=False), rollout("a"), rollout("b", correct=True),
+    ])  # fmt: skip
+    assert (metrics["eval/a/accuracy"], metrics["eval/a/lenient"]) == (1 / 4, 1 / 2)
+    assert "eval/b/lenient" not in metrics
+
+
 def test_pass_at_k_by_hand():
     def rollout(env, group, correct):
         return Rollout(env, "player", 0, group, [], [], info={"correct": correct})

@@ -43,7 +43,8 @@ def trace_tokens(
     rows = choose_groups(rollouts, budget)
     new_logprobs = torch.zeros_like(batch.old_logprobs)
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
-    for micro in cut(sequences, min(MICRO_BATCH, policy.micro_batch_tokens), policy.device):
+    max_tokens = min(MICRO_BATCH, policy.micro_batch_tokens)
+    for micro in cut(sequences, max_tokens, policy.device, policy.packs_groups):
         logprobs, _, _ = forward(policy, micro, temperature)
         micro.scatter(logprobs, into=new_logprobs)
     columns: dict[str, Tensor | None] = {
