@@ -2,10 +2,10 @@
 
     pip install -e ".[vllm]" && python train.py --sampler vllm
 
-core/weight_sharing.py lays out the weights once for both models; its loader hands them to vLLM
-before vLLM captures CUDA graphs. After `optimizer.step()` vLLM reads the new weights. `sync` copies
-LoRA adapters into the engine's slots; they are never merged with the base weights. The KV cache is
-allocated only inside `with sampler:`; training can use its memory while the engine sleeps.
+core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
+After `optimizer.step()` vLLM reads the new weights. `sync` copies LoRA adapters into the engine's
+slots; they are never merged with the base weights. The KV cache is allocated only inside `with
+sampler:`; training can use its memory while the engine sleeps.
 """
 
 import copy
@@ -31,7 +31,6 @@ from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limit
 from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
-FAMILIES = ["Qwen2", "Qwen3", "Llama", "Gemma3"]  # with weights that can be shared
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
@@ -96,7 +95,7 @@ class NanoLLM(Sampler):
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
-        self.shared = weight_sharing.share_weights(policy.causal_lm)
+        self.shared: dict[str, torch.Tensor] = {}  # weights by vLLM's names
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments, eager)
@@ -227,7 +226,7 @@ class NanoLLM(Sampler):
         from vllm.v1.worker.gpu_worker import Worker
 
         policy = self.policy
-        weight_sharing.register_loader(self.shared)
+        self.shared = weight_sharing.register_loader(policy.causal_lm)
         if policy.dtype.itemsize == 2 and not frees_only_cache():
             # before 0.32 Model Runner V2 divides by the temperature in 16 bits
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -240,15 +239,20 @@ class NanoLLM(Sampler):
             return memory_pool(worker, tag) if tag == "kv_cache" else nullcontext()
 
         # sleep(level=1) frees all that is in vLLM's memory pool: keep the weights out of it
-        with patch.object(Worker, "_maybe_get_memory_pool_context", memory_pool_of_cache):
+        with (
+            patch.object(Worker, "_maybe_get_memory_pool_context", memory_pool_of_cache),
+            weight_sharing.undecorated(type(policy.causal_lm.get_decoder())),
+        ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         [engine_model] = self.engine.apply_model(lambda model: model)
         weight_sharing.check_bound(engine_model, self.shared)
         if policy.lora_rank:
-            with tempfile.TemporaryDirectory(prefix="nanollm-") as folder:
-                policy.model.save_pretrained(folder, save_embedding_layers=False)
-                self.lora_request = LoRARequest("policy", 1, folder)
-                self.engine.add_lora(self.lora_request)
+            request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
+            # zeros, for which vLLM reads no files; `sync` writes into its slots
+            self.engine.collective_rpc(
+                lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
+            )
+            self.engine.add_lora(request)
             self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
         if policy.device.type == "cpu":  # vLLM's CPU build has no sleep()
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
@@ -261,11 +265,11 @@ def why_not_shareable(policy: Policy) -> str:
     alternative = "or use --sampler torch"
     if importlib.util.find_spec("vllm") is None:
         return f'vLLM is not installed: pip install -e ".[vllm]", {alternative}'
-    model_class = type(policy.causal_lm).__name__
-    if model_class.removesuffix("ForCausalLM") not in FAMILIES:
-        return (f"vLLM shares weights with {', '.join(FAMILIES)}, not with {model_class}: "
-                f"use one of these, {alternative}")  # fmt: skip
-    if "quantization_config" in policy.causal_lm.config.to_dict():
+    config, model_class = policy.causal_lm.config, type(policy.causal_lm).__name__
+    if config.get_text_config() is not config:
+        return (f"--sampler vllm supports no multimodal models such as {model_class}: "
+                f"take a text model, {alternative}")  # fmt: skip
+    if "quantization_config" in config.to_dict():
         return f"quantized weights cannot be shared with vLLM: load them in bfloat16, {alternative}"
     if policy.lora_rank > LORA_RANKS[-1]:
         return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
@@ -366,7 +370,8 @@ def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -
     """Returns vLLM's memory limits; raises UsageError if no sequence of full length fits."""
     config = policy.causal_lm.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    values_per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    values_per_token = 2 * config.num_hidden_layers * num_heads * head_dim
     # whole blocks, and one that vLLM keeps for itself
     needed = (policy.max_length + 2 * CPU_BLOCK_SIZE) * values_per_token * policy.dtype.itemsize
     if policy.device.type == "cuda":

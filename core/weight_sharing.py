@@ -1,93 +1,102 @@
 """One set of weights for two models: Hugging Face trains the tensors that vLLM computes with.
 
-vLLM keeps q, k and v of a layer in one fused tensor, and gate and up of an MLP in another, where
-Hugging Face has five. `share_weights` allocates each fused tensor once and makes the Hugging Face
-parameters views of it:
+vLLM keeps some weights in another layout than Hugging Face. In most families q, k and v of a layer
+are one fused tensor, and gate and up of an MLP another. `share_weights` allocates each such tensor
+once and makes the Hugging Face parameters views of it:
 
     qkv_proj [q + k + v rows, D]   <-- vLLM multiplies by the whole tensor
       q_proj: the first rows       <-- the optimizer updates these views in place
       k_proj: the next rows
       v_proj: the last rows
 
-Every other tensor has the same name and shape in both models. vLLM stores LoRA adapters in slots
-padded to its own ranks, so they are not shared: `copy_adapters` copies a few megabytes.
+core/load_trace.py finds the views of any family. vLLM stores LoRA adapters in slots padded to its
+own ranks, so they are not shared: `copy_adapters` copies a few megabytes.
 """
 
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers.initialization import no_init_weights
+
+from core.load_trace import base_weights, find_views
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
-FUSED_PARTS = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
-FUSED_INTO = {part: fused for fused, parts in FUSED_PARTS.items() for part in parts}
-VOCABULARY_MULTIPLE = 64  # vLLM pads the rows of an embedding to a multiple of this
 LOAD_FORMAT = "shared"  # the name of our loader in vLLM
 CPU_GEMM = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 
 
-def share_weights(model: Any) -> dict[str, Tensor]:
-    """Returns the weights of a Hugging Face model under vLLM's names and in vLLM's layout.
+def share_weights(model: Any, engine_model: Any) -> dict[str, Tensor]:
+    """Makes both models use the same tensors, and returns these by vLLM's names.
 
-    Makes the parameters that vLLM fuses or pads views of new tensors. Leaves out LoRA adapters.
+    What vLLM fuses, pads or transposes becomes a new tensor in vLLM's layout, of which the Hugging
+    Face parameters are views. LoRA adapters are left out. Raises RuntimeError, before it changes
+    anything, if core/load_trace.py finds no such views.
     """
-    parts: dict[str, list[tuple[int, nn.Parameter]]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        if "lora_" not in name:
-            layer, _, kind = name.replace(".base_layer.", ".").rpartition(".")
-            fused, index = _fused_layer(layer)
-            parts[f"{fused}.{kind}"].append((index, parameter))
-    embeddings = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    shared = {}
-    for name, indexed in parts.items():
-        parameters = [parameter for _, parameter in sorted(indexed, key=lambda pair: pair[0])]
-        num_rows = sum(map(len, parameters))
-        if id(parameters[0]) in embeddings:
-            num_rows = -(-num_rows // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        whole = num_rows == len(parameters[0])
-        shared[name] = parameters[0].data if whole else _stack(parameters, num_rows)
+    weights, shared = base_weights(model), {}
+    all_views = find_views(model, engine_model)
+    for name, engine_parameter in engine_model.named_parameters():
+        views, shape = all_views[name], tuple(engine_parameter.shape)
+        tensor = weights[next(iter(views))].data
+        whole = (shape, tensor.stride(), 0)
+        if list(views.values()) != [whole] or not tensor.is_contiguous():
+            tensor = tensor.new_zeros(shape)
+            for weight, view in views.items():
+                part = tensor.as_strided(*view)
+                weights[weight].data = part.copy_(weights[weight].data)
+        engine_parameter.data = shared[name] = tensor
     return shared
 
 
-def register_loader(shared: dict[str, Tensor]) -> None:
-    """Registers a vLLM weight loader that binds `shared`, under the name LOAD_FORMAT."""
+def register_loader(model: Any) -> dict[str, Tensor]:
+    """Registers a vLLM weight loader, LOAD_FORMAT, that shares the weights of `model`.
+
+    Returns a dict in which the loader puts what `share_weights` returns.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    shared: dict[str, Tensor] = {}
 
     class SharedWeightsLoader(BaseModelLoader):
         def download_model(self, model_config: "ModelConfig") -> None:
             pass
 
-        def load_weights(self, model: nn.Module, model_config: "ModelConfig") -> None:
-            bind_weights(model, shared)
-
         def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-            hook = register_module_parameter_registration_hook(_drop_storage)
-            try:
-                with patch(CPU_GEMM, _use_unpacked_weight):
-                    return super().load_model(*args, **kwargs)
-            finally:
-                hook.remove()
+            with patch(CPU_GEMM, _use_unpacked_weight), ExitStack() as self.building:
+                hook = register_module_parameter_registration_hook(_drop_storage)
+                self.building.callback(hook.remove)
+                self.building.enter_context(no_init_weights())  # there is no memory to write to
+                return super().load_model(*args, **kwargs)
+
+        def load_weights(self, engine_model: nn.Module, model_config: "ModelConfig") -> None:
+            self.building.close()  # vLLM registers the shared tensors again when it processes them
+            shared.update(share_weights(model, engine_model))
 
     register_model_loader(LOAD_FORMAT)(SharedWeightsLoader)
+    return shared
 
 
-def bind_weights(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
-    """Makes every parameter of vLLM's model the shared one; raises RuntimeError if they differ."""
-    parameters = dict(engine_model.named_parameters())
-    if unmatched := sorted(parameters.keys() ^ shared.keys()):
-        raise RuntimeError(f"weights without a counterpart: {', '.join(unmatched[:4])}")
-    for name, parameter in parameters.items():
-        engine_kind, shared_kind = _describe(parameter), _describe(shared[name])
-        if engine_kind != shared_kind:
-            raise RuntimeError(f"{name} is {engine_kind} in vLLM and {shared_kind} in training")
-    for name, parameter in parameters.items():
-        parameter.data = shared[name]
+@contextmanager
+def undecorated(decoder_class: Any) -> Iterator[None]:
+    """Keeps a Hugging Face class usable when vLLM builds its own model from that class.
+
+    For families that vLLM has no code for, it changes the class in place so that it compiles
+    itself, which only vLLM's instances can do.
+    """
+    init = decoder_class.__init__
+    try:
+        yield
+    finally:
+        if decoder_class.__init__ is not init:
+            decoder_class.__init__ = init
+            decoder_class.do_not_compile = True  # vLLM's instances have an attribute of their own
 
 
 def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
@@ -98,7 +107,7 @@ def check_bound(engine_model: nn.Module, shared: dict[str, Tensor]) -> None:
 
 
 class AdapterSlot(NamedTuple):
-    """A LoRA layer of rank r: the trained matrices, and vLLM's tensors that they are copied to."""
+    """A LoRA layer of rank r, or some of its rows: what is trained, and vLLM's tensors for it."""
 
     A: Tensor  # [r, in]
     B: Tensor  # [out, r]
@@ -108,49 +117,58 @@ class AdapterSlot(NamedTuple):
 
 
 def adapter_slots(model: nn.Module, engine_model: nn.Module) -> list[AdapterSlot]:
-    """Pairs each LoRA layer of a Hugging Face model with its tensors in vLLM's model."""
+    """Pairs each LoRA layer of a Hugging Face model with its tensors in vLLM's model.
+
+    A vLLM layer has a slot for each of its fused parts. The rows of the shared weight tell which
+    slots belong to a Hugging Face layer: one, or several if that layer is fused as well (GLM-4).
+    Raises RuntimeError if there is none.
+    """
     from peft.tuners.lora import LoraLayer
 
-    engine_layers: dict[str, Any] = dict(engine_model.named_modules())
+    modules: Any = engine_model.modules()
+    engine_layers = {
+        layer.base_layer.weight.untyped_storage().data_ptr(): layer
+        for layer in modules
+        if hasattr(layer, "lora_a_stacked") and hasattr(layer.base_layer, "weight")
+    }
     slots = []
     for name, layer in model.named_modules():
         if isinstance(layer, LoraLayer):
-            A: Any = layer.lora_A["default"].weight
-            B: Any = layer.lora_B["default"].weight
-            fused, index = _fused_layer(name)
-            # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
-            engine_A = engine_layers[fused].lora_a_stacked[index][0, 0, : len(A)]
-            engine_B = engine_layers[fused].lora_b_stacked[index][0, 0, :, : len(A)]
-            slots.append(AdapterSlot(A, B, engine_A, engine_B, layer.scaling["default"]))
+            weight: Any = layer.get_base_layer().weight
+            engine_layer = engine_layers.get(weight.untyped_storage().data_ptr())
+            found = _slots_of_layer(layer, weight, engine_layer) if engine_layer else []
+            if sum(len(slot.B) for slot in found) != len(weight):
+                raise RuntimeError(f"vLLM has no LoRA adapter for the layer {name}")
+            slots += found
     return slots
 
 
 @torch.no_grad()
 def copy_adapters(slots: list[AdapterSlot]) -> None:
     """Copies A and (alpha / r) B of all layers into vLLM's tensors."""
-    torch._foreach_copy_([s.engine_A for s in slots], [s.A.data for s in slots])
-    scaled = torch._foreach_mul([s.B.data for s in slots], [s.scaling for s in slots])
+    torch._foreach_copy_([s.engine_A for s in slots], [s.A for s in slots])
+    scaled = torch._foreach_mul([s.B for s in slots], [s.scaling for s in slots])
     torch._foreach_copy_([s.engine_B for s in slots], scaled)
 
 
-def _fused_layer(layer: str) -> tuple[str, int]:
-    """Returns the name of the vLLM layer that contains a Hugging Face layer, and its index there.
-
-    >>> _fused_layer("model.layers.0.self_attn.v_proj"), _fused_layer("lm_head")
-    (('model.layers.0.self_attn.qkv_proj', 2), ('lm_head', 0))
-    """
-    parent, dot, part = layer.rpartition(".")
-    fused = FUSED_INTO.get(part, part)
-    return parent + dot + fused, FUSED_PARTS[fused].index(part) if fused in FUSED_PARTS else 0
-
-
-def _stack(parameters: list[nn.Parameter], num_rows: int) -> Tensor:
-    """Stacks the rows of the parameters, zero-padded to `num_rows`; each becomes a view."""
-    stacked = parameters[0].data.new_zeros(num_rows, *parameters[0].shape[1:])
-    sizes = [len(parameter) for parameter in parameters]
-    for parameter, rows in zip(parameters, stacked[: sum(sizes)].split(sizes), strict=True):
-        parameter.data = rows.copy_(parameter.data)
-    return stacked
+def _slots_of_layer(layer: Any, weight: Tensor, engine_layer: Any) -> list[AdapterSlot]:
+    A, B = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
+    whole, slots = engine_layer.base_layer.weight, []
+    if whole.stride() == weight.stride():
+        # rows of `weight` at which a slot begins and ends; others are of the layer's other parts
+        start = (whole.storage_offset() - weight.storage_offset()) // weight.stride(0)
+        for all_A, all_B in zip(
+            engine_layer.lora_a_stacked, engine_layer.lora_b_stacked, strict=True
+        ):
+            # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
+            engine_A, engine_B = all_A[0, 0, : len(A)], all_B[0, 0, :, : len(A)]
+            end = start + len(engine_B)
+            if start >= 0 and end <= len(B):
+                slots.append(
+                    AdapterSlot(A, B[start:end], engine_A, engine_B, layer.scaling["default"])
+                )
+            start = end
+    return slots
 
 
 def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -163,7 +181,3 @@ def _drop_storage(module: nn.Module, name: str, parameter: nn.Parameter | None) 
 def _use_unpacked_weight(layer: Any, remove_weight: bool) -> None:
     """Replaces vLLM's packing of weights for CPUs, which would compute with a copy."""
     layer.cpu_linear = torch.nn.functional.linear
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

@@ -1,17 +1,21 @@
 """Weights laid out for vLLM are still those of the Hugging Face model."""
 
-import copy
-
 import pytest
 import torch
 from conftest import save_small
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from core import weight_sharing
 from core.checkpoint import export_model, load_checkpoint, save_checkpoint
+from core.load_trace import Copy, View, base_weights, find_views, whole_view
 from core.model import load_policy
 from core.optimizer import make_optimizer
 
+FUSED = {  # in vLLM's order
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
 IDS = torch.tensor([[5, 77, 300, 12, 9, 41, 8]])
 
 
@@ -24,11 +28,59 @@ def logits(policy):
         return policy.to_logits(policy.hidden_states(IDS))
 
 
+class EngineModel(nn.Module):
+    """Loads weights as vLLM does: fuses q, k, v and gate, up; pads the vocabulary.
+
+    Its parameters have the names of vLLM, with / for a dot.
+    """
+
+    def __init__(self, model, fused=FUSED):
+        super().__init__()
+        self.fused = fused
+        self.rows, self.shapes = {}, {}
+        for name, weight in base_weights(model).items():
+            name, _ = self.place(name)
+            self.rows[name] = self.rows.get(name, 0) + len(weight)
+            self.shapes[name] = weight.shape[1:]
+        for name, rows in self.rows.items():
+            if "embed" in name or "lm_head" in name:
+                rows = -(-rows // 64) * 64
+            parameter = nn.Parameter(torch.empty(rows, *self.shapes[name]), requires_grad=False)
+            self.register_parameter(name.replace(".", "/"), parameter)
+
+    def place(self, name):
+        for part, fused in self.fused.items():
+            if part in name:
+                return name.replace(part, fused), list(self.fused).index(part)
+        return name, 0
+
+    def load_weights(self, weights):
+        filled = {}
+        for name, weight in sorted(weights, key=lambda item: self.place(item[0])[1]):
+            name, _ = self.place(name)
+            parameter = getattr(self, name.replace(".", "/"))
+            start = filled.get(name, 0)
+            filled[name] = start + len(weight)
+            parameter.data.narrow(0, start, len(weight)).copy_(weight)
+        for name, rows in filled.items():
+            getattr(self, name.replace(".", "/"))[rows:].data.fill_(0)
+
+
+def share(model, fused=FUSED):
+    """The shared tensors by vLLM's names, and vLLM's model."""
+    engine_model = EngineModel(model, fused)
+    shared = weight_sharing.share_weights(model, engine_model)
+    assert {n: t.data_ptr() for n, t in shared.items()} == {
+        n: p.data_ptr() for n, p in engine_model.named_parameters()
+    }
+    return {name.replace("/", "."): tensor for name, tensor in shared.items()}, engine_model
+
+
 @pytest.mark.parametrize("lora_rank", [0, 4], ids=["full", "lora"])
 def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folder, lora_rank):
     policy = load_policy(str(small_folder), device="cpu", lora_rank=lora_rank)
     before = logits(policy)
-    shared = weight_sharing.share_weights(policy.causal_lm)
+    shared, _ = share(policy.causal_lm)
     assert torch.equal(logits(policy), before)
     base = [p for name, p in policy.causal_lm.named_parameters() if "lora_" not in name]
     assert {storage(p) for p in base} == {storage(t) for t in shared.values()}
@@ -38,7 +90,7 @@ def test_share_weights_keeps_the_logits_and_covers_every_base_weight(small_folde
 def test_fused_tensors_hold_the_parts_in_vllms_order_and_see_optimizer_steps(policy):
     attention = policy.causal_lm.model.layers[1].self_attn
     before = [getattr(attention, name).weight.clone() for name in ("q_proj", "k_proj", "v_proj")]
-    shared = weight_sharing.share_weights(policy.causal_lm)
+    shared, _ = share(policy.causal_lm)
     assert torch.equal(shared["model.layers.1.self_attn.qkv_proj.weight"], torch.cat(before))
     assert {name for name in shared if ".mlp." in name and ".0." in name} == {
         "model.layers.0.mlp.gate_up_proj.weight",
@@ -56,7 +108,7 @@ def test_fused_tensors_hold_the_parts_in_vllms_order_and_see_optimizer_steps(pol
 
 def test_vocabulary_is_zero_padded_to_a_multiple_of_64(tmp_path):
     policy = load_policy(str(save_small("llama", tmp_path, vocab_size=710)), device="cpu")
-    shared = weight_sharing.share_weights(policy.causal_lm)
+    shared, _ = share(policy.causal_lm)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert shared[name].shape[0] == 768
         assert not shared[name][710:].any()
@@ -66,7 +118,7 @@ def test_vocabulary_is_zero_padded_to_a_multiple_of_64(tmp_path):
 
 def test_shared_weights_survive_checkpoint_and_export(tmp_path, small_folder):
     policy = load_policy(str(small_folder), device="cpu")
-    weight_sharing.share_weights(policy.causal_lm)
+    share(policy.causal_lm)
     optimizer = make_optimizer(policy, lr=0.1)
     progress = {"update": 0, "sft_step": 0, "skipped_in_a_row": 0}
     before, places = logits(policy), [storage(p) for p in policy.model.parameters()]
@@ -82,49 +134,111 @@ def test_shared_weights_survive_checkpoint_and_export(tmp_path, small_folder):
     assert torch.equal(logits(load_policy(str(tmp_path / "model"), device="cpu")), before)
 
 
-class EngineModel(nn.Module):
-    """Two parameters with names of vLLM."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv_proj = nn.Linear(4, 12, bias=False)
-        self.norm = nn.LayerNorm(4, bias=False)
-
-
-@pytest.fixture
-def engine_model():
-    return EngineModel()
-
-
-@pytest.fixture
-def shared(engine_model):
-    return {name: torch.randn_like(p) for name, p in engine_model.named_parameters()}
-
-
-def test_bind_weights_leaves_no_copy_and_check_bound_finds_one(engine_model, shared):
-    weight_sharing.bind_weights(engine_model, shared)
-    assert all(storage(p) == storage(shared[name]) for name, p in engine_model.named_parameters())
+def test_check_bound_finds_a_copy(policy):
+    shared, engine_model = share(policy.causal_lm)
+    shared = {name.replace(".", "/"): tensor for name, tensor in shared.items()}
     weight_sharing.check_bound(engine_model, shared)
-    engine_model.norm.weight.data = engine_model.norm.weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"a copy of norm\.weight"):
+    head = getattr(engine_model, "lm_head/weight")
+    head.data = head.data.clone()
+    with pytest.raises(RuntimeError, match="vLLM has a copy of lm_head/weight"):
         weight_sharing.check_bound(engine_model, shared)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("load", "message"),
     [
-        ({"norm.weight": None}, "without a counterpart: norm.weight"),
-        ({"experts": torch.ones(2)}, "without a counterpart: experts"),
-        ({"norm.weight": torch.ones(5)}, r"norm.weight is \[4\] float32 on cpu"),
-        ({"norm.weight": torch.ones(4).half()}, r"and \[4\] float16 on cpu"),
+        (lambda p, w: p.data.copy_(w + 1), "vLLM computes model/norm/weight"),
+        (lambda p, w: p.data.copy_(w).add_(1), "vLLM computes model/norm/weight"),
+        (lambda p, w: p[1:].data.copy_(w[1:]), "vLLM computes model/norm/weight"),
+        (lambda p, w: p.data.copy_(w.flip(0)), "vLLM computes model/norm/weight"),
+        (lambda p, w: (p[:16].data.copy_(w[16:]), p[16:].data.copy_(w[:16])), "not a view of"),
+        (lambda p, w: p.data.view(2, 16).t().copy_(w.view(16, 2)), "not a view of"),
+        (lambda p, w: None, "vLLM computes model/norm/weight"),
     ],
+    ids=["sum", "changed", "incomplete", "copied", "swapped", "interleaved", "none"],
 )
-def test_bind_weights_refuses_a_mismatch_and_binds_nothing(engine_model, shared, change, message):
-    before = copy.deepcopy(engine_model.state_dict())
-    shared = {name: tensor for name, tensor in (shared | change).items() if tensor is not None}
+def test_weights_that_are_no_views_are_refused_and_nothing_changes(policy, load, message):
+    engine_model = EngineModel(policy.causal_lm)
+    load_weights = engine_model.load_weights
+
+    def load_norm_differently(weights):
+        weights = dict(weights)
+        load(getattr(engine_model, "model/norm/weight"), weights.pop("model.norm.weight"))
+        load_weights(weights.items())
+
+    engine_model.load_weights = load_norm_differently
+    before = {name: (p, p.data_ptr()) for name, p in engine_model.named_parameters()}
+    places = [storage(p) for p in policy.model.parameters()]
     with pytest.raises(RuntimeError, match=message):
-        weight_sharing.bind_weights(engine_model, shared)
-    assert all(torch.equal(before[name], p) for name, p in engine_model.named_parameters())
+        weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert [storage(p) for p in policy.model.parameters()] == places
+    now = {name: (p, p.data_ptr()) for name, p in engine_model.named_parameters()}
+    assert all(now[name][0] is p and now[name][1] == place for name, (p, place) in before.items())
+
+
+def test_a_weight_of_another_dtype_or_that_vllm_does_not_load_is_refused(policy):
+    engine_model = EngineModel(policy.causal_lm)
+    norm = getattr(engine_model, "model/norm/weight")
+    norm.data = norm.data.double()
+    with pytest.raises(RuntimeError, match=r"float32 in training, .* is torch.float64"):
+        find_views(policy.causal_lm, engine_model)
+    delattr(engine_model, "model/norm/weight")
+    load_weights = engine_model.load_weights
+    engine_model.load_weights = lambda weights: load_weights(
+        (name, weight) for name, weight in weights if name != "model.norm.weight"
+    )
+    with pytest.raises(RuntimeError, match=r"does not load the weight model\.norm\.weight"):
+        find_views(policy.causal_lm, engine_model)
+
+
+def test_whole_view_of_parts_and_of_a_transposed_weight():
+    def copy(rows, source, target, strides=(4, 1)):
+        return Copy("w", View((rows, 4), (4, 1), source), View((rows, 4), strides, target))
+
+    # rows 0 and 1..2 of a [3, 4] weight, copied to rows 5 and 6..7
+    assert whole_view((3, 4), [copy(1, 0, 20), copy(2, 4, 24)]) == View((3, 4), (4, 1), 20)
+    assert whole_view((3, 4), [copy(1, 0, 20), copy(2, 4, 28)]) is None  # row 6 is left out
+    assert whole_view((3, 4), [copy(3, 0, 0, strides=(1, 3))]) == View((3, 4), (1, 3), 0)
+
+
+class LoraLinear(nn.Module):
+    """What vLLM's LoRA layers have; one adapter of rank 8."""
+
+    def __init__(self, weight, slices):
+        super().__init__()
+        self.base_layer = nn.Linear(*weight.shape[::-1], bias=False)
+        self.base_layer.weight.data = weight
+        self.lora_a_stacked = [torch.zeros(1, 1, 8, weight.shape[1]) for _ in slices]
+        self.lora_b_stacked = [torch.zeros(1, 1, rows, 8) for rows in slices]
+
+
+@pytest.mark.parametrize("fused", ["engine", "both"])
+def test_adapters_fill_the_slots_of_their_rows(policy, fused):
+    """q, k and v are one layer in vLLM, gate and up too; `both`: q, k and v are one in training."""
+    attention = policy.causal_lm.model.layers[0].self_attn
+    sizes = [len(getattr(attention, name).weight) for name in ("q_proj", "k_proj", "v_proj")]
+    weight = torch.randn(sum(sizes), 32)
+    engine_layer = LoraLinear(weight, sizes)
+    names = ["q_proj", "k_proj", "v_proj"] if fused == "engine" else ["qkv_proj"]
+    model = nn.Module()
+    row = 0
+    for name, rows in zip(names, sizes if fused == "engine" else [sum(sizes)], strict=True):
+        layer = nn.Linear(32, rows, bias=False)
+        layer.weight.data = weight[row : row + rows]
+        row += rows
+        setattr(model, name, layer)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+    slots = weight_sharing.adapter_slots(model, nn.ModuleList([engine_layer]))
+    weight_sharing.copy_adapters(slots)
+    x = torch.randn(3, 32)
+    by_slot = zip(engine_layer.lora_a_stacked, engine_layer.lora_b_stacked, strict=True)
+    found = torch.cat([x @ A[0, 0].T @ B[0, 0].T for A, B in by_slot], 1) + x @ weight.T
+    expected = torch.cat([getattr(model, name)(x) for name in names], 1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    engine_layer.base_layer.weight.data = weight.clone()
+    with pytest.raises(RuntimeError, match=f"no LoRA adapter for the layer {names[0]}"):
+        weight_sharing.adapter_slots(model, nn.ModuleList([engine_layer]))
 
 
 def test_copy_adapters_scales_b_and_leaves_the_padding_zero():

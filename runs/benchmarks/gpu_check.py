@@ -33,7 +33,7 @@ SCRIPT = Path(__file__).resolve().with_name("gpu_steps.py")
 ANSWER = "answer: "  # begins the line in which a step prints what it found
 SECONDS = {  # limit of each step on a GPU; ten times that with --cpu
     "versions": 60,
-    "weights": 60,
+    "attention": 60,
     "eager": 90,
     "sleep": 90,
     "graphs": 150,
@@ -42,7 +42,7 @@ SECONDS = {  # limit of each step on a GPU; ten times that with --cpu
     "updates": 240,
     "table": 400,
 }
-NO_ENGINE = ("versions", "weights", "table")  # steps that are not repeated
+NO_ENGINE = ("versions", "attention", "table")  # steps that are not repeated
 VARIANTS = {  # what a failed step is repeated with, one at a time: environment variables
     "eager mode": {},
     "Model Runner V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"},

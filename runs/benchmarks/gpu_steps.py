@@ -39,7 +39,6 @@ from core.nanollm import NanoLLM  # noqa: E402
 from core.optimizer import make_optimizer  # noqa: E402
 from core.sampler import SamplingParams, TorchSampler  # noqa: E402
 from core.types import Completion, Rollout, Turn  # noqa: E402
-from core.weight_sharing import share_weights  # noqa: E402
 from train import run_command, score_logprobs  # noqa: E402
 
 ON_CPU = sys.argv[2:3] == ["cpu"]
@@ -73,26 +72,18 @@ def versions() -> Found:
     return found
 
 
-def weights() -> Found:
-    """Shared weights without an engine; packed attention equals separate; its kernels."""
+def attention() -> Found:
+    """Packed attention equals separate attention; its kernels."""
     policy = make_policy()
-    ids = torch.tensor([PROMPTS[-1]], device=policy.device)
-    with torch.no_grad():
-        before = policy.hidden_states(ids)
-        shared = share_weights(policy.causal_lm)
-        assert torch.equal(policy.hidden_states(ids), before), "share_weights changed the model"
-    fused = shared["model.layers.0.mlp.gate_up_proj.weight"]
-    old = fused.clone()
     train(policy, steps=1)
-    assert (fused != old).float().mean() > 0.9, "a step left the fused weights as they were"
     kernels, logprobs = {}, {}
-    for attention in ("packed_groups", "sdpa"):
-        policy.causal_lm.set_attn_implementation(attention)
-        assert policy.packs_groups == (attention == "packed_groups")
+    for implementation in ("packed_groups", "sdpa"):
+        policy.causal_lm.set_attn_implementation(implementation)
+        assert policy.packs_groups == (implementation == "packed_groups")
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            logprobs[attention] = log_probs(policy)
+            logprobs[implementation] = log_probs(policy)
         called = {event.key for event in profiled.key_averages() if "attention" in event.key}
-        kernels[attention] = sorted(called)
+        kernels[implementation] = sorted(called)
         assert ON_CPU or not any("math" in name for name in called), f"slow attention: {kernels}"
     gap = (logprobs["packed_groups"] - logprobs["sdpa"]).abs()
     assert gap.mean() < TOLERANCE, f"packed attention differs by {gap.mean()} nats"
@@ -346,7 +337,7 @@ def memory() -> float:
 
 STEPS: dict[str, Callable[[], Found]] = {
     step.__name__: step
-    for step in (versions, weights, eager, sleep, graphs, lora, reopen, updates, table)
+    for step in (versions, attention, eager, sleep, graphs, lora, reopen, updates, table)
 }
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""Finds where vLLM's loader puts each Hugging Face weight, without moving a number.
+
+While vLLM loads a model it renames, fuses, pads and transposes weights, in code that differs from
+family to family. `find_views` runs that code once on meta tensors, which have a shape but no
+memory, and records every `copy_` of a block of a Hugging Face weight into a block of a vLLM
+parameter. From the blocks follows how the whole weight lies in the parameter: as a view with
+certain strides at a certain offset.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.core_model_loading import revert_weight_conversion
+
+
+class View(NamedTuple):
+    """How a tensor lies in the memory of another one: the arguments of `as_strided`."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Copy(NamedTuple):
+    """One `copy_` of the loader. Both blocks have the same shape."""
+
+    weight: str  # name of the Hugging Face weight
+    source: View  # block of the weight
+    target: View  # block of the vLLM parameter
+
+
+def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a Hugging Face model by the names that they have without LoRA adapters."""
+    named = model.named_parameters()
+    return {n.replace(".base_layer.", "."): p for n, p in named if "lora_" not in n}
+
+
+def find_views(model: Any, engine_model: Any) -> dict[str, dict[str, View]]:
+    """Returns, for each parameter of vLLM's model, the views of it that are Hugging Face weights.
+
+    Raises RuntimeError, naming a parameter or weight, if vLLM computes it, or leaves a part of it
+    out, or if a weight is not exactly one view of exactly one parameter. Changes neither model.
+    """
+    weights = base_weights(model)
+    trace = _trace_loading(model, engine_model, weights)
+    views: dict[str, dict[str, View]] = {}
+    unused = dict.fromkeys(weights)
+    for name, parameter in engine_model.named_parameters():
+        copies = trace.copies.get(name, [])
+        num_copied = sum(prod(copy.target.shape) for copy in copies)
+        padded = name in trace.zeroed and num_copied < parameter.numel()
+        if name in trace.computed or not (padded or num_copied == parameter.numel()):
+            raise RuntimeError(f"vLLM computes {name}, it does not copy it from a weight")
+        views[name] = {}
+        for weight in dict.fromkeys(copy.weight for copy in copies):
+            parts = [copy for copy in copies if copy.weight == weight]
+            view = whole_view(tuple(weights[weight].shape), parts)
+            if view is None or weight not in unused:
+                raise RuntimeError(f"the weight {weight} is not a view of vLLM's {name}")
+            if weights[weight].dtype != parameter.dtype:
+                raise RuntimeError(f"{weight} is {weights[weight].dtype} in training, and vLLM's "
+                                   f"{name} is {parameter.dtype}")  # fmt: skip
+            views[name][weight] = view
+            del unused[weight]
+    if unused:
+        raise RuntimeError(f"vLLM does not load the weight {next(iter(unused))}")
+    return views
+
+
+def whole_view(shape: tuple[int, ...], copies: list[Copy]) -> View | None:
+    """The view that a weight of this shape is in a parameter; None if its parts are not one view.
+
+    >>> top = Copy("w", View((1, 3), (3, 1), 0), View((1, 3), (3, 1), 6))
+    >>> both = Copy("w", View((2, 3), (3, 1), 0), View((2, 3), (3, 1), 6))
+    >>> whole_view((2, 3), [top]), whole_view((2, 3), [both])
+    (None, View(shape=(2, 3), strides=(3, 1), offset=6))
+    """
+    own_strides = torch.empty(shape, device="meta").stride()
+    steps: dict[int, int] = {}  # stride in the weight -> stride in the parameter
+    for copy in copies:
+        for size, source, target in zip(*copy.source[:2], copy.target.strides, strict=True):
+            if size > 1 and steps.setdefault(source, target) != target:
+                return None
+    walked = {stride for size, stride in zip(shape, own_strides, strict=True) if size > 1}
+    if steps.keys() != walked or sum(prod(c.source.shape) for c in copies) != prod(shape):
+        return None
+    offsets = set()
+    for copy in copies:
+        offset, rest = copy.target.offset, copy.source.offset
+        for stride in sorted(walked, reverse=True):
+            index, rest = divmod(rest, stride)
+            offset -= index * steps[stride]
+        offsets.add(offset)  # of the weight's first number
+    if len(offsets) != 1:
+        return None
+    return View(shape, tuple(steps.get(stride, 0) for stride in own_strides), offsets.pop())
+
+
+class _Trace(TorchDispatchMode):
+    """Records what happens to the targets instead of doing it."""
+
+    def __init__(self, sources: dict[str, Tensor], targets: dict[str, Tensor]):
+        super().__init__()
+        self.sources = {_storage(tensor): name for name, tensor in sources.items()}
+        self.targets = {_storage(tensor): name for name, tensor in targets.items()}
+        self.copies: dict[str, list[Copy]] = {name: [] for name in targets}
+        self.zeroed: set[str] = set()  # targets of which a part is filled with zeros
+        self.computed: set[str] = set()  # targets that are changed in any other way
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = func.overloadpacket.__name__
+        name = self.targets.get(_storage(args[0])) if args else None
+        if name is not None and operation.endswith("_"):
+            self.record(name, operation, *args)
+            return args[0]
+        is_copy = operation in ("clone", "_to_copy") and _storage(args[0]) in self.sources
+        if is_copy and kwargs.get("dtype") in (None, args[0].dtype):
+            return torch.ops.aten.alias(args[0])  # it stays known as the weight
+        return func(*args, **kwargs)
+
+    def record(self, name: str, operation: str, target: Tensor, value: Any = None) -> None:
+        weight = self.sources.get(_storage(value))
+        if operation == "copy_" and weight is not None:
+            blocks = value.expand(target.shape), target
+            self.copies[name].append(Copy(weight, *(_view(block) for block in blocks)))
+        elif operation == "zero_" or (operation == "fill_" and str(value) in ("0", "0.0")):
+            self.zeroed.add(name)
+        else:
+            self.computed.add(name)
+
+
+def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Parameter]) -> _Trace:
+    """Runs vLLM's `load_weights` on meta tensors in place of all parameters."""
+    sources = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in weights.items()}
+    named = dict(engine_model.named_parameters())
+    targets = {id(parameter): _on_meta(parameter) for parameter in named.values()}
+    places = [
+        (module._parameters, name, parameter)
+        for module in engine_model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+    trace = _Trace(sources, {name: targets[id(p)] for name, p in named.items()})
+    for parameters, name, parameter in places:
+        parameters[name] = targets[id(parameter)]
+    try:
+        with trace, torch.no_grad():
+            engine_model.load_weights(iter(revert_weight_conversion(model, sources).items()))
+    finally:
+        for parameters, name, parameter in places:
+            parameters[name] = parameter
+    return trace
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter without memory; of vLLM's class and with its attributes, such as its loader."""
+    data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    on_meta = nn.Parameter(data, requires_grad=False)
+    on_meta.__class__ = type(parameter)
+    on_meta.__dict__.update(parameter.__dict__)
+    return on_meta
+
+
+def _storage(value: Any) -> int:
+    """Identifies the storage of a meta tensor, which all of its views share; 0 for other values."""
+    on_meta = isinstance(value, Tensor) and value.device.type == "meta"
+    return value.untyped_storage()._cdata if on_meta else 0
+
+
+def _view(tensor: Tensor) -> View:
+    return View(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
