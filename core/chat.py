@@ -320,7 +320,7 @@ def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
             seed=cfg.seed, tiny_folder=Path(folder, "tiny"),
             trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="model",
-            **options,
+            template_options=cfg.template_options, template_date=cfg.template_date, **options,
         )  # fmt: skip
 
 

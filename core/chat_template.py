@@ -9,19 +9,26 @@ Only the template can write the tokens that mark turns. A message that quotes su
 "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
 """
 
+import re
 from bisect import bisect_left
-from functools import lru_cache
-from typing import cast
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache, partial
+from typing import Any, cast
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.types import Message, UsageError
 
-END_OF_THOUGHT = "</think>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
+QUESTION: Message = {"role": "user", "content": "?"}
 ANSWER: Message = {"role": "assistant", "content": COMPLETION}
+MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not change
+NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
@@ -47,6 +54,16 @@ def ids_after_completion(
     return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
 
 
+@lru_cache(maxsize=32)
+def closing_ids(tokenizer: Tokenizer, next_role: str) -> list[int]:
+    """The first id that the template writes after an answer, before a message of `next_role`.
+
+    It closes the turn. GLM-4 has no closing token: there it opens the next message.
+    """
+    chat: list[Message] = [QUESTION, ANSWER, {"role": next_role, "content": "?"}]
+    return _encode(tokenizer, _text_after_answer(tokenizer, chat).lstrip())[:1]
+
+
 def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """The sampled ids that follow the last </think>; all of them without a </think>."""
 
@@ -56,14 +73,60 @@ def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     return ids[bisect_left(range(len(ids)), num_thoughts(len(ids)), key=num_thoughts) :]
 
 
+def without_opened_thought(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """The ids of a prompt without the <think> at its end that the template leaves out of the
+    history, as DeepSeek-R1's does; all of them for other templates."""
+    opened = _opened_thought(tokenizer)
+    for start in range(len(ids) - 1, max(0, len(ids) - len(opened)) - 1, -1):
+        if cast(str, tokenizer.decode(ids[start:])).strip() == opened.strip():
+            return ids[:start]
+    return ids
+
+
+def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date: str) -> None:
+    """Passes `options` to the chat template from now on, and `date`, YYYY-MM-DD, as the current
+    date; an empty `date` leaves it at today's. The template that the tokenizer saves is unchanged.
+
+    Raises UsageError for an option that the template does not read.
+    """
+    if not tokenizer.chat_template or not (options or date):
+        return
+    template = cast(str, tokenizer.get_chat_template())
+    names = {text for _, kind, text in Environment().lex(template) if kind == "name"}
+    for name in options:
+        if name not in names - RESERVED:
+            raise UsageError(f"--template-options {name}: the chat template has no such option")
+    if date:  # transformers accepts no other function strftime_now
+        now = datetime.fromisoformat(date)
+        template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
+    render = partial(tokenizer.apply_chat_template, chat_template=template, **options)
+    tokenizer.apply_chat_template = render  # type: ignore[method-assign]
+
+
 def end_of_turn_id(tokenizer: Tokenizer) -> int:
-    """Id of the token that closes the assistant's turn. Raises UsageError if plain text does."""
-    question: Message = {"role": "user", "content": "?"}
-    text = _text_after_answer(tokenizer, [question, ANSWER], open_turn=False)
-    ids = _encode(tokenizer, text.lstrip())
+    """Id of the token with which the assistant ends its turn: the one after the last answer, or, if
+    the template writes none there, the one that opens the user's next message (GLM-4).
+
+    Raises UsageError if plain text ends the turn.
+    """
+    text = _text_after_answer(tokenizer, [QUESTION, ANSWER], open_turn=False)
+    ids = _encode(tokenizer, text.lstrip()) or closing_ids(tokenizer, "user")
     if not ids or ids[0] not in tokenizer.added_tokens_decoder:
         raise UsageError("the chat template does not close the assistant's turn with a token")
     return ids[0]
+
+
+def check_template(tokenizer: Tokenizer) -> None:
+    """Raises UsageError if the template changes what messages say, or cannot open a turn."""
+    roles = ("user", "assistant", "user")
+    chat = _render(tokenizer, [{"role": role, "content": MARKER} for role in roles])
+    if chat.count(MARKER) < len(roles):
+        raise UsageError("the chat template leaves out or rewrites parts of the messages")
+    prompt = _render(tokenizer, [QUESTION])
+    header = _text_before_answer(tokenizer, [QUESTION, ANSWER]).removeprefix(prompt.rstrip())
+    if prompt == _render(tokenizer, [QUESTION], open_turn=False) and header.strip():
+        raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
+                         f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
 
 
 def clean_message(message: Message) -> Message:
@@ -103,6 +166,18 @@ def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
     added = tokenizer.added_tokens_decoder.items()
     tokens = (token.content for i, token in added if token.special or i in written)
     return [token for token in tokens if len(token.strip()) > 1]
+
+
+@lru_cache(maxsize=8)
+def _opened_thought(tokenizer: Tokenizer) -> str:
+    """What the end of a prompt has in addition to the history, if that is a <think>."""
+    history = _text_before_answer(tokenizer, [QUESTION, ANSWER, QUESTION])
+    opened = _render(tokenizer, [QUESTION]).removeprefix(history)
+    return opened if opened.lstrip().startswith(THOUGHT) else ""
+
+
+def _text_before_answer(tokenizer: Tokenizer, chat: list[Message]) -> str:
+    return _render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
 
 
 def _text_after_answer(tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True) -> str:

@@ -8,9 +8,11 @@ The module imports neither torch nor transformers, so --help and errors are answ
 """
 
 import importlib.util
+import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
+from datetime import date
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -18,6 +20,7 @@ from urllib.parse import urlsplit
 from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
 from core.types import UsageError
+from environments.registry import key_value_pairs
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class ModelOptions:
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
     max_model_len: int | None = None
+    # Variables of the model's chat template, key=value,.., such as enable_thinking=false.
+    template_options: str = ""
+    # Date that the chat template shows, YYYY-MM-DD; empty: the day on which the run starts.
+    template_date: str = ""
 
 
 @dataclass(frozen=True)
@@ -304,6 +311,23 @@ def has_value_head(cfg: Config) -> bool:
     return cfg.algo == "ppo" or (cfg.algo == "scratch" and cfg.scratch.advantages == "7")
 
 
+def parse_template_options(text: str) -> dict[str, Any]:
+    """The variables of --template-options: booleans and numbers as in JSON, everything else text.
+
+    >>> parse_template_options("enable_thinking=false,budget=512,reasoning_effort=low")
+    {'enable_thinking': False, 'budget': 512, 'reasoning_effort': 'low'}
+    """
+
+    def value_of(text: str) -> Any:
+        try:
+            return json.loads({"True": "true", "False": "false"}.get(text, text))
+        except ValueError:
+            return text
+
+    pairs = key_value_pairs(text, f"--template-options {text}")
+    return {key: value_of(value) for key, value in pairs.items()}
+
+
 def remarks(cfg: Config) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     if cfg.algo == "grpo":
@@ -363,6 +387,11 @@ def _text_problems(cfg: Config) -> Iterator[str]:
         yield f"--run-name {cfg.run_name!r} begins or ends with a space"
     if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
         yield f"--run-name must have at most {MAX_NAME_BYTES} bytes"
+    parse_template_options(cfg.template_options)  # raises UsageError
+    try:
+        date.fromisoformat(cfg.template_date or "2000-01-01")
+    except ValueError:
+        yield f"--template-date must be a date like 2026-11-23, not {cfg.template_date!r}"
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
@@ -433,6 +462,8 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
     if cfg.top_k:
         yield "--top-k: an OpenAI-compatible server takes no top-k; remove it"
+    if cfg.template_options:
+        yield "--template-options: the server has its own chat template; remove it"
     if set("@?#") & set(cfg.base_url):  # may contain a secret, so the message does not repeat it
         yield ("--base-url must have no user, password or query, because config.yaml "
                "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip

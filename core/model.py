@@ -25,8 +25,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from core.chat_template import end_of_turn_id
-from core.config import SMOLLM2, TINY
+from core.chat_template import (
+    ANSWER,
+    QUESTION,
+    check_template,
+    end_of_turn_id,
+    prompt_ids,
+    set_template_options,
+)
+from core.config import SMOLLM2, TINY, parse_template_options
 from core.prefix_sharing import ATTENTION, PackedGroups
 from core.smollm2 import smollm2_folder
 from core.tiny import write_tiny
@@ -63,7 +70,7 @@ class Policy:
     tokenizer: Tokenizer
     device: torch.device
     stop_ids: list[int]  # each of these token ids ends a completion
-    end_of_turn_id: int  # the token with which the chat template closes the assistant's turn
+    end_of_turn_id: int  # the token with which the assistant ends its turn
     max_length: int  # limit on the tokens of prompt and completion together
     value_head: nn.Linear | None = None  # PPO: last hidden state -> value
     micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
@@ -177,15 +184,17 @@ def load_policy(
     tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
     fp32_head: bool = False,
+    template_options: str = "",
+    template_date: str = "",
     flag: str = "--model-id",
 ) -> Policy:
     """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
 
     "tiny" and "tiny-random" are written to `tiny_folder` unless that exists. `lora_rank` 0 trains
     all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the model's own limit.
-    `seed` determines all random weights. `fp32_head` computes the logits in float32. Raises
-    UsageError, in one line that names `flag`, if the model cannot be loaded, and if the device does
-    not exist.
+    `seed` determines all random weights. `fp32_head` computes the logits in float32.
+    `template_options` and `template_date` are those of `Config`. Raises UsageError, in one line
+    that names `flag`, if the model cannot be loaded, and if the device does not exist.
     """
     torch_device = pick_device(device)
     if dtype == "auto":
@@ -207,7 +216,9 @@ def load_policy(
     model: Any = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
     model.to(torch_device)
     with _one_line_errors(f"{flag} {model_id}"):
+        set_template_options(tokenizer, parse_template_options(template_options), template_date)
         closing_id = end_of_turn_id(tokenizer)
+        check_template(tokenizer)
     text_config = base.config.get_text_config()
     head = None
     if value_head:
@@ -229,6 +240,7 @@ def load_policy(
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
+    _check_ids(f"{flag} {model_id}", policy)
     _check_logits(f"{flag} {model_id}", policy)
     return policy
 
@@ -309,6 +321,21 @@ def _check_loaded(subject: str, report: dict[str, Any], tokenizer: Tokenizer) ->
         raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
 
 
+def _check_ids(subject: str, policy: Policy) -> None:
+    """Raises UsageError if a token that may be read or sampled is beyond the embedding."""
+    tokenizer, written = policy.tokenizer, [QUESTION, ANSWER, QUESTION]
+    rows = cast(nn.Embedding, policy.causal_lm.get_input_embeddings()).weight.shape[0]
+    if policy.stop_ids[-1] >= rows:
+        raise UsageError(f"{subject}: the stop token {policy.stop_ids[-1]} of its tokenizer or "
+                         f"generation_config.json is beyond its {rows} embeddings")  # fmt: skip
+    # a message cannot contain a special token, and Gemma 3 1B has one more than embeddings
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = {*tokenizer.get_vocab().values()} - special | {*prompt_ids(tokenizer, written)}
+    if max(ids) >= rows:
+        raise UsageError(f"{subject}: its tokenizer has the token {max(ids)}, which is beyond its "
+                         f"{rows} embeddings; take the tokenizer of this model")  # fmt: skip
+
+
 @torch.no_grad()
 def _check_logits(subject: str, policy: Policy) -> None:
     """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
@@ -353,7 +380,9 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> Any:
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, closing_id: int) -> list[int]:
-    """All ids that end a completion: of the generation config, tokenizer and chat template."""
-    listed = model.generation_config.eos_token_id
-    listed = listed if isinstance(listed, list) else [listed]
-    return sorted({i for i in [*listed, tokenizer.eos_token_id, closing_id] if i is not None})
+    """All ids that end a completion: of both configs, tokenizer and chat template; sorted."""
+    ids = {tokenizer.eos_token_id, closing_id}
+    for config in (model.generation_config, model.config.get_text_config()):
+        listed = getattr(config, "eos_token_id", None)
+        ids |= {*listed} if isinstance(listed, list) else {listed}
+    return sorted(ids - {None})

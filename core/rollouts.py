@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from core import distributed
-from core.chat_template import clean_message, ids_after_completion, prompt_ids, without_thinking
+from core.chat_template import (
+    clean_message,
+    closing_ids,
+    ids_after_completion,
+    prompt_ids,
+    without_opened_thought,
+    without_thinking,
+)
 from core.interrupt import time_limit
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
@@ -112,7 +119,11 @@ class RolloutCollector:
         """
         tokenizer, max_length = self.policy.tokenizer, self.policy.max_length
         if agent.context_ids:
-            turn_closed = agent.rollout.turns[-1].completion_ids[-1] == self.policy.end_of_turn_id
+            last = agent.context_ids[-1]
+            turn_closed = [last] == closing_ids(tokenizer, agent.chat[-1]["role"])
+            if last in self.policy.stop_ids and not turn_closed:
+                # the template writes another token there, such as gpt-oss <|end|> for <|return|>
+                agent.context_ids = agent.context_ids[:-1]
             new_ids = ids_after_completion(tokenizer, agent.chat, turn_closed)
         else:  # the rollouts of a group share their opening prompt, evaluations all of them
             if len(self.opening_ids) > MAX_OPENINGS:
@@ -136,9 +147,11 @@ class RolloutCollector:
         )  # fmt: skip
         agent.rollout.turns.append(turn)
         _add_message(agent, {"role": "assistant", "content": completion.text})
-        kept = without_thinking(self.policy.tokenizer, ids) if self.drop_thinking else ids
-        agent.context_ids = agent.prompt_ids + kept
-        agent.prompt_ids = []
+        prompt = agent.prompt_ids
+        if self.drop_thinking:
+            prompt = without_opened_thought(self.policy.tokenizer, prompt)
+            ids = without_thinking(self.policy.tokenizer, ids)
+        agent.context_ids, agent.prompt_ids = prompt + ids, []
 
     def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""

@@ -4,7 +4,8 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import date
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -142,9 +143,10 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     README.md and, for a run that reached its last update, the model. Raises UsageError for invalid
     settings; then no new folder is left behind.
     """
-    settings = run_dir.config_to_dict(cfg)
     with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg))
+        cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
+        settings = run_dir.config_to_dict(cfg)
         is_writer = distributed.rank() == 0
         with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
             # ranks other than 0 write into a folder that is thrown away
@@ -179,6 +181,19 @@ def folder_of(cfg: Config) -> tuple[Path, bool]:
         return RUNS / cfg.run_name, False
     stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
     return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
+
+
+def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
+    """The settings with the date of the run's start for the chat template, if it may show a date.
+
+    A run that torchrun restarts keeps its date.
+    """
+    if cfg.template_date or cfg.model_id in (*config.TINY, config.SMOLLM2):
+        return cfg
+    if cfg.sampler == "openai":  # the server has the template
+        return cfg
+    saved = "" if is_new else run_dir.read_config(folder / "config.yaml").template_date
+    return replace(cfg, template_date=saved or date.today().isoformat())
 
 
 @contextmanager
@@ -230,6 +245,7 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=config.has_value_head(cfg),
         max_length=cfg.max_model_len, tiny_folder=folder / "base",
         trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head,
+        template_options=cfg.template_options, template_date=cfg.template_date,
     ))  # fmt: skip
 
 

@@ -100,23 +100,34 @@ def options_of(spec: str) -> dict[str, Any]:
     """
     parameters = inspect.signature(constructor(spec), eval_str=True).parameters
     given: dict[str, Any] = {}
-    text = spec.partition(":")[2]
-    for item in text.split(",") if text else ():
-        if not item.strip():
-            raise UsageError(f"--env {spec}: remove the extra comma")
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
-            raise UsageError(f"--env {spec}: write options as key=value, not {item!r}")
+    for key, value in key_value_pairs(spec.partition(":")[2], f"--env {spec}").items():
         if key not in parameters:
             names = ", ".join(parameters) or "none"
             raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
-        if key in given:
-            raise UsageError(f"--env {spec}: the key {key!r} is given twice")
         given[key] = _convert(spec, key, value, parameters[key].annotation)
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
     if missing:
         raise UsageError(f"--env {spec}: set {', '.join(f'{key}=..' for key in missing)}")
     return {key: given.get(key, p.default) for key, p in parameters.items()}
+
+
+def key_value_pairs(text: str, subject: str) -> dict[str, str]:
+    """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
+
+    >>> key_value_pairs("length=7, turns=2", "--env")
+    {'length': '7', 'turns': '2'}
+    """
+    pairs: dict[str, str] = {}
+    for item in text.split(",") if text else ():
+        if not item.strip():
+            raise UsageError(f"{subject}: remove the extra comma")
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals:
+            raise UsageError(f"{subject}: write options as key=value, not {item!r}")
+        if key in pairs:
+            raise UsageError(f"{subject}: the key {key!r} is given twice")
+        pairs[key] = value
+    return pairs
 
 
 def constructor(spec: str) -> Constructor:

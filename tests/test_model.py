@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_small
+from conftest import load_small, save_small
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -15,6 +15,7 @@ from transformers import (
     RecurrentGemmaForCausalLM,
 )
 
+from core.chat_template import prompt_ids
 from core.checkpoint import export_model
 from core.model import load_policy, pick_device
 from core.optimizer import make_optimizer
@@ -190,6 +191,27 @@ def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_at_most_1_gib(policy, monke
     monkeypatch.setattr(policy, "device", torch.device("cuda"))
     monkeypatch.setattr(policy.causal_lm.config, "vocab_size", 151_936)
     assert policy.logits_chunk == chunk
+
+
+def test_only_special_tokens_that_the_template_does_not_write_may_be_beyond_the_embedding(tmp_path):
+    tokenizer = tiny_tokenizer()
+    folder = save_small("qwen3", tmp_path, vocab_size=len(tokenizer))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    tokenizer.save_pretrained(folder)
+    policy = load_policy(str(folder), device="cpu")
+    ids = prompt_ids(policy.tokenizer, [{"role": "user", "content": "<|image|>"}])
+    assert max(ids) < len(tokenizer) - 1  # the message is read as characters
+    tokenizer.add_tokens(["cherry"])
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UsageError, match=f"the token {len(tokenizer) - 1}, which is beyond"):
+        load_policy(str(folder), device="cpu")
+
+
+def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
+    save_small("qwen3", tmp_path, eos_token_id=[1, 7, 9])
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 8]}))
+    policy = load_policy(str(tmp_path), device="cpu")
+    assert policy.stop_ids == sorted({1, 7, 8, 9, policy.end_of_turn_id})
 
 
 def test_a_model_without_a_context_length_is_refused_in_one_line(tmp_path):

@@ -1,11 +1,17 @@
-"""Where a run is written: names of new runs, and their length; what each rank writes."""
+"""Where a run is written: names of new runs, and their length; what each rank writes; its date."""
 
+import shutil
+from datetime import date
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from core import run
+from core import chat, run
+from core.chat_template import prompt_ids
 from core.config import Config, resolve
+from core.model import load_policy
 from core.run import folder_of
 from core.run_dir import new_folder
 from core.types import UsageError
@@ -37,3 +43,46 @@ def test_a_rank_that_does_not_write_leaves_scratch_py_out_of_the_folder(tmp_path
     cfg = resolve(Config(algo="scratch", device="cpu"))
     with run._opened(cfg, algorithm, folder, log_dir, new=True):
         assert written == [log_dir]
+
+
+def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
+    command, tmp_path, qwen3_folder, monkeypatch
+):
+    folder = Path(shutil.copytree(qwen3_folder, tmp_path / "dated"))
+    template = folder / "chat_template.jinja"
+    shown = "{{ strftime_now('%d %B') }}{{ ', brief' if brief else '' }}"
+    template.write_text(shown + template.read_text())
+    policies = []
+
+    def load(*args, **options):
+        policies.append(load_policy(*args, **options))
+        return policies[-1]
+
+    def train(day, *flags):
+        monkeypatch.setattr(run, "date", SimpleNamespace(today=lambda: date(2025, 3, day)))
+        code, _, stderr = command(*flags, "--num-updates", 1 + len(policies))
+        assert code == 0, stderr
+        opening = prompt_ids(policies[-1].tokenizer, [{"role": "user", "content": ""}])
+        return policies[-1].tokenizer.decode(opening).partition("<")[0]
+
+    monkeypatch.setattr(run, "load_policy", load)
+    new = f"--model-id {folder} --device cpu --num-prompts 1 --group-size 2 --max-tokens 4".split()
+    new += ["--eval-num-tasks", "0"]
+    options = "--template-options brief=true --run-name first".split()
+    assert train(9, *new, *options) == "09 March, brief"
+    settings = yaml.safe_load(Path("runs/first/config.yaml").read_text())
+    assert settings["template_date"] == "2025-03-09"
+    assert settings["template_options"] == "brief=true"
+    assert train(10, "--resume", "runs/first") == "09 March, brief"
+    assert train(11, "--config", "runs/first/config.yaml") == "09 March, brief"
+    assert train(12, *new) == "12 March"
+    assert train(13, *new, "--template-date", "2024-12-31") == "31 December"
+    [speaker] = chat.load_speakers(*chat.parse(["runs/first", "--device", "cpu"]))
+    tokenizer = speaker.policy.tokenizer
+    opening = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": ""}]))
+    assert opening.startswith("09 March, brief<")
+
+
+def test_tiny_whose_template_shows_no_date_has_none_in_its_settings(tmp_path):
+    assert run.with_date(Config(), tmp_path, is_new=True).template_date == ""
+    assert run.with_date(Config(model_id="a"), tmp_path, is_new=True).template_date != ""

@@ -109,6 +109,12 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--sampler openai --num-updates 0 --base-url http://a --temperature 1 --top-k 5", "--top-k"),
     ("--base-url http://127.0.0.1:9", "--sampler openai"),
     ("--sampler torch --vllm-eager", "--sampler vllm"),
+    # the chat template
+    ("--template-options thinking", "key=value"),
+    ("--template-options a=1,a=2", "'a' is given twice"),
+    ("--template-options enable_thinking=false", "--template-options enable_thinking"),
+    ("--sampler openai --base-url http://a --num-updates 0 --template-options a=1", "--template"),
+    ("--template-date tomorrow", "--template-date"),
 ]
 
 MODELS = [  # a folder of the fixture `wrong`, and what the message names
@@ -125,6 +131,9 @@ MODELS = [  # a folder of the fixture `wrong`, and what the message names
     ("cut_tokenizer", "--model-id"),
     ("without_template", "chat template"),
     ("broken_template", "chat template"),
+    ("template_without_header", "ignores add_generation_prompt"),
+    ("template_in_capitals", "leaves out or rewrites"),
+    ("stop_beyond_embeddings", "stop token 9999 "),
     ("nothing_to_adapt", "--lora-rank 4"),
 ]
 
@@ -138,6 +147,7 @@ def wrong(tmp_path_factory):
     weights = load_file(good / data)
     of_layer_0 = {k: v for k, v in weights.items() if "layers.1." not in k}
     of_no_layer = {k: v for k, v in weights.items() if ".layers." not in k}
+    template = (good / "chat_template.jinja").read_text()
     without_layers = {**settings, "num_hidden_layers": 0, "layer_types": []}
 
     changes = {  # files of the good model and their new content; None: delete the file
@@ -151,6 +161,13 @@ def wrong(tmp_path_factory):
         "cut_tokenizer": {"tokenizer.json": (good / "tokenizer.json").read_bytes()[:500]},
         "without_template": {"chat_template.jinja": None},
         "broken_template": {"chat_template.jinja": b"{% for m in %}"},
+        "template_without_header": {
+            "chat_template.jinja": template.partition("{% if add_generation_prompt %}")[0].encode()
+        },
+        "template_in_capitals": {
+            "chat_template.jinja": template.replace("m.content", "m.content | upper").encode()
+        },
+        "stop_beyond_embeddings": {"generation_config.json": {"eos_token_id": [9999]}},
         "nothing_to_adapt": {"config.json": without_layers, data: of_no_layer},
     }
     for name, files in changes.items():
