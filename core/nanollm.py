@@ -96,6 +96,9 @@ class NanoLLM(Sampler):
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
         self.shared: dict[str, torch.Tensor] = {}  # weights by vLLM's names
+        if policy.device.type == "cuda" and policy.dtype == torch.float32:
+            # vLLM's attention is then Triton's, which rounds to TF32 unless told otherwise
+            os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments, eager)
@@ -160,10 +163,10 @@ class NanoLLM(Sampler):
                 self.engine.abort_request([i for i in requests if i not in finished])
         return [
             to_completion(
-                self.policy, list(output.token_ids), list(output.logprobs.logprobs),
-                output.sampling_mask.token_ids if self.with_kept_ids else None,
+                self.policy, list(completion.token_ids), list(completion.logprobs.logprobs),
+                completion.sampling_mask.token_ids if self.with_kept_ids else None,
             )
-            for output in (finished[request_id] for request_id in requests)
+            for completion in (finished[request_id] for request_id in requests)
         ]  # fmt: skip
 
     def sync(self) -> None:
@@ -194,8 +197,10 @@ class NanoLLM(Sampler):
     def __exit__(self, *exc_info: object) -> None:
         """Frees the KV cache."""
         self.awake = False
-        while self.engine.engine_core.engine_core.batch_queue:
-            self.engine.step()  # vLLM schedules ahead: a step of stopped completions is under way
+        engine_core = self.engine.engine_core.engine_core
+        # vLLM schedules ahead, and removes finished requests with the step after them
+        while engine_core.batch_queue or engine_core.scheduler.has_requests():
+            self.engine.step()
         if self.policy.device.type == "cuda":
             if frees_only_cache():
                 self.engine.sleep(level=0)
@@ -220,27 +225,31 @@ class NanoLLM(Sampler):
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.worker.gpu_worker import Worker
 
         policy = self.policy
         self.shared = weight_sharing.register_loader(policy.causal_lm)
-        if policy.dtype.itemsize == 2 and not frees_only_cache():
-            # before 0.32 Model Runner V2 divides by the temperature in 16 bits
+        if not frees_only_cache():
+            # before 0.32 Model Runner V2 divides by the temperature in 16 bits, and allocates the
+            # KV cache without counting the memory of CUDA graphs
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        # vLLM sets it for the whole process: keep the trainer's
+        os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
         arguments = _engine_arguments(policy, eager, memory_arguments)
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
-        memory_pool = Worker._maybe_get_memory_pool_context
+        use_memory_pool = CuMemAllocator.use_memory_pool
 
-        def memory_pool_of_cache(worker: Worker, tag: str) -> AbstractContextManager[Any]:
-            return memory_pool(worker, tag) if tag == "kv_cache" else nullcontext()
+        def pool_of_cache(allocator: Any, tag: str | None = None) -> AbstractContextManager[Any]:
+            return use_memory_pool(allocator, tag) if tag == "kv_cache" else nullcontext()
 
-        # sleep(level=1) frees all that is in vLLM's memory pool: keep the weights out of it
+        # sleep(level=1) frees all tensors in vLLM's memory pool, and its shutdown frees the pool
+        # before the buffers of its model, which crashes if they are in there
         with (
-            patch.object(Worker, "_maybe_get_memory_pool_context", memory_pool_of_cache),
+            patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache),
             weight_sharing.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
@@ -275,6 +284,8 @@ def why_not_shareable(policy: Policy) -> str:
         return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
     if policy.dtype == torch.float64:
         return f"vLLM has no kernels for float64: choose another --dtype, {alternative}"
+    if policy.lora_rank and policy.dtype == torch.float32 and policy.device.type == "cuda":
+        return f"vLLM has no LoRA kernels for float32 on a GPU: use --dtype bfloat16, {alternative}"
     if policy.device.index:
         return ("vLLM uses the first visible GPU: set the environment variable "
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip

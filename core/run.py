@@ -10,6 +10,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
 from core.config import Config
 from core.console import Display
@@ -203,6 +205,9 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
+        if policy.device.type == "cuda" and policy.dtype.itemsize == 2:
+            # TF32 for the float32 LoRA adapters; products of 16-bit numbers are exact in TF32
+            torch.set_float32_matmul_precision("high")
         optimizer = make_optimizer(policy, cfg.lr, cfg.ppo.value_lr)  # warm_start sets its own
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)

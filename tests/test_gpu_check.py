@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,19 @@ def test_no_other_step_runs_without_the_packages_or_after_the_time(monkeypatch, 
     out.unlink()
     assert main(Args(out=str(out), only=("lora",), minutes=0)) == 1
     assert lines_of(out)[0] == {"step": "lora", "error": "no time"}
+
+
+def test_no_variant_runs_after_the_time(monkeypatch, tmp_path):
+    def run(args, name, variant, left):
+        time.sleep(left)
+        return {"step": name, "error": f"broken {variant}"}
+
+    monkeypatch.setattr(gpu_check, "run_step", run)
+    out = tmp_path / "lines"
+    assert main(Args(only=("lora", "updates"), minutes=0.001, out=str(out))) == 1
+    lora, updates, _ = lines_of(out)
+    assert lora["repeated"] == dict.fromkeys(gpu_check.VARIANTS, "no time")
+    assert updates == {"step": "updates", "error": "no time"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -310,6 +311,22 @@ class TestOneEngine:
             engine.sample(PROMPTS, PARAMS, lambda: next(ticks))
         assert sample(engine) == expected
 
+    @pytest.mark.parametrize("num_ticks", [None, 3, 0], ids=["finished", "stopped", "unscheduled"])
+    def test_engine_accepts_that_its_cache_is_freed(self, engine, monkeypatch, num_ticks):
+        """vLLM refuses it while a request is left, finished ones included."""
+        ticks = iter(range(10**6) if num_ticks is None else range(num_ticks))
+        with suppress(StopIteration), engine:
+            engine.sample(PROMPTS, PARAMS, lambda: next(ticks))
+        if engine.policy.device.type == "cuda":
+            return  # leaving the context has freed it
+        discarded = []  # the CPU build cannot free it, but checks the same conditions
+        executor = engine.engine.engine_core.engine_core.model_executor
+        monkeypatch.setattr(executor, "discard", discarded.append)
+        engine.engine.sleep(level=0)
+        engine.engine.release_kv_cache_memory()
+        assert discarded == [("kv_cache",)]
+        assert engine.engine.wake_up()
+
     def test_sync_raises_while_a_completion_is_being_sampled(self, engine):
         calls = iter([lambda: None, lambda: None, engine.sync])
         with pytest.raises(RuntimeError, match="still being sampled"), engine:
@@ -350,11 +367,14 @@ class Recorder:
     """Stands for a vLLM engine on a GPU; records which of its methods are called."""
 
     def __init__(self, num_scheduled):
-        self.calls, self.engine_core = [], self
+        self.calls, self.engine_core, self.scheduler = [], self, self
         self.batch_queue = list(range(num_scheduled))
 
     def __getattr__(self, name):
         return lambda *args, **options: self.calls.append((name, *args, *options.values()))
+
+    def has_requests(self):
+        return bool(self.batch_queue)
 
     def step(self):
         self.calls.append(("step", self.batch_queue.pop()))
@@ -396,8 +416,12 @@ def test_models_of_equal_shape_share_a_config_folder(qwen3, tmp_path, load):
     assert policies[0].causal_lm.config._name_or_path == str(qwen3)
 
 
-def test_failed_start_start_and_close_leave_the_process_unchanged(qwen3, monkeypatch, start, load):
+def test_failed_start_start_and_close_leave_the_process_unchanged(
+    qwen3, monkeypatch, start, load, request
+):
     policy = load(str(qwen3))
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, "highest"))
+    torch.set_float32_matmul_precision("high")  # vLLM's default is highest
     folders, before = set(os.listdir("/tmp")), state()
     with monkeypatch.context() as patch:
         patch.setattr(load_trace._Trace, "record", lambda *args: None)
@@ -412,6 +436,7 @@ def test_failed_start_start_and_close_leave_the_process_unchanged(qwen3, monkeyp
     assert gap(policy, sample(sampler)).max() < 1e-4
     sampler.close()
     assert state() == before
+    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_too_little_memory_is_one_line_with_the_numbers(qwen3, load):
@@ -426,12 +451,13 @@ def test_too_little_memory_is_one_line_with_the_numbers(qwen3, load):
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights cannot be shared"),
         ({"lora": 257}, "--lora-rank 257: vLLM's limit is 256"),
+        ({"lora": 4, "device": "cuda"}, "no LoRA kernels for float32 on a GPU"),
         ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
         ({"device": "cuda:2"}, "CUDA_VISIBLE_DEVICES=2"),
     ],
 )
 def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message, load):
-    policy = load(str(qwen3), lora_rank=change.get("lora", 0))
+    policy = load(str(qwen3), lora_rank=change.get("lora", 0), dtype="float32")
     if "quantization_config" in change:
         policy.causal_lm.config.quantization_config = change["quantization_config"]
     policy.device = torch.device(change.get("device", policy.device))

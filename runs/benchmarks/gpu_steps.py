@@ -260,9 +260,9 @@ def engine_facts(sampler: NanoLLM) -> Found:
     """What vLLM chose: the attention kernel, the model runner, CUDA graphs."""
     [model] = sampler.engine.apply_model(lambda model: model)
     kernels = {type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl")}
-    config = sampler.engine.vllm_config
-    runner = "V2" if getattr(config, "use_v2_model_runner", False) else "V1"
-    mode = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
+    vllm_config = sampler.engine.vllm_config
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+    mode = str(vllm_config.compilation_config.cudagraph_mode)
     return {"attention": sorted(kernels), "model_runner": runner, "cuda_graphs": mode}
 
 
