@@ -25,7 +25,8 @@ def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **opti
     outputs = []
     parts = (q.split(query_counts), k.split(key_counts), v.split(key_counts))
     for queries, keys, values in zip(*parts, strict=True):
-        mask = torch.ones(len(queries), len(keys)).tril(len(keys) - len(queries)).bool()
+        mask = torch.ones(len(queries), len(keys), device=q.device, dtype=torch.bool)
+        mask = mask.tril(len(keys) - len(queries))
         output = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1) for x in (queries, keys, values)), attn_mask=mask,
             scale=options["scale"], enable_gqa=True,

@@ -1,0 +1,302 @@
+"""Whole runs on a pretended GPU, which find tensors on the wrong device where there is no GPU.
+
+    pytest tests/test_pretend_cuda.py -m "slow or not slow"
+
+Inside `pretend_cuda()` a tensor on "cuda" is an `OnCuda`: it holds a CPU tensor, computes with it,
+and refuses the operands that CUDA refuses. PyTorch's C++ code still sees a CPU tensor and chooses
+the kernels of the CPU, so that a run must have the metrics of the same run on the CPU.
+"""
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import save_small
+from test_prefix_sharing import flash_attention
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+
+from core import batching, prefix_sharing
+
+aten = torch.ops.aten
+COPIES = {aten.copy_}  # from one device to the other
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+NO_CPU_SCALARS = {aten.cat, aten.stack, aten._fused_adamw_}  # others take 0-dim CPU tensors
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+GB = 2**30
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+class OnCuda(torch.Tensor):
+    """A tensor whose `device` is cuda:0 in Python, and whose data is the CPU tensor `held`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device, is_cuda, is_cpu = (property(lambda self, x=x: x) for x in (CUDA, True, False))
+
+    @staticmethod
+    def __new__(cls, held):
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, device=CPU,
+        )  # fmt: skip
+        self.held = held
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        refuse_cpu_operands(operation, args, kwargs)
+        operands = {}  # by the id of the CPU tensor
+
+        def held(x):
+            on_cpu = x.held if isinstance(x, OnCuda) else x
+            operands[id(on_cpu)] = x
+            return on_cpu
+
+        def on_cuda(x):  # an operation in place returns its operand
+            return operands[id(x)] if id(x) in operands else OnCuda(x)
+
+        result = operation(*map_tensors(held, args), **map_tensors(held, kwargs or {}))
+        return map_tensors(on_cuda, result)
+
+    def tolist(self):
+        return self.held.tolist()
+
+    def numpy(self, **options):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def untyped_storage(self):
+        return self.held.untyped_storage()
+
+    def __deepcopy__(self, memo):
+        copied = OnCuda(self.held.clone()).requires_grad_(self.requires_grad)
+        vars(copied).update({k: v for k, v in vars(self).items() if k != "held"})
+        return copied
+
+    def __reduce_ex__(self, protocol):  # saved, and loaded with map_location="cpu"
+        return self.held.__reduce_ex__(protocol)
+
+    def __repr__(self):
+        return f"OnCuda({self.held})"
+
+
+def map_tensors(function, x):
+    """Applies `function` to all tensors (and generators) in lists, tuples and dicts."""
+    if isinstance(x, (list, tuple)):
+        return type(x)(map_tensors(function, y) for y in x)
+    if isinstance(x, dict):
+        return {key: map_tensors(function, y) for key, y in x.items()}
+    return function(x) if isinstance(x, Tensor) or type(x) is torch.Generator else x
+
+
+def refuse_cpu_operands(operation, args, kwargs):
+    """Raises RuntimeError where CUDA does, for an operation with an operand on CUDA."""
+    kind = operation.overloadpacket
+    in_backward = torch._C._current_graph_task_id() != -1
+    if kind in COPIES or (kind is aten.cat and in_backward):  # of gradients: C++ fills gaps with 0
+        return
+    if kind in INDEXING and isinstance(args[0], OnCuda):  # indices may be on either device
+        args = (args[0], *args[2:])
+
+    def refuse(x):
+        scalar = isinstance(x, Tensor) and x.dim() == 0 and kind not in NO_CPU_SCALARS
+        if not (isinstance(x, OnCuda) or scalar):
+            raise RuntimeError(f"{operation}: expected all operands on cuda:0, found one on cpu")
+
+    map_tensors(refuse, (args, kwargs))
+
+
+class Move(torch.autograd.Function):
+    """Copies a tensor to the other device, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.held.clone() if isinstance(x, OnCuda) else OnCuda(x.clone())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Move.apply(gradient)
+
+
+class PretendCuda(TorchFunctionMode):
+    """Makes `device="cuda"`, `.to`, `.cpu` and `.cuda` create OnCuda tensors and take them back."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.backward:
+            with self:  # also while checkpointed parts are computed again
+                return _engine_run_backward(
+                    args, (torch.ones_like(args[0]),), False, False, (), accumulate_grad=True
+                )
+        if function is torch.Tensor.cpu:
+            return self._move(args[0], CPU)
+        if function is torch.Tensor.cuda:
+            return self._move(args[0], CUDA)
+        if function is torch.Tensor.to:
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)
+            device = next((x.device for x in args[1:] if isinstance(x, Tensor)), device)
+            if device is None or device.type in ("cpu", "cuda"):
+                moved = self._move(args[0], device)
+                return moved if dtype is None else moved.to(dtype)
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return function(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        made = function(*args, **kwargs | {"device": CPU})
+        return made if isinstance(made, OnCuda) else OnCuda(made)
+
+    def _move(self, x, device):
+        stays = device is None or (device.type == "cuda") == isinstance(x, OnCuda)
+        return x if stays else Move.apply(x)
+
+
+@contextmanager
+def pretend_cuda():
+    """One GPU of 24 GB that is 20 GB free, on which 16-bit attention takes parts of any length."""
+    gpu = SimpleNamespace(total_memory=24 * GB, name="pretended")
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # module.to keeps tied weights
+    try:
+        with (
+            patch.multiple(
+                torch.cuda,
+                is_available=lambda: True,
+                device_count=lambda: 1,
+                mem_get_info=lambda device=None: (20 * GB, 24 * GB),
+                get_device_properties=lambda device=None: gpu,
+                get_device_capability=lambda device=None: (8, 0),
+            ),
+            PretendCuda(),
+        ):
+            yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def test_what_cuda_refuses_is_refused():
+    with pretend_cuda():
+        x, cpu = torch.ones(2, 3, device="cuda"), torch.ones(2, 3)
+        refused = [
+            lambda: x + cpu,
+            lambda: torch.where(x > 0, x, cpu),
+            lambda: torch.cat([x, cpu]),
+            lambda: torch.stack([x.sum(), torch.tensor(1.0)]),
+            lambda: x.gather(1, torch.zeros(2, 1, dtype=torch.int64)),
+            lambda: cpu[x > 0],
+            lambda: x.index_put_((torch.tensor([0]),), torch.ones(3)),
+            lambda: x.normal_(generator=torch.Generator()),
+            lambda: torch.rand(2, device="cuda", generator=torch.Generator()),
+            lambda: torch.nn.functional.linear(x, cpu),
+        ]
+        for operation in refused:
+            with pytest.raises(RuntimeError, match="cpu"):
+                operation()
+        with pytest.raises(TypeError, match="numpy"):
+            x.numpy()
+
+
+def test_what_cuda_takes_from_the_cpu_is_taken():
+    with pretend_cuda():
+        x = torch.arange(6.0, device="cuda").view(2, 3)
+        assert (x.device, x.is_cuda, x.cpu().device) == (CUDA, True, CPU)
+        assert type(x.cpu()) is Tensor and isinstance(x.cpu().to(x), OnCuda)
+        assert (x + torch.tensor(1.0)).tolist() == [[1, 2, 3], [4, 5, 6]]
+        assert x[torch.tensor([1])].tolist() == [[3, 4, 5]]
+        x[0] = torch.zeros(3)
+        x[torch.tensor([1]), 0] = torch.tensor(7.0)
+        assert x.tolist() == [[0, 0, 0], [7, 4, 5]]
+        total = torch.zeros(2, 3)
+        total.copy_(x)
+        assert total.sum() == 16 and type(total) is Tensor
+
+
+def test_gradients_move_between_the_devices():
+    with pretend_cuda():
+        layer = torch.nn.Linear(3, 1, device="cuda")
+        x = torch.ones(2, 3, requires_grad=True)
+        layer(x.to("cuda")).square().sum().cpu().backward()
+        assert isinstance(layer.weight.grad, OnCuda) and type(x.grad) is Tensor
+        expected = 2 * layer(x.cuda()) @ layer.weight
+        assert torch.allclose(expected.cpu(), x.grad)
+
+
+SMALL = """--model-id tiny --sampler torch --num-updates 2 --num-prompts 2 --group-size 4
+    --max-tokens 6 --max-model-len 160 --max-tokens-per-micro-batch 320 --eval-num-tasks 2
+    --save-every 1 --dtype float32""".split()
+RUNS = {
+    "grpo": "",
+    "ppo": "--algo ppo --num-epochs 2 --num-minibatches 2",
+    "LoRA": "--lora-rank 4 --kl-coef 0.01",
+    "bfloat16": "--dtype bfloat16 --kl-coef 0.01",
+    "float16": "--dtype float16 --fp32-head --lora-rank 4 --teacher tiny --kl-coef 0.01",
+    "warm start": "--model-id tiny-random --sft-steps 2 --sft-batch-size 4 "
+    "--gradient-checkpointing on --curriculum 0.5 --filter-groups 1",
+    "several turns": "--env tic_tac_toe --algo ppo --credit turn --max-turns 2",
+    "other options": "--top-p 0.9 --grpo.loss-type gspo --grpo.scale-rewards none --kl-coef 0.01 "
+    "--kl-in reward --overlong-buffer 4 --entropy-coef 0.01 --clip-cov 0.1 --num-epochs 2 "
+    "--opsm 0.1 --sft-best 2 --eval-samples 2",
+}
+
+
+def metrics_of(name):
+    lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith("time/") and v is not None}
+        for line in lines
+    ]
+
+
+@contextmanager
+def the_attention_of_a_gpu():
+    """Computes 16-bit attention part by part, as on a GPU, and other attention padded."""
+    with patch.multiple(
+        prefix_sharing,
+        takes_varlen=lambda query: query.dtype.itemsize == 2,
+        varlen_attn=flash_attention,
+    ):
+        yield
+
+
+def assert_same_run(command, *flags):
+    """A run that stops after update 1 and resumes, on the GPU, has the metrics of a CPU run."""
+    with the_attention_of_a_gpu():
+        code, _, err = command(*SMALL, *flags, "--device", "cpu", "--run-name", "cpu")
+        assert code == 0, err
+    with pretend_cuda(), patch.object(prefix_sharing, "varlen_attn", flash_attention):
+        options = [*flags, "--device", "cuda", "--run-name", "gpu"]
+        code, out, err = command(*SMALL, *options, "--num-updates", 1)
+        assert code == 0 and "trained, cuda" in out, err
+        assert command("--resume", "runs/gpu", "--num-updates", 2)[0] == 0
+    expected, found = metrics_of("cpu"), metrics_of("gpu")
+    assert len(expected) == len(found) and expected[-1]["update"] == 2
+    for ours, theirs in zip(found, expected, strict=True):
+        for name in ("gap/logprob_mean", "gap/logprob_max"):  # rounding: a GPU copies shared keys
+            assert ours.pop(name, 0) == pytest.approx(theirs.pop(name, 0), abs=1e-5)
+        # update 1 has also been evaluated where it was the last
+        ours = {name: value for name, value in ours.items() if name in theirs}
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
+def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, flags):
+    assert_same_run(command, *flags.split())
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_packed_has_the_metrics_of_the_cpu(command, tmp_path):
+    assert_same_run(command, "--model-id", save_small("gemma3", tmp_path / "gemma3"))
+
+
+def test_a_run_with_a_tensor_on_the_wrong_device_fails(command, monkeypatch):
+    def gather(self, values):  # forgets to move them to the device of the model
+        return torch.where(self.completion_mask, values.flatten()[self.index], 0)
+
+    monkeypatch.setattr(batching.MicroBatch, "gather", gather)
+    with pretend_cuda(), pytest.raises(RuntimeError, match="expected all operands on cuda:0"):
+        command(*SMALL, "--device", "cuda", "--num-updates", 1, "--eval-num-tasks", 0)
