@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parents[1])]
 
-import train
-from core import cli
-from environments.base import Step
-from environments.registry import constructor
+import all_answers  # noqa: E402
+
+from core import cli  # noqa: E402
+from environments.base import Step  # noqa: E402
+from environments.registry import constructor  # noqa: E402
 
 COIN = random.Random(0)  # shared by all episodes: each reward is a flip of its own
 
@@ -35,4 +37,4 @@ def flip_rewards(env_class: Any) -> None:
 if __name__ == "__main__":
     for env in cli.parse(sys.argv[1:]).env:
         flip_rewards(constructor(env))
-    sys.exit(train.run_command(sys.argv[1:]))
+    sys.exit(all_answers.run_command(sys.argv[1:]))

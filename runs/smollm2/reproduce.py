@@ -1,9 +1,9 @@
 """`smollm2` on tasks that it solves now and then: held-out accuracy before and after RL, on a CPU.
 
-python runs/smollm2/reproduce.py                     # every run, one after another: eight hours
-python runs/smollm2/reproduce.py --draw              # only the table, the answers and the picture
+python runs/smollm2/reproduce.py                     # every run, one after another: hours
+python runs/smollm2/reproduce.py --missing           # those that are not recorded yet
+python runs/smollm2/reproduce.py --draw              # only the tables and the picture
 python runs/smollm2/reproduce.py sums-lora-seed0     # one run
-python runs/smollm2/reproduce.py sums-lora-short     # eight updates and 64 tasks: a few minutes
 """
 
 import json
@@ -15,123 +15,153 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
-from figures import band, figure, panel  # noqa: E402
+from figures import figure, panel  # noqa: E402
 
-from core.metrics import before_after, describe  # noqa: E402
+from core.metrics import before_after, mcnemar, wilson  # noqa: E402
 from core.report.curves import BLUE, ORANGE  # noqa: E402
 from core.run_log import read_records  # noqa: E402
 
-CONTROL = "runs/smollm2/random_rewards.py"
-SHARED = "--model-id smollm2 --temperature 0.7 --num-prompts 8 --group-size 8"
-FULL_LENGTH = "--num-updates 20 --eval-every 0 --eval-num-tasks 128 --eval-samples 8"
-SHORT = "--num-updates 8 --eval-every 0 --eval-num-tasks 64"
+TRAIN, CONTROL = "runs/smollm2/all_answers.py", "runs/smollm2/random_rewards.py"
+SHARED = (
+    "--model-id smollm2 --temperature 0.7 --num-prompts 8 --group-size 8 --microscope 0 "
+    "--eval-every 0 --eval-num-tasks 128"
+)
+WARM = "--sft-steps 50 --sft-batch-size 8"
 TASKS = {
-    "sums": "--env math_qa:level=1,style=plain --max-tokens 16 --max-turns 1",
-    "larger_sums": "--env math_qa:level=2,style=plain --max-tokens 16 --max-turns 1",
-    "echo": "--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3 --sft-steps 50 "
-    "--sft-batch-size 8",
-    "echo_cold": "--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3",
+    "sums": "--env math_qa:level=1,style=plain --max-tokens 16 --max-turns 1 --eval-samples 8 "
+    "--num-updates 30",
+    "letters": f"--env letter_counting --max-tokens 48 --max-turns 1 --num-updates 20 {WARM}",
+    "letters_cold": "--env letter_counting --max-tokens 48 --max-turns 1 --num-updates 20",
+    "echo": f"--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3 --num-updates 20 {WARM}",
+    "echo_cold": "--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3 --num-updates 20",
 }
-METHODS = {"lora": "--lora-rank 16 --lr 3e-4", "full": "--lr 1e-5"}
+METHODS = {"lora": "--lora-rank 16 --lr 1e-4", "full": "--lr 1e-5"}
 SEEDS = (0, 1)
 RUNS = {  # name: (script, flags)
-    f"{task}-{method}-seed{seed}": ("train.py", f"{flags} {tuned} {FULL_LENGTH} --seed {seed}")
+    f"{task}-{method}-seed{seed}": (TRAIN, f"{flags} {tuned} --seed {seed}")
     for task, flags in TASKS.items()
     for method, tuned in METHODS.items()
     for seed in SEEDS
-    if task != "echo_cold" or (method, seed) == ("lora", 0)
+    if not task.endswith("cold") or (method, seed) == ("lora", 0)
 }
-RUNS["sums-lora-random"] = (CONTROL, f"{TASKS['sums']} {METHODS['lora']} {FULL_LENGTH}")
-SHORT_RUNS = {
-    f"{task}-{method}-short": ("train.py", f"{flags} {tuned} {SHORT}")
-    for task, flags in TASKS.items()
-    for method, tuned in METHODS.items()
-}
+RUNS["sums-random-seed0"] = (CONTROL, f"{TASKS['sums']} {METHODS['lora']} --seed 0")
 
 
 def main() -> None:
-    for name in record.chosen_runs(__doc__, HERE, {**RUNS, **SHORT_RUNS}):
-        if name in SHORT_RUNS and name not in sys.argv:
-            continue  # only if it is named
-        script, flags = (RUNS | SHORT_RUNS)[name]
+    for name in record.chosen_runs(__doc__, HERE, RUNS):
+        script, flags = RUNS[name]
         rollouts = HERE / f".part-{name}.jsonl"
-        keep = {"rollouts.jsonl": rollouts}
-        record.make_run(HERE, name, f"{SHARED} {flags}", script, keep)
+        record.make_run(HERE, name, f"{SHARED} {flags}", script, {"rollouts.jsonl": rollouts})
         rows = [json.loads(line) for line in rollouts.read_text().splitlines()]
-        held_out = [row for row in rows if row["kind"] == "eval"]
-        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in held_out)
+        answers = [short(row) for row in rows if row["kind"] == "eval"]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
         (HERE / f"{name}.answers.jsonl").write_text(lines)
         rollouts.unlink()
     draw()
     record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
-    record.write_table(HERE, answers(), "answers")
+    record.write_table(HERE, answers_table(), "answers")
+
+
+def short(rollout: dict[str, Any]) -> dict[str, Any]:
+    """What the tables need of a rollout in rollouts.jsonl."""
+    said = {role: [m["content"] for m in rollout["messages"] if m["role"] == role]
+            for role in ("user", "assistant")}  # fmt: skip
+    return {
+        "update": rollout["update"], "asked": said["user"], "said": said["assistant"],
+        "correct": rollout["info"].get("correct", False),
+        "lenient": rollout["info"].get("lenient"),
+    }  # fmt: skip
 
 
 def recorded() -> list[str]:
     return [name for name in RUNS if (HERE / f"{name}.jsonl").exists()]
 
 
+def evaluations(name: str) -> list[dict[str, dict[str, Any]]]:
+    """The greedy answers before and after RL, by opening question: each counts once."""
+    lines = (HERE / f"{name}.answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line) for line in lines]
+    last = max(answer["update"] for answer in answers)
+    return [{a["asked"][0]: a for a in answers if a["update"] == u} for u in (0, last)]
+
+
+def accuracy(answers: dict[str, dict[str, Any]], key: str = "correct") -> str:
+    right = sum(answer[key] for answer in answers.values())
+    low, high = wilson(right, len(answers))
+    return f"{right / len(answers):.2f} [{low:.2f}, {high:.2f}]"
+
+
 def table() -> list[str]:
     """One row per recorded run, as Markdown."""
     rows = [
-        "| run | before RL [95%] | after RL [95%] | p | pass@1, pass@8 before | after | minutes | "
-        "command |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| run | questions | before RL [95%] | after RL [95%] | p | lenient | pass@1, pass@8 | "
+        "minutes | command |",
+        "|" + " --- |" * 9,
     ]
     for name in recorded():
-        script, flags = RUNS[name]
+        flags = RUNS[name][1]
+        before, after = evaluations(name)
+        solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
         ((env, first, last),) = before_after(read_records(HERE / f"{name}.jsonl"))
-        minutes = record.read_seconds(HERE)[name] / 60
-        rows.append(
-            f"| {name} | {describe(env, first)} | {describe(env, last)} | "
-            f"{last[f'eval/{env}/p_value']:.1g} | {passes(env, first)} | {passes(env, last)} | "
-            f"{minutes:.0f} | `python {script} {SHARED} {flags}` |"
-        )
+        has_lenient = next(iter(before.values()))["lenient"] is not None
+        script = CONTROL if "-random-" in name else "train.py"
+        cells = [
+            name, str(len(before)), accuracy(before), accuracy(after), f"{mcnemar(*solved):.1g}",
+            f"{share(before, 'lenient'):.2f} → {share(after, 'lenient'):.2f}" if has_lenient else "",
+            f"{passes(env, first)} → {passes(env, last)}",
+            f"{record.read_seconds(HERE)[name] / 60:.0f}", f"`python {script} {SHARED} {flags}`",
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
+def share(answers: dict[str, dict[str, Any]], key: str) -> float:
+    return sum(answer[key] for answer in answers.values()) / len(answers)
+
+
 def passes(env: str, metrics: dict[str, Any]) -> str:
-    return ", ".join(f"{metrics[f'eval/{env}/pass_at_{k}']:.2f}" for k in ("1", "k"))
+    """With --eval-samples 8; otherwise ""."""
+    values = [metrics.get(f"eval/{env}/pass_at_{k}") for k in ("1", "k")]
+    return ", ".join(f"{value:.2f}" for value in values if value is not None)
 
 
-def answers() -> list[str]:
-    """The first held-out tasks of the first seed of each task: greedy answers before and after."""
+def answers_table() -> list[str]:
+    """The first held-out questions of the first seed of each task: answers before and after."""
     rows = ["| run | asked | before RL | after RL |", "| --- | --- | --- | --- |"]
     for name in (name for name in recorded() if name.endswith("seed0")):
-        lines = (HERE / f"{name}.answers.jsonl").read_text().splitlines()
-        rollouts = [json.loads(line) for line in lines]
-        last = max(rollout["update"] for rollout in rollouts)
-        by_update = {u: [r for r in rollouts if r["update"] == u] for u in (0, last)}
-        for before, after in list(zip(by_update[0], by_update[last], strict=True))[:3]:
-            asked = next(m["content"] for m in before["messages"] if m["role"] == "user")
-            cells = (name, asked, said(before), said(after))
+        before, after = evaluations(name)
+        for question in list(before)[:4]:
+            cells = (name, question, text(before[question]), text(after[question]))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
 
-def said(rollout: dict[str, Any]) -> str:
-    texts = [m["content"] for m in rollout["messages"] if m["role"] == "assistant"]
-    return " / ".join(f"`{' '.join(text.replace('`', ' ').split())}`" for text in texts)
+def text(answer: dict[str, Any]) -> str:
+    return " / ".join(f"`{' '.join(t.replace('`', ' ').split())}`" for t in answer["said"])
 
 
 def draw() -> None:
-    """One panel per task: the held-out accuracy by update, with its 95% interval."""
-    title = "smollm2: held-out accuracy, 95% interval; solid: LoRA, dashed: all weights"
-    tasks = [task for task in TASKS if any(name.startswith(f"{task}-") for name in recorded())]
+    """One panel per task: the share of right samples in training, and the held-out accuracy."""
+    title = "smollm2: right answers in training (lines) and on held-out questions (dots, 95%)"
+    tasks = [task for task in TASKS if any(n.startswith(f"{task}-") for n in recorded())]
     with figure(HERE / "curves.png", title, 1, len(tasks), (4 * len(tasks) + 3, 3.6)) as axes:
         for axis, task in zip(axes, tasks, strict=True):
-            for name in (name for name in recorded() if name.startswith(f"{task}-")):
-                records = read_records(HERE / f"{name}.jsonl")
-                ((env, _, _),) = before_after(records)
-                evaluated = [m for m in records if f"eval/{env}/accuracy" in m]
-                keys = ("accuracy", "ci_low", "ci_high")
-                middle, low, high = ([m[f"eval/{env}/{k}"] for m in evaluated] for k in keys)
-                style = "--" if "-full-" in name else ":" if name.endswith("random") else "-"
-                color = ORANGE if name.endswith("seed1") else BLUE
-                updates = [m["update"] for m in evaluated]
-                band(axis, updates, middle, low, high, color, linestyle=style, marker="o")
+            for name in (n for n in recorded() if n.startswith(f"{task}-")):
+                draw_run(axis, name)
             axis.set_ylim(-0.03, 1.03)
             panel(axis, task, "update")
+
+
+def draw_run(axis: Any, name: str) -> None:
+    records = [m for m in read_records(HERE / f"{name}.jsonl") if "reward/correct" in m]
+    color = "#888888" if "-random-" in name else ORANGE if "-full-" in name else BLUE
+    updates = [m["update"] for m in records]
+    axis.plot(updates, [m["reward/correct"] for m in records], color=color, alpha=0.6)
+    for update, answers in zip((0, updates[-1]), evaluations(name), strict=True):
+        right = sum(answer["correct"] for answer in answers.values())
+        middle, (low, high) = right / len(answers), wilson(right, len(answers))
+        error = [[middle - low], [high - middle]]
+        axis.errorbar(update, middle, error, color=color, marker="o", capsize=3)
 
 
 if __name__ == "__main__":
