@@ -103,16 +103,20 @@ def table() -> list[str]:
         before, after = evaluations(name)
         solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
         ((env, first, last),) = before_after(read_records(HERE / f"{name}.jsonl"))
-        has_lenient = next(iter(before.values()))["lenient"] is not None
+        lenient = ["" if None in {a["lenient"] for a in answers.values()}
+                   else f"{share(answers, 'lenient'):.2f}" for answers in (before, after)]  # fmt: skip
         script = CONTROL if "-random-" in name else "train.py"
         cells = [
             name, str(len(before)), accuracy(before), accuracy(after), f"{mcnemar(*solved):.1g}",
-            f"{share(before, 'lenient'):.2f} → {share(after, 'lenient'):.2f}" if has_lenient else "",
-            f"{passes(env, first)} → {passes(env, last)}",
+            arrow(*lenient), arrow(passes(env, first), passes(env, last)),
             f"{record.read_seconds(HERE)[name] / 60:.0f}", f"`python {script} {SHARED} {flags}`",
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return rows
+
+
+def arrow(before: str, after: str) -> str:
+    return f"{before} → {after}" if before else ""
 
 
 def share(answers: dict[str, dict[str, Any]], key: str) -> float:
