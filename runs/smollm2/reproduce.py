@@ -103,8 +103,7 @@ def table() -> list[str]:
         before, after = evaluations(name)
         solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
         ((env, first, last),) = before_after(read_records(HERE / f"{name}.jsonl"))
-        lenient = ["" if None in {a["lenient"] for a in answers.values()}
-                   else f"{share(answers, 'lenient'):.2f}" for answers in (before, after)]  # fmt: skip
+        lenient = [share(answers, "lenient") for answers in (before, after)]
         script = CONTROL if "-random-" in name else "train.py"
         cells = [
             name, str(len(before)), accuracy(before), accuracy(after), f"{mcnemar(*solved):.1g}",
@@ -119,8 +118,10 @@ def arrow(before: str, after: str) -> str:
     return f"{before} → {after}" if before else ""
 
 
-def share(answers: dict[str, dict[str, Any]], key: str) -> float:
-    return sum(answer[key] for answer in answers.values()) / len(answers)
+def share(answers: dict[str, dict[str, Any]], key: str) -> str:
+    """The fraction of the answers with `key`; "" if the environment does not report it."""
+    values = [answer[key] for answer in answers.values()]
+    return "" if None in values else f"{sum(values) / len(values):.2f}"
 
 
 def passes(env: str, metrics: dict[str, Any]) -> str:
