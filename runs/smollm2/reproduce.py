@@ -26,26 +26,30 @@ SHARED = (
     "--model-id smollm2 --temperature 0.7 --num-prompts 8 --group-size 8 --microscope 0 "
     "--eval-every 0 --eval-num-tasks 128"
 )
-LETTERS = "--env letter_counting --max-tokens 64 --max-turns 1 --num-updates 20"
-ECHO = "--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3 --num-updates 10"
+LETTERS = "--env letter_counting --max-tokens 64 --max-turns 1"
+ECHO = "--env reverse_echo:turns=3 --max-tokens 24 --max-turns 3"
 TASKS = {
     "sums": "--env math_qa:level=1,style=plain --max-tokens 16 --max-turns 1 --eval-samples 8 "
     "--num-updates 30",
-    "letters": f"{LETTERS} --sft-steps 50 --sft-batch-size 8 --sft-lr 1e-3 --sft-hasty 0.3",
-    "letters_cold": LETTERS,
-    "echo": f"{ECHO} --sft-steps 2 --sft-batch-size 8 --sft-lr 1e-3 --sft-hasty 0",
-    "echo_cold": ECHO,
+    "letters": f"{LETTERS} --num-updates 20 --sft-steps 50 --sft-batch-size 8 --sft-lr 1e-3 "
+    "--sft-hasty 0.3",
+    "letters_cold": f"{LETTERS} --num-updates 5",
+    "echo": f"{ECHO} --num-updates 10 --sft-steps 2 --sft-batch-size 8 --sft-lr 1e-3 --sft-hasty 0",
+    "echo_cold": f"{ECHO} --num-updates 5",
 }
-METHODS = {"lora": "--lora-rank 16 --lr 1e-4", "full": "--lr 1e-5"}
-SEEDS = (0, 1)
+LORA, FULL = "--lora-rank 16 --lr", "--lr 1e-5"
+METHODS = {  # task: methods
+    "sums": {"lora": f"{LORA} 1e-4", "full": FULL},
+    "letters": {"lora": f"{LORA} 2e-4"}, "letters_cold": {"lora": f"{LORA} 2e-4"},
+    "echo": {"lora": f"{LORA} 1e-4"}, "echo_cold": {"lora": f"{LORA} 1e-4"},
+}  # fmt: skip
 RUNS = {  # name: (script, flags)
     f"{task}-{method}-seed{seed}": (TRAIN, f"{flags} {tuned} --seed {seed}")
     for task, flags in TASKS.items()
-    for method, tuned in METHODS.items()
-    for seed in SEEDS
-    if task == "sums" or (method == "lora" and (seed == 0 or not task.endswith("cold")))
+    for method, tuned in METHODS[task].items()
+    for seed in ((0,) if task.endswith("cold") else (0, 1))
 }
-RUNS["sums-random-seed0"] = (CONTROL, f"{TASKS['sums']} {METHODS['lora']} --seed 0")
+RUNS["sums-random-seed0"] = (CONTROL, f"{TASKS['sums']} {METHODS['sums']['lora']} --seed 0")
 
 
 def main() -> None:
