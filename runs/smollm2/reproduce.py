@@ -99,8 +99,11 @@ def accuracy(answers: dict[str, dict[str, Any]], key: str = "correct") -> str:
 def table() -> list[str]:
     """One row per recorded run, as Markdown."""
     rows = [
+        f"All runs: `python train.py {SHARED}` and the flags of the row; sums-random-seed0: "
+        f"`python {CONTROL}` with the same flags.",
+        "",
         "| run | questions | before RL [95%] | after RL [95%] | p | lenient | pass@1, pass@8 | "
-        "minutes | command |",
+        "minutes | flags |",
         "|" + " --- |" * 9,
     ]
     for name in recorded():
@@ -109,11 +112,10 @@ def table() -> list[str]:
         solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
         ((env, first, last),) = before_after(read_records(HERE / f"{name}.jsonl"))
         lenient = [share(answers, "lenient") for answers in (before, after)]
-        script = CONTROL if "-random-" in name else "train.py"
         cells = [
             name, str(len(before)), accuracy(before), accuracy(after), f"{mcnemar(*solved):.1g}",
             arrow(*lenient), arrow(passes(env, first), passes(env, last)),
-            f"{record.read_seconds(HERE)[name] / 60:.0f}", f"`python {script} {SHARED} {flags}`",
+            f"{record.read_seconds(HERE)[name] / 60:.0f}", f"`{flags}`",
         ]  # fmt: skip
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -152,26 +154,35 @@ def text(answer: dict[str, Any]) -> str:
 
 def draw() -> None:
     """One panel per task: the share of right samples in training, and the held-out accuracy."""
-    title = "smollm2: right answers in training (lines) and on held-out questions (dots, 95%)"
     tasks = [task for task in TASKS if any(n.startswith(f"{task}-") for n in recorded())]
-    with figure(HERE / "curves.png", title, 1, len(tasks), (4 * len(tasks) + 3, 3.6)) as axes:
+    title, size = "smollm2: share of right answers", (4.5 * len(tasks) + 3, 4)
+    with figure(HERE / "curves.png", title, 1, len(tasks), size) as axes:
         for axis, task in zip(axes, tasks, strict=True):
-            for name in (n for n in recorded() if n.startswith(f"{task}-")):
-                draw_run(axis, name)
+            names = [n for n in recorded() if n.startswith(f"{task}-")]
+            for number, name in enumerate(names):
+                draw_run(axis, name, shift=0.5 * (number - (len(names) - 1) / 2))
             axis.set_ylim(-0.03, 1.03)
-            panel(axis, task, "update")
+            panel(axis, f"{task}: in training, and held-out greedy answers (dots, 95%)", "update")
+            axis.legend(loc="lower right", frameon=False)
 
 
-def draw_run(axis: Any, name: str) -> None:
+def draw_run(axis: Any, name: str, shift: float) -> None:
+    """A run's line, and its two evaluations, `shift` updates aside so that none hides another."""
     records = [m for m in read_records(HERE / f"{name}.jsonl") if "reward/correct" in m]
-    color = "#888888" if "-random-" in name else ORANGE if "-full-" in name else BLUE
+    method = name.split("-")[1]
+    label, color = {
+        "lora": ("LoRA", BLUE), "full": ("all weights", ORANGE), "random": ("coin flips", "gray"),
+    }[method]  # fmt: skip
     updates = [m["update"] for m in records]
-    axis.plot(updates, [m["reward/correct"] for m in records], color=color, alpha=0.6)
+    style = "--" if name.endswith("seed1") else "-"
+    label = "_" if name.endswith("seed1") else label
+    right = [m["reward/correct"] for m in records]
+    axis.plot(updates, right, style, color=color, alpha=0.5, linewidth=1.3, label=label)
     for update, answers in zip((0, updates[-1]), evaluations(name), strict=True):
-        right = sum(answer["correct"] for answer in answers.values())
-        middle, (low, high) = right / len(answers), wilson(right, len(answers))
+        number = sum(answer["correct"] for answer in answers.values())
+        middle, (low, high) = number / len(answers), wilson(number, len(answers))
         error = [[middle - low], [high - middle]]
-        axis.errorbar(update, middle, error, color=color, marker="o", capsize=3)
+        axis.errorbar(update + shift, middle, error, color=color, marker="o", capsize=3)
 
 
 if __name__ == "__main__":
