@@ -6,6 +6,14 @@ core/weight_sharing.py lays out the weights once for both models, before vLLM ca
 After `optimizer.step()` vLLM reads the new weights. `sync` copies LoRA adapters into the engine's
 slots; they are never merged with the base weights. The KV cache is allocated only inside `with
 sampler:`; training can use its memory while the engine sleeps.
+
+If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
+
+    --vllm-eager                    neither torch.compile nor CUDA graphs, as on a CPU
+    VLLM_USE_V2_MODEL_RUNNER=0      Model Runner V1, as on a CPU; otherwise V2 from vLLM 0.32 on
+    VLLM_LOGGING_LEVEL=INFO         shows which attention kernel vLLM takes
+
+runs/benchmarks/gpu_check.py does so for each step that fails, and also with Triton's attention.
 """
 
 import copy

@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -70,7 +70,7 @@ class Uses(ast.NodeVisitor):
     """Collects in `found` what a file of ours uses of vLLM."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.found: dict[Use, int] = {}  # and the line of its first use
+        self.found: set[Use] = set()
         self.optional: set[str] = set(GUARDED)
         self.names: dict[str, str] = {}  # our name -> name in vLLM
         self.strings: dict[str, str] = {}  # our constant -> its value
@@ -85,25 +85,24 @@ class Uses(ast.NodeVisitor):
             elif isinstance(node, ast.ImportFrom) and is_vllm(node.module or ""):
                 for alias in node.names:
                     self.names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                    self.add(node, f"{node.module}.{alias.name}")
+                    self.add(f"{node.module}.{alias.name}")
             elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
                 self.strings |= {ast.unparse(t): node.value.value for t in node.targets}
         self.visit(tree)
         self.found = {
-            Use(u.name, u.argument, u.parameters, not self.optional.isdisjoint(u.name.split("."))
-                or u.argument in self.optional): line
-            for u, line in self.found.items()
-        }  # fmt: skip
+            replace(u, optional=bool(self.optional & {u.argument, *u.name.split(".")}))
+            for u in self.found
+        }
 
-    def add(self, node: ast.AST, name: str, argument: str = "", *parameters: str) -> None:
-        self.found.setdefault(Use(name, argument, parameters), getattr(node, "lineno", 0))
+    def add(self, name: str, argument: str = "", *parameters: str) -> None:
+        self.found.add(Use(name, argument, parameters))
 
     def add_function(self, ours: ast.FunctionDef, name: str, any_names: bool = False) -> None:
         """A function of vLLM that one of ours replaces or overrides."""
-        self.add(ours, name)
+        self.add(name)
         if not ours.args.vararg:
             names = parameters_of(ours)
-            self.add(ours, name, "", *("_" if any_names else n for n in names))
+            self.add(name, "", *("_" if any_names else n for n in names))
 
     def dotted(self, node: ast.expr) -> str:
         """The name in vLLM that an expression of ours refers to, or ""."""
@@ -120,14 +119,14 @@ class Uses(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if base := self.dotted(node.value):
-            self.add(node, f"{base}.{node.attr}")
+            self.add(f"{base}.{node.attr}")
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         text = str(node.value)
         is_name = re.fullmatch(r"vllm(\.\w+)+|VLLM_[A-Z0-9_]+", text)
         if is_name and node not in self.docstrings:
-            self.add(node, text)
+            self.add(text)
 
     def visit_Call(self, node: ast.Call) -> None:
         function = ast.unparse(node.func)
@@ -135,7 +134,7 @@ class Uses(ast.NodeVisitor):
             name = ast.literal_eval(node.args[1])
             if base := self.dotted(node.args[0]):
                 self.optional.add(name)
-                self.add(node, f"{base}.{name}")
+                self.add(f"{base}.{name}")
         if function.endswith(("patch", "patch.object")):
             *target, ours = node.args
             parts = [self.strings.get(ast.unparse(t), "") or self.dotted(t) for t in target[:1]]
@@ -144,10 +143,10 @@ class Uses(ast.NodeVisitor):
                 self.add_function(replacement, ".".join(parts))
         if name := self.dotted(node.func):
             if node.args and not any(isinstance(a, ast.Starred) for a in node.args):
-                self.add(node, name, str(len(node.args)))
+                self.add(name, str(len(node.args)))
             for keyword in node.keywords:
                 for argument in [keyword.arg] if keyword.arg else self.keys(keyword.value):
-                    self.add(node, name, argument)
+                    self.add(name, argument)
         self.generic_visit(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
@@ -336,12 +335,11 @@ def bound(node: ast.stmt) -> set[str]:
 
 
 def used(root: Path = ROOT, sources: tuple[str, ...] = SOURCES) -> dict[Use, str]:
-    """What our sources use of vLLM, and the file and line of the first use."""
+    """What our sources use of vLLM, and the first file that uses it."""
     found: dict[Use, str] = {}
     for source in sources:
-        tree = ast.parse((root / source).read_text())
-        for use, line in Uses(tree).found.items():
-            found.setdefault(use, f"{source}:{line}")
+        for use in Uses(ast.parse((root / source).read_text())).found:
+            found.setdefault(use, source)
     return found
 
 
