@@ -25,11 +25,11 @@ class View(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """One `copy_` of the loader. Both blocks have the same shape."""
+    """One `copy_` of the loader: a block of a weight, and one of a parameter, of equal shape."""
 
-    weight: str  # name of the Hugging Face weight
-    source: View  # block of the weight
-    target: View  # block of the vLLM parameter
+    weight: str
+    source: View
+    target: View
 
 
 def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -53,16 +53,15 @@ def find_views(model: Any, engine_model: Any) -> dict[str, dict[str, View]]:
         num_copied = sum(prod(copy.target.shape) for copy in copies)
         padded = name in trace.zeroed and num_copied < parameter.numel()
         if name in trace.computed or not (padded or num_copied == parameter.numel()):
-            raise RuntimeError(f"vLLM computes {name}, it does not copy it from a weight")
+            raise RuntimeError(f"vLLM computes {name} instead of copying a weight")
         views[name] = {}
         for weight in dict.fromkeys(copy.weight for copy in copies):
-            parts = [copy for copy in copies if copy.weight == weight]
+            dtype, parts = weights[weight].dtype, [c for c in copies if c.weight == weight]
             view = whole_view(tuple(weights[weight].shape), parts)
             if view is None or weight not in unused:
                 raise RuntimeError(f"the weight {weight} is not a view of vLLM's {name}")
-            if weights[weight].dtype != parameter.dtype:
-                raise RuntimeError(f"{weight} is {weights[weight].dtype} in training, and vLLM's "
-                                   f"{name} is {parameter.dtype}")  # fmt: skip
+            if dtype != parameter.dtype:
+                raise RuntimeError(f"{weight} is {dtype}, and vLLM's {name} is {parameter.dtype}")
             views[name][weight] = view
             del unused[weight]
     if unused:
@@ -71,32 +70,25 @@ def find_views(model: Any, engine_model: Any) -> dict[str, dict[str, View]]:
 
 
 def whole_view(shape: tuple[int, ...], copies: list[Copy]) -> View | None:
-    """The view that a weight of this shape is in a parameter; None if its parts are not one view.
-
-    >>> top = Copy("w", View((1, 3), (3, 1), 0), View((1, 3), (3, 1), 6))
-    >>> both = Copy("w", View((2, 3), (3, 1), 0), View((2, 3), (3, 1), 6))
-    >>> whole_view((2, 3), [top]), whole_view((2, 3), [both])
-    (None, View(shape=(2, 3), strides=(3, 1), offset=6))
-    """
+    """The view of a parameter that a weight is; None if its copied parts are not one view."""
     own_strides = torch.empty(shape, device="meta").stride()
+    long = [stride for size, stride in zip(shape, own_strides, strict=True) if size > 1]
     steps: dict[int, int] = {}  # stride in the weight -> stride in the parameter
     for copy in copies:
         for size, source, target in zip(*copy.source[:2], copy.target.strides, strict=True):
             if size > 1 and steps.setdefault(source, target) != target:
                 return None
-    walked = {stride for size, stride in zip(shape, own_strides, strict=True) if size > 1}
-    if steps.keys() != walked or sum(prod(c.source.shape) for c in copies) != prod(shape):
+    if steps.keys() != set(long) or sum(prod(copy.source.shape) for copy in copies) != prod(shape):
         return None
-    offsets = set()
+    offsets = set()  # of the weight's first number
     for copy in copies:
         offset, rest = copy.target.offset, copy.source.offset
-        for stride in sorted(walked, reverse=True):
+        for stride in long:  # from the largest
             index, rest = divmod(rest, stride)
             offset -= index * steps[stride]
-        offsets.add(offset)  # of the weight's first number
-    if len(offsets) != 1:
-        return None
-    return View(shape, tuple(steps.get(stride, 0) for stride in own_strides), offsets.pop())
+        offsets.add(offset)
+    strides = tuple(steps.get(stride, 0) for stride in own_strides)
+    return View(shape, strides, offsets.pop()) if len(offsets) == 1 else None
 
 
 class _Trace(TorchDispatchMode):
@@ -113,20 +105,20 @@ class _Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket.__name__
-        name = self.targets.get(_storage(args[0])) if args else None
-        if name is not None and operation.endswith("_"):
-            self.record(name, operation, *args)
+        first = _storage(args[0]) if args else 0
+        if first in self.targets and operation.endswith("_"):
+            self.record(self.targets[first], operation, *args)
             return args[0]
-        is_copy = operation in ("clone", "_to_copy") and _storage(args[0]) in self.sources
+        is_copy = operation in ("clone", "_to_copy") and first in self.sources
         if is_copy and kwargs.get("dtype") in (None, args[0].dtype):
-            return torch.ops.aten.alias(args[0])  # it stays known as the weight
+            return torch.ops.aten.alias(args[0])  # it is still the weight
         return func(*args, **kwargs)
 
     def record(self, name: str, operation: str, target: Tensor, value: Any = None) -> None:
         weight = self.sources.get(_storage(value))
         if operation == "copy_" and weight is not None:
-            blocks = value.expand(target.shape), target
-            self.copies[name].append(Copy(weight, *(_view(block) for block in blocks)))
+            block = value.expand(target.shape)
+            self.copies[name].append(Copy(weight, _view(block), _view(target)))
         elif operation == "zero_" or (operation == "fill_" and str(value) in ("0", "0.0")):
             self.zeroed.add(name)
         else:
@@ -145,9 +137,9 @@ def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Paramete
         if parameter is not None
     ]
     trace = _Trace(sources, {name: targets[id(p)] for name, p in named.items()})
-    for parameters, name, parameter in places:
-        parameters[name] = targets[id(parameter)]
     try:
+        for parameters, name, parameter in places:
+            parameters[name] = targets[id(parameter)]
         with trace, torch.no_grad():
             engine_model.load_weights(iter(revert_weight_conversion(model, sources).items()))
     finally:

@@ -21,6 +21,7 @@ import gc
 import hashlib
 import importlib.util
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -40,6 +41,10 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
+MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # nats per token
+PROBE_TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
+PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
+LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
 ENVIRONMENT = {
@@ -92,7 +97,7 @@ class NanoLLM(Sampler):
         less `reserved_bytes` for what training has yet to allocate. `eager`: without torch.compile
         and CUDA graphs, as always on a CPU. `with_kept_ids`: `Completion.kept_ids` is what top-k
         and top-p kept. Raises UsageError if vLLM or memory is missing, the model cannot be shared,
-        or the engine does not start.
+        the engine does not start, or its log-probs are further from the trainer's than MAX_GAP.
         """
         if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
             raise UsageError(obstacle)
@@ -110,10 +115,17 @@ class NanoLLM(Sampler):
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments, eager)
+            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype]
         except Exception as error:
             self.close()
             reason = f"{error}".strip().partition("\n")[0]
-            raise UsageError(f"vLLM could not start: {reason}") from error
+            raise UsageError(f"vLLM could not start: {reason}; use --sampler torch") from error
+        if not gap <= limit:
+            self.close()
+            raise UsageError(
+                f"{type(policy.causal_lm).__name__}: log-probs of vLLM differ by {gap:.1e} nats "
+                f"from training's, {limit:.0e} is allowed: use --sampler torch"
+            )
         self.__exit__()
 
     def sample(
@@ -275,6 +287,37 @@ class NanoLLM(Sampler):
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
             self.cpu_cache = [(storage, storage.nbytes()) for storage in storages.values()]
+
+    @torch.no_grad()
+    def _measure_gap(self) -> float:
+        """Mean |log-prob in training - log-prob of vLLM| of sampled tokens, in nats.
+
+        The larger mean of two completions: one of a short prompt, and one of a prompt that is
+        longer than any sliding window in the config that is shorter than the context.
+        """
+        policy, params = self.policy, SamplingParams(max_tokens=16)
+        limits = [getattr(policy.causal_lm.config, name, None) or 0 for name in LIMITS]
+        longest = 64 + max(limit for limit in [0, *limits] if limit < policy.max_length)
+        length = max(1, min(longest, policy.max_length - params.max_tokens))
+        words = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+        long_prompt = random.Random(0).choices(words, k=length)
+        prompts, gaps = [long_prompt[:8], long_prompt], []
+        adapters = [(slot.B, slot.B.clone()) for slot in self.slots]
+        generator = torch.Generator().manual_seed(0)
+        for B, _ in adapters:
+            B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
+        try:
+            self.sync()
+            for prompt, completion in zip(prompts, self.sample(prompts, params), strict=True):
+                ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
+                hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
+                logprobs = policy.to_logits(hidden).log_softmax(-1)
+                ours = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+                gaps.append((ours - torch.tensor(completion.logprobs)).abs().mean())
+        finally:
+            for B, unchanged in adapters:
+                B.copy_(unchanged)
+        return torch.stack(gaps).max().item()  # NaN if any is
 
 
 def why_not_shareable(policy: Policy) -> str:

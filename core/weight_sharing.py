@@ -88,7 +88,7 @@ def undecorated(decoder_class: Any) -> Iterator[None]:
     """Keeps a Hugging Face class usable when vLLM builds its own model from that class.
 
     For families that vLLM has no code for, it changes the class in place so that it compiles
-    itself, which only vLLM's instances can do.
+    itself, which only vLLM's instances can do. A later engine of this class runs uncompiled.
     """
     init = decoder_class.__init__
     try:
@@ -153,21 +153,18 @@ def copy_adapters(slots: list[AdapterSlot]) -> None:
 
 def _slots_of_layer(layer: Any, weight: Tensor, engine_layer: Any) -> list[AdapterSlot]:
     A, B = layer.lora_A["default"].weight.data, layer.lora_B["default"].weight.data
+    rank, scaling = len(A), layer.scaling["default"]
     whole, slots = engine_layer.base_layer.weight, []
-    if whole.stride() == weight.stride():
-        # rows of `weight` at which a slot begins and ends; others are of the layer's other parts
-        start = (whole.storage_offset() - weight.storage_offset()) // weight.stride(0)
-        for all_A, all_B in zip(
-            engine_layer.lora_a_stacked, engine_layer.lora_b_stacked, strict=True
-        ):
-            # of the first adapter: [rank, in] and [out, rank], vLLM's rank being r or more
-            engine_A, engine_B = all_A[0, 0, : len(A)], all_B[0, 0, :, : len(A)]
-            end = start + len(engine_B)
-            if start >= 0 and end <= len(B):
-                slots.append(
-                    AdapterSlot(A, B[start:end], engine_A, engine_B, layer.scaling["default"])
-                )
-            start = end
+    if whole.stride() != weight.stride():
+        return []
+    start = (whole.storage_offset() - weight.storage_offset()) // weight.stride(0)
+    stacked = engine_layer.lora_a_stacked, engine_layer.lora_b_stacked  # [adapters, 1, ..]
+    for engine_A, engine_B in zip(*stacked, strict=True):  # vLLM's rank is `rank` or more
+        end = start + engine_B.shape[2]
+        if start >= 0 and end <= len(B):  # a slot for these rows of `weight`
+            engine_tensors = engine_A[0, 0, :rank], engine_B[0, 0, :, :rank]
+            slots.append(AdapterSlot(A, B[start:end], *engine_tensors, scaling))
+        start = end
     return slots
 
 

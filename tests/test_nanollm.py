@@ -304,6 +304,20 @@ class TestOneEngine:
         assert sample(engine) == completions
         assert addresses() == before
 
+    @pytest.mark.parametrize(("window", "length"), [(None, 64), (40, 104), (100, 144), (300, 64)])
+    def test_probe_is_longer_than_the_window(self, engine, monkeypatch, window, length):
+        """At most 144 tokens, so that 16 more fit; a window beyond the context has no effect."""
+        monkeypatch.setattr(engine.policy.causal_lm.config, "sliding_window", window)
+        lengths, sample = [], engine.sample
+        monkeypatch.setattr(
+            engine,
+            "sample",
+            lambda prompts, *a: lengths.extend(map(len, prompts)) or sample(prompts, *a),
+        )
+        with engine:
+            assert engine._measure_gap() < 1e-5
+        assert lengths == [8, length]
+
     def test_engine_samples_again_after_an_exception_in_on_progress(self, engine):
         expected = sample(engine)
         ticks = iter([None, None, None])
@@ -361,6 +375,29 @@ def test_sync_copies_adapters_only_while_the_engine_is_awake(qwen3, start, load)
     with sampler:
         assert all(torch.equal(s.engine_B, s.scaling * s.B) for s in sampler.slots)
     assert not any(torch.equal(s.engine_B, B) for s, B in zip(sampler.slots, before, strict=True))
+
+
+def test_start_measures_the_gap_of_trained_adapters_and_changes_nothing(qwen3, start, load):
+    policy = load(str(qwen3), lora_rank=4)
+    before, random_state = {n: p.clone() for n, p in policy.trainable().items()}, state()
+    sampler = start(policy)
+    assert all(torch.equal(p, before[n]) for n, p in policy.trainable().items())
+    with sampler:
+        assert sampler._measure_gap() < 1e-5
+        assert all(torch.equal(p, before[n]) for n, p in policy.trainable().items())
+        [slot, *_] = sampler.slots
+        sampler.slots[0] = slot._replace(engine_B=slot.engine_B.clone())
+        slot.engine_B.zero_()  # an adapter that is not copied
+        assert sampler._measure_gap() > 1e-3
+    assert state() == random_state
+
+
+def test_model_that_vllm_computes_differently_is_refused_with_the_gap(qwen3, load):
+    policy = load(str(qwen3))
+    for layer in policy.causal_lm.model.layers:
+        layer.self_attn.scaling *= 2
+    with pytest.raises(UsageError, match=r"Qwen3\w+: .* differ by \d\.\de-0\d .* --sampler torch"):
+        NanoLLM(policy)
 
 
 class Recorder:
@@ -425,7 +462,7 @@ def test_failed_start_start_and_close_leave_the_process_unchanged(
     folders, before = set(os.listdir("/tmp")), state()
     with monkeypatch.context() as patch:
         patch.setattr(load_trace._Trace, "record", lambda *args: None)
-        with pytest.raises(UsageError, match=r"vLLM could not start: vLLM computes \S+, it does"):
+        with pytest.raises(UsageError, match=r"vLLM could not start: vLLM computes \S+ instead"):
             NanoLLM(policy)
     assert state() == before
     assert not multiprocessing.active_children()

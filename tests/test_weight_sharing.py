@@ -180,7 +180,7 @@ def test_a_weight_of_another_dtype_or_that_vllm_does_not_load_is_refused(policy)
     engine_model = EngineModel(policy.causal_lm)
     norm = getattr(engine_model, "model/norm/weight")
     norm.data = norm.data.double()
-    with pytest.raises(RuntimeError, match=r"float32 in training, .* is torch.float64"):
+    with pytest.raises(RuntimeError, match=r"norm.weight is torch.float32, .* is torch.float64"):
         find_views(policy.causal_lm, engine_model)
     delattr(engine_model, "model/norm/weight")
     load_weights = engine_model.load_weights
