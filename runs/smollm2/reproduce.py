@@ -163,7 +163,7 @@ def draw() -> None:
                 draw_run(axis, name, shift=0.5 * (number - (len(names) - 1) / 2))
             axis.set_ylim(-0.03, 1.03)
             panel(axis, f"{task}: in training, and held-out greedy answers (dots, 95%)", "update")
-            axis.legend(loc="lower right", frameon=False)
+            axis.legend(loc="upper left", frameon=False)
 
 
 def draw_run(axis: Any, name: str, shift: float) -> None:
