@@ -130,11 +130,12 @@ class Uses(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         function = ast.unparse(node.func)
-        if function in ("hasattr", "getattr") and len(node.args) + (function == "hasattr") == 3:
+        guards = function in ("hasattr", "getattr")
+        guards = guards and len(node.args) + (function == "hasattr") == 3  # getattr's default
+        if guards and (base := self.dotted(node.args[0])):
             name = ast.literal_eval(node.args[1])
-            if base := self.dotted(node.args[0]):
-                self.optional.add(name)
-                self.add(f"{base}.{name}")
+            self.optional.add(name)
+            self.add(f"{base}.{name}")
         if function.endswith(("patch", "patch.object")):
             *target, ours = node.args
             parts = [self.strings.get(ast.unparse(t), "") or self.dotted(t) for t in target[:1]]
