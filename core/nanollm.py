@@ -110,7 +110,7 @@ class NanoLLM(Sampler):
         self.awake = True
         self.shared: dict[str, torch.Tensor] = {}  # weights by vLLM's names
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
-            # vLLM's attention is then Triton's, which rounds to TF32 unless told otherwise
+            # vLLM computes float32 attention with Triton, whose default rounds to TF32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
         try:
             with preserve_process_state(**ENVIRONMENT):

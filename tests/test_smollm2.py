@@ -239,17 +239,8 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
 def test_two_updates_with_vllm(command, use_cache, dtype, lora_rank, largest_gap):
     flags = ["--dtype", dtype, "--lora-rank", lora_rank, "--env", "math_qa:level=1,style=plain"]
     updates = ["--num-updates", "2", "--eval-num-tasks", "0", "--temperature", "0.7"]
-    run = [
-        "--model-id",
-        "smollm2",
-        "--sampler",
-        "vllm",
-        *ONE_UPDATE,
-        *flags,
-        *updates,
-        "--run-name",
-        "a",
-    ]
+    model = ["--model-id", "smollm2", "--sampler", "vllm", "--run-name", "a"]
+    run = [*model, *ONE_UPDATE, *flags, *updates]
     code, _, err = command(*run)
     assert code == 0, err
     records = list(map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines()))
