@@ -12,17 +12,18 @@ train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCac
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache
 
-from core.model import Policy
+if TYPE_CHECKING:
+    from core.model import Policy
 
 
 def prefill(
-    policy: Policy, prompts: list[list[int]], max_new_tokens: int
+    policy: "Policy", prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
     """Computes each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
     index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}

@@ -38,34 +38,49 @@ def base_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n.replace(".base_layer.", "."): p for n, p in named if "lora_" not in n}
 
 
-def find_views(model: Any, engine_model: Any) -> dict[str, dict[str, View]]:
-    """Returns, for each parameter of vLLM's model, the views of it that are Hugging Face weights.
+def find_views(model: Any, engine_model: Any) -> tuple[dict[str, dict[str, View]], set[str]]:
+    """Returns, by parameter of vLLM's model, the views of it that are Hugging Face weights.
 
-    Raises RuntimeError, naming a parameter or weight, if vLLM computes it, or leaves a part of it
-    out, or if a weight is not exactly one view of exactly one parameter. Changes neither model.
+    Leaves out each parameter that vLLM computes, pads with other numbers, or has in another dtype,
+    and all if the loader reads numbers. The second result is the names of the weights that vLLM
+    has to load into those. Raises RuntimeError, naming it, for a parameter without a weight and for
+    a weight without a parameter. Changes neither model.
     """
     weights = base_weights(model)
-    trace = _trace_loading(model, engine_model, weights)
+    try:
+        trace = _trace_loading(model, engine_model, weights)
+    except Exception:  # of the loader's code, which raises again when it loads
+        return {}, set(weights)
     views: dict[str, dict[str, View]] = {}
-    unused = dict.fromkeys(weights)
+    unused, to_load = set(weights), set()
     for name, parameter in engine_model.named_parameters():
         copies = trace.copies.get(name, [])
+        if not copies and name not in trace.computed:
+            raise RuntimeError(f"vLLM loads no weight into {name}")
+        found = None if name in trace.computed else _views(parameter, copies, weights)
         num_copied = sum(prod(copy.target.shape) for copy in copies)
         padded = name in trace.zeroed and num_copied < parameter.numel()
-        if name in trace.computed or not (padded or num_copied == parameter.numel()):
-            raise RuntimeError(f"vLLM computes {name} instead of copying a weight")
-        views[name] = {}
-        for weight in dict.fromkeys(copy.weight for copy in copies):
-            dtype, parts = weights[weight].dtype, [c for c in copies if c.weight == weight]
-            view = whole_view(tuple(weights[weight].shape), parts)
-            if view is None or weight not in unused:
-                raise RuntimeError(f"the weight {weight} is not a view of vLLM's {name}")
-            if dtype != parameter.dtype:
-                raise RuntimeError(f"{weight} is {dtype}, and vLLM's {name} is {parameter.dtype}")
-            views[name][weight] = view
-            del unused[weight]
-    if unused:
-        raise RuntimeError(f"vLLM does not load the weight {next(iter(unused))}")
+        if found and found.keys() <= unused and (padded or num_copied == parameter.numel()):
+            views[name] = found
+            unused -= found.keys()
+        else:
+            to_load |= {copy.weight for copy in copies}
+    if unused and len(views) == len(list(engine_model.named_parameters())):
+        raise RuntimeError(f"vLLM does not load the weight {min(unused)}")
+    return views, to_load | unused
+
+
+def _views(
+    parameter: Tensor, copies: list[Copy], weights: dict[str, nn.Parameter]
+) -> dict[str, View] | None:
+    """The view of `parameter` that each copied weight is; None if one is not."""
+    views = {}
+    for name in dict.fromkeys(copy.weight for copy in copies):
+        parts = [copy for copy in copies if copy.weight == name]
+        view = whole_view(tuple(weights[name].shape), parts)
+        if view is None or weights[name].dtype != parameter.dtype:
+            return None
+        views[name] = view
     return views
 
 
@@ -91,6 +106,14 @@ def whole_view(shape: tuple[int, ...], copies: list[Copy]) -> View | None:
     return View(shape, strides, offsets.pop()) if len(offsets) == 1 else None
 
 
+def like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter of vLLM's class and with its attributes, such as its loader."""
+    copied = nn.Parameter(data, requires_grad=False)
+    copied.__class__ = type(parameter)
+    copied.__dict__.update(parameter.__dict__)
+    return copied
+
+
 class _Trace(TorchDispatchMode):
     """Records what happens to the targets instead of doing it."""
 
@@ -112,6 +135,8 @@ class _Trace(TorchDispatchMode):
         is_copy = operation in ("clone", "_to_copy") and first in self.sources
         if is_copy and kwargs.get("dtype") in (None, args[0].dtype):
             return torch.ops.aten.alias(args[0])  # it is still the weight
+        if operation == "_unsafe_view" and first in self.sources and not args[0].is_contiguous():
+            return args[0].new_empty(args[1])  # `reshape` had to copy it
         return func(*args, **kwargs)
 
     def record(self, name: str, operation: str, target: Tensor, value: Any = None) -> None:
@@ -149,12 +174,8 @@ def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Paramete
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter without memory; of vLLM's class and with its attributes, such as its loader."""
-    data = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    on_meta = nn.Parameter(data, requires_grad=False)
-    on_meta.__class__ = type(parameter)
-    on_meta.__dict__.update(parameter.__dict__)
-    return on_meta
+    """A parameter without memory."""
+    return like(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
 def _storage(value: Any) -> int:

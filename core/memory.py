@@ -30,6 +30,7 @@ from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
 from core.model import Policy
 from core.optimizer import MasterAdamW
+from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Fault, OutOfMemory
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
@@ -65,7 +66,7 @@ def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> li
     longest = max(min(cfg.max_model_len, policy.max_length), cfg.max_tokens_per_micro_batch or 0)
     if cfg.gradient_checkpointing == "auto" and available < longest * bytes_per_token(policy):
         checkpoint_layers(policy)
-    per_token = bytes_per_token(policy)
+    per_token = bytes_per_token(policy, cfg.group_size)
     fitting = min(MAX_BUDGET, max(MIN_BUDGET, int(available / per_token)))
     policy.micro_batch_tokens = cfg.max_tokens_per_micro_batch or fitting
     recompute = ", with gradient checkpointing" if policy.checkpointed_layers else ""
@@ -92,7 +93,7 @@ def probe_peak_memory(
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
     tokens = max(longest, policy.micro_batch_tokens)
     free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
-    scarce = free is not None and tokens * bytes_per_token(policy) > free / 4
+    scarce = free is not None and tokens * bytes_per_token(policy, cfg.group_size) > free / 4
     if not trains or not any(distributed.all_gather([scarce])):
         return
     while True:
@@ -178,11 +179,22 @@ def host_free_bytes() -> int | None:
     return free
 
 
-def bytes_per_token(policy: Policy) -> float:
+def bytes_per_token(policy: Policy, group_size: int = 1) -> float:
     """Bytes that a forward pass keeps per token for its backward pass, besides the weights.
 
     With gradient checkpointing, that includes the activations of the one layer that is recomputed.
+    A packed pass keeps the prompt's keys and values once per suffix: this is for groups of
+    `group_size` with the longest prompts and shortest suffixes, or without packing if that is more.
     """
+    separate = _bytes_per_token(policy, None)
+    if not policy.packs_groups or group_size < 2:
+        return separate
+    size = min(group_size, PROBE_TOKENS // 2)
+    packed = pack_groups([[0] * (PROBE_TOKENS - size)], [(0, [0])] * size)
+    return max(separate, _bytes_per_token(policy, packed.to(policy.device)))
+
+
+def _bytes_per_token(policy: Policy, packed: PackedGroups | None) -> float:
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     saved: dict[int, int] = {}  # storage -> bytes
 
@@ -194,7 +206,8 @@ def bytes_per_token(policy: Policy) -> float:
 
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=policy.device)
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        _hidden = policy.hidden_states(ids)  # kept alive: freed storages would be miscounted
+        # kept alive: freed storages would be miscounted
+        _hidden = policy.hidden_states(ids, packed)
     per_token = sum(saved.values()) / PROBE_TOKENS
     if not policy.checkpointed_layers:
         return per_token
@@ -202,7 +215,7 @@ def bytes_per_token(policy: Policy) -> float:
     for layer in layers:
         layer.training = False
     try:
-        return per_token + bytes_per_token(policy) / len(layers)
+        return per_token + _bytes_per_token(policy, packed) / len(layers)
     finally:
         policy.checkpointed_layers = layers
 

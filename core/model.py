@@ -9,7 +9,9 @@ Only safetensors weights are read. Python code that comes with a model runs only
 one. Weights have the given dtype; LoRA adapters and the value head are always float32.
 """
 
+import math
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -34,13 +37,15 @@ from core.chat_template import (
     set_template_options,
 )
 from core.config import SMOLLM2, TINY, parse_template_options
-from core.prefix_sharing import ATTENTION, PackedGroups
+from core.kv_cache import prefill
+from core.prefix_sharing import ATTENTION, PackedGroups, pack_groups
 from core.smollm2 import smollm2_folder
 from core.tiny import write_tiny
 from core.types import UsageError
 
-PACKABLE = ("llama", "qwen2", "qwen3")  # model types whose packed gradients the tests compare
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
+MAX_PACKING_GAP = 1e-4  # nats, in float32
+PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
@@ -78,6 +83,7 @@ class Policy:
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     fp32_head: bool = False  # True: the output layer is a Float32Head
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
+    remark: str = ""  # one line about this model that the run shows when it starts
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -242,6 +248,8 @@ def load_policy(
     )
     _check_ids(f"{flag} {model_id}", policy)
     _check_logits(f"{flag} {model_id}", policy)
+    if reason := _pack_groups(policy):
+        policy.remark = f"computing each prompt once per completion, as {reason}"
     return policy
 
 
@@ -289,12 +297,7 @@ def _load_files(
         )  # fmt: skip
     model, report = loaded
     _check_loaded(f"{flag} {model_id}", report, tokenizer)
-    config, own_code = model.config, model._auto_class is not None
-    config.use_cache = False  # in training; sampling passes its own cache
-    full = set(getattr(config, "layer_types", None) or []) <= {"full_attention"}
-    sdpa = config._attn_implementation == "sdpa"
-    if full and sdpa and config.model_type in PACKABLE and not own_code:
-        model.set_attn_implementation(ATTENTION)
+    model.config.use_cache = False  # in training; sampling passes its own cache
     return model, tokenizer
 
 
@@ -339,7 +342,7 @@ def _check_ids(subject: str, policy: Policy) -> None:
 @torch.no_grad()
 def _check_logits(subject: str, policy: Policy) -> None:
     """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
-    ids = policy.tokenizer.encode("Once upon a time, 1 + 1 = 2.", add_special_tokens=False)
+    ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     input_ids = torch.tensor([ids], device=policy.device)
     with _one_line_errors(subject):
         expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
@@ -350,13 +353,69 @@ def _check_logits(subject: str, policy: Policy) -> None:
                          f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
 
 
+def _pack_groups(policy: Policy) -> str:
+    """Makes `policy` compute a shared prompt once, or returns why the numbers would differ."""
+    model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
+    if model._auto_class is not None or config._attn_implementation != "sdpa":
+        return "its attention is not transformers' sdpa"
+    if (window := _window(config)) < policy.max_length:
+        return f"its attention window of {window} tokens is shorter than its context"
+    try:
+        with _one_line_errors(""):  # for its silence
+            model.set_attn_implementation(ATTENTION)
+            gap = _packing_gap(policy)
+        limit = MAX_PACKING_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT
+        reason = "" if gap < limit else f"log-probs would be {gap:.1g} nats off"
+    except UsageError:  # of layers that do not take `packed`
+        reason = "its layers do not take shared prompts"
+    if reason:
+        model.set_attn_implementation("sdpa")
+    return reason
+
+
+def _window(config: Any) -> float:
+    """How many tokens the layer of a model that sees the fewest attends to."""
+    if set(getattr(config, "layer_types", None) or ["?"]) == {"full_attention"}:
+        return math.inf
+    names = [n for n in vars(config) if n.endswith(("window", "window_size", "chunk_size"))]
+    return min([getattr(config, n) for n in names if type(getattr(config, n)) is int] + [math.inf])
+
+
+@torch.no_grad()
+def _packing_gap(policy: Policy) -> float:
+    """How far log-probs of shared prompts are from those of separate sequences, in nats.
+
+    The larger gap of training and sampling; in 16 bits a mean, as each single one is rounded.
+    """
+    ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    prompts = [ids, ids[:5]]
+    suffixes = [(0, ids[:3]), (0, ids[3:9]), (1, ids[:4]), (-1, ids[2:9])]
+    whole = [(prompts[prompt] if prompt >= 0 else []) + suffix for prompt, suffix in suffixes]
+    padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
+    packed = pack_groups(prompts, suffixes).to(policy.device)
+    separate, shared = policy.hidden_states(padded), policy.hidden_states(padded, packed)
+    cache = prefill(policy, [prompts[prompt] for prompt, _ in suffixes[:3]], max_new_tokens=1)
+    cache.append(torch.tensor([suffix[0] for _, suffix in suffixes[:3]], device=policy.device))
+    gaps = []
+    for row, ids in enumerate(whole):
+        hidden = torch.stack([separate[row, : len(ids)], shared[row, : len(ids)]])
+        expected, found = policy.to_logits(hidden.flatten(0, 1)).log_softmax(-1).chunk(2)
+        gaps.append((found - expected).abs())
+        if row < 3:
+            sampled = cache.logits[row].float().log_softmax(-1)
+            gaps.append((sampled - expected[len(prompts[suffixes[row][0]])]).abs())
+    exact = policy.dtype.itemsize >= 4
+    return torch.stack([gap.max() if exact else gap.mean() for gap in gaps]).max().item()
+
+
 @contextmanager
 def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
     """Turns every exception into a UsageError of one line, and silences transformers' warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            yield
     except Exception as error:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = f"{name}{' '.join(str(error).split())}"

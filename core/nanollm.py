@@ -3,8 +3,9 @@
     pip install -e ".[vllm]" && python train.py --sampler vllm
 
 core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
-After `optimizer.step()` vLLM reads the new weights. `sync` copies LoRA adapters into the engine's
-slots; they are never merged with the base weights. The KV cache is allocated only inside `with
+After `optimizer.step()` vLLM reads the new weights. `sync` copies the weights that vLLM keeps in
+another form, such as experts on a CPU, and LoRA adapters into the engine's slots; adapters are
+never merged with the base weights. The KV cache is allocated only inside `with
 sampler:`; training can use its memory while the engine sleeps.
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
@@ -28,6 +29,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
@@ -46,6 +48,7 @@ PROBE_TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count
 PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
+PLENTY = 1 << 50  # bytes; any KV cache fits
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -108,7 +111,8 @@ class NanoLLM(Sampler):
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
-        self.shared: dict[str, torch.Tensor] = {}  # weights by vLLM's names
+        self.weights = weight_sharing.EngineWeights(policy.causal_lm)
+        self.copies_weights = False  # some of them, after each step
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
             os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
@@ -118,6 +122,8 @@ class NanoLLM(Sampler):
             gap, limit = self._measure_gap(), MAX_GAP[policy.dtype]
         except Exception as error:
             self.close()
+            if isinstance(error, UsageError):
+                raise
             reason = f"{error}".strip().partition("\n")[0]
             raise UsageError(f"vLLM could not start: {reason}; use --sampler torch") from error
         if not gap <= limit:
@@ -125,6 +131,14 @@ class NanoLLM(Sampler):
             raise UsageError(
                 f"{type(policy.causal_lm).__name__}: log-probs of vLLM differ by {gap:.1e} nats "
                 f"from training's, {limit:.0e} is allowed: use --sampler torch"
+            )
+        if copied := self.weights.copied():
+            self.copies_weights = self.weights.trained
+            num_bytes = sum(parameter.nbytes for parameter in copied.values())
+            when = "after each step" if self.weights.trained else "once"
+            self.remark = (
+                f"vLLM has a layout of its own for {len(copied)} weights, such as "
+                f"{min(copied)}: {num_bytes / 1e6:.1f} MB are copied {when}"
             )
         self.__exit__()
 
@@ -190,13 +204,21 @@ class NanoLLM(Sampler):
         ]  # fmt: skip
 
     def sync(self) -> None:
-        """Copies the LoRA adapters, if any, and drops the prefix cache of the old weights.
+        """Copies the weights that are not shared, if any, and sets `sync_seconds`.
 
-        Does nothing outside `with sampler:`, where the engine's tensors may have no memory;
-        entering calls it.
+        Inside `with sampler:` also does what entering does: copies the LoRA adapters, if any, and
+        drops the prefix cache of the old weights. Outside, their memory may have been freed.
         """
-        if not self.awake:
-            return
+        if self.copies_weights:
+            started = perf_counter()
+            self.weights.refresh()
+            if self.policy.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.sync_seconds = perf_counter() - started
+        if self.awake:
+            self._sync_cache()
+
+    def _sync_cache(self) -> None:
         if self.slots:
             weight_sharing.copy_adapters(self.slots)
         if not self.engine.reset_prefix_cache():
@@ -211,7 +233,7 @@ class NanoLLM(Sampler):
             storage.resize_(num_bytes)
             torch.tensor([], dtype=torch.uint8).set_(storage).zero_()
         self.awake = True
-        self.sync()  # of the steps since; the content of the KV cache was freed with it
+        self._sync_cache()  # of the steps since; the content of the KV cache was freed with it
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -242,16 +264,18 @@ class NanoLLM(Sampler):
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
             sys.modules["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory()
         self.engine, self.slots, self.cpu_cache = None, [], []
+        self.weights.engine_model, self.weights.laid_out = None, []  # vLLM keeps our loader
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
         from vllm.device_allocator.cumem import CuMemAllocator
         from vllm.lora.request import LoRARequest
         from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine import core as core_module
         from vllm.v1.engine.llm_engine import LLMEngine
 
         policy = self.policy
-        self.shared = weight_sharing.register_loader(policy.causal_lm)
+        weight_sharing.register_loader(self.weights)
         if not frees_only_cache():
             # before 0.32 Model Runner V2 divides by the temperature in 16 bits, and allocates the
             # KV cache without counting the memory of CUDA graphs
@@ -262,19 +286,28 @@ class NanoLLM(Sampler):
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
         use_memory_pool = CuMemAllocator.use_memory_pool
+        get_kv_cache_configs = core_module.get_kv_cache_configs
 
         def pool_of_cache(allocator: Any, tag: str | None = None) -> AbstractContextManager[Any]:
             return use_memory_pool(allocator, tag) if tag == "kv_cache" else nullcontext()
+
+        def configs_that_fit(
+            vllm_config: Any, specs: list[dict[str, Any]], available: list[int], *groups: Any
+        ) -> Any:
+            [plenty] = get_kv_cache_configs(vllm_config, specs, [PLENTY], *groups)
+            num_bytes = _cache_bytes(policy, vllm_config, plenty, available[0])
+            return get_kv_cache_configs(vllm_config, specs, [num_bytes], *groups)
 
         # sleep(level=1) frees all tensors in vLLM's memory pool, and its shutdown frees the pool
         # before the buffers of its model, which crashes if they are in there
         with (
             patch.object(CuMemAllocator, "use_memory_pool", pool_of_cache),
+            patch.object(core_module, "get_kv_cache_configs", configs_that_fit),
             weight_sharing.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
         [engine_model] = self.engine.apply_model(lambda model: model)
-        weight_sharing.check_bound(engine_model, self.shared)
+        weight_sharing.check_bound(engine_model, self.weights.shared)
         if policy.lora_rank:
             request = self.lora_request = LoRARequest("policy", 1, "a folder that is not read")
             # zeros, for which vLLM reads no files; `sync` writes into its slots
@@ -307,7 +340,7 @@ class NanoLLM(Sampler):
         for B, _ in adapters:
             B += PROBE_NOISE * torch.randn(B.shape, generator=generator).to(B.device)
         try:
-            self.sync()
+            self._sync_cache()
             for prompt, completion in zip(prompts, self.sample(prompts, params), strict=True):
                 ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
                 hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
@@ -429,27 +462,36 @@ def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, A
 
 
 def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -> dict[str, Any]:
-    """Returns vLLM's memory limits; raises UsageError if no sequence of full length fits."""
-    config = policy.causal_lm.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    values_per_token = 2 * config.num_hidden_layers * num_heads * head_dim
-    # whole blocks, and one that vLLM keeps for itself
-    needed = (policy.max_length + 2 * CPU_BLOCK_SIZE) * values_per_token * policy.dtype.itemsize
-    if policy.device.type == "cuda":
-        free_cached_memory()
-        free, total = torch.cuda.mem_get_info(policy.device)
-        available = max(0, int(free - reserved_bytes - (1 - utilization) * total))
-        arguments: dict[str, Any] = {"gpu_memory_utilization": available / total}
-    else:
+    """Returns vLLM's memory limits."""
+    if policy.device.type != "cuda":
+        return {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+    free_cached_memory()
+    free, total = torch.cuda.mem_get_info(policy.device)
+    available = max(0, int(free - reserved_bytes - (1 - utilization) * total))
+    return {"gpu_memory_utilization": available / total}
+
+
+def _cache_bytes(policy: Policy, vllm_config: Any, plenty: Any, available: int) -> int:
+    """How much memory vLLM's KV cache gets, from vLLM's own specification of each kind of layer.
+
+    `plenty`: vLLM's plan for PLENTY bytes. Raises UsageError if a sequence of full length does not
+    fit.
+    """
+    specs = [group.kv_cache_spec for group in plenty.kv_cache_groups]
+    blocks = 1  # that stays empty
+    for spec in specs:
+        blocks += -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
+    needed = blocks * (PLENTY // plenty.num_blocks)
+    if policy.device.type == "cpu":
         import psutil
 
-        available = psutil.virtual_memory().available
-        arguments = {"kv_cache_memory_bytes": max(needed, CPU_CACHE_BYTES)}
-    if available < needed:
+        free = psutil.virtual_memory().available
+    else:
+        free = available
+    if needed > free:
         raise UsageError(
             f"a sequence of {policy.max_length} tokens needs {needed / 2**30:.1f} GiB for its keys "
-            f"and values, {available / 2**30:.1f} GiB are free: lower --max-model-len, or raise "
-            f"--gpu-memory-utilization from {utilization:g}"
+            f"and values, {max(0, free) / 2**30:.1f} GiB are free: lower --max-model-len, or raise "
+            "--gpu-memory-utilization"
         )
-    return arguments
+    return max(needed, available)

@@ -51,6 +51,14 @@ class PackedGroups:
     key_ends: Tensor  # [1 + p + b] int32: 0, then where its keys end in the K
     max_queries: int  # of a prompt or suffix
     max_keys: int  # of a prompt or suffix
+    additive_mask: Tensor | None = None  # `suffix_mask` as 0 and -inf; see `mask_for`
+
+    def mask_for(self, query: Tensor) -> Tensor:
+        """`additive_mask` for all layers; given a bool mask, each would make and keep its own."""
+        if self.additive_mask is None:
+            zeros = torch.zeros_like(self.suffix_mask, dtype=query.dtype)
+            self.additive_mask = zeros.masked_fill_(~self.suffix_mask, -torch.inf)
+        return self.additive_mask
 
     def to(self, device: torch.device | str) -> "PackedGroups":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
@@ -135,7 +143,7 @@ def attend(
         outputs.append(sdpa(prompt_q, prompt_k, prompt_v, is_causal=True))
         k = torch.cat([prompt_k[packed.prompt_of], k], 2)  # [b, h, n + t, d]
         v = torch.cat([prompt_v[packed.prompt_of], v], 2)
-    outputs.append(sdpa(q, k, v, attn_mask=packed.suffix_mask))
+    outputs.append(sdpa(q, k, v, attn_mask=packed.mask_for(q)))
     padded = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
     return padded.index_select(0, packed.padded_index)[None], None
 

@@ -47,6 +47,7 @@ class Sampler(ABC):
 
     say: Callable[[str], None] = print  # prints one line
     remark = ""  # one line about this sampler that the run shows when it starts
+    sync_seconds: float | None = None  # of the last `sync`; None: it copies no weights
     latest = ""  # end of the text received last, where a server streams text
 
     @abstractmethod

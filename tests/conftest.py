@@ -28,6 +28,7 @@ from core.model import load_policy
 from core.report import curves
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
+from environments import registry
 
 FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -129,6 +130,7 @@ def command(tmp_path, monkeypatch, capsys):
     Writes no curves.png, which takes longer than the few small updates of a test.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "FOLDERS", [])  # that runs of other tests left
     monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
 
     def run(*args):

@@ -17,6 +17,7 @@ from core.config import Config, resolve
 from core.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
 from core.model import Policy, load_policy
 from core.optimizer import make_optimizer
+from core.prefix_sharing import pack_groups
 from core.types import OutOfMemory
 
 
@@ -47,12 +48,33 @@ def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
     """Of x [T, 32] -> silu(x W) [T, 32]: x and x W are kept, 256 bytes a token, W is not."""
     policy.model.weight = torch.nn.Parameter(torch.randn(32, 32))
 
-    def one_layer(ids):
+    def one_layer(ids, packed):
         x = torch.randn(1, ids.shape[1], 32, requires_grad=True) * 1.0
         return torch.nn.functional.silu(x @ policy.model.weight)
 
     policy.hidden_states = one_layer
     assert bytes_per_token(policy) == 2 * 32 * 4
+
+
+@pytest.mark.parametrize("size", [2, 16])
+def test_bytes_per_token_cover_a_packed_pass_whose_prompt_is_long(policy, size):
+    """A prompt of 400 tokens is kept once per suffix of 10, in the keys and values."""
+    kept = {}
+    weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    packed = pack_groups([[0] * 400], [(0, [0] * 10)] * size)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _hidden = policy.hidden_states(packed.input_ids, packed)
+    real = sum(storage.nbytes() for storage in kept.values()) / packed.input_ids.numel()
+    assert 0.95 * real < bytes_per_token(policy, size) < 1.25 * real
+    if size == 16:
+        assert real > 1.3 * bytes_per_token(policy)  # of separate sequences
 
 
 def test_bytes_per_token_grow_with_the_layers_and_not_with_the_vocabulary(policy, tmp_path):
@@ -129,9 +151,8 @@ def test_micro_batches_fit_into_what_is_free(
     if at_once == "fits":
         room = free - 4 * memory.LOGIT_COPIES * 2**25
         assert memory.MIN_BUDGET < policy.micro_batch_tokens < memory.MAX_BUDGET
-        assert policy.micro_batch_tokens * bytes_per_token(policy) == pytest.approx(
-            0.7 * room, rel=0.01
-        )
+        per_token = bytes_per_token(policy, cfg.group_size)
+        assert policy.micro_batch_tokens * per_token == pytest.approx(0.7 * room, rel=0.01)
     else:
         assert policy.micro_batch_tokens == at_once
     assert bool(said) == (free is not None)

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,13 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
         optimizer.zero_grad()
     assert all(torch.equal(p, base[n]) for n, p in policy.model.named_parameters() if n in base)
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
+
+
+def test_loading_a_model_with_lora_shows_no_warning_of_the_libraries(qwen3_folder):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        load_small(qwen3_folder, lora_rank=2)
+    assert [str(w.message) for w in shown if w.category is FutureWarning] == []
 
 
 def test_an_exported_model_loads_with_transformers(small_folder, tmp_path):

@@ -1,10 +1,11 @@
 """NanoLLM against the trainer, on real vLLM: one set of weights, one set of log-probs.
 
-These tests need vLLM and are never skipped: `pytest -m vllm`, or on a GPU
-`pytest -m vllm --device cuda`.
+These tests need vLLM: `pytest -m vllm`, or on a GPU `pytest -m vllm --device cuda`. There LoRA is
+tested in bfloat16 only, because vLLM's LoRA kernels take no float32 on a GPU.
 """
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -13,7 +14,9 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from conftest import save_small
@@ -58,7 +61,14 @@ def qwen3(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def load(device):
-    return partial(load_policy, device=device)
+    """`load_policy`, in float32 unless a GPU has no kernels for it."""
+
+    def load_one(folder, **options):
+        in_16_bits = device == "cuda" and options.get("lora_rank", 0)
+        dtype = "bfloat16" if in_16_bits else "float32"
+        return load_policy(folder, **{"device": device, "dtype": dtype, **options})
+
+    return load_one
 
 
 @pytest.fixture
@@ -87,6 +97,11 @@ def gap(policy, completions):
     return gaps
 
 
+def is_rounding(gaps, dtype):
+    """In float32 each gap is below 1e-4 nats, in bfloat16 their mean is below 5e-2."""
+    return gaps.max() < 1e-4 if dtype == torch.float32 else gaps.mean() < 5e-2
+
+
 def train(policy, steps, lr):
     """Take optimizer steps that change every trainable weight a little."""
     optimizer = make_optimizer(policy, lr=lr)
@@ -110,7 +125,11 @@ def base_weights(policy):
 
 @pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logprobs_are_the_trainers_before_and_after_20_steps(folder, start, dtype, lora_rank, load):
+def test_logprobs_are_the_trainers_before_and_after_20_steps(
+    folder, start, dtype, lora_rank, load, device
+):
+    if dtype == "float32" and lora_rank and device == "cuda":
+        pytest.skip("vLLM has no LoRA kernels for float32 on a GPU, and NanoLLM refuses it")
     policy = load(str(folder), dtype=dtype, lora_rank=lora_rank)
     sampler = start(policy)
     before = {name: parameter.clone() for name, parameter in base_weights(policy).items()}
@@ -123,23 +142,23 @@ def test_logprobs_are_the_trainers_before_and_after_20_steps(folder, start, dtyp
     for moment, gaps in {"at the start": old_gaps, "after 20 steps": new_gaps}.items():
         print(f"| {type(policy.causal_lm).__name__} | {dtype} | {method} | {moment} "
               f"| {gaps.mean():.1e} | {gaps.max():.1e} | {len(gaps)} |")  # fmt: skip
-        assert gaps.mean() < (1e-5 if dtype == "float32" else 2e-2)
-        assert gaps.max() < (1e-4 if dtype == "float32" else torch.inf)
+        assert is_rounding(gaps, policy.dtype)
+        assert device == "cuda" or gaps.mean() < (1e-5 if dtype == "float32" else 2e-2)
     # a sampler with the old weights would have been seen
     assert gap(policy, old_completions).mean() > 0.1
     changed = [not torch.equal(p, before[name]) for name, p in base_weights(policy).items()]
     assert not any(changed) if lora_rank else all(changed)
-    weight_sharing.check_bound(engine_model(sampler), sampler.shared)
+    weight_sharing.check_bound(engine_model(sampler), sampler.weights.shared)
 
 
-def test_fp32_head_is_the_engines_too(qwen3, start):
-    policy = load_policy(str(qwen3), device="cpu", dtype="bfloat16", fp32_head=True)
+def test_fp32_head_is_the_engines_too(qwen3, start, load):
+    policy = load(str(qwen3), dtype="bfloat16", fp32_head=True)
     sampler = start(policy)
     assert engine_model(sampler).logits_processor.head_dtype == torch.float32
     gaps = gap(policy, sample(sampler))
     print(f"bfloat16, --fp32-head: mean {gaps.mean():.1e}, max {gaps.max():.1e} nats")
     assert gaps.mean() < 2e-2
-    weight_sharing.check_bound(engine_model(sampler), sampler.shared)
+    weight_sharing.check_bound(engine_model(sampler), sampler.weights.shared)
 
 
 class TestEachFamily:
@@ -361,7 +380,7 @@ def test_smallest_and_largest_lora_rank(qwen3, start, rank, load):
     assert len(sampler.slots) == 2 * 7  # all linear layers of both layers
     train(policy, steps=3, lr=1e-2)
     sampler.sync()
-    assert gap(policy, sample(sampler)).max() < 1e-4
+    assert is_rounding(gap(policy, sample(sampler)), policy.dtype)
 
 
 def test_sync_copies_adapters_only_while_the_engine_is_awake(qwen3, start, load):
@@ -373,7 +392,8 @@ def test_sync_copies_adapters_only_while_the_engine_is_awake(qwen3, start, load)
     sampler.sync()
     assert all(torch.equal(s.engine_B, B) for s, B in zip(sampler.slots, before, strict=True))
     with sampler:
-        assert all(torch.equal(s.engine_B, s.scaling * s.B) for s in sampler.slots)
+        scaled = [(s.engine_B, (s.scaling * s.B).to(s.engine_B.dtype)) for s in sampler.slots]
+        assert all(torch.equal(engine_B, B) for engine_B, B in scaled)
     assert not any(torch.equal(s.engine_B, B) for s, B in zip(sampler.slots, before, strict=True))
 
 
@@ -383,12 +403,13 @@ def test_start_measures_the_gap_of_trained_adapters_and_changes_nothing(qwen3, s
     sampler = start(policy)
     assert all(torch.equal(p, before[n]) for n, p in policy.trainable().items())
     with sampler:
-        assert sampler._measure_gap() < 1e-5
+        rounding = sampler._measure_gap()
+        assert rounding < (1e-5 if policy.dtype == torch.float32 else 5e-2)
         assert all(torch.equal(p, before[n]) for n, p in policy.trainable().items())
         [slot, *_] = sampler.slots
         sampler.slots[0] = slot._replace(engine_B=slot.engine_B.clone())
         slot.engine_B.zero_()  # an adapter that is not copied
-        assert sampler._measure_gap() > 1e-3
+        assert sampler._measure_gap() > max(1e-3, 2 * rounding)
     assert state() == random_state
 
 
@@ -423,7 +444,7 @@ def test_calls_that_free_and_allocate_the_cache_of_a_gpu(qwen3, monkeypatch, onl
     sampler.policy = load(str(qwen3))
     sampler.policy.device = torch.device("cuda")
     sampler.engine, sampler.slots, sampler.cpu_cache = Recorder(2), [], []
-    sampler.awake = True
+    sampler.copies_weights, sampler.weights, sampler.awake = False, SimpleNamespace(), True
     monkeypatch.setattr(nanollm, "frees_only_cache", lambda: only_cache)
     engine = sampler.engine
     sampler.__exit__()
@@ -462,7 +483,7 @@ def test_failed_start_start_and_close_leave_the_process_unchanged(
     folders, before = set(os.listdir("/tmp")), state()
     with monkeypatch.context() as patch:
         patch.setattr(load_trace._Trace, "record", lambda *args: None)
-        with pytest.raises(UsageError, match=r"vLLM could not start: vLLM computes \S+ instead"):
+        with pytest.raises(UsageError, match=r"vLLM could not start: vLLM loads no weight into"):
             NanoLLM(policy)
     assert state() == before
     assert not multiprocessing.active_children()
@@ -476,11 +497,38 @@ def test_failed_start_start_and_close_leave_the_process_unchanged(
     assert torch.get_float32_matmul_precision() == "high"
 
 
-def test_too_little_memory_is_one_line_with_the_numbers(qwen3, load):
+def test_too_little_memory_is_one_line_with_the_numbers(qwen3, load, monkeypatch):
     policy = load(str(qwen3))
-    policy.max_length = 10**9
-    with pytest.raises(UsageError, match=r"1000000000 tokens needs \d+\.\d GiB.*--max-model-len"):
+    free = psutil.virtual_memory()._replace(available=2**18)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    if policy.device.type == "cuda":
+        monkeypatch.setattr(nanollm, "_memory_arguments", lambda *_: {"kv_cache_memory_bytes": 1})
+    with pytest.raises(UsageError, match=r"^a sequence of 512 tokens needs .* --max-model-len"):
         NanoLLM(policy)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_cache_has_the_bytes_that_vllm_specifies_for_each_layer(
+    family, tmp_path, start, load, monkeypatch
+):
+    """Both layers of qwen3 keep 16,384 tokens; one of gemma3 keeps a window and what is computed
+    at once. A block has 32 tokens, 2 heads of keys and values, and 32 numbers per head."""
+    policy = load(str(save_small(family, tmp_path, head_dim=32, max_position_embeddings=16384)))
+    if policy.device.type == "cuda":
+        pytest.skip("on a GPU the cache gets all memory that is free")
+    monkeypatch.setattr(nanollm, "CPU_CACHE_BYTES", 1)
+    sampler = start(policy)
+    at_once = sampler.engine.vllm_config.scheduler_config.max_num_batched_tokens
+    block = 32 * 2 * 2 * 32 * 4
+    blocks = 16384 // 32
+    if family == "qwen3":
+        expected = 2 * (blocks + 1) * block  # one block stays empty
+    else:
+        expected = (blocks + -(-(8 - 1 + at_once) // 32) + 1 + 1) * block
+        assert expected < 0.8 * 2 * blocks * block
+    assert sum(num_bytes for _, num_bytes in sampler.cpu_cache) == expected
+    [completion] = sample(sampler, [[65] * 4096], SamplingParams(max_tokens=4))
+    assert len(completion.token_ids) <= 4
 
 
 @pytest.mark.parametrize(
@@ -521,7 +569,8 @@ SMALL = """--sampler vllm --sft-steps 6 --sft-batch-size 4 --num-updates 4 --num
     ids=["grpo", "ppo", "lora"],
 )
 def test_resumed_run_equals_the_whole_run_and_its_gap_is_rounding(command, flags, device):
-    flags = [*flags, "--device", device, "--dtype", "float32"]
+    dtype = "bfloat16" if device == "cuda" and "--lora-rank" in flags else "float32"
+    flags = [*flags, "--device", device, "--dtype", dtype]
     whole = command(*flags, "--run-name", "whole", "--lr", "1e-3", *SMALL)
     assert (whole[0], whole[2]) == (0, "")
     records = metrics_of(Path("runs/whole"))
@@ -529,8 +578,8 @@ def test_resumed_run_equals_the_whole_run_and_its_gap_is_rounding(command, flags
     assert len(updates) == 4
     for record in updates:
         assert record["tokens/trained"] == record["tokens/sampled"] > 0
-        assert record["gap/logprob_mean"] < 1e-5
-        assert record["gap/logprob_max"] < 1e-4
+        assert record["gap/logprob_mean"] < (1e-5 if dtype == "float32" else 5e-2)
+        assert record["gap/logprob_max"] < (1e-4 if dtype == "float32" else math.inf)
     half = command(*flags, "--run-name", "half", "--lr", "1e-3", *SMALL, "--num-updates", "2")
     assert half[0] == 0
     assert command("--resume", "runs/half", "--num-updates", "4")[0] == 0

@@ -1,11 +1,20 @@
 """core/prefix_sharing.py: packed groups give the results of separate sequences."""
 
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import ids_of, load_small, rollouts_of, save_small
 
+import core.model
 from core import batching, prefix_sharing
+from core.model import load_policy
 from core.prefix_sharing import pack_groups
+
+sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
+from families import save_model
 
 UNLIMITED = 10**9
 
@@ -47,6 +56,22 @@ def test_packed_gradients_equal_those_of_separate_sequences(
     if policy.causal_lm.config.model_type == "gemma3_text":  # has a sliding-window layer
         assert not policy.packs_groups
         return
+    check_packed_gradients(policy)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize(
+    "family", ["Granite", "Glm4", "OLMo 2", "SmolLM3", "Gemma", "Phi3", "GPT2", "OPT", "Qwen3Moe"]
+)
+def test_packed_gradients_of_families_that_are_packed_because_their_numbers_agree(
+    family, lora_rank, tmp_path
+):
+    policy = load_policy(str(save_model(family, tmp_path)), device="cpu", lora_rank=lora_rank)
+    assert policy.packs_groups and not policy.remark
+    check_packed_gradients(policy)
+
+
+def check_packed_gradients(policy):
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.trainable().items():
         if "lora_B" in name:  # zero at first, and then lora_A would have no gradient
@@ -124,8 +149,33 @@ def test_packed_micro_batches_keep_the_budget_and_every_sampled_token(budget):
         assert sizes == [sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts]
 
 
-def test_models_with_sliding_windows_are_not_packed(tmp_path):
+def test_models_with_sliding_windows_shorter_than_their_context_are_not_packed(tmp_path):
     layers = ["full_attention", "sliding_attention"]
-    changes = {"sliding_window": 8, "use_sliding_window": True, "layer_types": layers}
-    assert not load_small(save_small("qwen2", tmp_path / "window", **changes)).packs_groups
+    changes = {"sliding_window": 64, "use_sliding_window": True, "layer_types": layers}
+    folder = save_small("qwen2", tmp_path / "window", **changes)
+    policy = load_small(folder)
+    assert not policy.packs_groups
+    assert "window of 64 tokens is shorter" in policy.remark
+    policy = load_small(folder, max_length=64)
+    assert policy.packs_groups and not policy.remark
     assert load_small(save_small("qwen2", tmp_path / "full")).packs_groups
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Falcon"])
+def test_models_that_cannot_be_packed_train_unpacked_with_a_remark(family, tmp_path):
+    policy = load_policy(str(save_model(family, tmp_path)), device="cpu")
+    assert not policy.packs_groups
+    assert policy.causal_lm.config._attn_implementation == "sdpa"
+    assert policy.remark.startswith("computing each prompt once per completion, as its layers")
+
+
+def test_a_model_whose_packed_log_probs_differ_is_not_packed(qwen3_folder, monkeypatch):
+    def shifted(prompts, suffixes):
+        packed = pack_groups(prompts, suffixes)
+        packed.position_ids[:, -3:] += 1
+        return packed
+
+    monkeypatch.setattr(core.model, "pack_groups", shifted)
+    policy = load_policy(str(qwen3_folder), device="cpu")
+    assert not policy.packs_groups
+    assert re.search(r"log-probs would be \S+ nats off", policy.remark)

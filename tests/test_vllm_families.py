@@ -4,6 +4,8 @@ test_nanollm.py: LoRA first, then all weights, on one engine each.
 These tests need vLLM: `pytest -m vllm`. runs/families tries many more families.
 """
 
+import json
+import re
 import sys
 
 import pytest
@@ -16,37 +18,95 @@ from core.nanollm import NanoLLM
 from core.weight_sharing import check_bound
 
 sys.path.append(str(ROOT / "runs/families"))
-from families import gap, greedy_equal, save_model, train
+from families import gaps, greedy_equal, save_model, train
 
 pytestmark = pytest.mark.vllm
 
 FAMILIES = ["Mistral", "Gemma", "OLMo 2", "SmolLM3", "Exaone4", "Glm4", "Phi3", "Granite"]
 
 
+def is_rounding(policy, sampler):
+    """As in test_nanollm.py; on a CPU float32 is more exact."""
+    found = gaps(policy, sampler)
+    return found.max() < 1e-5 if policy.device.type == "cpu" else found.mean() < 5e-2
+
+
+def load(family, folder, device, **options):
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return load_policy(str(save_model(family, folder)), device=device, dtype=dtype, **options)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path):
-    policy = load_policy(str(save_model(family, tmp_path)), device="cpu", lora_rank=4)
+def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, device):
+    policy = load(family, tmp_path, device, lora_rank=4)
     base = base_weights(policy.causal_lm)
     before = {name: weight.clone() for name, weight in base.items()}
     sampler = NanoLLM(policy)
     try:
-        assert gap(policy, sampler) < 1e-5
-        assert greedy_equal(policy, sampler)
+        assert is_rounding(policy, sampler)
+        # in 16 bits the two likeliest tokens may be equal
+        assert device == "cuda" or greedy_equal(policy, sampler)
         train(policy, lr=1e-2)
         assert policy.zero_adapters() == 0
-        assert gap(policy, sampler) < 1e-5
+        assert is_rounding(policy, sampler)
         assert all(torch.equal(weight, before[name]) for name, weight in base.items())
         for weight in base.values():
             weight.requires_grad_()
         train(policy, lr=1e-3)
         assert not any(torch.equal(weight, before[name]) for name, weight in base.items())
-        assert gap(policy, sampler) < 1e-5
-        assert greedy_equal(policy, sampler)
+        assert is_rounding(policy, sampler)
+        assert device == "cuda" or greedy_equal(policy, sampler)
         [engine_model] = sampler.engine.apply_model(lambda model: model)
-        check_bound(engine_model, sampler.shared)
+        assert not sampler.weights.copied() and not sampler.remark
+        check_bound(engine_model, sampler.weights.shared)
     finally:
         sampler.close()
-    again = load_policy(str(tmp_path), device="cpu")  # vLLM left the class as it was
-    ids = torch.tensor([[5, 77, 300]])
+    again = load_policy(str(tmp_path), device=device)  # vLLM left the class as it was
+    ids = torch.tensor([[5, 77, 300]], device=device)
     with torch.no_grad():
         assert again.to_logits(again.hidden_states(ids)[0]).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("family", "copied"),
+    [("Qwen3Moe", r"\.w(13|2)_weight"), ("Mixtral", r"\.w(13|2)_weight"), ("Falcon", "query_key")],
+)
+def test_weights_without_a_view_are_copied_after_each_step(family, copied, tmp_path, device):
+    """vLLM lays out experts for its CPU kernel, and computes Falcon's q, k and v."""
+    policy = load(family, tmp_path, device)
+    sampler = NanoLLM(policy)
+    try:
+        names = sampler.weights.copied()
+        assert (names or device == "cuda") and all(re.search(copied, name) for name in names)
+        assert ("copied after each step" in sampler.remark) == bool(names)
+        addresses = {name: tensor.data_ptr() for name, tensor in names.items()}
+        assert is_rounding(policy, sampler)
+        for _ in range(2):
+            train(policy, steps=1)
+            assert not names or not is_rounding(policy, sampler)
+            sampler.sync()
+            assert is_rounding(policy, sampler)
+        assert device == "cuda" or greedy_equal(policy, sampler)
+        assert not names or sampler.sync_seconds > 0
+        now = sampler.weights.copied()
+        assert {name: tensor.data_ptr() for name, tensor in now.items()} == addresses
+    finally:
+        sampler.close()
+
+
+def test_a_run_logs_the_seconds_in_which_experts_are_copied(command, tmp_path, device):
+    if device == "cuda":
+        pytest.skip("the experts of a GPU may be shared")
+    folder = save_model("Qwen3Moe", tmp_path / "moe")
+    flags = """--device cpu --dtype float32 --sampler vllm --num-updates 2 --num-prompts 2
+        --group-size 2 --max-tokens 8 --eval-num-tasks 0 --sft-steps 2 --sft-batch-size 2
+        --entropy-coef 0.01 --run-name moe""".split()
+    code, out, _ = command("--model-id", folder, *flags)
+    assert code == 0
+    assert "MB are copied after each step" in out
+    lines = (tmp_path / "runs/moe/metrics.jsonl").read_text().splitlines()
+    updates = [record for record in map(json.loads, lines) if record.get("update", 0) > 0]
+    assert len(updates) == 2
+    for record in updates:
+        assert 0 < record["time/sync_s"] < record["time/train_s"]
+        assert record["gap/logprob_max"] < 1e-4

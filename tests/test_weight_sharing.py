@@ -8,7 +8,7 @@ from torch import nn
 
 from core import weight_sharing
 from core.checkpoint import export_model, load_checkpoint, save_checkpoint
-from core.load_trace import Copy, View, base_weights, find_views, whole_view
+from core.load_trace import Copy, View, base_weights, whole_view
 from core.model import load_policy
 from core.optimizer import make_optimizer
 
@@ -69,7 +69,8 @@ class EngineModel(nn.Module):
 def share(model, fused=FUSED):
     """The shared tensors by vLLM's names, and vLLM's model."""
     engine_model = EngineModel(model, fused)
-    shared = weight_sharing.share_weights(model, engine_model)
+    shared, to_load = weight_sharing.share_weights(model, engine_model)
+    assert not to_load
     assert {n: t.data_ptr() for n, t in shared.items()} == {
         n: p.data_ptr() for n, p in engine_model.named_parameters()
     }
@@ -144,29 +145,91 @@ def test_check_bound_finds_a_copy(policy):
         weight_sharing.check_bound(engine_model, shared)
 
 
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        (lambda p, w: p.data.copy_(w + 1), "vLLM computes model/norm/weight"),
-        (lambda p, w: p.data.copy_(w).add_(1), "vLLM computes model/norm/weight"),
-        (lambda p, w: p[1:].data.copy_(w[1:]), "vLLM computes model/norm/weight"),
-        (lambda p, w: p.data.copy_(w.flip(0)), "vLLM computes model/norm/weight"),
-        (lambda p, w: (p[:16].data.copy_(w[16:]), p[16:].data.copy_(w[:16])), "not a view of"),
-        (lambda p, w: p.data.view(2, 16).t().copy_(w.view(16, 2)), "not a view of"),
-        (lambda p, w: None, "vLLM computes model/norm/weight"),
-    ],
-    ids=["sum", "changed", "incomplete", "copied", "swapped", "interleaved", "none"],
-)
-def test_weights_that_are_no_views_are_refused_and_nothing_changes(policy, load, message):
-    engine_model = EngineModel(policy.causal_lm)
+def engine_that_loads_the_norm(model, load):
+    """An EngineModel in which `load` fills the parameter model.norm.weight."""
+    engine_model = EngineModel(model)
     load_weights = engine_model.load_weights
 
     def load_norm_differently(weights):
         weights = dict(weights)
-        load(getattr(engine_model, "model/norm/weight"), weights.pop("model.norm.weight"))
+        if "model.norm.weight" in weights:
+            load(getattr(engine_model, "model/norm/weight"), weights.pop("model.norm.weight"))
         load_weights(weights.items())
 
     engine_model.load_weights = load_norm_differently
+    return engine_model
+
+
+def swap_halves(p, w):
+    p[:16].data.copy_(w[16:])
+    p[16:].data.copy_(w[:16])
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda p, w: p.data.copy_(w + 1),
+        lambda p, w: p.data.copy_(w).add_(1),
+        lambda p, w: p[1:].data.copy_(w[1:]),
+        lambda p, w: p.data.copy_(w.flip(0)),
+        swap_halves,
+        lambda p, w: p.data.view(2, 16).t().copy_(w.view(16, 2)),
+        lambda p, w: p.data.copy_(w.double()),
+    ],
+    ids=["sum", "changed", "incomplete", "copied", "swapped", "interleaved", "converted"],
+)
+def test_weight_without_a_view_is_copied_by_vllms_loader(policy, load):
+    engine_model = engine_that_loads_the_norm(policy.causal_lm, load)
+    norm = getattr(engine_model, "model/norm/weight")
+    shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert to_load == {"model.norm.weight"}
+    assert len(shared) == len(list(engine_model.parameters())) - 1
+    weight = policy.causal_lm.model.norm.weight
+    with torch.no_grad():
+        weight.copy_(torch.arange(32))
+    for _ in range(2):
+        expected = torch.zeros(32)
+        load(expected, weight.data)
+        weight_sharing.load_weights(policy.causal_lm, engine_model, to_load)
+        assert torch.equal(norm, expected)
+        with torch.no_grad():
+            weight.mul_(-2)
+    assert storage(norm) != storage(weight)
+
+
+def test_nothing_is_shared_with_a_loader_that_reads_numbers(policy):
+    engine_model = engine_that_loads_the_norm(
+        policy.causal_lm, lambda p, w: p.data.copy_(w / w.max().item())
+    )
+    weights = base_weights(policy.causal_lm)
+    shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert (shared, to_load) == ({}, weights.keys())
+    norm = policy.causal_lm.model.norm.weight
+    assert torch.equal(getattr(engine_model, "model/norm/weight"), norm / norm.max())
+    head = getattr(engine_model, "lm_head/weight")
+    assert torch.equal(head, weights["lm_head.weight"]) and storage(head) != storage(
+        weights["lm_head.weight"]
+    )
+
+
+def test_a_parameter_of_another_dtype_is_copied(policy):
+    engine_model = EngineModel(policy.causal_lm)
+    norm = getattr(engine_model, "model/norm/weight")
+    norm.data = norm.data.double()
+    shared, to_load = weight_sharing.share_weights(policy.causal_lm, engine_model)
+    assert to_load == {"model.norm.weight"} and "model/norm/weight" not in shared
+    assert norm.dtype == torch.float64
+    assert torch.equal(norm, policy.causal_lm.model.norm.weight.double())
+
+
+@pytest.mark.parametrize("which", ["weight", "parameter"])
+def test_parameter_without_a_weight_and_the_reverse_are_refused_and_nothing_changes(policy, which):
+    engine_model = engine_that_loads_the_norm(policy.causal_lm, lambda p, w: None)
+    message = "vLLM loads no weight into model/norm/weight"
+    if which == "weight":
+        delattr(engine_model, "model/norm/weight")
+        engine_model.register_parameter("model/norm/weight", None)
+        message = r"vLLM does not load the weight model\.norm\.weight"
     before = {name: (p, p.data_ptr()) for name, p in engine_model.named_parameters()}
     places = [storage(p) for p in policy.model.parameters()]
     with pytest.raises(RuntimeError, match=message):
@@ -174,21 +237,6 @@ def test_weights_that_are_no_views_are_refused_and_nothing_changes(policy, load,
     assert [storage(p) for p in policy.model.parameters()] == places
     now = {name: (p, p.data_ptr()) for name, p in engine_model.named_parameters()}
     assert all(now[name][0] is p and now[name][1] == place for name, (p, place) in before.items())
-
-
-def test_a_weight_of_another_dtype_or_that_vllm_does_not_load_is_refused(policy):
-    engine_model = EngineModel(policy.causal_lm)
-    norm = getattr(engine_model, "model/norm/weight")
-    norm.data = norm.data.double()
-    with pytest.raises(RuntimeError, match=r"norm.weight is torch.float32, .* is torch.float64"):
-        find_views(policy.causal_lm, engine_model)
-    delattr(engine_model, "model/norm/weight")
-    load_weights = engine_model.load_weights
-    engine_model.load_weights = lambda weights: load_weights(
-        (name, weight) for name, weight in weights if name != "model.norm.weight"
-    )
-    with pytest.raises(RuntimeError, match=r"does not load the weight model\.norm\.weight"):
-        find_views(policy.causal_lm, engine_model)
 
 
 def test_whole_view_of_parts_and_of_a_transposed_weight():

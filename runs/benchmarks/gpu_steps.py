@@ -46,7 +46,9 @@ VARIANT = "".join(sys.argv[3:4])  # of gpu_check.VARIANTS, or none
 PROMPTS = [[5 + i] * (8 + 30 * i) for i in range(4) for _ in range(4)]  # 4 groups of 4
 PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
 GREEDY = SamplingParams(max_tokens=48, temperature=0)
-TOLERANCE = 1e-4 if ON_CPU else 5e-2  # nats by which rounding changes a log-prob on average
+# nats by which rounding changes a log-prob on average: float32 on a CPU, bfloat16 on a GPU, where
+# the kernels of a packed and a plain pass, and of another batch, add in another order
+TOLERANCE = 1e-4 if ON_CPU else 5e-2
 GROWTH = 0.0625  # GiB by which the memory in use may vary between cycles
 ENGINES: list[NanoLLM] = []  # started by the step
 Found = dict[str, Any]
@@ -215,7 +217,8 @@ def table() -> Found:
     done = subprocess.run(command, capture_output=True, text=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line]
     assert done.returncode == 0 and rows, done.stderr[-800:]
-    assert not any("Error" in row or "exit code" in row for row in rows), rows
+    failed = [row.strip("| ") for row in rows if "Error" in row or "exit code" in row]
+    assert not failed, f"failed: {'; '.join(failed)}"
     return {"table": rows}
 
 

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,11 @@ def measure_speed(args: Args, folder: str) -> dict[str, Any]:
             results[name] = {"tokens_per_s": [], "start_s": first["start_s"]}
     for turn in range(args.rounds):
         for name, child in children.items():
-            rate = ask(child)["tokens_per_s"]
+            found = ask(child)
+            if "error" in found or "error" in results[name]:
+                results[name] = {"error": found.get("error", results[name].get("error"))}
+                continue
+            rate = found["tokens_per_s"]
             results[name]["tokens_per_s"].append(rate)
             print(f"round {turn + 1}: {LABELS[name]:34} {rate:9.0f} tokens/s", flush=True)
     for child in children.values():
@@ -131,8 +136,9 @@ def start(args: Args, part: str, folder: str) -> subprocess.Popen[str]:
 def ask(child: subprocess.Popen[str]) -> dict[str, Any]:
     """Makes the child do its next piece of work and returns the JSON object that it prints."""
     assert child.stdin and child.stdout
-    child.stdin.write("\n")
-    child.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended
+        child.stdin.write("\n")
+        child.stdin.flush()
     for line in child.stdout:
         if line.startswith("{"):
             return json.loads(line)
@@ -141,7 +147,8 @@ def ask(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 def stop(child: subprocess.Popen[str]) -> None:
     assert child.stdin
-    child.stdin.close()
+    with suppress(BrokenPipeError):
+        child.stdin.close()
     child.wait()
 
 
@@ -166,14 +173,14 @@ def write_tables() -> None:
 
 def size_tables(results: dict[str, Any]) -> list[str]:
     """Speed, then sync and gap, then memory, as Markdown."""
-    ours = statistics.median(results["speed"]["nanollm"]["tokens_per_s"])
+    ours = results["speed"]["nanollm"].get("tokens_per_s")
     lines = ["| sampler | tokens/s: median [lowest, highest] | NanoLLM / sampler |",
              "| --- | --- | --- |"]  # fmt: skip
     for name, label in LABELS.items():
         rates = results["speed"][name].get("tokens_per_s")
         if rates:
-            ratio = ours / statistics.median(rates)
-            lines.append(f"| {label} | {spread(rates, ',.0f')} | {ratio:.2f} |")
+            ratio = f"{statistics.median(ours) / statistics.median(rates):.2f}" if ours else ""
+            lines.append(f"| {label} | {spread(rates, ',.0f')} | {ratio} |")
         else:
             lines.append(f"| {label} | {results['speed'][name]['error']} | |")
     lines += ["", "| sync, gap | |", "| --- | --- |"]

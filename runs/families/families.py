@@ -131,18 +131,18 @@ def train(policy: Policy, steps: int = 2, lr: float = 1e-3) -> None:
 
 
 @torch.no_grad()
-def gap(policy: Policy, sampler: Sampler) -> float:
-    """The largest |trainer - sampler| of a sampled token, in nats."""
+def gaps(policy: Policy, sampler: Sampler) -> torch.Tensor:
+    """|trainer - sampler| of each sampled token, in nats: [tokens]."""
     with sampler:
         completions = sampler.sample(PROMPTS, SAMPLED)
-    gaps = []
+    found = []
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        ids = torch.tensor([prompt + completion.token_ids])
+        ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
         logits = policy.to_logits(policy.hidden_states(ids)[0, len(prompt) - 1 : -1])
         logprobs = (logits / SAMPLED.temperature).log_softmax(-1)
-        ours = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-        gaps.append((ours - torch.tensor(completion.logprobs)).abs().max().item())
-    return max(gaps)
+        ours = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+        found.append((ours - torch.tensor(completion.logprobs)).abs())
+    return torch.cat(found)
 
 
 def greedy_equal(policy: Policy, sampler: Sampler) -> bool:
@@ -163,10 +163,10 @@ def try_family(family: str, lora_rank: int) -> dict[str, Any]:
         except Exception as error:
             name = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
             return {"reason": name + str(error).replace(folder, "MODEL").partition("\n")[0]}
-    before = gap(policy, sampler)
+    before = gaps(policy, sampler).max().item()
     train(policy, lr=1e-2 if lora_rank else 1e-3)
     sampler.sync()
-    after = gap(policy, sampler)
+    after = gaps(policy, sampler).max().item()
     found = {"before": before, "after": after, "greedy": greedy_equal(policy, sampler)}
     sampler.close()
     return found

@@ -44,6 +44,8 @@ TYPES = {  # expressions in SOURCES, as ast.unparse prints them
     "made": "vllm.EngineArgs",
     "request_params": "vllm.SamplingParams",
     "vllm_config": "vllm.config.VllmConfig",
+    "plenty": "vllm.v1.kv_cache_interface.KVCacheConfig",
+    "spec": "vllm.v1.kv_cache_interface.KVCacheSpec",
     "engine_layer": "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA",
 }
 GUARDED = ("sampling_mask",)  # used only where `return_sampling_mask` exists
