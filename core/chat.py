@@ -3,6 +3,7 @@
     python -m core.chat runs/mine                  # greedy answers, as in evaluation
     python -m core.chat runs/mine --before         # the model before training answers first
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
+    python -m core.chat runs/mine --web            # play its environment in the browser, beside it
     echo 'How many r in "cherry"?' | python -m core.chat runs/mine      # prints only the answer
 
 A finished run answers with the weights of its model/, any other run with its newest intact
@@ -31,7 +32,7 @@ from core import cli, config, tasks
 from core.config import TINY, Config
 from core.console import printable
 from core.run_dir import read_config
-from core.types import Completion, Fault, Rollout, UsageError
+from core.types import Completion, Fault, Message, Rollout, UsageError
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
@@ -45,7 +46,9 @@ class Flags:
     # Folder of a run, Hub id, folder of a model, tiny or smollm2.
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
     before: bool = False  # Show the answer of the model before training, too.
-    env: str = ""  # Environment of /task; empty: that of the run.
+    env: str = ""  # Environment of /task and --web; empty: that of the run.
+    web: bool = False  # Play a held-out task in the browser instead; the policy may take turns.
+    port: int = 0  # Port of the page of --web; 0: a free one.
     temperature: float = 0.0  # Sampling temperature; 0: greedy.
     top_p: float = 1.0  # Keep the most likely tokens up to this probability mass; 1: keep all.
     top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
@@ -71,6 +74,8 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         raise UsageError("--temperature, --top-k, --seed and --max-tokens must be 0 or more")
     if not 0 < flags.top_p <= 1:
         raise UsageError("--top-p must be above 0 and at most 1")
+    if flags.port and not flags.web:
+        raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
@@ -113,7 +118,9 @@ from core.run_log import METRICS, read_records
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
+from environments import web
 from environments.base import EVAL_SEEDS
+from environments.registry import make
 
 
 @dataclass
@@ -133,6 +140,11 @@ def main(flags: Flags, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
         speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
+    if flags.web:
+        task = held_out_task(cfg, 0)
+        players = {speaker.label: player(speaker, cfg) for speaker in speakers}
+        web.serve(web.Episode(make(task.env), task.env, task.seed, players), flags.port)
+        return 0
     task_numbers = itertools.count()
     if interactive:
         decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
@@ -312,6 +324,20 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         facts += ["truncated"] if rollout.episode_truncated else []
         facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
         OUT.print(Text(printable(" · ".join(facts)), "bold"), soft_wrap=True)
+
+
+def player(speaker: Speaker, cfg: Config) -> Callable[[list[Message]], str]:
+    """The policy as a player of environments/web.py: from a conversation to the next response."""
+
+    def respond(chat: list[Message]) -> str:
+        agent = AgentState(0, Rollout("", "", 0, 0), chat=[clean_message(m) for m in chat])
+        speaker.collector.set_prompt(agent)
+        seed = derive_seed(cfg.seed, len(chat))
+        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        with speaker.policy.adapters():
+            return TorchSampler(speaker.policy).sample([agent.prompt_ids], params)[0].text
+
+    return respond
 
 
 def _load(cfg: Config, model_id: str, **options: Any) -> Policy:

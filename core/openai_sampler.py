@@ -7,6 +7,10 @@
 The server (Ollama, vLLM, llama.cpp, ...) applies its own chat template and streams text back, so
 completions have the token ids of the local tokenizer and log-probs of 0. The API key is in the
 environment variable OPENAI_API_KEY; it appears in no file and no message.
+
+A request fails alone, as a Completion with an `error`: an HTTP error after its retries, a stream
+that is no event stream, breaks or ends without a finish reason, and finish reasons other than
+"stop" and "length". The openai client retries and waits as the header Retry-After says.
 """
 
 import asyncio
@@ -18,22 +22,41 @@ from typing import Any
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.seeds import derive_seed
-from core.types import Completion, Message, UsageError
+from core.types import Completion, Message, Stopped, UsageError
 
-MAX_CONCURRENT_REQUESTS = 8
-MAX_RETRIES = 3  # of a request that the server refuses for now or that does not reach it
-TIMEOUT_S = 300.0  # for the connection, and between two pieces of a completion
+MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
+MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
 PROGRESS_INTERVAL_S = 0.05
+STOPPED = "stopped"
+
+
+class RequestError(RuntimeError):
+    """The server gave no usable completion."""
 
 
 class OpenAISampler(Sampler):
-    """Samples from `model` at `base_url`. Raises UsageError if the package openai is missing."""
+    """Samples from `model` at `base_url`, with up to `concurrency` requests at once.
 
-    def __init__(self, policy: Policy, base_url: str, model: str):
+    `timeout`: seconds for one request with its retries. Raises UsageError if the package openai is
+    missing.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        base_url: str,
+        model: str,
+        concurrency: int = 8,
+        timeout: float = 600.0,
+    ):
         if importlib.util.find_spec("openai") is None:
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
         self.policy, self.base_url, self.model = policy, base_url, model
+        self.concurrency, self.timeout = concurrency, timeout
+        self.works = False  # whether a request has succeeded
+        self.failures = 0  # in a row
+        self.closed_because = ""  # why no further request is sent
         policy.max_length = 1 << 30  # only the server knows the model's limit
 
     def sample(
@@ -43,21 +66,29 @@ class OpenAISampler(Sampler):
         on_progress: Callable[[], None] = lambda: None,
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """As `Sampler.sample`, from `chats`. Raises UsageError if the server gives no answer."""
+        """As `Sampler.sample`, from `chats`; a request that fails has a Completion with an `error`.
+
+        If `on_progress` raises Stopped, the requests that are not complete fail. Raises UsageError
+        if no request has ever succeeded.
+        """
         if chats is None:
             raise ValueError("a server takes messages, not token ids: pass `chats`")
-        return asyncio.run(self._complete_all(chats, params, on_progress))
+        completions = asyncio.run(self._complete_all(chats, params, on_progress))
+        errors = [completion.error for completion in completions if completion.error]
+        if errors and not self.works and self.closed_because != STOPPED:
+            raise UsageError(f"--base-url {self.base_url}: {errors[0]}")
+        return completions
 
     async def _complete_all(
         self, chats: list[list[Message]], params: SamplingParams, on_progress: Callable[[], None]
     ) -> list[Completion]:
         import openai
 
-        slots = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
+        slots = asyncio.Semaphore(self.concurrency)
         async with openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client requires one
-            timeout=TIMEOUT_S,
+            timeout=self.timeout,
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
         ) as client:
@@ -69,16 +100,16 @@ class OpenAISampler(Sampler):
             tasks = [asyncio.create_task(request) for request in requests]
             pending = set(tasks)
             try:
-                while pending:
-                    done, pending = await asyncio.wait(pending, timeout=PROGRESS_INTERVAL_S)
+                while pending and not self.closed_because:
+                    _, pending = await asyncio.wait(pending, timeout=PROGRESS_INTERVAL_S)
                     on_progress()
-                    for task in done:
-                        task.result()  # raises the task's exception
+            except Stopped:
+                self.closed_because = STOPPED
             finally:
-                for task in tasks:
+                for task in pending:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-        return [task.result() for task in tasks]
+        return [_failed(self.closed_because) if t.cancelled() else t.result() for t in tasks]
 
     async def _complete(
         self,
@@ -90,26 +121,56 @@ class OpenAISampler(Sampler):
     ) -> Completion:
         import openai
 
-        text, finish_reason = "", "stop"
-        try:
-            async with slots, await client.chat.completions.create(
-                model=self.model, messages=chat, stream=True, seed=seed,
-                max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
-            ) as stream:  # fmt: skip
-                async for chunk in stream:
-                    for choice in chunk.choices or []:
-                        text += choice.delta.content or ""
-                        finish_reason = choice.finish_reason or finish_reason
-                    self.latest = text[-80:]
-                    if len(text) > MAX_CHARACTERS:
-                        text, finish_reason = text[:MAX_CHARACTERS], "length"
-                        break
-        except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"--base-url {self.base_url}: {_one_line(error)}") from None
+        async with slots:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    text, finish_reason = await self._stream(client, chat, params, seed)
+            except TimeoutError:
+                return self._count_failure(f"not complete in {self.timeout:g} s (--api-timeout)")
+            except (openai.OpenAIError, RequestError, ValueError, TypeError, AttributeError) as e:
+                return self._count_failure(_one_line(e))
+        self.failures = 0
+        if finish_reason not in ("stop", "length"):
+            return _failed(f"the completion ended with the finish reason {finish_reason!r}")
+        self.works = True
         token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         token_ids.append(self.policy.end_of_turn_id)
         return Completion(token_ids, [0.0] * len(token_ids), text,
                           "length" if finish_reason == "length" else "stop")  # fmt: skip
+
+    async def _stream(
+        self, client: Any, chat: list[Message], params: SamplingParams, seed: int
+    ) -> tuple[str, str]:
+        """The text and the finish reason of one request."""
+        text, finish_reason = "", ""
+        async with await client.chat.completions.create(
+            model=self.model, messages=chat, stream=True, seed=seed,
+            max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+        ) as stream:  # fmt: skip
+            kind = stream.response.headers.get("content-type", "no content type")
+            if "event-stream" not in kind:  # a web page, or an error as JSON with status 200
+                body = (await anext(stream.response.aiter_bytes(), b"")).decode(errors="replace")
+                raise RequestError(f"the answer is {kind}, not an event stream: {body}")
+            async for chunk in stream:
+                for choice in chunk.choices or []:
+                    text += choice.delta.content or ""
+                    finish_reason = choice.finish_reason or finish_reason
+                self.latest = text[-80:]
+                if len(text) > MAX_CHARACTERS:
+                    return text[:MAX_CHARACTERS], "length"
+        if not finish_reason:
+            raise RequestError(f"the stream ended without a finish reason after: {text[-80:]!r}")
+        return text, finish_reason
+
+    def _count_failure(self, reason: str) -> Completion:
+        self.failures += 1
+        if self.failures >= MAX_FAILURES:
+            self.closed_because = f"not sent: {MAX_FAILURES} requests in a row failed: {reason}"
+        return _failed(reason)
+
+
+def _failed(reason: str) -> Completion:
+    return Completion([], [], "", "stop", error=reason)
 
 
 def _one_line(error: Exception) -> str:

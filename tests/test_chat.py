@@ -324,6 +324,30 @@ def test_task_plays_the_environment_that_env_names(talk, qwen3_folder):
     assert code == 0 and re.search("reward [-0-9.]+ · ", out) and "task of reverse" in err
 
 
+class Question(Env):
+    def reset(self, seed: int) -> list[Message]:
+        return [{"role": "user", "content": QUESTION}]
+
+    def step(self, response: str) -> Step:
+        return Step(Message(role="user", content="More."), 0.0, False)
+
+
+def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
+    served = []
+    monkeypatch.setattr(chat.web, "serve", lambda *args: served.append(args))
+    monkeypatch.setitem(registry.ENVIRONMENTS, "question", Question)
+    args = [runs["lora"], "--web", "--before", "--env", "question"]
+    assert talk(*args, "--port", 7)[:2] == (0, "")
+    [(episode, port)] = served
+    assert (episode.seed, port, list(episode.players)) == (EVAL_SEEDS[0], 7, ["before", "trained"])
+    for name in ("before", "trained"):
+        episode.start(0)
+        episode.act("", player=name)
+        answer = expected("lora", runs["lora"], before=name == "before")
+        assert printable(episode.log[1]["text"]) == answer
+    assert talk(runs["lora"], "--port", 7)[0] == 2
+
+
 def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkeypatch, capsys):
     text = speaker.policy.tokenizer.encode("\x1b[2J [bold]é", add_special_tokens=False)
     ids = iter([*text, speaker.policy.end_of_turn_id])

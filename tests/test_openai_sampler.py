@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import os
+import re
+import signal
 import threading
+import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,9 +16,12 @@ import pytest
 from core import openai_sampler
 from core.model import load_policy
 from core.openai_sampler import OpenAISampler
+from core.run_log import read_records
 from core.sampler import SamplingParams
 from core.seeds import derive_seed
 from core.types import UsageError
+from environments.base import EVAL_SEEDS
+from environments.registry import make
 
 PARAMS = SamplingParams(max_tokens=32, temperature=0.5, top_p=0.9, seed=7)
 
@@ -26,7 +33,8 @@ def chat(word):
 class Server(BaseHTTPRequestHandler):
     """Counts the letters of the quoted word and streams the answer five characters at a time.
 
-    Answers with the status codes in `server.failures` first.
+    Answers with the status codes in `server.failures` first. A chat with a word in `server.broken`
+    gets that answer instead: (headers, body), or "hang" for none before the test ends.
     """
 
     def do_POST(self):
@@ -34,12 +42,17 @@ class Server(BaseHTTPRequestHandler):
         self.server.asked.append((self.path, body, self.headers.get("Authorization")))
         if self.server.failures:
             self.send_response(self.server.failures.pop(0))
-            self.send_header("retry-after-ms", "1")
+            for name, value in self.server.retry_after.items():
+                self.send_header(name, value)
             self.send_header("Location", "http://127.0.0.1:9/v1")
             self.end_headers()
             self.wfile.write(b"not\nnow")
             return
         text = body["messages"][-1]["content"]
+        word = text.split(chr(34))[1]
+        if answer := self.server.broken.get(word):
+            self.send_broken(answer)
+            return
         answer = f"<answer>{text.split(chr(34))[1].count(text.split()[2])}</answer>"
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -52,6 +65,17 @@ class Server(BaseHTTPRequestHandler):
         self.send_event(choices=[{"delta": {}, "finish_reason": self.server.finish}])
         self.wfile.write(b"data: [DONE]\n\n")
 
+    def send_broken(self, answer):
+        if answer == "hang":
+            self.server.ended.wait(30)
+            return
+        headers, body = answer
+        self.send_response(200)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
     def send_event(self, **data):
         self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
 
@@ -63,10 +87,13 @@ class Server(BaseHTTPRequestHandler):
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.asked, server.failures, server.finish = [], [], "stop"
+    server.retry_after = {"retry-after-ms": "1"}
+    server.broken, server.ended = {}, threading.Event()
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
+    server.ended.set()
     server.shutdown()
     thread.join()
     server.server_close()
@@ -154,6 +181,82 @@ def test_answer_outside_the_protocol_is_one_line(server, policy, monkeypatch):
         sample(server, policy, [chat("pear")])
 
 
+STREAM = {"Content-Type": "text/event-stream"}
+
+
+def event(text, finish=None):
+    choice = {"delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (({"Content-Type": "text/html"}, b"<h1>Sign in</h1>"), "text/html, .*<h1>Sign in"),
+        (({"Content-Type": "application/json"}, b'{"error": "no model"}'), "json, .*no model"),
+        ((STREAM, b'data: {"error": {"message": "overloaded"}}\n\n'), "overloaded"),
+        ((STREAM, event("<answer>3</ans")), "without a finish reason after: '<answer>3</ans'"),
+        ((STREAM | {"Content-Length": "999"}, event("half")), "peer closed connection"),
+        ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
+        ((STREAM, event("", "tool_calls")), "finish reason 'tool_calls'"),
+    ],
+)
+def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
+    server.broken = {"bad": answer}
+    first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
+    assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
+    assert first.error == last.error == "" and re.search(reason, broken.error)
+
+
+def test_retry_after_is_waited_for(server, policy):
+    server.failures, server.retry_after = [429], {"Retry-After": "1"}
+    started = time.monotonic()
+    [completion] = sample(server, policy, [chat("pear")])
+    assert completion.text == "<answer>1</answer>" and time.monotonic() - started >= 1
+
+
+def test_a_long_retry_after_fails_the_request_at_once(server, policy):
+    server.failures, server.retry_after = [429], {"Retry-After": "3600"}
+    first, second = sample(server, policy, [chat("pear"), chat("pear")])
+    assert sorted([first.error, second.error]) == ["", "status 429: not now"]
+    assert len(server.asked) == 2
+
+
+def test_api_concurrency_requests_are_open_at_once(server, policy, monkeypatch):
+    lock, open_now, peaks, answer = threading.Lock(), [], [], Server.do_POST
+
+    def answer_slowly(handler):
+        with lock:
+            open_now.append(handler)
+            peaks.append(len(open_now))
+        time.sleep(0.1)
+        with lock:
+            open_now.remove(handler)
+        answer(handler)
+
+    monkeypatch.setattr(Server, "do_POST", answer_slowly)
+    sampler = OpenAISampler(policy, server.url, "m", concurrency=3)
+    sampler.sample([], PARAMS, chats=[chat("pear")] * 9)
+    assert max(peaks) == 3
+
+
+def test_request_without_an_answer_fails_after_api_timeout(server, policy):
+    server.broken = {"slow": "hang"}
+    sampler = OpenAISampler(policy, server.url, "m", timeout=0.5)
+    first, slow = sampler.sample([], PARAMS, chats=[chat("pear"), chat("slow")])
+    assert first.text == "<answer>1</answer>"
+    assert slow.error == "not complete in 0.5 s (--api-timeout)"
+
+
+def test_dead_server_is_not_asked_for_the_rest(server, policy):
+    sampler = OpenAISampler(policy, server.url, "m")
+    assert sampler.sample([], PARAMS, chats=[chat("pear")])[0].error == ""
+    server.failures = [404] * 1000
+    completions = sampler.sample([], PARAMS, chats=[chat("pear")] * 100)
+    assert all(c.error for c in completions) and len(server.asked) <= 1 + 2 * 8
+    assert completions[99].error.startswith("not sent: 8 requests in a row failed: status 404")
+
+
 def test_exception_in_on_progress_cancels_the_requests(server, policy):
     server.failures = [503] * 1000
 
@@ -179,3 +282,46 @@ def test_command_evaluates_a_server(server, command):
     assert {body["model"] for _, body, _ in server.asked} == {"qwen3:4b"}
     assert all(body["temperature"] == 0 for _, body, _ in server.asked)
     assert not Path("runs/a/model").exists()
+
+
+def eval_words(number):
+    """The words of the first held-out tasks of letter_counting."""
+    env = make("letter_counting")
+    return [env.reset(EVAL_SEEDS[i])[0]["content"].split('"')[1] for i in range(number)]
+
+
+EVALUATE = "--sampler openai --num-updates 0 --run-name a --model-id m --eval-num-tasks 12".split()
+
+
+def test_command_leaves_out_what_the_server_did_not_answer(server, command):
+    server.broken = {eval_words(5)[4]: (STREAM, event("", "content_filter"))}
+    code, out, err = command(*EVALUATE, "--base-url", server.url)
+    assert (code, err) == (0, "")
+    assert "held-out accuracy at update 0: 1.00 [0.74, 1.00]  letter_counting" in out  # 11 of 11
+    assert "1 of 12 episodes failed" in out and "content_filter" in out
+    rollouts = read_records(Path("runs/a/rollouts.jsonl"))
+    assert ["content_filter" in r["error"] for r in rollouts] == [i == 4 for i in range(12)]
+
+
+def test_ctrl_c_ends_an_evaluation_within_two_seconds_and_keeps_what_ended(server, command):
+    server.broken = dict.fromkeys(eval_words(12)[3:], "hang")
+    stopped_at = []
+
+    def interrupt():
+        while len(server.asked) < 11:  # 3 are answered, 8 are open
+            time.sleep(0.01)
+        time.sleep(0.3)
+        stopped_at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    code, out, err = command(*EVALUATE, "--base-url", server.url)
+    seconds = time.monotonic() - stopped_at[0]
+    thread.join()
+    assert (code, err) == (130, "") and seconds < 2
+    assert "held-out accuracy at update 0: 1.00 [0.44, 1.00]  letter_counting" in out  # 3 of 3
+    [record] = read_records(Path("runs/a/metrics.jsonl"))
+    assert record["eval/letter_counting/accuracy"] == 1.0
+    rollouts = read_records(Path("runs/a/rollouts.jsonl"))
+    assert [bool(r["error"]) for r in rollouts] == [i >= 3 for i in range(12)]

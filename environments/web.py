@@ -1,0 +1,215 @@
+"""Plays an environment in the browser: one page, served on this machine only.
+
+    python -m environments play tic_tac_toe --web                # type or click
+    python -m core.chat runs/mine --web                          # beside a trained policy
+
+The page shows each message as a board (rows of cells), a list of choices or text. At every turn you
+answer, or a player does: the demonstrator, the random player, a policy. All text of environments
+and policies reaches the page as text, never as markup. A request from another site is refused.
+
+    GET /           the page
+    GET /state      the episode as JSON (`Episode.state`)
+    POST /new       {"seed": 7}                            starts an episode
+    POST /act       {"agent": "", "text": ".."} or {"agent": "", "player": "demonstrator"}
+"""
+
+import json
+import random
+import secrets
+import threading
+from collections.abc import Callable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from core.types import Message, UsageError
+from environments.base import Env, MultiAgentEnv, Step
+
+Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
+HOST = "127.0.0.1"
+PAGE = Path(__file__).with_name("web.html")
+MAX_BODY = 1_000_000  # bytes of a request
+DEMONSTRATOR, RANDOM = "demonstrator", "random player"
+
+
+class Episode:
+    """One episode of `env`. `players` are the policies that may take a turn, by name."""
+
+    def __init__(self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player]):
+        self.env, self.name, self.players = env, name, players
+        self.start(seed)
+
+    def start(self, seed: int) -> None:
+        """Starts the episode of `seed`."""
+        self.seed, self.rng = seed, random.Random(seed)
+        self.chats: dict[str, list[Message]] = {}  # what each agent sees
+        self.log: list[dict[str, Any]] = []  # what the page shows, in order
+        self.responses: dict[str, str] = {}  # of the agents that have answered in this turn
+        self.returns: dict[str, float] = {}
+        opening = self.env.reset(seed)
+        openings = {"": opening} if isinstance(opening, list) else opening
+        for agent, messages in openings.items():
+            for message in messages:
+                self._receive(agent, message)
+        self.asked = [agent for agent, messages in openings.items() if messages]
+
+    def act(self, agent: str, text: str | None = None, player: str = "you") -> None:
+        """Records the response of an agent, typed or of a player; steps once all have answered.
+
+        Raises UsageError if the agent is not asked, or the player has no response.
+        """
+        if agent not in self.asked or agent in self.responses:
+            raise UsageError(f"{agent or 'the player'} is not asked to act")
+        if text is None:
+            text = self._response_of(player, agent)
+        self.responses[agent] = text
+        self.chats[agent].append({"role": "assistant", "content": text})
+        self.log.append({"agent": agent, "speaker": player, "text": text})
+        if set(self.responses) == set(self.asked):
+            responses, self.responses = self.responses, {}
+            self._step(responses)
+
+    def state(self) -> dict[str, Any]:
+        """What the page shows."""
+        waiting = [agent for agent in self.asked if agent not in self.responses]
+        return {
+            "env": self.name, "seed": self.seed, "log": self.log, "returns": self.returns,
+            "waiting": [{"agent": a, "players": self._players_for(a)} for a in waiting],
+        }  # fmt: skip
+
+    def _step(self, responses: dict[str, str]) -> None:
+        steps: dict[str, Step]
+        if isinstance(self.env, Env):
+            steps = {"": self.env.step(responses[""])}
+        else:
+            steps = self.env.step(responses)
+        for agent, step in steps.items():
+            self.returns[agent] = self.returns.get(agent, 0.0) + float(step.reward)
+            if agent in responses or step.reward or step.done:
+                info = {key: str(value) for key, value in step.info.items()}
+                row = {"agent": agent, "reward": float(step.reward), "done": step.done}
+                self.log.append(row | {"info": info})
+            if step.fresh:
+                self.chats[agent] = []
+            if step.message is not None:
+                self._receive(agent, step.message)
+        self.asked = [agent for agent, step in steps.items() if step.message and not step.done]
+
+    def _receive(self, agent: str, message: Message) -> None:
+        self.chats.setdefault(agent, []).append(message)
+        speaker = "system" if message["role"] == "system" else "environment"
+        self.log.append({"agent": agent, "speaker": speaker, "text": message["content"]})
+
+    def _players_for(self, agent: str) -> list[str]:
+        own = {DEMONSTRATOR: self._demonstration(), RANDOM: self._guess(agent)}
+        return [*self.players, *(name for name, text in own.items() if text is not None)]
+
+    def _response_of(self, player: str, agent: str) -> str:
+        if player in self.players:
+            return self.players[player](list(self.chats[agent]))
+        text = self._demonstration() if player == DEMONSTRATOR else self._guess(agent)
+        if text is None:
+            raise UsageError(f"this environment has no {player}")
+        return text
+
+    def _demonstration(self) -> str | None:
+        return self.env.demonstrate() if isinstance(self.env, Env) else None
+
+    def _guess(self, agent: str) -> str | None:
+        if isinstance(self.env, Env):
+            return self.env.demonstrate(hasty=True)
+        return self.env.guess(agent, self.rng)
+
+
+def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
+    """Returns a server of the page on loopback; `port` 0: a free one. `serve_forever` runs it."""
+    try:
+        return ThreadingHTTPServer((HOST, port), partial(_Handler, episode, threading.Lock()))
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--port {port}: {error}") from None
+
+
+def serve(episode: Episode, port: int = 0) -> None:
+    """Serves the page until Ctrl-C."""
+    with make_server(episode, port) as server:
+        server.daemon_threads = True
+        print(f"play at http://{HOST}:{server.server_port}   (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, episode: Episode, lock: threading.Lock, *args: Any):
+        self.episode, self.lock = episode, lock
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        if not self._is_ours():
+            self._send(403, {"error": "open the page at the address that was printed"})
+        elif self.path == "/":
+            nonce = secrets.token_urlsafe(16)
+            page = PAGE.read_text().replace("NONCE", nonce).encode()
+            self._send_bytes(200, "text/html; charset=utf-8", page, f"'nonce-{nonce}'")
+        elif self.path == "/state":
+            with self.lock:
+                self._answer(lambda: None)
+        else:
+            self._send(404, {"error": "there is only one page: /"})
+
+    def do_POST(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        # JSON from another site needs a preflight request, which gets no answer here
+        is_json = self.headers.get("Content-Type") == "application/json"
+        if not self._is_ours() or not is_json or not 0 <= length <= MAX_BODY:
+            self._send(403, {"error": "refused"})
+            return
+        try:
+            request = json.loads(self.rfile.read(length))
+            if self.path == "/new":
+                call = partial(self.episode.start, int(request["seed"]))
+            else:
+                text, player = request.get("text"), str(request.get("player", "you"))
+                call = partial(self.episode.act, str(request["agent"]),
+                               None if text is None else str(text), player)  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._send(400, {"error": f"bad request: {error}"})
+            return
+        with self.lock:
+            self._answer(call)
+
+    def _answer(self, call: Callable[[], None]) -> None:
+        """Sends the state after `call`; its exception as an error."""
+        try:
+            call()
+            self._send(200, self.episode.state())
+        except Exception as error:  # of the environment or the policy: the page shows it
+            kind = "" if isinstance(error, UsageError) else f"{type(error).__name__}: "
+            self._send(400, {"error": f"{kind}{error}"})
+
+    def _is_ours(self) -> bool:
+        """Whether the browser asks for this page itself, not for a name that leads here."""
+        assert isinstance(self.server, ThreadingHTTPServer)
+        port = self.server.server_port
+        hosts = (f"{HOST}:{port}", f"localhost:{port}")
+        origin = self.headers.get("Origin")
+        return self.headers.get("Host") in hosts and (
+            origin is None or origin.removeprefix("http://") in hosts
+        )
+
+    def _send(self, status: int, data: dict[str, Any]) -> None:
+        self._send_bytes(status, "application/json", json.dumps(data).encode())
+
+    def _send_bytes(self, status: int, kind: str, body: bytes, inline: str = "'none'") -> None:
+        self.send_response(status)
+        policy = f"default-src 'none'; connect-src 'self'; script-src {inline}; style-src {inline}"
+        for name, value in {
+            "Content-Type": kind, "Content-Length": str(len(body)), "Cache-Control": "no-store",
+            "Content-Security-Policy": f"{policy}; img-src data:; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff",
+        }.items():  # fmt: skip
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass

@@ -1,0 +1,261 @@
+"""The page of `python -m environments play SPEC --web`: its server, and its parts in a browser."""
+
+import http.client
+import json
+import shutil
+import threading
+
+import pytest
+
+from core.types import UsageError
+from environments.__main__ import run_command
+from environments.base import Env, MultiAgentEnv, Step
+from environments.parsing import user
+from environments.registry import make
+from environments.web import Episode, make_server
+
+
+@pytest.fixture
+def serve():
+    """Serves an environment; returns its server."""
+    servers = []
+
+    def serve(env, players=None, seed=1, name="env"):
+        server = make_server(Episode(env, name, seed, players or {}))
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        servers.append(server)
+        return server
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def ask(server, path, body=None, **headers):
+    """(status, headers, text) of a request"""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    headers = {"Content-Type": "application/json", **headers}
+    data = None if body is None else json.dumps(body)
+    connection.request("GET" if body is None else "POST", path, data, headers)
+    response = connection.getresponse()
+    result = response.status, dict(response.getheaders()), response.read().decode()
+    connection.close()
+    return result
+
+
+def test_episode_is_played_by_requests(serve):
+    server = serve(make("tic_tac_toe:opponent=perfect"))
+    state = json.loads(ask(server, "/state")[2])
+    assert state["waiting"] == [{"agent": "", "players": ["demonstrator", "random player"]}]
+    status, _, text = ask(server, "/act", {"agent": "", "text": "I resign"})
+    state = json.loads(text)
+    assert status == 200 and state["log"][1] == {"agent": "", "speaker": "you", "text": "I resign"}
+    assert state["log"][2]["reward"] == -0.1 and state["returns"] == {"": -0.1}
+    while state["waiting"]:
+        state = json.loads(ask(server, "/act", {"agent": "", "player": "demonstrator"})[2])
+    assert state["log"][-1]["done"] and state["returns"][""] == -0.1  # perfect play: a draw
+    state = json.loads(ask(server, "/new", {"seed": 5})[2])
+    assert state["seed"] == 5 and len(state["log"]) == 1 and state["returns"] == {}
+
+
+def test_policy_sees_the_conversation_of_its_agent(serve):
+    seen = []
+
+    def policy(chat):
+        seen.append(chat)
+        return "<answer>x</answer>"
+
+    server = serve(make("reverse:turns=2,length=3"), {"trained": policy})
+    first = json.loads(ask(server, "/state")[2])
+    assert first["waiting"][0]["players"] == ["trained", "demonstrator", "random player"]
+    state = json.loads(ask(server, "/act", {"agent": "", "player": "trained"})[2])
+    assert seen == [[{"role": "user", "content": first["log"][0]["text"]}]]
+    assert state["log"][1] == {"agent": "", "speaker": "trained", "text": "<answer>x</answer>"}
+
+
+class Bids(MultiAgentEnv):
+    """Both agents bid at once; the higher bid earns 1."""
+
+    def reset(self, seed):
+        return {agent: [user(f"{agent}: bid")] for agent in "ab"}
+
+    def step(self, responses):
+        best = max(responses.values())
+        return {a: Step(None, float(r == best), True) for a, r in responses.items()}
+
+
+def test_simultaneous_agents_step_once_both_have_answered():
+    episode = Episode(Bids(), "bids", 0, {"policy": lambda chat: str(len(chat))})
+    episode.act("b", "0")
+    assert [w["agent"] for w in episode.state()["waiting"]] == ["a"] and episode.returns == {}
+    with pytest.raises(UsageError, match="b is not asked"):
+        episode.act("b", "9")
+    episode.act("a", player="policy")
+    assert episode.returns == {"b": 0.0, "a": 1.0} and episode.state()["waiting"] == []
+
+
+class Fragile(Env):
+    def reset(self, seed):
+        return [user("go")]
+
+    def step(self, response):
+        raise RuntimeError("it broke")
+
+
+def test_error_of_the_environment_is_an_answer(serve):
+    server = serve(Fragile())
+    status, _, text = ask(server, "/act", {"agent": "", "text": "x"})
+    assert status == 400 and json.loads(text) == {"error": "RuntimeError: it broke"}
+    for body in ({"agent": ""}, {}, [], {"agent": "", "player": "nobody"}):
+        status, _, text = ask(server, "/act", body)
+        assert status == 400 and json.loads(text)["error"]
+    assert ask(server, "/nope")[0] == 404
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}],
+)
+def test_request_of_another_site_is_refused(serve, headers):
+    server = serve(make("letter_counting"))
+    status, _, _ = ask(server, "/act", {"agent": "", "text": "x"}, **headers)
+    assert status == 403 and len(json.loads(ask(server, "/state")[2])["log"]) == 1
+    if "Host" in headers:
+        assert ask(server, "/state", **headers)[0] == 403
+
+
+def test_page_allows_its_own_script_only_and_is_on_loopback(serve):
+    server = serve(make("letter_counting"))
+    status, headers, text = ask(server, "/")
+    nonce = headers["Content-Security-Policy"].split("'nonce-")[1].split("'")[0]
+    assert status == 200 and f'<script nonce="{nonce}">' in text and "innerHTML" not in text
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert server.server_address[0] == "127.0.0.1"
+    assert nonce not in ask(server, "/")[2]
+
+
+@pytest.mark.parametrize("args", ["show snake --web", "play snake --port 7", "play nope --web"])
+def test_bad_command_is_one_line(args, capsys):
+    assert run_command(args.split()) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+    --disable-component-update --disable-sync""".split()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, serve):
+    """Opens the page of an environment; in the end it has fetched and reported nothing else."""
+    page, problems = browser.new_page(viewport={"width": 400, "height": 800}), []
+    homes = ["data:"]
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+
+    page.on("request", lambda r: r.url.startswith(tuple(homes)) or problems.append(r.url))
+
+    def visit(*args, **kwargs):
+        server = serve(*args, **kwargs)
+        homes.append(f"http://127.0.0.1:{server.server_port}/")
+        page.goto(homes[-1])
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield visit
+    assert problems == [] and page.evaluate("typeof window.ran") == "undefined"
+    assert page.evaluate("document.body.scrollWidth <= innerWidth")  # no sideways scrolling
+    page.close()
+
+
+def ready(page, rows):
+    page.wait_for_selector(f"html[data-ready='{rows}']")
+
+
+@pytest.mark.browser
+def test_board_is_clicked_until_the_game_is_over(visit):
+    page = visit(make("tic_tac_toe"))
+    assert page.locator(".board").count() == 1
+    moves = 0
+    while not page.locator("#end").is_visible():
+        rows = int(page.get_attribute("html", "data-ready"))
+        page.locator(".board button").first.click()
+        moves += 1
+        page.wait_for_selector(f"html:not([data-ready='{rows}'])")
+    assert page.locator(".board").last.locator("button").count() == 0
+    assert "The episode is over: return" in page.inner_text("#end")
+    assert page.inner_text("article.response >> nth=0").endswith("</move>")
+    assert page.locator(".reward").count() == moves
+
+
+@pytest.mark.browser
+def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
+    page = visit(make("wikipedia_maze"))
+    page.click("#choices button:text-is('Sun')")
+    ready(page, 4)
+    assert page.inner_text("article.response p") == '{"action": "visit_url", "url": "Sun"}'
+    page = visit(make("letter_counting"))
+    page.fill("#text", "2")
+    assert page.inner_text("#hint") == "sends <answer>2</answer>"
+    page.press("#text", "Enter")
+    ready(page, 3)
+    assert page.inner_text("article.response p") == "<answer>2</answer>"
+    assert page.inner_text(".reward") == "reward +0.1"
+    page.click("#next")
+    ready(page, 1)
+    assert page.input_value("#seed") == "2"
+
+
+@pytest.mark.browser
+def test_policy_and_demonstrator_answer_beside_you(visit):
+    page = visit(make("snake:grid=true"), {"trained": lambda chat: "<move>up</move>"})
+    assert page.locator(".board.small td").count() == 100
+    assert page.locator("#choices button").all_inner_texts() == ["up", "down", "left", "right"]
+    page.click("#players button:text-is('trained')")
+    ready(page, 4)
+    page.click("#players button:text-is('demonstrator')")
+    ready(page, 7)
+    assert page.locator("article.response small").all_inner_texts() == ["trained", "demonstrator"]
+
+
+class Hostile(Env):
+    TEXT = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 2'> \u202e"
+
+    def reset(self, seed):
+        return [user(self.TEXT)]
+
+    def step(self, response):
+        return Step(user(response), 0.0, False, {self.TEXT: self.TEXT})
+
+
+@pytest.mark.browser
+def test_hostile_text_is_shown_and_not_run(visit):
+    page = visit(Hostile(), name=Hostile.TEXT)
+    page.fill("#text", Hostile.TEXT)
+    page.click("#send")
+    ready(page, 4)
+    assert page.inner_text("#env") == Hostile.TEXT.strip()
+    assert page.locator("article p").all_text_contents() == [Hostile.TEXT] * 3
+
+
+@pytest.mark.browser
+def test_both_seats_of_a_game_are_named(visit):
+    page = visit(make("tic_tac_toe:opponent=self"))
+    assert page.inner_text("#who") == "Your response"
+    page.click("button[aria-label='cell 5']")
+    ready(page, 4)
+    assert page.inner_text("#who") == "Your response as O"
+    labels = page.locator("small").all_inner_texts()
+    assert labels == ["environment to X", "you X", "environment to O"]
