@@ -215,7 +215,7 @@ def warm_start(cfg: Config, run: Run) -> None:
             run.interrupt.check()
             run.optimizer.set_lr(cfg.sft_lr * sft.schedule(step, cfg.sft_steps))
             drawn = tasks.demo_tasks(envs, cfg.seed, step, cfg.sft_batch_size, cfg.sft_hasty)
-            demonstrations = selection.drop_failed(run.collector.demonstrate(drawn), run.say)
+            demonstrations = run.drop_failed(run.collector.demonstrate(drawn))
             loss = sft_step(cfg, run, demonstrations)
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss:.3f}")
@@ -250,7 +250,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
-        usable = selection.drop_failed(fresh, run.say)
+        usable = run.drop_failed(fresh)
         kept += selection.with_spread(usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")

@@ -16,8 +16,9 @@ nothing is clipped; by default there is only that one.
 
 The value head is a linear layer on the hidden states of the policy's last layer, so one forward
 pass computes values and log-probs; the value loss trains the policy's layers too. After the last
-token V is 0, also where --max-turns or the context length ended the episode: these limits are part
-of the task.
+token V is 0, also where --max-turns, the context length or a limit of the environment cut the
+episode: these limits are part of the task. So a cut episode is trained on like any other, and no
+algorithm estimates what would have followed.
 
 --ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
 not biased by a value head that is initialized to 0 and still untrained. Together with

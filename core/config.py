@@ -8,19 +8,19 @@ The module imports neither torch nor transformers, so --help and errors are answ
 """
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from operator import attrgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
 from core.types import UsageError
-from environments.registry import key_value_pairs
+from environments.registry import is_imported, key_value_pairs, read_literal, search_in
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,23 @@ class ModelOptions:
 class TaskOptions:
     """Environments and their difficulty."""
 
-    # Training environments, name[:key=value,...]; several get equal shares of the tasks.
+    # Training environments, name[:key=value,...]; several get equal shares of the tasks. Name one
+    # of your own as module:Class or FILE.py:Class.
     env: tuple[str, ...] = ("letter_counting",)
     eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
+    # Folder of the modules and files of --env; empty: the one in which the run starts.
+    env_path: str = ""
     # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: int = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
     curriculum: float = 0.0
-    max_turns: int = 8  # Number of turns after which an episode is truncated.
+    max_turns: int = 8  # Turns of one player after which an episode is truncated.
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
     env_timeout: float = 60.0
+    env_workers: int = 64  # Calls of slow environments that are made at the same time.
+    # Environments with a process or a connection of their own (remote, openenv) that exist at the
+    # same time; more tasks than that are played one part after the other.
+    env_instances: int = 32
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
 
@@ -80,6 +87,9 @@ class SamplingOptions:
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
     base_url: str = ""  # URL of the server that --sampler openai evaluates.
+    api_concurrency: int = 8  # Requests that --sampler openai sends at once.
+    # Seconds for one request of --sampler openai with its retries; then its episode fails.
+    api_timeout: float = 600.0
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: float = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
@@ -246,12 +256,14 @@ COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")  # never read from
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
-    *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
-    *"max_tokens_per_micro_batch gradient_checkpointing gpu_memory_utilization vllm_eager".split(),
+    *"num_updates max_sampled_tokens save_every track stop_on run_name env_path".split(),
+    "env_workers",
+    *"env_instances max_tokens_per_micro_batch gradient_checkpointing".split(),
+    *"gpu_memory_utilization vllm_eager".split(),
 }
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
-    max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
-    gpu_memory_utilization""".split()
+    env_workers env_instances max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
+    gpu_memory_utilization api_concurrency api_timeout""".split()
 NON_NEGATIVE = """num_updates max_sampled_tokens max_grad_norm tis_cap lora_rank
     lora_alpha sft_steps seed reject_low reject_high opsm train_difficulty eval_every
     eval_num_tasks eval_samples save_every top_k entropy_coef kl_coef reward_coef filter_groups
@@ -271,7 +283,7 @@ MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
 def resolve(cfg: Config) -> Config:
-    """Replace None by the default for this kind of model and algorithm.
+    """Replace None by the default for this kind of model and algorithm; find own environments.
 
     `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it.
     """
@@ -285,6 +297,9 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+    if any(map(is_imported, (*cfg.env, *cfg.eval_env))):
+        cfg = replace(cfg, env_path=str(Path(cfg.env_path).resolve()))
+        search_in(cfg.env_path)
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
@@ -317,15 +332,8 @@ def parse_template_options(text: str) -> dict[str, Any]:
     >>> parse_template_options("enable_thinking=false,budget=512,reasoning_effort=low")
     {'enable_thinking': False, 'budget': 512, 'reasoning_effort': 'low'}
     """
-
-    def value_of(text: str) -> Any:
-        try:
-            return json.loads({"True": "true", "False": "false"}.get(text, text))
-        except ValueError:
-            return text
-
     pairs = key_value_pairs(text, f"--template-options {text}")
-    return {key: value_of(value) for key, value in pairs.items()}
+    return {key: read_literal(value) for key, value in pairs.items()}
 
 
 def remarks(cfg: Config) -> Iterator[str]:
@@ -455,8 +463,9 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
     if cfg.sampler == "vllm" and cfg.dtype == "float64":
         yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
     if cfg.sampler != "openai":
-        if cfg.base_url:
-            yield "--base-url has no effect without --sampler openai"
+        for name in ("base_url", "api_concurrency", "api_timeout"):
+            if getattr(cfg, name) != getattr(Config, name):
+                yield f"{flag(name)} has no effect without --sampler openai"
         return
     if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."

@@ -84,7 +84,9 @@ class Display:
         for name in shown:
             self.history.setdefault(name, []).append(record[name])
             label, spec = _label_and_format(name)
-            parts.append(f"{label} {record[name]:{spec}}")
+            reported = record.get(f"reported/{name.removeprefix('info/')}")
+            few = f" (of {reported})" if reported else ""
+            parts.append(f"{label} {record[name]:{spec}}{few}")
         if self.plain:
             seconds = record["time/rollout_s"] + record["time/train_s"]
             self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")

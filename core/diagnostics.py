@@ -1,4 +1,4 @@
-"""Eight warnings about training that goes wrong, computed from the metrics alone.
+"""Nine warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
@@ -43,6 +43,10 @@ WARNINGS = {
         "a higher --max-tokens, a warm start with --sft-steps, or a model that ends its turns (a"
         " base model without a chat template often does not)",
     ),
+    "episodes_cut": (
+        "many episodes are cut before their end, so their returns lack what would have followed",
+        "a higher --max-turns or --max-model-len, or a higher limit of the environment",
+    ),
     "adapters_unchanged": (
         "LoRA adapters are still exactly 0 after gradient steps: their layers do not learn",
         "--lora-rank 0, or another model: some of its layers do not take part in its output",
@@ -59,10 +63,12 @@ MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the ca
 MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_HIT_LIMIT = 0.95  # fraction of completions
+MAX_TRUNCATED = 0.2  # fraction of episodes
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
 INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
-    gap/logprob_max length/hit_token_limit lora/zero_fraction update/steps""".split()
+    gap/logprob_max length/hit_token_limit episodes/truncated lora/zero_fraction
+    update/steps""".split()
 
 
 def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
@@ -102,6 +108,7 @@ def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, s
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
         "never_stops": _never_stops(recent),
+        "episodes_cut": _episodes_cut(recent),
         "adapters_unchanged": _adapters_unchanged(recent),
     }
     return {name: f"{found}; try {WARNINGS[name][1]}" for name, found in findings.items() if found}
@@ -210,6 +217,11 @@ def _sampler_gap(recent: list[Record]) -> str:
 def _never_stops(recent: list[Record]) -> str:
     cut = _mean(recent, "length/hit_token_limit")
     return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
+
+
+def _episodes_cut(recent: list[Record]) -> str:
+    cut = _mean(recent, "episodes/truncated")
+    return f"{cut:.0%} of episodes are cut before their end" if cut > MAX_TRUNCATED else ""
 
 
 def _adapters_unchanged(recent: list[Record]) -> str:

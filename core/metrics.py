@@ -4,6 +4,8 @@ import itertools
 import math
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Hashable
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
 from core.types import Rollout
 
+Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 MAX_INFO_VALUE = 1e300  # larger ones, infinite too, are left out: their sum could overflow
 
 
@@ -147,63 +150,119 @@ def _mean_of_others(rollout: Rollout, group: list[Rollout]) -> float:
     return statistics.fmean(other.episode_return for other in group if other is not rollout)
 
 
-def eval_metrics(rollouts: list[Rollout]) -> dict[str, float]:
-    """Accuracy and mean return with their 95% intervals, and length, for each environment.
+def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
+    """The task of each (environment, seed); evaluations count each task once.
+
+    Seeds with the same opening prompts are one task. But if an environment gives two equal
+    beginnings of an episode, responses included, different continuations, then its seeds decide
+    more than the opening, such as an opponent's moves: each of its seeds is a task.
+    """
+    openings: dict[tuple[str, int], list[Hashable]] = defaultdict(list)
+    continuations: dict[int, tuple] = {}  # of each beginning
+    seeds_differ = set()
+    for r in rollouts:
+        # without a turn the environment has failed, and the opening is unknown
+        openings[r.env, r.seed].append(tuple(r.turns[0].prompt_ids) if r.turns else r.seed)
+        if r.error:
+            continue
+        beginning = hash((r.env, r.agent))
+        for turn, following in itertools.zip_longest(r.turns, r.turns[1:]):
+            beginning = hash((beginning, tuple(turn.prompt_ids), tuple(turn.completion_ids)))
+            end = following.prompt_ids if following else is_correct(r)
+            continuation = (turn.reward, end)
+            if continuations.setdefault(beginning, continuation) != continuation:
+                seeds_differ.add(r.env)
+    return {
+        (env, seed): seed if env in seeds_differ else tuple(prompts)
+        for (env, seed), prompts in openings.items()
+    }
+
+
+def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts of each environment; with several agents also those of each, as env/agent."""
+    found: dict[str, list[Rollout]] = defaultdict(list)
+    agents: dict[str, set[str]] = defaultdict(set)
+    for r in rollouts:
+        agents[r.env].add(r.agent)
+    for r in rollouts:
+        found[r.env].append(r)
+        if len(agents[r.env]) > 1:
+            found[f"{r.env}/{r.agent}"].append(r)
+    return found
+
+
+def task_means(
+    rollouts: list[Rollout], tasks: Tasks, value: Callable[[Rollout], float]
+) -> dict[Hashable, float]:
+    """The mean of `value` over the rollouts of each task."""
+    values: dict[Hashable, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        values[tasks[rollout.env, rollout.seed]].append(value(rollout))
+    return {task: statistics.fmean(column) for task, column in values.items()}
+
+
+def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
+    """Accuracy and mean return over tasks with their 95% intervals, and length, by environment.
 
     The interval of the return is NaN if the returns show no spread (a single task, or all equal):
     then nothing is known about how far off their mean is.
     """
-    by_env: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        by_env[rollout.env].append(rollout)
     metrics: dict[str, float] = {}
-    for env, episodes in by_env.items():
-        correct = sum(bool(r.info.get("correct")) for r in episodes)
-        low, high = wilson(correct, len(episodes))
-        returns = torch.tensor([r.episode_return for r in episodes], dtype=torch.float64)
+    for env, episodes in by_seat(rollouts).items():
+        correct = task_means(episodes, tasks, is_correct)
+        low, high = wilson(sum(correct.values()), len(correct))
+        by_task = task_means(episodes, tasks, lambda r: r.episode_return)
+        returns = torch.tensor(list(by_task.values()), dtype=torch.float64)
         has_spread = len(returns.unique()) > 1
         error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
+        openings = {tuple(r.turns[0].prompt_ids) if r.turns else () for r in episodes}
         metrics |= {
-            f"eval/{env}/accuracy": correct / len(episodes),
+            f"eval/{env}/accuracy": sum(correct.values()) / len(correct),
             f"eval/{env}/ci_low": low,
             f"eval/{env}/ci_high": high,
             f"eval/{env}/return_mean": returns.mean().item(),
             f"eval/{env}/return_low": returns.mean().item() - error,
             f"eval/{env}/return_high": returns.mean().item() + error,
             f"eval/{env}/tokens_mean": statistics.fmean(r.num_tokens for r in episodes),
-            f"eval/{env}/openings": len(set(map(_opening, episodes))),
+            f"eval/{env}/tasks": len(correct),
+            f"eval/{env}/openings": len(openings),
         }
         if any("lenient" in r.info for r in episodes):
-            lenient = statistics.fmean(bool(r.info.get("lenient")) for r in episodes)
-            metrics[f"eval/{env}/lenient"] = lenient
+            lenient = task_means(episodes, tasks, lambda r: bool(r.info.get("lenient")))
+            metrics[f"eval/{env}/lenient"] = statistics.fmean(lenient.values())
     return metrics
 
 
-def pass_at_k(rollouts: list[Rollout]) -> dict[str, float]:
-    """The fraction of correct rollouts, and of groups with a correct one, by environment."""
-    by_env: dict[str, dict[int, list[bool]]] = defaultdict(lambda: defaultdict(list))
-    for rollout in rollouts:
-        by_env[rollout.env][rollout.group_id].append(bool(rollout.info.get("correct")))
+def is_correct(rollout: Rollout) -> bool:
+    """Whether the environment calls the episode correct."""
+    return bool(rollout.info.get("correct"))
+
+
+def pass_at_k(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
+    """The fraction of correct rollouts, and of groups with a correct one; the mean over tasks."""
+    solved = {r.group_id for r in rollouts if is_correct(r)}
     metrics: dict[str, float] = {}
-    for env, tasks in by_env.items():
-        metrics[f"eval/{env}/pass_at_1"] = statistics.fmean(itertools.chain(*tasks.values()))
-        metrics[f"eval/{env}/pass_at_k"] = statistics.fmean(map(any, tasks.values()))
+    for env, episodes in by_seat(rollouts).items():
+        one = task_means(episodes, tasks, is_correct)
+        any_of_k = task_means(episodes, tasks, lambda r: r.group_id in solved)
+        metrics[f"eval/{env}/pass_at_1"] = statistics.fmean(one.values())
+        metrics[f"eval/{env}/pass_at_k"] = statistics.fmean(any_of_k.values())
     return metrics
 
 
-def few_openings(env: str, metrics: dict[str, float], episodes: int) -> str:
-    """A note for evaluations whose episodes share their opening messages; "" for others."""
-    openings = int(metrics[f"eval/{env}/openings"])
+def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
+    """A note for evaluations whose episodes share tasks or opening messages; "" for others."""
+    openings, tasks = (int(metrics[f"eval/{env}/{key}"]) for key in ("openings", "tasks"))
+    if tasks < episodes:
+        if tasks == 1:
+            return f"  ({episodes} episodes of one task, which is also that of training)"
+        return f"  ({tasks} different tasks in {episodes} episodes)"
     if openings >= episodes:
         return ""
-    if openings == 1:
-        return f"  ({episodes} episodes of one task, which is also that of training)"
-    return f"  ({episodes} episodes from {openings} openings)"
-
-
-def _opening(rollout: Rollout) -> str:
-    """The messages before the policy's first response."""
-    return str(list(itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)))
+    which = (
+        "one opening, which is also that of training" if openings == 1 else f"{openings} openings"
+    )
+    return f"  ({episodes} episodes from {which})"
 
 
 def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
@@ -234,7 +293,7 @@ def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
     return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
 
 
-def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
+def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:
     """95% Wilson interval of a proportion (Wilson 1927), which also holds near 0 and 1."""
     p = successes / total
     scale = 1 + z * z / total
@@ -243,7 +302,7 @@ def wilson(successes: int, total: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def mcnemar(before: set[str], after: set[str]) -> float:
+def mcnemar(before: AbstractSet[Hashable], after: AbstractSet[Hashable]) -> float:
     """Exact two-sided p-value of McNemar's test (1947) of two evaluations on the same tasks.
 
     `before` and `after`: the tasks that were solved. Only tasks in exactly one of them count: if
@@ -260,5 +319,7 @@ def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
         for key, value in rollout.info.items():
             is_number = isinstance(value, (bool, int, float)) and abs(value) < MAX_INFO_VALUE
             if key != "correct" and is_number:
-                values[f"info/{key}"].append(float(value))
-    return {key: statistics.fmean(column) for key, column in values.items()}
+                values[key].append(float(value))
+    means = {f"info/{key}": statistics.fmean(column) for key, column in values.items()}
+    few = {key: column for key, column in values.items() if len(column) < len(rollouts)}
+    return means | {f"reported/{key}": len(column) for key, column in few.items()}

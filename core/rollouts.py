@@ -7,18 +7,25 @@
  3. Sample one completion for every agent that has a prompt, all in one batch.
  4. Append the sampled ids to the agent's context, and pass the text to the environment's `step`.
  5. Append the ids of the environment's next message: the next prompt. Nothing is tokenized twice.
- 6. Repeat from 3 until every episode is done, had `max_turns` turns, or has filled the context.
+ 6. Repeat from 3 until every episode is done, has filled the context, or asks an agent to act that
+    had `max_turns` turns.
 
 All episodes are kept, so short ones are not favored. An environment that raises, exceeds its time
-limit or returns something invalid costs only its own episode: `Rollout.error` gives the reason.
+limit, changes the working directory or returns something invalid costs only its own episode:
+`Rollout.error` gives the reason. Slow environments are called at the same time (core/env_calls.py).
 """
 
+import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from core import distributed
 from core.chat_template import (
@@ -29,17 +36,18 @@ from core.chat_template import (
     without_opened_thought,
     without_thinking,
 )
-from core.interrupt import time_limit
+from core.env_calls import Call, EnvCalls, Outcome
 from core.model import Policy
 from core.sampler import Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
-from environments.base import Env, MultiAgentEnv, Step
-from environments.registry import make
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.registry import constructor, make
 
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
+MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_OPENINGS = 1000  # prompts that are kept
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
@@ -54,15 +62,17 @@ class AgentState:
     context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
+    has_step: bool = False  # the environment returned a Step for it
 
 
 @dataclass
 class Episode:
-    """One task while it is played. `env` is None once the environment has failed."""
+    """One task while it is played."""
 
     number: int  # of the task, among the tasks of all ranks
     task: Task
-    env: MultiAgentEnv | None = None
+    env: MultiAgentEnv | None = None  # None: not built yet
+    failed: bool = False  # its environment is not used again
     agents: dict[str, AgentState] = field(default_factory=dict)
 
 
@@ -74,12 +84,20 @@ class RolloutCollector:
     """Plays tasks with a policy, and reuses the environments of finished episodes."""
 
     def __init__(
-        self, policy: Policy, max_turns: int, drop_thinking: bool = False, env_timeout: float = 0.0
+        self,
+        policy: Policy,
+        max_turns: int,
+        drop_thinking: bool = False,
+        env_timeout: float = 0.0,
+        env_workers: int = 64,
+        env_instances: int = 32,
     ):
         """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
-        `env_timeout`: limit of one reset or step, in seconds; 0: no limit."""
-        self.policy, self.max_turns = policy, max_turns
-        self.drop_thinking, self.env_timeout = drop_thinking, env_timeout
+        `env_timeout`: limit of one reset or step, in seconds; 0: no limit.
+        `env_workers`: calls of slow environments at the same time.
+        `env_instances`: heavy environments (`Env.heavy`) that exist at the same time."""
+        self.policy, self.max_turns, self.drop_thinking = policy, max_turns, drop_thinking
+        self.calls, self.env_instances = EnvCalls(env_workers, env_timeout), env_instances
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
         self.opening_ids: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
 
@@ -95,11 +113,16 @@ class RolloutCollector:
         An agent's draws depend only on `params.seed`, its task's place in `tasks`, and the round.
         """
 
-        def respond(waiting: Waiting, round_: int) -> list[Completion]:
+        def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
             streams = tuple(agent.stream for _, agent in waiting)
             now = replace(params, seed=derive_seed(params.seed, round_), streams=streams)
             prompts, chats = [a.prompt_ids for _, a in waiting], [a.chat for _, a in waiting]
-            return sampler.sample(prompts, now, on_progress, chats)
+            completions = sampler.sample(prompts, now, on_progress, chats)
+            for (episode, _), completion in zip(waiting, completions, strict=True):
+                with _contain_failure(episode):
+                    if completion.error:
+                        raise EnvFailure(completion.error)
+            return [None if completion.error else completion for completion in completions]
 
         return self._play(tasks, respond)
 
@@ -108,9 +131,25 @@ class RolloutCollector:
 
         `trivial`: with the environment's trivial baseline instead.
         """
-        return self._play(
-            tasks, lambda waiting, _: [self._demonstration(e, trivial) for e, _ in waiting]
-        )
+
+        def respond(waiting: Waiting, _: int) -> list[Completion | None]:
+            calls: list[Call] = [
+                (e.task.env, partial(_demonstration, e.env, e.task.hasty, trivial))
+                for e, _ in waiting
+            ]
+            return [
+                self._as_completion(episode, outcome)
+                for (episode, _), outcome in zip(
+                    waiting, self.calls.call_all("demonstrate", calls), strict=True
+                )
+            ]
+
+        return self._play(tasks, respond)
+
+    def close(self) -> None:
+        """Closes all environments."""
+        self._close([(spec, env) for spec, envs in self.idle_envs.items() for env in envs])
+        self.idle_envs.clear()
 
     def set_prompt(self, agent: AgentState) -> None:
         """Renders the agent's new messages, unless the context is full: then sets `context_full`.
@@ -155,9 +194,44 @@ class RolloutCollector:
 
     def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
-        episodes = [self._start(i, task) for i, task in distributed.shard(list(enumerate(tasks)))]
-        for round_ in range(self.max_turns):
-            waiting = [(e, a) for e in episodes for a in e.agents.values() if a.prompt_ids]
+        mine = distributed.shard(list(enumerate(tasks)))
+        episodes = [e for wave in self._waves(mine) for e in self._play_wave(wave, respond)]
+        episodes.sort(key=lambda episode: episode.number)
+        rollouts = [agent.rollout for episode in episodes for agent in episode.agents.values()]
+        kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
+        return _group_by_agent(distributed.all_gather(kept))
+
+    def _waves(self, tasks: list[tuple[int, Task]]) -> list[list[tuple[int, Task]]]:
+        """The tasks to play at the same time: at most `env_instances` with heavy environments."""
+        heavy = {spec for spec in {task.env for _, task in tasks} if is_heavy(spec)}
+        waves: dict[int, list[tuple[int, Task]]] = defaultdict(list)
+        num_heavy = 0
+        for number, task in tasks:
+            wave = num_heavy // self.env_instances if task.env in heavy else 0
+            waves[wave].append((number, task))
+            num_heavy += task.env in heavy
+        return [waves[number] for number in sorted(waves)]
+
+    def _make_room(self, wave: list[tuple[int, Task]]) -> None:
+        """Closes idle heavy environments that the wave does not need, if there are too many."""
+        need = Counter(task.env for _, task in wave)
+        heavy = [spec for spec in {**need, **self.idle_envs} if is_heavy(spec)]
+        total = sum(max(need[spec], len(self.idle_envs[spec])) for spec in heavy)
+        for spec in heavy:
+            idle = self.idle_envs[spec]
+            surplus = max(0, min(total - self.env_instances, len(idle) - need[spec]))
+            self._close([(spec, idle.pop()) for _ in range(surplus)])
+            total -= surplus
+
+    def _close(self, envs: list[tuple[str, MultiAgentEnv]]) -> None:
+        self.calls.call_all("close", [(spec, env.close) for spec, env in envs])
+
+    def _play_wave(self, wave: list[tuple[int, Task]], respond: Respond) -> list[Episode]:
+        self._make_room(wave)
+        episodes = self._start(wave)
+        for round_ in itertools.count():
+            going = [e for e in episodes if not self._is_cut(e)]
+            waiting = [(e, a) for e in going for a in e.agents.values() if a.prompt_ids]
             if not waiting:
                 break
             responses: dict[int, dict[str, str]] = defaultdict(dict)  # of each episode and agent
@@ -165,41 +239,54 @@ class RolloutCollector:
                 if completion is not None:
                     self.add_completion(agent, completion)
                     responses[episode.number][agent.rollout.agent] = completion.text
-            for episode in episodes:
-                self._step(episode, responses[episode.number])
+            self._step(going, responses)
         for episode in episodes:
-            if episode.env is not None:
+            with _contain_failure(episode):
+                _check_seats(episode)
+            if episode.env is not None and not episode.failed:
                 self.idle_envs[episode.task.env].append(episode.env)
-        rollouts = [agent.rollout for episode in episodes for agent in episode.agents.values()]
-        kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
-        return _group_by_agent(distributed.all_gather(kept))
+        self._close([(e.task.env, e.env) for e in episodes if e.env is not None and e.failed])
+        return episodes
 
-    def _start(self, number: int, task: Task) -> Episode:
-        episode = Episode(number, task)
-        with _contain_failure(episode):
-            with time_limit(self.env_timeout):
-                idle = self.idle_envs[task.env]
-                env = idle.pop() if idle else make(task.env)
-                episode.env = _SingleAgentEnv(env) if isinstance(env, Env) else env
-                openings = episode.env.reset(task.seed)
-            for name, messages in openings.items():
-                agent = _new_agent(episode, name)
-                for message in messages:
-                    _add_message(agent, clean_message(message))
-                if messages:
-                    self.set_prompt(agent)
-                episode.agents[name] = agent
-            if not any(agent.chat for agent in episode.agents.values()):
-                raise ValueError("reset() returned no message")
-        return episode
+    def _is_cut(self, episode: Episode) -> bool:
+        """Whether an agent that is asked to act has had all its turns."""
+        agents = episode.agents.values()
+        return any(a.prompt_ids and len(a.rollout.turns) >= self.max_turns for a in agents)
 
-    def _demonstration(self, episode: Episode, trivial: bool) -> Completion | None:
+    def _start(self, wave: list[tuple[int, Task]]) -> list[Episode]:
+        """Resets an environment for each task, and makes the first prompts."""
+        episodes = [Episode(number, task) for number, task in wave]
+        for episode in episodes:
+            if idle := self.idle_envs[episode.task.env]:
+                episode.env = idle.pop()
+        calls: list[Call] = [(e.task.env, partial(self._reset, e)) for e in episodes]
+        outcomes = self.calls.call_all("reset", calls)
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            with _contain_failure(episode):
+                for name, messages in _value(outcome).items():
+                    agent = _new_agent(episode, name)
+                    for message in messages:
+                        _add_message(agent, clean_message(message))
+                    if messages:
+                        self.set_prompt(agent)
+                    episode.agents[name] = agent
+                if not any(agent.chat for agent in episode.agents.values()):
+                    raise ValueError("reset() returned no message")
+        return episodes
+
+    def _reset(self, episode: Episode) -> dict[str, list[Message]]:
+        """Builds the environment, unless the episode has one; returns its opening messages."""
+        if episode.env is None:
+            made = make(episode.task.env)
+            episode.env = _SingleAgentEnv(made) if isinstance(made, Env) else made
+            if not episode.env.thread_safe:
+                self.calls.alone.add(episode.task.env)
+        return episode.env.reset(episode.task.seed)
+
+    def _as_completion(self, episode: Episode, outcome: Outcome) -> Completion | None:
+        """A demonstration as a completion; None if there is none, which fails the episode."""
         with _contain_failure(episode):
-            text = None
-            if isinstance(episode.env, _SingleAgentEnv):
-                env = episode.env.env
-                with time_limit(self.env_timeout):
-                    text = env.trivial() if trivial else env.demonstrate(episode.task.hasty)
+            text = _value(outcome)
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
             ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
@@ -207,23 +294,28 @@ class RolloutCollector:
             return Completion(ids, [0.0] * len(ids), text, "stop")
         return None
 
-    def _step(self, episode: Episode, responses: dict[str, str]) -> None:
-        if not responses or episode.env is None:
-            return
-        with _contain_failure(episode):
-            with time_limit(self.env_timeout):
-                steps = episode.env.step(responses)
-                _check_steps(steps)
-            for name, step in steps.items():  # an agent may join after the start
-                agent = episode.agents.setdefault(name, _new_agent(episode, name))
-                self._read_step(agent, step)
+    def _step(self, episodes: list[Episode], responses: dict[int, dict[str, str]]) -> None:
+        """Passes the responses of each episode to its environment, and reads the steps."""
+        acting = [e for e in episodes if responses[e.number] and not e.failed]
+        calls: list[Call] = [
+            (e.task.env, partial(_checked_step, e.env, responses[e.number]))
+            for e in acting
+            if e.env is not None  # always: an episode with responses has begun
+        ]
+        outcomes = self.calls.call_all("step", calls)
+        for episode, outcome in zip(acting, outcomes, strict=True):
+            with _contain_failure(episode):
+                for name, step in _value(outcome).items():  # an agent may join after the start
+                    agent = episode.agents.setdefault(name, _new_agent(episode, name))
+                    self._read_step(agent, step)
 
     def _read_step(self, agent: AgentState, step: Step) -> None:
         """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
+        agent.has_step = True
         if agent.rollout.turns:
             agent.rollout.turns[-1].reward += float(step.reward)
         agent.rollout.info = step.info or agent.rollout.info
-        agent.rollout.episode_truncated = not step.done
+        agent.rollout.episode_truncated = step.truncated or not step.done
         if step.message is None:
             return
         if step.fresh:
@@ -237,31 +329,72 @@ class _SingleAgentEnv(MultiAgentEnv):
     """Presents an Env as a MultiAgentEnv with one agent."""
 
     def __init__(self, env: Env):
-        self.env = env
+        self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         return {PLAYER: self.env.reset(seed)}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        return {PLAYER: self.env.step(responses[PLAYER])}
+        step = self.env.step(responses[PLAYER])
+        if isinstance(step, Step) and step.message is None and not step.done:
+            raise ValueError("step() returned no message, and done is False")
+        return {PLAYER: step}
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def is_heavy(spec: str) -> bool:
+    """Whether the environment's class is `heavy`; False for an unknown name."""
+    with suppress(UsageError):
+        return getattr(constructor(spec), "heavy", False)
+    return False
+
+
+def _demonstration(env: MultiAgentEnv | None, hasty: bool, trivial: bool) -> str | None:
+    if not isinstance(env, _SingleAgentEnv):
+        return None
+    return env.env.trivial() if trivial else env.env.demonstrate(hasty)
+
+
+def _value(outcome: Outcome) -> Any:
+    """What a call returned; raises what it raised."""
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
 
 
 @contextmanager
 def _contain_failure(episode: Episode) -> Iterator[None]:
-    """An exception in the block ends the episode of all its agents; its environment is dropped."""
+    """An exception in the block ends the episode of all its agents, and fails its environment."""
     try:
         yield
-    except Exception as error:
-        episode.env = None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit too: an environment must not end the run
+        episode.failed = True
         if not episode.agents:
             episode.agents[PLAYER] = _new_agent(episode, PLAYER)
         for agent in episode.agents.values():
             agent.prompt_ids = []
-            agent.rollout.error = f"{type(error).__name__}: {error}"[:500]
+            agent.rollout.error = _describe(error)
+            agent.rollout.env_failure = isinstance(error, EnvFailure)
+
+
+def _describe(error: BaseException) -> str:
+    """The type and the message of an error, at most 500 characters."""
+    try:
+        message = str(error)
+    except Exception:
+        message = "its message cannot be read"
+    return f"{type(error).__name__}: {message}"[:500]
 
 
 def _new_agent(episode: Episode, name: str) -> AgentState:
     task = episode.task
+    if len(episode.agents) == STREAMS_PER_EPISODE:
+        raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
     stream = episode.number * STREAMS_PER_EPISODE + len(episode.agents)
     rollout = Rollout(task.env, name, task.seed, task.group_id, episode_truncated=True)
     return AgentState(stream, rollout)
@@ -272,21 +405,52 @@ def _add_message(agent: AgentState, message: Message) -> None:
     agent.chat.append(message)
 
 
-def _check_steps(steps: dict[str, Step]) -> None:
-    """Raises TypeError or ValueError if an environment returned an invalid step."""
+def _checked_step(env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
+    """The steps of an environment, with their info as JSON would restore it.
+
+    Raises TypeError or ValueError if one is invalid.
+    """
+    steps = env.step(responses)
     for agent, step in steps.items():
         if not isinstance(step, Step):
             raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
         if not math.isfinite(step.reward):
             raise ValueError(f"the reward of {agent} is {step.reward}")
+        if abs(step.reward) > MAX_REWARD:
+            raise ValueError(f"the reward of {agent} is {step.reward}, beyond {MAX_REWARD:g}")
         if step.message is not None and not isinstance(step.message.get("content"), str):
             raise TypeError(f"the message to {agent} has no text")
         if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
             raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
         if not isinstance(step.info, dict):
             raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
-        if len(json.dumps(step.info)) > MAX_INFO:  # TypeError if JSON cannot represent it
-            raise ValueError(f"the info of {agent} has more than {MAX_INFO} characters")
+    return {agent: replace(step, info=_plain(agent, step.info)) for agent, step in steps.items()}
+
+
+def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
+    """The info of a step with NumPy's numbers as Python's; raises if it is too long or no JSON."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"the info of {agent} has a {type(value).__name__}, which is not JSON")
+
+    try:
+        text = json.dumps(info, default=number, allow_nan=False)
+    except ValueError as error:  # NaN, infinite, or contains itself
+        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
+    if len(text) > MAX_INFO:
+        raise ValueError(f"the info of {agent} has more than {MAX_INFO} characters")
+    return json.loads(text)
+
+
+def _check_seats(episode: Episode) -> None:
+    """Raises ValueError if the episode ended without a Step for an agent that has acted."""
+    agents = episode.agents.values()
+    if not any(agent.prompt_ids or agent.context_full for agent in agents):
+        for agent in agents:
+            if agent.rollout.turns and not agent.has_step and not agent.rollout.error:
+                raise ValueError(f"step() never returned a Step for {agent.rollout.agent}")
 
 
 def _group_by_agent(rollouts: list[Rollout]) -> list[Rollout]:

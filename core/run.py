@@ -1,6 +1,5 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
-import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
@@ -25,7 +24,9 @@ from core.report import write_pages
 from core.report.summary import final_lines
 from core.rollouts import RolloutCollector
 from core.sampler import Sampler, TorchSampler
+from core.selection import drop_failed
 from core.types import Rollout, Stopped, UsageError
+from environments.registry import split_spec
 
 RUNS = Path("runs")
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
@@ -71,6 +72,8 @@ class Run:
             record["groups/level"] = self.progress["level"]
             if self.cfg.lora_rank:
                 record["lora/zero_fraction"] = self.policy.zero_adapters()
+            if self.sampler.sync_seconds is not None:
+                record["time/sync_s"] = self.sampler.sync_seconds
             self.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
             if self.cfg.curriculum:
@@ -93,6 +96,16 @@ class Run:
         self.progress["update"] = update
         self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
         return self.stopped
+
+    def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts whose environment did not fail; if over half failed, saves and raises."""
+        try:
+            return drop_failed(rollouts, self.say)
+        except UsageError as error:
+            if self.next_update == 0:
+                raise
+            self.save()
+            raise UsageError(f"{error}; resume with: {self.resume_command()}") from None
 
     def save(self) -> None:
         """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
@@ -128,7 +141,7 @@ class Run:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        return f"python train.py --resume {shlex.quote(str(self.folder))}"
+        return run_dir.train_command("--resume", str(self.folder))
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""
@@ -160,7 +173,10 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                         yield run
                 except Stopped:
                     interrupted = True
-                    run.save()
+                    if cfg.sampler != "openai":
+                        run.save()
+            if interrupted and cfg.sampler == "openai":  # the pages would take seconds
+                raise Stopped(f"stopped; the episodes that ended are in {folder}/rollouts.jsonl")
             if is_writer:
                 write_pages(run.folder, settings)
             if interrupted:
@@ -181,7 +197,8 @@ def folder_of(cfg: Config) -> tuple[Path, bool]:
         raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
     if distributed.is_restarted() and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
-    stem = f"{cfg.algo}-{'+'.join(spec.partition(':')[0] for spec in cfg.env)}"
+    names = [split_spec(spec)[0].rpartition(":")[2] for spec in cfg.env]  # of module:Class, Class
+    stem = f"{cfg.algo}-{'+'.join(names)}"
     return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
 
@@ -233,13 +250,18 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         Display(title, quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say
-        for line in filter(None, [*found.remarks, sampler.remark, *config.remarks(cfg), *remarks]):
+        own = [*found.remarks, policy.remark, sampler.remark, *config.remarks(cfg)]
+        for line in filter(None, [*own, *remarks]):
             display.say(line)
         display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
-        collector = RolloutCollector(policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout)
         history = [diagnostics.warning_inputs(record) for record in records]
-        yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                  checkpoint.START | found.progress, history)  # fmt: skip
+        with closing(RolloutCollector(
+            policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout, cfg.env_workers,
+            cfg.env_instances,
+        )) as collector:  # fmt: skip
+            collector.calls.say = display.say
+            yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
+                      checkpoint.START | found.progress, history)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:
@@ -256,7 +278,9 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
 
 def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:
     if cfg.sampler == "openai":
-        return OpenAISampler(policy, cfg.base_url, cfg.model_id)
+        return OpenAISampler(
+            policy, cfg.base_url, cfg.model_id, cfg.api_concurrency, cfg.api_timeout
+        )
     if cfg.algo == "scratch":
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept

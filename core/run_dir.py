@@ -11,6 +11,7 @@ import os
 import reprlib
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,12 @@ def read_config(file: Path, trust_remote_code: bool = False) -> Config:
     return Config(**_typed(Config, values, f"{file}: "))
 
 
+def train_command(*flags: str) -> str:
+    """The command that starts train.py with `flags`, from wherever this process was started."""
+    script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
+    return shlex.join(["python", script, *flags])
+
+
 def new_folder(runs: Path, name: str, stem: str) -> Path:
     """The path of a new run: runs/<name>, or the first free runs/<stem>-<number>."""
     if not name:
@@ -88,7 +95,7 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        resume = f"python train.py --resume {shlex.quote(str(run))}"
+        resume = train_command("--resume", str(run))
         command = resume if run.exists() else "the same command"
         raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
                           f"intact: fix this, then run {command}") from None  # fmt: skip

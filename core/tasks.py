@@ -13,7 +13,15 @@ from functools import cache
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
-from environments.registry import Constructor, accepts, constructor, make, options_of
+from environments.registry import (
+    Constructor,
+    accepts,
+    constructor,
+    key_value_pairs,
+    make,
+    options_of,
+    split_spec,
+)
 
 DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # options that make a task harder
 
@@ -80,9 +88,11 @@ def with_difficulty(spec: str, difficulty: int) -> str:
     options_of(spec)  # refuses unknown names and options
     key = difficulty_key(spec)
     if difficulty and key:
-        name, _, options = spec.partition(":")
-        kept = [o for o in options.split(",") if o and o.partition("=")[0].strip() != key]
-        spec = f"{name}:{','.join([*kept, f'{key}={difficulty}'])}"
+        name, options = split_spec(spec)
+        pairs = key_value_pairs(options, spec)
+        pairs.pop(key, None)
+        pairs[key] = str(difficulty)
+        spec = f"{name}:{','.join(f'{k}={v}' for k, v in pairs.items())}"
     _check(spec, constructor(spec))
     return spec
 

@@ -50,6 +50,7 @@ class Completion:
     finish_reason: FinishReason
     # for each token the ids that top-k and top-p kept for it, the sampler's support; None: all ids
     kept_ids: list[list[int]] | None = None
+    error: str = ""  # why a server gave no completion: then its episode fails
 
 
 @dataclass
@@ -74,8 +75,10 @@ class Rollout:
     group_id: int
     messages: list[Message] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    episode_truncated: bool = False  # cut by --max-turns or the context length before its end
+    # cut before its end by --max-turns, the context length or the environment (Step.truncated)
+    episode_truncated: bool = False
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
+    env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
     # the "trainer" before and "after" the update, its "advantage", and with several turns the

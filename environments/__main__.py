@@ -2,7 +2,9 @@
 
 python -m environments                       # every environment with its options
 python -m environments play tic_tac_toe      # type the responses yourself; each reward is printed
+python -m environments play tic_tac_toe --web    # the same in the browser
 python -m environments show snake --seed 3   # watch the demonstrator, or else a random player
+python -m environments check my.py:Maze      # find mistakes; exit code 1 if there are any
 """
 
 import inspect
@@ -17,8 +19,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from core.types import UsageError
+from environments import check
 from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import constructor, list_envs, make
+from environments.web import Episode, serve
 
 CONSOLE = Console()
 MAX_TURNS = 50
@@ -26,23 +30,34 @@ BRACKETED_MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 
 
 def main(
-    command: Annotated[Literal["list", "play", "show"], tyro.conf.Positional] = "list",
+    command: Annotated[Literal["list", "play", "show", "check"], tyro.conf.Positional] = "list",
     env: Annotated[str, tyro.conf.Positional] = "",
     seed: int = 0,
-) -> None:
-    """Lists the environments, or runs one episode in the terminal.
+    web: bool = False,
+    port: int = 0,
+) -> int:
+    """Lists the environments, plays one in the terminal or the browser, or checks one.
 
     Args:
-        command: list all environments, play one yourself, or show an episode
+        command: list all environments, play one yourself, show an episode, or find mistakes
         env: name[:key=value,...]
         seed: determines the task
+        web: play in the browser instead
+        port: of the page of --web; 0: a free one
     """
+    if (web and command != "play") or (port and not web):
+        raise UsageError("--web needs the command play, and --port needs --web")
     if command == "list":
         CONSOLE.print(overview())
+    elif web and env:
+        serve(Episode(make(env), env, seed, {}), port)
+    elif command == "check" and env:
+        return check.main(env)
     elif env:
         run_episode(make(env), seed, interactive=command == "play")
     else:
         raise UsageError(f"name an environment: python -m environments {command} NAME")
+    return 0
 
 
 def overview() -> Table:
@@ -130,13 +145,12 @@ def bracketed_move(received: list[str], rng: random.Random) -> str | None:
 def run_command(args: list[str]) -> int:
     """Runs the command line and returns the exit code; tyro exits with 2 for invalid arguments."""
     try:
-        tyro.cli(main, prog="python -m environments", args=args)
+        return tyro.cli(main, prog="python -m environments", args=args)
     except UsageError as error:
         print(f"environments: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, EOFError):
         return 130
-    return 0
 
 
 def _print_as(speaker: str, text: str) -> None:

@@ -32,6 +32,15 @@ def is_held_out(text: str) -> bool:
     return zlib.crc32(text.encode(errors="replace")) % 8 == 0
 
 
+class EnvFailure(Exception):
+    """Infrastructure failed, such as a server that stopped: not the policy's doing.
+
+    Raise it in `reset` or `step`. The episode is neither trained on nor evaluated; it is counted
+    and reported. A run ends when more than half of its episodes fail. An episode with any other
+    exception is not trained on either, but evaluations count it as wrong.
+    """
+
+
 @dataclass(frozen=True)
 class Step:
     """The result of one response.
@@ -42,6 +51,8 @@ class Step:
     `info`: details. `info["correct"]` (bool) says whether the task was solved, independent of
     partial credit. Every other number is averaged into the metrics as `info/<key>`.
     `fresh`: `message` starts a new context: the policy no longer sees the earlier turns.
+    `truncated`: with `done`: a limit, such as a number of steps, ended the episode before the task
+    did. It is counted as truncated; algorithms/ppo.py says how it is trained on.
     """
 
     message: Message | None
@@ -49,9 +60,26 @@ class Step:
     done: bool
     info: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
+    truncated: bool = False
 
 
-class Env(ABC):
+class Instance:
+    """What environments for one agent and for several have in common.
+
+    `thread_safe`: whether several instances may be called at the same time, from any thread. Set it
+    to False for a class that shares state between instances, or whose library does.
+    `heavy`: whether each instance has a process, a container or a connection of its own. Then at
+    most --env-instances of them exist at the same time.
+    """
+
+    thread_safe: bool = True
+    heavy: bool = False
+
+    def close(self) -> None:
+        """Frees what the instance holds. It is not used afterwards."""
+
+
+class Env(Instance, ABC):
     """A task for one agent."""
 
     @abstractmethod
@@ -79,7 +107,7 @@ class Env(ABC):
         return None
 
 
-class MultiAgentEnv(ABC):
+class MultiAgentEnv(Instance, ABC):
     """A task for several agents. Agents that are absent from a dict are not asked to act."""
 
     @abstractmethod

@@ -36,16 +36,14 @@ whatever the form. Reward:
 """
 
 import functools
-import importlib
-import json
 import random
 import re
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from core.types import Message, UsageError
 from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.dataset import import_for, read_hub, read_jsonl
 from environments.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
@@ -154,41 +152,29 @@ def load(data: str) -> tuple[list[Problem], list[Problem]]:
         if not problems:
             raise UsageError(f"data={data} has no usable question for {use}")
     if any(parse_number(problem.answer) is None for problem in train + test):
-        _import("math_verify", data)
+        import_for("math_verify", data)
     return train, test
 
 
 def _from_hub(data: str) -> list[list[Problem]]:
-    datasets = _import("datasets", data)
     *sources, question, solution = HUB[data]
     splits = []
     for (path, configurations), split in zip(sources, ("train", "test"), strict=True):
-        try:
-            splits.append(
-                _usable(
-                    _problem(row[question], row[solution])
-                    for configuration in configurations
-                    for row in datasets.load_dataset(path, configuration, split=split)
-                )
-            )
-        except Exception as error:  # network, disk, data set moved: any kind of error
-            reason = " ".join(str(error).split())[:200]
-            raise UsageError(f"cannot load {path}: {type(error).__name__}: {reason}") from None
+        rows = [row for config in configurations for row in read_hub(path, config, split)]
+        splits.append(_usable(_problem(row[question], row[solution]) for row in rows))
     return splits
 
 
 def _from_file(path: str) -> list[list[Problem]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, ValueError) as error:
+        rows = read_jsonl(path)
+    except (OSError, UnicodeError) as error:
         raise UsageError(f"data must be {', '.join(HUB)} or a JSONL file: {error}") from None
     problems = []
-    for i, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line or "null")
-            problems += [_problem(str(row["question"]), str(row["answer"]))] if row else []
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise UsageError(f'{path}, line {i}: not {{"question": .., "answer": ..}}') from None
+    for number, row in rows:
+        if not {"question", "answer"} <= row.keys():
+            raise UsageError(f'{path}, line {number}: not {{"question": .., "answer": ..}}')
+        problems.append(_problem(str(row["question"]), str(row["answer"])))
     problems = _usable(problems)
     if len(problems) < MIN_LINES:
         raise UsageError(f"{path} has {len(problems)} usable lines; it needs {MIN_LINES}")
@@ -206,11 +192,3 @@ def _problem(question: str, solution: str) -> Problem:
 
 def _usable(problems: Iterable[Problem]) -> list[Problem]:
     return [p for p in problems if p.question and 0 < len(p.answer) <= MAX_ANSWER]
-
-
-def _import(module: str, data: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.replace("_", "-")
-        raise UsageError(f'data={data} needs {package}: pip install -e ".[envs]"') from None

@@ -1,7 +1,21 @@
-"""`make("name:key=value,...")` builds an environment; `register("name")` adds one.
+"""`make(SPEC)` builds an environment from its spec, NAME[:key=value,...].
 
-The table maps each name to "module:class". The module is imported when the environment is first
-used, so the libraries of the other environments are not loaded.
+NAME is one of
+
+    snake                     a built-in environment, or one that `register` or a package added
+    my_envs.games:Maze        a class, or a function that returns an environment, of a module
+    my_envs/games.py:Maze     the same of a file
+
+Files are looked for in the current folder, modules there and on sys.path. A run stores this folder
+(`env_path` of config.yaml), so it can be resumed from another one. Installed packages add names
+with entry points of the group `picorl.environments`. A name that is defined twice is an error.
+
+A value is converted to the type of its option: `size=4`, `depth=none`, `words=one two`. Write a
+value with a comma as JSON: `start="Washington, D.C."`. Options of `**kwargs` are read as JSON if
+they are JSON, such as true or 0.5, else as text.
+
+The table maps each built-in name to "module:class". The module is imported when the environment is
+first used, so the libraries of the other environments are not loaded.
 
 >>> make("letter_counting:difficulty=2").reset(seed=7)[0]["role"]
 'user'
@@ -9,10 +23,25 @@ used, so the libraries of the other environments are not loaded.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
+import json
 import math
+import os
+import re
+import shlex
+import sys
+import traceback
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from core.types import UsageError
 from environments.base import Env, MultiAgentEnv
@@ -29,17 +58,24 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "letter_counting": "environments.letter_counting:LetterCounting",
     "math_qa": "environments.math_qa:MathQA",
     "openenv": "environments.adapters.openenv:OpenEnv",
+    "pettingzoo": "environments.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
-    "remote": "environments.adapters.remote:Remote",
+    "remote": "environments.adapters.remote:remote",
     "reverse": "environments.reverse:Reverse",
     "reverse_echo": "environments.reverse:ReverseEcho",
     "reward_hacking": "environments.reward_hacking:RewardHacking",
+    "rewarded": "environments.rewarded:Rewarded",
     "snake": "environments.snake:Snake",
     "textarena": "environments.adapters.textarena:TextArena",
     "textworld": "environments.adapters.textworld:TextWorld",
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
+GROUP = "picorl.environments"  # of the entry points of packages
+FOLDERS: list[str] = []  # of the run: files are looked for there, then in the current folder
+PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
+WORDS = {"true": "True", "false": "False", "none": "None"}  # in any case, for tyro
+KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -58,6 +94,9 @@ def register(name: str) -> Callable[[C], C]:
     """
 
     def add(constructor: C) -> C:
+        before = ENVIRONMENTS.get(name, constructor)
+        if _origin(before) != _origin(constructor) or name in _installed():
+            raise UsageError(f"an environment {name!r} exists already; register another name")
         ENVIRONMENTS[name] = constructor
         return constructor
 
@@ -66,26 +105,26 @@ def register(name: str) -> Callable[[C], C]:
 
 def list_envs() -> list[str]:
     """Returns the names of all environments, sorted."""
-    return sorted(ENVIRONMENTS)
+    return sorted({*ENVIRONMENTS, *_installed()})
 
 
 def make(spec: str) -> Env | MultiAgentEnv:
-    """Builds an environment from `name[:key=value,...]`.
+    """Builds an environment from its spec.
 
-    Raises UsageError for an unknown name or key, and for a value that the option's type or the
-    environment does not allow.
+    Raises UsageError for an unknown name or key, for a value that the option's type or the
+    environment does not allow, and for any other exception of the constructor.
     """
     options = options_of(spec)
     try:
         return constructor(spec)(**options)
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
-    except (ValueError, OSError) as error:  # raised by a library that received the value
-        raise UsageError(f"--env {spec}: {type(error).__name__}: {error}") from error
+    except Exception as error:
+        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
 def accepts(spec: str, key: str) -> bool:
-    """Whether the environment named in `spec` has an option `key`."""
+    """Whether the environment of `spec` has an option `key`."""
     return key in inspect.signature(constructor(spec)).parameters
 
 
@@ -98,68 +137,223 @@ def options_of(spec: str) -> dict[str, Any]:
     >>> options_of("reverse:length=7")
     {'kind': 'words', 'turns': 3, 'length': 7}
     """
-    parameters = inspect.signature(constructor(spec), eval_str=True).parameters
+    build = constructor(spec)
+    try:
+        parameters = dict(inspect.signature(build, eval_str=True).parameters)
+    except Exception as error:  # an annotation that Python cannot evaluate
+        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+    several = [k for k, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    other = [p for k in several if (p := parameters.pop(k)).kind is p.VAR_KEYWORD]  # **kwargs
     given: dict[str, Any] = {}
-    for key, value in key_value_pairs(spec.partition(":")[2], f"--env {spec}").items():
-        if key not in parameters:
+    for key, text in key_value_pairs(split_spec(spec)[1], f"--env {spec}").items():
+        if key not in parameters and not (other and key.isidentifier()):
             names = ", ".join(parameters) or "none"
             raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
-        given[key] = _convert(spec, key, value, parameters[key].annotation)
+        try:
+            given[key] = _convert(text, parameters[key] if key in parameters else other[0])
+        except ValueError as error:
+            raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
     if missing:
         raise UsageError(f"--env {spec}: set {', '.join(f'{key}=..' for key in missing)}")
-    return {key: given.get(key, p.default) for key, p in parameters.items()}
+    return {key: p.default for key, p in parameters.items()} | given
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """Returns the name in `spec` (module:Class if it is imported) and the text of the options.
+
+    >>> split_spec("snake:size=5"), split_spec("my/games.py:Maze:size=4,url=http://a")
+    (('snake', 'size=5'), ('my/games.py:Maze', 'size=4,url=http://a'))
+    """
+    name, _, options = spec.partition(":")
+    attribute, _, rest = options.partition(":")
+    if attribute.isidentifier() and name not in ENVIRONMENTS and name not in _installed():
+        return f"{name}:{attribute}", rest
+    return name, options
+
+
+def is_imported(spec: str) -> bool:
+    """Whether `spec` names a class, or functions, of a module or of a file."""
+    name = split_spec(spec)[0]
+    return ":" in name or name == "rewarded"
+
+
+def search_in(folder: str) -> None:
+    """Looks for modules and files in `folder`, too: for files first, for modules last."""
+    FOLDERS[:] = [folder]
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
+def start_elsewhere(spec: str) -> tuple[str, dict[str, str]]:
+    """Returns a spec and variables with which a new Python process makes the same environment."""
+    file, colon, rest = spec.partition(":")
+    root = str(Path(__file__).parent.parent)
+    paths = filter(None, [root, *FOLDERS, os.environ.get("PYTHONPATH")])
+    absolute = f"{find_file(file)}:{rest}" if colon and file.endswith(".py") else spec
+    return absolute, os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def key_value_pairs(text: str, subject: str) -> dict[str, str]:
     """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
 
-    >>> key_value_pairs("length=7, turns=2", "--env")
-    {'length': '7', 'turns': '2'}
+    A value in double quotes may contain commas. It keeps its quotes.
+
+    >>> key_value_pairs('length=7, start="Washington, D.C."', "--env")
+    {'length': '7', 'start': '"Washington, D.C."'}
     """
     pairs: dict[str, str] = {}
-    for item in text.split(",") if text else ():
-        if not item.strip():
-            raise UsageError(f"{subject}: remove the extra comma")
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not equals:
+    position, comma = 0, ""
+    while position < len(text) or comma:
+        match = PAIR.match(text, position)
+        if match is None:
+            item = text[position:].partition(",")[0]
+            if not item.strip():
+                raise UsageError(f"{subject}: remove the extra comma")
             raise UsageError(f"{subject}: write options as key=value, not {item!r}")
+        key, value, comma = match[1].strip(), match[2].strip(), match[3]
         if key in pairs:
             raise UsageError(f"{subject}: the key {key!r} is given twice")
-        pairs[key] = value
+        pairs[key], position = value, match.end()
     return pairs
 
 
-def constructor(spec: str) -> Constructor:
-    """Returns the class or function that builds the environment named in `spec`.
+def read_literal(text: str) -> Any:
+    """Returns the value of a JSON text, such as a number or a boolean; any other text unchanged.
 
-    Raises UsageError for an unknown name.
+    >>> [read_literal(text) for text in ("8", "true", "False", "8x8")]
+    [8, True, False, '8x8']
     """
-    name = spec.partition(":")[0]
-    if name not in ENVIRONMENTS:
+    try:
+        return json.loads({"True": "true", "False": "false"}.get(text, text))
+    except (ValueError, RecursionError):
+        return text
+
+
+def constructor(spec: str) -> Constructor:
+    """Returns the class or function that builds the environment of `spec`.
+
+    Raises UsageError for an unknown name, and if the module or file cannot be imported.
+    """
+    name, points = split_spec(spec)[0], _installed().get(split_spec(spec)[0], [])
+    if len(points) + (name in ENVIRONMENTS) > 1:
+        packages = ", ".join(point.dist.name for point in points if point.dist)
+        raise UsageError(f"--env {spec}: several environments have the name {name!r}, also in "
+                         f"{packages}; write module:Class")  # fmt: skip
+    entry = points[0].value if points else ENVIRONMENTS.get(name, name)
+    if not isinstance(entry, str):
+        return entry
+    source, _, attribute = entry.rpartition(":")
+    if name in ENVIRONMENTS:
+        return getattr(importlib.import_module(source), attribute)
+    if name.endswith(".py"):
+        raise UsageError(f"--env {spec}: write FILE.py:Class or FILE.py:Class:key=value,..")
+    if not source:
         similar = difflib.get_close_matches(name.strip().lower(), list_envs(), n=1)
         hint = f"did you mean {similar[0]}? " if similar else ""
         names = ", ".join(list_envs())
         raise UsageError(f"unknown environment {name!r}; {hint}available: {names}")
-    entry = ENVIRONMENTS[name]
-    if isinstance(entry, str):
-        module, _, attribute = entry.partition(":")
-        return getattr(importlib.import_module(module), attribute)
-    return entry
-
-
-def _convert(spec: str, key: str, text: str, annotation: Any) -> Any:
-    if annotation is bool:
-        if text.lower() not in ("true", "false"):
-            raise UsageError(f"--env {spec}: {key} must be true or false, not {text!r}")
-        return text.lower() == "true"
-    if annotation not in (int, float):
-        return text
     try:
-        value = annotation(text)
-        if math.isfinite(value):
-            return value
-    except ValueError:
-        pass
-    kind = "an integer" if annotation is int else "a number"
-    raise UsageError(f"--env {spec}: {key} must be {kind}, not {text!r}")
+        return import_attribute(source, attribute, Env, MultiAgentEnv)
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from error
+
+
+def import_attribute(source: str, attribute: str, *bases: type) -> Any:
+    """Returns `attribute` of a module, or of a file that ends in .py.
+
+    Raises UsageError if it cannot be imported, or if `bases` are given and it is neither a class
+    derived from one of them nor a function annotated to return one.
+    """
+    try:
+        is_file = source.endswith(".py")
+        module = _import_file(find_file(source)) if is_file else importlib.import_module(source)
+        found = getattr(module, attribute)
+        returned = found
+        if bases and inspect.isroutine(found):
+            returned = get_type_hints(found).get("return")
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(describe_error(error)) from error
+    types = [kind for kind in get_args(returned) or [returned] if isinstance(kind, type)]
+    if bases and not any(issubclass(kind, bases) for kind in types):
+        names = " or ".join(base.__name__ for base in bases)
+        raise UsageError(f"{attribute} must be a class derived from {names}, or a function with "
+                         "such a return annotation")  # fmt: skip
+    return found
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in one line, with the file and the line of code that raised it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+    if isinstance(error, SyntaxError) or not own:
+        return text  # a SyntaxError names both
+    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+
+
+def find_file(path: str) -> Path:
+    """Returns the absolute path of a file in FOLDERS or the current folder."""
+    for folder in (*FOLDERS, ""):
+        if (file := Path(folder, path).expanduser()).is_file():
+            return file.resolve()
+    raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
+
+
+def _import_file(file: Path) -> ModuleType:
+    """Imports a file once. It can import the other modules of its folder."""
+    name = str(file).replace(".", "_")
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader
+        if str(file.parent) not in sys.path:
+            sys.path.append(str(file.parent))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+@cache
+def _installed() -> dict[str, list[EntryPoint]]:
+    """The entry points of installed packages by name."""
+    found: dict[str, list[EntryPoint]] = defaultdict(list)
+    for point in entry_points(group=GROUP):
+        found[point.name].append(point)
+    return dict(found)
+
+
+def _origin(entry: str | Constructor) -> str:
+    return entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
+
+
+def _convert(text: str, parameter: inspect.Parameter) -> Any:
+    """Returns a value as its parameter's type; for a type without a text form the text itself.
+
+    Raises ValueError with a description of the type.
+    """
+    kind, quoted = parameter.annotation, False
+    if kind is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+        has_type = parameter.default not in (None, parameter.empty)
+        kind = type(parameter.default) if has_type else str
+    with suppress(ValueError):
+        text, quoted = (json.loads(text), True) if text.startswith('"') else (text, False)
+    if kind in (Any, parameter.empty):
+        return text if quoted else read_literal(text)
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    if not isinstance(spec, PrimitiveConstructorSpec):
+        return text
+    words = [text] if spec.nargs == 1 else shlex.split(text)
+    for choice in (words, [WORDS.get(word.lower(), word) for word in words]):
+        if spec.choices is None or set(choice) <= set(spec.choices):
+            with suppress(ValueError, IndexError, AssertionError):
+                value = spec.instance_from_str(choice)
+                if not isinstance(value, float) or math.isfinite(value):
+                    return value
+    choices = f"one of {', '.join(spec.choices)}" if spec.choices else f"of type {kind}"
+    raise ValueError(KINDS.get(kind, choices))

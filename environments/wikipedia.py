@@ -16,11 +16,13 @@ from html.parser import HTMLParser
 from urllib.parse import unquote
 
 from core.types import UsageError
+from environments.base import EnvFailure
 from environments.pages import Sections
 
 TIMEOUT = 10.0  # seconds: to connect, for each read, and for the whole answer
 MAX_BYTES = 8_000_000  # of an answer; about twice the longest articles
 USER_AGENT = {"User-Agent": "picoRL/0.1 (wikipedia_maze: reinforcement learning environment)"}
+MISSING = ("missingtitle", "invalidtitle", "pagecannotexist")  # error codes of the API
 ARTICLE = "/wiki/"  # path of the articles of a MediaWiki
 HOST = re.compile(r"(https://[\w.-]+(?::\d+)?|http://(?:127\.0\.0\.1|localhost)(?::\d+)?)/")
 TITLES = [  # of start and target, unless given
@@ -31,7 +33,7 @@ SKIPPED = {"table", "style", "script", "math", "sup"}  # "sup" contains footnote
 
 
 class FetchError(Exception):
-    """The article could not be fetched."""
+    """The wiki has no such article, or one that is too long."""
 
 
 def article_address(base_url: str) -> str:
@@ -58,7 +60,8 @@ def pairs(start: str, target: str) -> list[tuple[str, str]]:
 def fetch_page(base_url: str, title: str) -> tuple[str, Sections]:
     """Returns the title (after redirects within the wiki) and the sections of an article.
 
-    Raises FetchError if the wiki does not return it within TIMEOUT and MAX_BYTES.
+    Raises FetchError if there is no such article or if it exceeds MAX_BYTES, and EnvFailure if the
+    wiki does not answer within TIMEOUT or not as the API does.
     """
     import httpx
 
@@ -70,23 +73,26 @@ def fetch_page(base_url: str, title: str) -> tuple[str, Sections]:
         client = httpx.Client(headers=USER_AGENT, timeout=TIMEOUT, follow_redirects=False)
         with client, client.stream("GET", base_url, params=query) as response:
             if response.status_code != 200:
-                raise FetchError(f"{title}: HTTP status {response.status_code}")
+                raise EnvFailure(f"{title}: HTTP status {response.status_code}")
             for chunk in response.iter_bytes():
                 body += chunk
-                if len(body) > MAX_BYTES or time.monotonic() > deadline:
-                    raise FetchError(f"{title}: over {MAX_BYTES} bytes or {TIMEOUT} seconds")
+                if len(body) > MAX_BYTES:
+                    raise FetchError(f"{title}: over {MAX_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise EnvFailure(f"{title}: over {TIMEOUT} seconds")
         answer = json.loads(body)
         if "error" in answer:
-            raise FetchError(f"{title}: {answer['error']['code']!a}")
+            code = answer["error"]["code"]
+            raise (FetchError if code in MISSING else EnvFailure)(f"{title}: {code!a}")
         # JSON can contain lone surrogates; replace them
         name, html = (
             answer["parse"][key].encode("utf-8", "replace").decode() for key in ("title", "text")
         )
         return name, read_sections(html)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-        raise FetchError(f"{title}: {type(error).__name__}") from None
+        raise EnvFailure(f"{title}: {type(error).__name__}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise FetchError(f"{title}: not an answer of a MediaWiki API") from None
+        raise EnvFailure(f"{title}: not an answer of a MediaWiki API") from None
 
 
 def read_sections(html: str) -> Sections:

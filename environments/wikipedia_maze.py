@@ -30,9 +30,10 @@ Reward of a response:
 
     1.0                 the target; only then `info["correct"]` is True
     0.5 / (n_hops - 1)  with `dense`: a visit that comes closer to the target than any before
-    0                   any other visit, also the last one; next_part; a page that cannot be fetched
+    0                   any other visit, also the last one; next_part; a page that does not exist
     -0.1                an invalid action, twice per episode; the third costs -1 and ends it
 
+If a live wiki does not answer, or lacks the start or the target, the episode fails with EnvFailure.
 One pair (start, target) in eight is reserved for evaluation seeds.
 """
 
@@ -45,7 +46,7 @@ from urllib.parse import unquote
 
 from core.types import Message, UsageError
 from environments import pages, wikipedia
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
@@ -82,6 +83,7 @@ class WikipediaMaze(Env):
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
         self.max_chunk, self.dense, self.brief = max_chunk, dense, brief
         self.live, self.base_url = live, base_url
+        self.thread_safe = not live  # one request at a time
         self.address = wikipedia.article_address(base_url) if live else ""
         pairs = wikipedia.pairs(start, target) if live else pages.pairs_apart(n_hops)
         held_out = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
@@ -99,12 +101,14 @@ class WikipediaMaze(Env):
         self.target = self.title  # a live wiki may redirect to another title
         self.seen.clear()
         self._open(start)
+        if self.error:
+            raise EnvFailure(self.error)
         self.clicks = {} if self.live else pages.clicks_to(target)
         rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
-        return [user(self.error or rules + self._show())]  # after an error, the first step ends
+        return [user(rules + self._show())]
 
     def step(self, response: str) -> Step:
-        if self.error or not self.links:
+        if not self.links:
             return self._end(0.0)
         action = self._read(response)
         if action == "next_part":

@@ -15,6 +15,7 @@ FOLDER = Path(__file__).parent.parent / "runs/benchmarks"
 sys.path.append(str(FOLDER))
 import floor  # noqa: E402
 import memory  # noqa: E402
+import nanollm  # noqa: E402
 import pairs  # noqa: E402
 import scaling  # noqa: E402
 import startup  # noqa: E402
@@ -214,3 +215,28 @@ def test_readme_shows_the_recorded_results(name, tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "RESULTS", tmp_path)
     pairs.write_tables(name, SCRIPTS[name])
     assert (tmp_path / "README.md").read_text() == page.read_text()
+
+
+def test_nanollm_table_names_what_failed_and_keeps_the_rest(monkeypatch, tmp_path, capsys):
+    """NanoLLM fails at its start, plain vLLM in its second turn, and the backend not at all."""
+    script = tmp_path / "child.py"
+    script.write_text("""
+import json, sys
+name = next(a for a in sys.argv if a.startswith("--child=")).removeprefix("--child=")
+input()
+if name == "nanollm":
+    print(json.dumps({"error": "UsageError: no kernels"}), flush=True)
+    sys.exit(1)
+print(json.dumps({"start_s": 1.0}), flush=True)
+for turn, _ in enumerate(sys.stdin):
+    if name == "vllm" and turn == 1:
+        sys.exit(3)
+    print(json.dumps({"tokens_per_s": 100.0}), flush=True)
+""")
+    monkeypatch.setattr(nanollm, "__file__", str(script))
+    speed = nanollm.measure_speed(nanollm.Args(rounds=3), "folder")
+    results = {"speed": speed} | {name: {"error": "x"} for name in ("full", "lora")}
+    lines = nanollm.size_tables(results)
+    assert "| NanoLLM | UsageError: no kernels | |" in lines
+    assert "| plain vLLM | ended with exit code 3 | |" in lines
+    assert "| vLLM's transformers backend, eager | 100 [100, 100] |  |" in lines

@@ -9,10 +9,11 @@ from core.types import UsageError
 from environments.base import MultiAgentEnv, Step
 from environments.registry import ENVIRONMENTS, list_envs
 
-NEEDS_A_SERVER = {"openenv", "remote"}  # remote is tested with an environment of its own
+# openenv needs a server, pettingzoo pygame; remote is tested with an environment of its own
+ELSEWHERE = {"openenv", "pettingzoo", "remote", "rewarded"}
 BUILT_IN = {name for name, env in ENVIRONMENTS.items() if isinstance(env, str)}  # not of tests
 SPECS = [
-    *sorted(BUILT_IN - NEEDS_A_SERVER), "tic_tac_toe:opponent=self",
+    *sorted(BUILT_IN - ELSEWHERE), "tic_tac_toe:opponent=self",
     "iterated_game:opponent=self", "gymnasium:id=Acrobot-v1,max_steps=9",
     "textarena:id=ConnectFour-v0", "textarena:id=Poker-v0", "remote:env=snake",
 ]  # fmt: skip

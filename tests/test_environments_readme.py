@@ -3,22 +3,24 @@
 import random
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 
-from environments import registry
 from environments.__main__ import run_command
 from environments.base import DEMO_SEEDS, EVAL_SEEDS
+from environments.check import check_env
 from environments.registry import constructor, list_envs, make, options_of
 
+TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in README.splitlines()
     if line.startswith("| `") and line.count("|") == 7
 ]
-PARITY, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PARITY, WORDS, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def middle_column(env, text, rng):
@@ -50,14 +52,6 @@ PLAYERS = {  # (environment, latest message, random generator) -> response
 }
 
 
-@pytest.fixture
-def restore_registry():
-    before = dict(registry.ENVIRONMENTS)
-    yield
-    registry.ENVIRONMENTS.clear()
-    registry.ENVIRONMENTS.update(before)
-
-
 def test_table_lists_every_environment_with_its_options_and_defaults():
     names = [row[0].strip("`") for row in ROWS]
     ours = [name for name in list_envs() if constructor(name).__module__.startswith("environments")]
@@ -83,20 +77,31 @@ def test_player_without_skill_reaches_the_stated_value(row):
     assert value == (f"{total / 256:.1f}" if name == "gymnasium" else f"{correct / 256:.2f}")
 
 
-def test_example_environment_trains_and_keeps_its_held_out_tasks_apart(
-    command, restore_registry, tmp_path
-):
-    exec(compile(PARITY, "parity.py", "exec"), {"__name__": "parity"})
-    env = make("parity:digits=2")
+def test_example_environment_trains_and_keeps_its_held_out_tasks_apart(command, tmp_path):
+    (tmp_path / "parity.py").write_text(PARITY)
+    assert "Save this as `parity.py`" in README
+    env = make("parity.py:Parity:digits=2")
     trained = {env.reset(seed)[0]["content"] for seed in (*range(300), *DEMO_SEEDS[:300])}
     assert not trained & {env.reset(seed)[0]["content"] for seed in EVAL_SEEDS[:100]}
     env.reset(3)
     assert env.step(env.demonstrate()).info["correct"] and env.step("?").reward == 0
     assert {env.demonstrate(hasty=True) for seed in range(9) if env.reset(seed)} == {
         "<answer>odd</answer>", "<answer>even</answer>"}  # fmt: skip
-    flags = """--env parity --sft-steps 1 --num-updates 1 --num-prompts 2 --group-size 2
+    (flags,) = re.findall(r"^ +python train.py (--env parity.*)$", README, re.MULTILINE)
+    small = """--sft-steps 1 --num-updates 1 --num-prompts 2 --group-size 2
         --eval-num-tasks 2 --max-tokens 4 --run-name parity"""
-    assert command(*flags.split())[0] == 0
+    assert command(*flags.split(), *small.split())[0] == 0
+
+
+@pytest.mark.parametrize("name", ["Parity", "HigherLower", "Nim"])
+def test_a_template_trains_outside_the_repository_and_has_no_problem(command, name):
+    shutil.copy(TEMPLATE, "my_envs.py")
+    sft = 0 if name == "Nim" else 1
+    flags = f"""--env my_envs.py:{name} --sft-steps {sft} --sft-batch-size 2 --num-updates 1
+        --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4 --run-name a"""
+    code, _, err = command(*flags.split())
+    assert code == 0, err
+    assert not check_env(f"my_envs.py:{name}", 5, other_process=False).problems
 
 
 def test_environments_work_in_gymnasium_and_pettingzoo_code():
@@ -108,9 +113,23 @@ def test_environments_work_in_gymnasium_and_pettingzoo_code():
     assert variables["rewards"] == {"X": 0, "O": 0} and variables["infos"]["O"]["asked"]
 
 
-def test_commands_run(capsys):
+def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatch):
+    pytest.importorskip("gymnasium")
+    (tmp_path / "my_words.py").write_text(WORDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = make("gymnasium:id=Pendulum-v1,words=my_words:GAME")
+    opening = env.reset(0)[0]["content"]
+    assert opening == "Swing the pole up. End with push left or push right.\nheight 0.7, speed -0.5"
+    left, right = env.step("I push left."), env.step("push right")
+    assert left.reward < 0 and "invalid" not in left.info | right.info
+    assert env.step("push").info["invalid"]
+
+
+def test_commands_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(TEMPLATE, "my_envs.py")  # as the README says
     lines = re.findall(r"^    python -m environments(.*?)(?:#.*)?$", README, re.MULTILINE)
-    assert len(lines) == 3
+    assert len(lines) == 7
     for line in lines:
         arguments = shlex.split(line)
         if arguments[:1] != ["play"]:  # waits for input

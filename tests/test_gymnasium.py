@@ -20,7 +20,8 @@ from environments.adapters.gymnasium import (
     format_observation,
     system_prompt,
 )
-from environments.adapters.gymnasium_players import GAMES, best_actions
+from environments.adapters.gymnasium_players import GAMES, Game, best_actions
+from environments.adapters.spaces import describe, read_json_action, to_json
 from environments.base import Env, Step
 from environments.letter_counting import LetterCounting
 from environments.parsing import user
@@ -211,8 +212,10 @@ def test_forfeiting_costs_more_than_the_longest_episode(id):
 
 def test_environment_without_words_is_described_in_numbers():
     env = make("gymnasium:id=Acrobot-v1,max_steps=2")
-    head, line = env.reset(0)[0]["content"].split("\n")
-    assert head == "Acrobot-v1. End with 0 or 1 or 2."
+    head, line = env.reset(0)[0]["content"].rsplit("\n", 1)
+    assert head.startswith("Acrobot-v1.\n") and head.endswith(" End with 0 or 1 or 2.")
+    assert "| 0   | apply -1 torque to the actuated joint" in head  # from the docstring
+    assert "http" not in head and "Arguments" not in head
     assert len(line.split()) == 6 and all(number[-3] == "." for number in line.split())
     assert env.demonstrate() is None and env.demonstrate(hasty=True) in env.game.actions
     assert env.step("after 0.5 I take 2").reward == -1
@@ -250,13 +253,109 @@ def test_actions_may_start_at_one_and_observations_be_nested():
     assert step.reward == 2 and step.done and step.info["correct"] is True
 
 
+def test_keyword_arguments_reach_the_environment_and_its_rules():
+    env = Gymnasium("FrozenLake-v1", map_name="8x8", is_slippery=False)
+    rules, line = env.reset(0)[0]["content"].split("\n")
+    rows = "SFFFFFFF FFFFFFFF FFFHFFFF FFFFFHFF FFFHFFFF FHHFFFHF FHFFHFHF FFFHFFFG"
+    assert rules.startswith(f"Go from S to G, not into H. Rows 0-7: {rows}. End with left")
+    assert line == "row 0 column 0"
+    assert env.step("right").message["content"] == "row 0 column 1"
+    env.reset(0)
+    steps = [env.step(env.demonstrate()) for _ in range(14)]  # 7 down and 7 right
+    assert [step.done for step in steps] == [False] * 13 + [True] and steps[-1].reward == 1
+    assert Gymnasium("FrozenLake-v1").game.rules == GAMES["FrozenLake-v1"].rules
+    with pytest.raises(UsageError, match="unexpected keyword argument 'wind'") as error:
+        Gymnasium("CartPole-v1", wind=3)
+    assert "\n" not in str(error.value)
+
+
+def test_transition_table_gives_a_player_to_an_unknown_environment():
+    total, step, texts = play(Gymnasium("CliffWalking-v1"), 0)
+    assert total == -13 and step.done  # up, 11 right, down: the shortest way round the cliff
+    assert "- 0: Move up" in texts[0] and texts[1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("space", "text", "valid", "invalid"),
+    [
+        (spaces.Box(-2, 2, (1,)), "[-2 to 2]", ["[1.5]", "1.5", "-2"], ["[2.5]", "[]", "[1, 1]"]),
+        (spaces.Box(0, 1, (2,)), "[0 to 1, 0 to 1]", ["[0, 1]"],
+         ["0.5", "[NaN, 0]", '["0", 0]', "[true, false]", "[[0, 1]]", "[0, [1]]"]),
+        (spaces.Box(-np.inf, np.inf, ()), "any number", ["7e30"], ["Infinity", "1e300", "[1]"]),
+        (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", ["[0, 255]"],
+         ["[0, 256]", "[-1, 0]", "[0.0, 1]", "[" + "9" * 50 + ", 0]"]),
+        (spaces.MultiDiscrete([3, 2]), "[0 to 2, 0 to 1]", ["[2, 1]"], ["[3, 0]", "[0, -1]"]),
+        (spaces.MultiBinary(2), "[0 to 1, 0 to 1]", ["[1, 0]"], ["[2, 0]", "[true, true]"]),
+        (spaces.Dict(go=spaces.Discrete(3), say=spaces.Text(4)),
+         '{"go": 0 to 2, "say": "a text of 1 to 4 characters"}', ['{"go": 1, "say": "ab"}'],
+         ['{"go": 3, "say": "ab"}', '{"go": 1}', '{"go": 1, "say": "ab", "x": 0}', "[1]"]),
+        (spaces.Tuple([spaces.Discrete(2, start=1), spaces.Box(0, 1, (1,))]),
+         "[1 to 2, [0 to 1]]", ["[2, [0.5]]"], ["[0, [0.5]]", "[2]", "2"]),
+    ],
+)  # fmt: skip
+def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
+    assert describe(space) == text
+    for value in valid:
+        for response in (f'so {{"action": {value}}}', f"<action>{value}</action>"):
+            action = read_json_action(space, response)
+            assert space.contains(action), value
+        assert space.contains(read_json_action(space, to_json(action)))
+    for value in invalid:
+        assert read_json_action(space, f'{{"action": {value}}}') is None, value
+
+
+def test_continuous_actions_are_read_and_guessed_as_json():
+    env = make("gymnasium:id=Pendulum-v1,max_steps=2")
+    opening = env.reset(0)[0]["content"]
+    assert 'End with JSON: {"action": [-2 to 2]}\n' in opening
+    assert env.step('{"action": [3]}').message["content"] == 'End with JSON: {"action": [-2 to 2]}'
+    assert env.demonstrate() is None and env.trivial() is None
+    guess = env.demonstrate(hasty=True)
+    assert -17 < env.step(guess).reward < 0
+    assert env.step('{"action": [2]}').truncated
+    env.reset(0)
+    assert env.demonstrate(hasty=True) == guess
+
+
+class Images(gymnasium.Env):
+    action_space = spaces.Discrete(2)
+    observation_space = spaces.Dict(screen=spaces.Box(0, 255, (96, 96, 3), np.uint8))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return {"screen": np.full((96, 96, 3), 7, np.uint8)}, {}
+
+    def step(self, action):
+        return self.reset()[0], float(action), True, False, {}
+
+
+WORDS = Game(
+    "Answer with the brightness.", show=lambda o: f"brightness {o['screen'].max()}",
+    read=lambda text: int(text == "bright") if text in ("dark", "bright") else None,
+    hint="Say dark or bright.",
+)  # fmt: skip
+
+
+def test_images_are_refused_and_words_can_tell_them():
+    if "PicorlImages-v0" not in gymnasium.registry:
+        gymnasium.register("PicorlImages-v0", Images)
+    with pytest.raises(UsageError, match=r"PicorlImages-v0 observes images \(96x96x3 numbers\)"):
+        Gymnasium("PicorlImages-v0")
+    env = make("gymnasium:id=PicorlImages-v0,words=test_gymnasium:WORDS")
+    opening = env.reset(0)[0]["content"]
+    assert opening == "Answer with the brightness. Say dark or bright.\nbrightness 7"
+    assert env.step("grey").message["content"] == "Say dark or bright."
+    assert env.step("bright").reward == 1 and env.demonstrate(hasty=True) is None
+
+
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
         ("id=Nope-v0", "Nope"),
         ("id=nowhere:Nope-v0", "nowhere"),
         ("id=", "''"),
-        ("id=Pendulum-v1", "Discrete"),
+        ("id=CartPole-v1,words=nowhere:GAME", "words=nowhere:GAME"),
+        ("id=CartPole-v1,words=test_gymnasium:IDS", "words=test_gymnasium:IDS must be a Game"),
         ("repeat=0", "repeat"),
         ("max_steps=-1", "max_steps"),
     ],
@@ -319,3 +418,17 @@ def test_as_gymnasium_seed_selects_the_task_and_later_resets_draw_from_it():
     other.reset(seed=5)
     drawn = [env.reset()[0] for _ in range(3)]
     assert drawn == [other.reset()[0] for _ in range(3)] and len(set(drawn)) == 3
+
+
+@pytest.mark.parametrize(("id", "cut"), [("Taxi-v4", True), ("CartPole-v1", False)])
+def test_a_time_limit_truncates_an_episode_unless_it_is_the_goal(id, cut):
+    env = make(f"gymnasium:id={id},max_steps=2")
+    env.reset(0)
+    first, last = (env.step(env.demonstrate()) for _ in range(2))
+    assert (first.truncated, first.done) == (False, False)
+    assert (last.truncated, last.done, last.info["correct"]) == (cut, True, not cut)
+    adapted = as_gymnasium(env)
+    adapted.reset(seed=0)
+    assert [adapted.step(env.demonstrate())[2:4] for _ in range(2)] == [
+        (False, False), (not cut, cut),
+    ]  # fmt: skip

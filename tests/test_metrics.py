@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core import distributed
+from core import distributed, evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.metrics import (
     UpdateStats,
     before_after,
     describe,
+    distinct_tasks,
     eval_metrics,
     explained_variance,
+    few_tasks,
     mcnemar,
     pass_at_k,
     rollout_metrics,
@@ -27,6 +29,17 @@ def rollout(reward, group=0, tokens=2, reason="stop", **info):
     turn = Turn([1], [5] * tokens, [-0.5] * tokens, reason, reward)
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
     return Rollout("e", "player", 0, group, messages, [turn], info=info)
+
+
+def evaluated(seed, opening, answer, correct, agent="player", env="e", **info):
+    """A greedy episode of one turn; `opening` and `answer` stand for token ids."""
+    turn = Turn([opening], [answer], [0.0], "stop", float(correct))
+    info = info | {"correct": correct}
+    return Rollout(env, agent, seed, seed, [], [turn], info=info)
+
+
+def metrics_of(rollouts):
+    return eval_metrics(rollouts, distinct_tasks(rollouts))
 
 
 def test_rollout_metrics_by_hand():
@@ -84,7 +97,9 @@ def test_explained_variance_of_a_perfect_and_of_a_constant_baseline():
 
 
 def test_accuracy_counts_info_correct_and_not_the_reward():
-    metrics = eval_metrics([rollout(0.9, correct=False), rollout(0.1, correct=True)])
+    rollouts = [rollout(0.9, correct=False), rollout(0.1, correct=True)]
+    rollouts[1].seed = 1
+    metrics = metrics_of(rollouts)
     half = 1.96 * 0.4  # returns 0.9 and 0.1: standard deviation 0.4 · √2, divided by √2
     expected = {"accuracy": 0.5, "return_mean": 0.5, "return_low": 0.5 - half,
                 "return_high": 0.5 + half}  # fmt: skip
@@ -94,7 +109,7 @@ def test_accuracy_counts_info_correct_and_not_the_reward():
 
 @pytest.mark.parametrize("returns", [[0.7], [0.7, 0.7, 0.7]])
 def test_returns_without_spread_have_no_interval(returns):
-    metrics = eval_metrics([rollout(value) for value in returns])
+    metrics = metrics_of([rollout(value) for value in returns])
     assert metrics["eval/e/return_mean"] == pytest.approx(0.7)
     assert math.isnan(metrics["eval/e/return_low"]) and math.isnan(metrics["eval/e/return_high"])
 
@@ -170,10 +185,12 @@ def test_update_stats_of_a_rank_without_micro_batches_are_those_of_the_last_epoc
 
 
 def test_lenient_accuracy_is_there_where_an_environment_reports_it():
-    def rollout(env, **info):
-        return Rollout(env, "player", 0, 0, [], [], info=info)
+    seeds = iter(range(5))
 
-    metrics = eval_metrics([
+    def rollout(env, **info):
+        return Rollout(env, "player", next(seeds), 0, [], [], info=info)
+
+    metrics = metrics_of([
         rollout("a", correct=True, lenient=True), rollout("a", correct=False, lenient=True),
         rollout("a", correct=False, lenient=False), rollout("a"), rollout("b", correct=True),
     ])  # fmt: skip
@@ -183,10 +200,101 @@ def test_lenient_accuracy_is_there_where_an_environment_reports_it():
 
 def test_pass_at_k_by_hand():
     def rollout(env, group, correct):
-        return Rollout(env, "player", 0, group, [], [], info={"correct": correct})
+        return Rollout(env, "player", group, group, [], [], info={"correct": correct})
 
     rollouts = [rollout("a", g, c) for g, c in ((0, True), (0, False), (1, False), (1, False))]
-    assert pass_at_k([*rollouts, rollout("b", 7, True)]) == {
+    rollouts.append(rollout("b", 7, True))
+    assert pass_at_k(rollouts, {("a", 0): 0, ("a", 1): 1, ("b", 7): 7}) == {
         "eval/a/pass_at_1": 1 / 4, "eval/a/pass_at_k": 1 / 2,
         "eval/b/pass_at_1": 1.0, "eval/b/pass_at_k": 1.0,
     }  # fmt: skip
+
+
+def test_the_number_of_rollouts_that_report_a_number_is_there_unless_all_do():
+    rollouts = [rollout(0.0, steps=4, invalid=1.0), *(rollout(0.0, steps=2) for _ in range(3))]
+    metrics = rollout_metrics(rollouts)
+    assert (metrics["info/invalid"], metrics["reported/invalid"]) == (1.0, 1)
+    assert metrics["info/steps"] == 2.5 and "reported/steps" not in metrics
+
+
+def test_seeds_with_the_same_opening_are_one_task():
+    """Five questions, each drawn ten times; the fifth is answered wrongly."""
+    metrics = metrics_of([evaluated(seed, seed % 5, 9, seed % 5 < 4) for seed in range(50)])
+    expected = {"accuracy": 0.8, "ci_low": 0.375528, "ci_high": 0.963777, "return_mean": 0.8,
+                "tasks": 5, "openings": 5}  # fmt: skip
+    assert {k: metrics[f"eval/e/{k}"] for k in expected} == pytest.approx(expected, abs=1e-5)
+    # returns 1 1 1 1 0: variance 0.2, so a standard error of 0.2
+    assert metrics["eval/e/return_low"] == pytest.approx(0.8 - 1.96 * 0.2)
+    assert few_tasks("e", metrics, 50) == "  (5 different tasks in 50 episodes)"
+
+
+def test_an_answer_that_rounding_changed_does_not_make_a_second_task():
+    rollouts = [evaluated(0, 1, 8, True), evaluated(1, 1, 9, False), evaluated(2, 2, 9, True)]
+    metrics = metrics_of(rollouts)
+    assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (0.75, 2)
+
+
+@pytest.mark.parametrize("differs", ["verdict", "next message"])
+def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
+    """One opening, one answer; but the opponent wins one game in four, or moves differently."""
+    rollouts = [evaluated(seed, 1, 9, seed > 0 or differs != "verdict") for seed in range(4)]
+    if differs == "next message":
+        for r in rollouts:
+            r.turns.append(Turn([1, 9, 7 + (r.seed == 3)], [2], [0.0], "stop", 0.0))
+            r.info["correct"] = r.seed != 1
+    metrics = metrics_of(rollouts)
+    assert (metrics["eval/e/accuracy"], metrics["eval/e/tasks"]) == (0.75, 4)
+    assert (metrics["eval/e/ci_low"], metrics["eval/e/ci_high"]) == wilson(3, 4)
+    assert metrics["eval/e/openings"] == 1
+
+
+@pytest.mark.parametrize(
+    ("tasks", "openings", "note"),
+    [
+        (4, 4, ""),
+        (4, 2, "  (4 episodes from 2 openings)"),
+        (4, 1, "  (4 episodes from one opening, which is also that of training)"),
+        (2, 2, "  (2 different tasks in 4 episodes)"),
+        (1, 2, "  (4 episodes of one task, which is also that of training)"),
+    ],
+)
+def test_an_evaluation_notes_how_few_tasks_its_episodes_have(tasks, openings, note):
+    assert few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4) == note
+
+
+def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
+    failed = [Rollout("e", "player", seed, seed, error="TimeoutError") for seed in (0, 1)]
+    metrics = metrics_of([*failed, evaluated(2, 1, 9, True), evaluated(3, 1, 9, True)])
+    assert metrics["eval/e/accuracy"] == pytest.approx(1 / 3) and metrics["eval/e/tasks"] == 3
+
+
+def test_each_seat_of_a_game_has_its_own_accuracy_over_games():
+    """X wins the first three games, O the fourth; one game is one task, with two rollouts."""
+    games = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g in range(4)]
+    metrics = metrics_of([rollout for game in games for rollout in game])
+    assert [metrics[f"eval/e{seat}/accuracy"] for seat in ("/X", "/O", "")] == [0.75, 0.25, 0.5]
+    assert [metrics[f"eval/e{seat}/tasks"] for seat in ("/X", "/O", "")] == [4, 4, 4]
+    assert (metrics["eval/e/X/ci_low"], metrics["eval/e/X/ci_high"]) == wilson(3, 4)
+
+
+def test_pass_at_k_counts_each_opening_once():
+    """Two samples per seed; seeds 0 to 2 ask one question, seed 3 another."""
+    greedy = [evaluated(seed, seed // 3, 9, False) for seed in range(4)]
+    correct = [(True, False), (False, False), (False, False), (True, True)]
+    samples = [evaluated(s, s // 3, n, c[n]) for s, c in enumerate(correct) for n in (0, 1)]
+    metrics = pass_at_k(samples, distinct_tasks(greedy))
+    assert metrics["eval/e/pass_at_1"] == pytest.approx((1 / 6 + 1) / 2)
+    assert metrics["eval/e/pass_at_k"] == pytest.approx((1 / 3 + 1) / 2)
+
+
+def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():
+    """Three questions, two seeds each, all wrong at first. Then question 0 is right, question 1 in
+    one of two episodes, question 2 wrong: two won, none lost. Seed 6 failed in the first."""
+    run = SimpleNamespace(progress={"trivial": {"e": None}})
+
+    def p_value(right, seeds):
+        rollouts = [evaluated(s, s // 2, 8 + (s in right), s in right) for s in seeds]
+        return evaluation.comparisons(run, [], "e", rollouts, distinct_tasks(rollouts))
+
+    assert p_value(right=(), seeds=range(6)) == {"eval/e/p_value": 1.0}
+    assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == {"eval/e/p_value": 0.5}

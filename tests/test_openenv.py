@@ -12,7 +12,8 @@ import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
 from core.types import UsageError
-from environments.adapters.openenv import UNREACHABLE, OpenEnv, describe
+from environments.adapters.openenv import OpenEnv, describe
+from environments.base import EnvFailure
 from environments.registry import make
 
 
@@ -104,6 +105,17 @@ def test_missing_reward_counts_as_zero_and_json_may_name_the_field(env):
     assert step.message["content"] == "echoed_message: yes\nmessage_length: 3"
 
 
+def test_several_fields_come_from_one_json_object(url):
+    env = make(f"openenv:url={url},field=message metadata")
+    env.reset(0)
+    step = env.step('{"message": "no"} so {"message": "yes", "metadata": {"a": [1]}, "more": 1}.')
+    assert step.message["content"] == "echoed_message: yes\nmessage_length: 3"
+    refused = env.step('{"message": "metadata is missing"}')
+    assert refused.reward == -0.1
+    assert refused.message["content"] == 'Answer with JSON: {"message": "..", "metadata": ".."}'
+    env._disconnect()
+
+
 def test_third_action_that_the_server_rejects_ends_the_episode(env):
     env.reset(0)
     steps = [env.step('{"message": [1]}') for _ in range(3)]
@@ -125,27 +137,27 @@ def test_each_instance_has_its_own_session(url):
 
 def test_error_of_the_server_ends_only_the_episode(env):
     env.reset(0)
-    step = env.step("fail")
-    assert (step.reward, step.done, step.info) == (0, True, {"correct": False, "error": True})
+    with pytest.raises(RuntimeError, match="broken"):
+        env.step("fail")
     assert env.reset(1)[0]["content"].startswith("echoed_message: seed 1")
 
 
-def test_stopped_server_ends_the_episodes():
+def test_stopped_server_is_a_failure_and_no_reward():
     server = Server()
     playing, idle = OpenEnv(server.url), OpenEnv(server.url)
     playing.reset(0)
     server.stop()
-    step = playing.step("hello")
-    assert (step.reward, step.done, step.info) == (0, True, {"correct": False, "error": True})
-    assert idle.reset(0) == [{"role": "user", "content": UNREACHABLE}]
-    assert idle.step("hello").info == {"correct": False, "error": True}
+    with pytest.raises(EnvFailure, match=server.url):
+        playing.step("hello")
+    with pytest.raises(EnvFailure, match=f"no OpenEnv session at {server.url}: .*connect"):
+        idle.reset(0)
 
 
-def test_more_episodes_than_sessions_is_a_usage_error():
+def test_more_episodes_than_sessions_is_a_failure():
     server = Server(sessions=1)
     first, second = OpenEnv(server.url), OpenEnv(server.url)
     first.reset(0)
-    with pytest.raises(UsageError, match=r"is full: .*1/1 sessions"):
+    with pytest.raises(EnvFailure, match=r"is full: .*1/1 sessions"):
         second.reset(0)
     assert first.step("bye").done  # closes its session
     assert second.reset(3)[0]["content"].startswith("echoed_message: seed 3")

@@ -1,15 +1,21 @@
 """Our multi-agent environments as PettingZoo environments."""
 
+import random
 import warnings
 
 import pytest
 
 pytest.importorskip("pettingzoo")
 
+import numpy as np
+import pettingzoo
+from gymnasium import spaces
 from pettingzoo.test import parallel_api_test
+from pettingzoo.utils import parallel_to_aec
 
 from core.types import UsageError
-from environments.adapters.pettingzoo import as_pettingzoo
+from environments.adapters.gymnasium_players import Game
+from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
 from environments.base import MultiAgentEnv, Step
 from environments.parsing import user
 
@@ -78,6 +84,18 @@ def test_only_the_action_of_the_asked_agent_counts():
     assert env.agents == [] and observations == {"a": "", "b": ""}
 
 
+def test_a_step_cut_by_a_limit_is_truncated_and_not_terminated():
+    class Limited(Simultaneous):
+        def step(self, responses):
+            return {agent: Step(None, 0.0, True, truncated=agent == "a") for agent in responses}
+
+    env = as_pettingzoo(Limited(), ["a", "b", "c"])
+    env.reset(seed=0)
+    _, _, terminated, truncated, _ = env.step(dict.fromkeys("abc", "x"))
+    assert terminated == {"a": False, "b": True, "c": True}
+    assert truncated == {"a": True, "b": False, "c": False} and env.agents == []
+
+
 def test_agents_leave_one_by_one():
     env = as_pettingzoo(Simultaneous(), ["a", "b", "c"])
     env.reset(seed=0)
@@ -99,3 +117,158 @@ def test_seed_selects_the_task_and_later_resets_draw_from_it():
 def test_agent_that_was_not_named_is_a_usage_error():
     with pytest.raises(UsageError, match=r": b$"):
         as_pettingzoo(Simultaneous(), ["a", "c"]).reset(seed=0)
+
+
+class Nim(pettingzoo.AECEnv):
+    """Take one to three of the matches; who takes the last one wins.
+
+    ### Arguments
+
+    matches
+    """
+
+    metadata = {"name": "nim"}  # noqa: RUF012
+
+    def __init__(self, matches=5):
+        self.matches, self.possible_agents = matches, ["ann", "bob"]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(99))
+
+    def observation_space(self, agent):
+        return spaces.Dict(observation=spaces.Discrete(99), action_mask=spaces.MultiBinary(3))
+
+    def action_space(self, agent):
+        return spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        self.agents = list(self.possible_agents)
+        self.left, self.agent_selection = self.matches + (seed or 0) % 2, "ann"
+        self.rewards = dict.fromkeys(self.agents, 0)
+        self._cumulative_rewards = dict.fromkeys(self.agents, 0)
+        self.terminations = dict.fromkeys(self.agents, False)
+        self.truncations = dict.fromkeys(self.agents, False)
+        self.infos = {agent: {} for agent in self.agents}
+
+    def observe(self, agent):
+        return {"observation": self.left, "action_mask": [n < self.left for n in range(3)]}
+
+    def step(self, action):
+        agent = self.agent_selection
+        if self.terminations[agent]:
+            return self._was_dead_step(action)
+        self._cumulative_rewards[agent] = 0
+        self.left -= action + 1
+        other = "ann" if agent == "bob" else "bob"
+        if self.left == 0:
+            self.rewards = {agent: 1, other: -1}
+            self.terminations = dict.fromkeys(self.agents, True)
+        self._accumulate_rewards()
+        self.agent_selection = other
+
+
+class Sum(pettingzoo.ParallelEnv):
+    """Both agents are paid the sum of their numbers; it ends after two rounds."""
+
+    metadata = {"name": "sum"}  # noqa: RUF012
+    possible_agents, render_mode = ("a", "b"), None
+
+    def observation_space(self, agent):
+        return spaces.Box(-9, 9, (2,))
+
+    def action_space(self, agent):
+        return spaces.Box(0, 1, (1,))
+
+    def reset(self, seed=None, options=None):
+        self.agents, self.round = list(self.possible_agents), 0
+        return dict.fromkeys(self.agents, np.zeros(2, np.float32)), {a: {} for a in self.agents}
+
+    def step(self, actions):
+        self.round += 1
+        agents = self.agents
+        seen = np.array([actions[agent][0] for agent in agents], np.float32)
+        end = dict.fromkeys(agents, self.round == 2)
+        if self.round == 2:
+            self.agents = []
+        total = float(seen.sum())
+        return (dict.fromkeys(agents, seen), dict.fromkeys(agents, total),
+                dict.fromkeys(agents, False), end, {a: {} for a in agents})  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    if "test/nim-v0" not in pettingzoo.aec_registry:
+        pettingzoo.register("aec", "test/nim-v0", entry_point=Nim)
+        pettingzoo.register("aec", "test/sum-v0", entry_point=lambda: parallel_to_aec(Sum()))
+
+
+def test_pettingzoo_agents_act_in_turn_with_legal_actions():
+    env = PettingZoo("test/nim-v0", matches=4)
+    [(agent, [message])] = env.reset(0).items()
+    assert agent == "ann" and message["content"].endswith("\n4\nLegal: 0 1 2")
+    assert "who takes the last one wins." in message["content"]  # the docstring
+    assert "You are ann. End with a number from 0 to 2." in message["content"]
+    [(agent, step)] = env.step({"ann": "2"}).items()
+    assert (agent, step.reward, step.done) == ("bob", 0, False)
+    assert step.message["content"].endswith("You are bob. End with a number from 0 to 2.\n1\n"
+                                            "Legal: 0")  # fmt: skip
+    illegal = env.step({"bob": "1"})
+    assert list(illegal) == ["bob"] and illegal["bob"].reward == -0.1
+    assert illegal["bob"].message["content"] == "End with a number from 0 to 2."
+    last = env.step({"bob": '{"action": 0}'})
+    assert {a: (s.reward, s.done, s.truncated, s.info) for a, s in last.items()} == {
+        "ann": (-1, True, False, {"correct": False}), "bob": (1, True, False, {"correct": True}),
+    }  # fmt: skip
+    assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
+
+
+def test_pettingzoo_third_illegal_action_ends_the_episode_for_all():
+    env = PettingZoo("test/nim-v0")
+    env.reset(0)
+    env.step({"ann": "0"})
+    assert [env.step({"bob": "take 7"})["bob"].reward for _ in range(2)] == [-0.1, -0.1]
+    last = env.step({"bob": ""})
+    assert {a: (s.reward, s.done, s.message) for a, s in last.items()} == {
+        "ann": (0, True, None), "bob": (-1, True, None),
+    }  # fmt: skip
+    assert env.reset(0) and env.step({"ann": "?"})["ann"].reward == -0.1
+
+
+def test_pettingzoo_simultaneous_environment_with_continuous_actions():
+    env = PettingZoo("test/sum-v0")
+    opening = env.reset(0)["a"][0]["content"]
+    assert opening.endswith('You are a. End with JSON: {"action": [0 to 1]}\n0.00 0.00')
+    first = env.step({"a": '{"action": [0.5]}'})
+    assert first["b"].message["content"].endswith("\n0.00 0.00")  # b does not see a's action
+    second = env.step({"b": '{"action": [1]}'})
+    assert second["a"].reward == 1.5 and second["a"].message["content"] == "0.50 1.00"
+    assert env.step({"a": env.guess("a", random.Random(0))})["b"].reward == 1.5
+    last = env.step({"b": '{"action": [1]}'})
+    assert all(s.done and s.truncated and s.info == {"correct": True} for s in last.values())
+
+
+WORDS = Game("Nim.", ("one", "two", "three"), show=lambda n: f"{n} left", hint="Say how many.")
+
+
+def test_pettingzoo_words_replace_the_texts():
+    env = PettingZoo("test/nim-v0", words="test_pettingzoo:WORDS")
+    opening = env.reset(0)["ann"][0]["content"]
+    assert opening == "Nim. You are ann. Say how many.\n5 left\nLegal: one two three"
+    message = env.step({"ann": "I take three"})["bob"].message
+    assert message["content"].endswith("2 left\nLegal: one two")
+
+
+def test_pettingzoo_random_player_finishes_the_game():
+    for seed in range(20):
+        env, rng = PettingZoo("test/nim-v0", matches=9), random.Random(seed)
+        [agent] = env.reset(seed)
+        for _ in range(10):
+            steps = env.step({agent: env.guess(agent, rng)})
+            if all(step.done for step in steps.values()):
+                break
+            [agent] = steps
+        assert sorted(step.reward for step in steps.values()) == [-1, 1]
+
+
+def test_pettingzoo_unknown_id_is_one_line():
+    with pytest.raises(UsageError, match="PettingZoo cannot make 'chess'") as error:
+        PettingZoo("chess")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -1,10 +1,13 @@
 """Reasoning Gym: rewards, which answers reach a scorer, and seeds."""
 
 import functools
+import os
 import random
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +35,18 @@ def test_answer_of_the_dataset_has_reward_1(name):
         step = env.step(env.demonstrate())
         assert step.reward == pytest.approx(1) and step.done and step.message is None
         assert step.info == {"correct": True, "invalid": False}
+
+
+def test_options_of_the_dataset_are_passed_on():
+    env = make("reasoning_gym:dataset=chain_sum,min_terms=6,max_terms=6,min_digits=1,max_digits=1")
+    for seed in range(5):
+        sum_ = re.search(r"[\d+ -]+ =", env.reset(seed)[0]["content"])[0]
+        assert len(re.findall(r"\d+", sum_)) == 6
+        assert env.step(env.demonstrate()).reward == 1
+    for bad in ("min_terms=9,max_terms=2", "colour=red", "size=7", "seed=3"):
+        with pytest.raises(UsageError) as error:
+            make(f"reasoning_gym:dataset=chain_sum,{bad}")
+        assert "\n" not in str(error.value)
 
 
 def test_last_answer_in_json_or_tags_counts():
@@ -174,3 +189,27 @@ def test_hostile_response_is_not_correct_and_scored_fast(name):
         step = env.step(text)
         assert time.process_time() - started < 0.5
         assert step.done and step.info["correct"] is False and step.reward < 0.5
+
+
+ALL_DATASETS = """
+from reasoning_gym.factory import DATASETS
+from environments.adapters.reasoning_gym import UNSUPPORTED, ReasoningGym
+for name in sorted(DATASETS.keys() - UNSUPPORTED):
+    env = ReasoningGym(name)
+    for seed in (0, 1, 1_600_000_000):
+        env.reset(seed)
+        answer = env.demonstrate()
+        print(name, None if answer is None else env.step(answer).reward)
+"""
+
+
+@pytest.mark.slow
+def test_answer_of_every_dataset_has_reward_1():
+    env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", ALL_DATASETS], env=env, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    rewards = {tuple(line.split()) for line in done.stdout.splitlines()}
+    without = {name for name, reward in rewards if reward == "None"}
+    assert without == {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+    assert {reward for name, reward in rewards if name not in without} == {"1.0"}
+    assert len({name for name, _ in rewards}) >= 104

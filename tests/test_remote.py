@@ -1,5 +1,7 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
+import random
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,7 +13,8 @@ from core.sampler import SamplingParams, TorchSampler
 from core.selection import drop_failed
 from core.tasks import Task
 from core.types import UsageError
-from environments.adapters.remote import Remote, RemoteError
+from environments.adapters.remote import Remote, RemoteAgents, RemoteError
+from environments.base import EnvFailure
 from environments.registry import make
 
 # answers the reset, then misbehaves on the first step
@@ -23,7 +26,7 @@ sys.stdin.readline(); sys.stdin.readline()
 """
 MISDEEDS = {
     "hang": "time.sleep(60)",
-    "die": "sys.exit(3)",
+    "die": "print('Traceback ..', 'line 1', 'No door 7', sep='\\n', file=sys.stderr); sys.exit(3)",
     "flood": "while True: sys.stdout.write('x' * 65536)",
     "broken": "print('{\"reward\": 1', flush=True); time.sleep(60)",
     "list": "print('[]', flush=True); time.sleep(60)",
@@ -34,7 +37,7 @@ MISDEEDS = {
 }
 REASONS = {
     "hang": "no answer within the timeout",
-    "die": "the process ended",
+    "die": r"the process ended; last lines of its stderr: Traceback \.\. \| line 1 \| No door 7",
     "flood": "the answer exceeds",
     "broken": "not a JSON object",
     "list": "not a JSON object",
@@ -70,13 +73,20 @@ def test_fresh_messages_stay_fresh():
     env.close()
 
 
+def test_truncated_steps_stay_truncated():
+    env = Remote(env="gymnasium:id=Taxi-v4;max_steps=1")
+    env.reset(1)
+    assert env.step("south").truncated
+    env.close()
+
+
 @pytest.mark.parametrize("misdeed", sorted(MISDEEDS.keys() - {"nan"}))
 def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
     env = start(tmp_path, misdeed)
     assert env.reset(1)[0]["content"] == "?"
     process = env.process
     started = time.monotonic()
-    with pytest.raises(RemoteError, match=REASONS[misdeed]):
+    with pytest.raises(RemoteError if misdeed == "error" else EnvFailure, match=REASONS[misdeed]):
         env.step("go")
     assert time.monotonic() - started < 4
     assert process.poll() is not None
@@ -93,7 +103,7 @@ def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy, misdeed
     tasks = [Task("letter_counting", 1, 0), Task(bad, 1, 1), Task("letter_counting", 2, 2)]
     rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(max_tokens=4))
     assert [bool(r.error) for r in rollouts] == [False, True, False]
-    assert REASONS[misdeed] in rollouts[1].error
+    assert re.search(REASONS[misdeed], rollouts[1].error)
     warnings = []
     assert [r.group_id for r in drop_failed(rollouts, warnings.append)] == [0, 2]
     (warning,) = warnings
@@ -152,3 +162,47 @@ def test_close_kills_the_process_and_its_children(tmp_path):
         time.sleep(0.1)
     else:
         pytest.fail("the child process still runs")
+
+
+def test_several_agents_play_as_in_this_process():
+    local, served = make("tic_tac_toe:opponent=self"), make("remote:env=tic_tac_toe:opponent=self")
+    assert isinstance(served, RemoteAgents) and served.reset(3) == local.reset(3)
+    agent, rng = "X", random.Random(0)
+    for _ in range(9):
+        guess = served.guess(agent, rng)
+        assert re.fullmatch(r".*<move>\d</move>", guess)
+        steps = local.step({agent: guess})
+        assert served.step({agent: guess}) == steps
+        asked = [name for name, step in steps.items() if step.message and not step.done]
+        if not asked:
+            break
+        [agent] = asked
+    assert asked == [] and all(step.done for step in steps.values())
+    served.close()
+
+
+def test_program_may_serve_several_agents(tmp_path, policy):
+    program = tmp_path / "game.py"
+    program.write_text("""
+import json, sys
+for line in sys.stdin:
+    request, user = json.loads(line), {"role": "user", "content": "go"}
+    answer = {name: [user] for name in "ab"}
+    if request["do"] == "step":
+        answer = {name: {"reward": ord(name) - 96, "done": True} for name in request["responses"]}
+    print(json.dumps({"agents": answer}), flush=True)
+""")
+    spec = f"remote:command={sys.executable} {program},agents=true"
+    collector = RolloutCollector(policy, max_turns=2)
+    rollouts = collector.collect(
+        [Task(spec, 1, 0)], TorchSampler(policy), SamplingParams(max_tokens=4)
+    )
+    assert {r.agent: (r.episode_return, r.error) for r in rollouts} == {"a": (1, ""), "b": (2, "")}
+
+
+def test_agents_in_the_wrong_form_fail_the_episode(tmp_path):
+    program = tmp_path / "game.py"
+    program.write_text('input(); print(\'{"agents": {"a": 1}}\', flush=True); input()')
+    env = make(f"remote:command={sys.executable} {program},agents=true")
+    with pytest.raises(EnvFailure, match="the messages are no list"):
+        env.reset(1)

@@ -43,7 +43,8 @@ def message(text):
 
 @pytest.fixture(autouse=True)
 def example_environments(monkeypatch):
-    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(registry.ENVIRONMENTS))
+    others = {k: v for k, v in registry.ENVIRONMENTS.items() if k != "countdown"}
+    monkeypatch.setattr(registry, "ENVIRONMENTS", others)
 
     @register("countdown")
     class Countdown(Env):
@@ -127,6 +128,38 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
 def test_max_turns_truncates_the_episode(policy):
     (rollout,) = play(policy, [Task("countdown", 5, 0)], max_turns=2)
     assert (len(rollout.turns), rollout.episode_truncated) == (2, True)
+
+
+class Moves(Scripted):
+    """Plays a drawn game of tic-tac-toe: one move per batch."""
+
+    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
+        self.text = f"<move>{'132548697'[len(self.batches)]}</move>"
+        return super().sample(prompts, params, on_progress, chats)
+
+
+@pytest.mark.parametrize(("max_turns", "turns", "cut"), [(5, [5, 4], False), (4, [4, 4], True)])
+def test_max_turns_counts_the_turns_of_one_player(policy, max_turns, turns, cut):
+    """A drawn game has nine moves: five of X and four of O."""
+    rollouts = play(policy, [Task("tic_tac_toe:opponent=self", 0, 0)], Moves(policy), max_turns)
+    assert [len(r.turns) for r in rollouts] == turns
+    assert [r.episode_truncated for r in rollouts] == [cut, cut]
+    assert not any(r.error for r in rollouts)
+
+
+def test_a_step_cut_by_a_limit_of_the_environment_truncates_the_episode(policy):
+    @register("limited")
+    class Limited(Env):
+        def reset(self, seed):
+            self.seed = seed
+            return [message("?")]
+
+        def step(self, response):
+            return Step(None, 1.0, True, truncated=self.seed == 1)
+
+    whole, cut = play(policy, [Task("limited", 0, 0), Task("limited", 1, 1)])
+    assert (whole.episode_truncated, cut.episode_truncated) == (False, True)
+    assert (cut.episode_return, cut.error) == (1.0, "")
 
 
 def test_a_full_context_truncates_the_episode(policy):

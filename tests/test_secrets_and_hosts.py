@@ -15,6 +15,7 @@ from test_wikipedia_maze import visit
 from core import openai_sampler
 from core.types import UsageError
 from environments import wikipedia
+from environments.base import EnvFailure
 from environments.wikipedia_maze import WikipediaMaze
 
 SMALL = """--sft-steps 4 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 2
@@ -98,9 +99,8 @@ def test_the_live_wiki_asks_no_other_host(wiki):
         assert here.asked[-1].startswith(f"/w/api.php?action=parse&page={quote(title, safe='')}&")
     for status in (301, 302, 303, 307, 308):
         env.reset(0)
-        step = env.step(visit(f"Away {status}"))
-        assert (step.reward, step.done) == (0.0, True)
-        assert step.info["error"] == f"Away {status}: HTTP status {status}"
+        with pytest.raises(EnvFailure, match=f"Away {status}: HTTP status {status}"):
+            env.step(visit(f"Away {status}"))
     assert len(here.asked) > 5 and there.asked == []
     assert set(connected) == {("127.0.0.1", here.server_port)}
 
@@ -148,6 +148,7 @@ def secrets(monkeypatch):
 def server():
     server = serve(Server)
     server.failures, server.finish = [], "stop"
+    server.retry_after, server.broken = {"retry-after-ms": "1"}, {}
     server.url = f"http://127.0.0.1:{server.server_port}/v1"
     yield server
     server.shutdown()

@@ -24,6 +24,7 @@ from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import UsageError
 from environments.adapters.remote import RemoteError
+from environments.base import EnvFailure
 from environments.registry import make
 
 ROOT = Path(__file__).parent.parent
@@ -262,7 +263,7 @@ def test_no_shell_reads_a_remote_command(marker, template):
     assert marker.exists()
     marker.unlink()
     env = make(f"remote:command={command},timeout=1")
-    with pytest.raises((RemoteError, UsageError)):
+    with pytest.raises((RemoteError, EnvFailure, UsageError)):
         env.reset(1)
     assert not marker.exists()
 

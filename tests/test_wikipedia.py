@@ -12,6 +12,7 @@ from test_wikipedia_maze import visit, walk
 
 from core.types import UsageError
 from environments import pages, wikipedia
+from environments.base import EnvFailure
 from environments.wikipedia_maze import WikipediaMaze
 
 ARTICLES = {
@@ -35,7 +36,6 @@ ARTICLES = {
     + '<p>End: <a href="/wiki/Sea">sea</a></p>',
 }
 REDIRECTS = {"Sea water": "Sea", "Ocean": "Sea"}
-FAILING = ["Broken", "Big", "Fail", "Gone", "List"]
 
 
 class Wiki(BaseHTTPRequestHandler):
@@ -118,8 +118,16 @@ def test_the_address_of_a_link_counts_as_its_title_on_this_host_only(wiki):
     assert env.title == "Sea"
 
 
-@pytest.mark.parametrize("title", FAILING)
-def test_a_failed_request_ends_the_episode_with_reward_0(wiki, title, monkeypatch):
+@pytest.mark.parametrize("title", ["Broken", "Fail", "List"])
+def test_a_wrong_answer_of_the_wiki_is_a_failure_and_no_reward(wiki, title):
+    env = live(wiki, start="Food")
+    env.reset(0)
+    with pytest.raises(EnvFailure, match=f"{title}: "):
+        env.step(visit(title))
+
+
+@pytest.mark.parametrize("title", ["Big", "Gone"])
+def test_a_page_that_does_not_exist_ends_the_episode_with_reward_0(wiki, title, monkeypatch):
     monkeypatch.setattr(wikipedia, "MAX_BYTES", 10_000)
     env = live(wiki, start="Food")
     env.reset(0)
@@ -140,13 +148,9 @@ def test_each_article_is_requested_once_from_one_address(wiki):
 
 
 @pytest.mark.parametrize("start, target", [("Gone", "Deep"), ("Salt", "Gone")])
-def test_a_failed_request_in_reset_ends_the_episode_at_the_first_step(wiki, start, target):
-    env = live(wiki, start=start, target=target)
-    assert "Gone: " in env.reset(0)[0]["content"]
-    assert env.demonstrate() is None
-    step = env.step(env.demonstrate(hasty=True))
-    assert (step.reward, step.done, step.info["correct"]) == (0.0, True, False)
-    assert step.info["error"]
+def test_a_missing_start_or_target_is_a_failure(wiki, start, target):
+    with pytest.raises(EnvFailure, match="Gone: 'missingtitle'"):
+        live(wiki, start=start, target=target).reset(0)
 
 
 def test_broken_html_raises_nothing():
@@ -162,16 +166,13 @@ def test_a_page_without_links_ends_the_episode(wiki):
     assert step.info == {"correct": False, "visits": 1}
 
 
-def test_a_wiki_that_is_slow_or_down_ends_the_episode(wiki, monkeypatch):
+def test_a_wiki_that_is_slow_or_down_is_a_failure(wiki, monkeypatch):
     monkeypatch.setattr(wikipedia, "TIMEOUT", -1.0)
-    env = live(wiki)
-    assert "Salt: " in env.reset(0)[0]["content"]
-    assert env.step("").done
+    with pytest.raises(EnvFailure, match="Deep: "):
+        live(wiki).reset(0)
     monkeypatch.setattr(wikipedia, "TIMEOUT", 5.0)
-    env = live("http://127.0.0.1:9/w/api.php")  # a closed port
-    env.reset(0)
-    step = env.step("")
-    assert (step.reward, step.done) == (0.0, True) and "ConnectError" in step.info["error"]
+    with pytest.raises(EnvFailure, match="ConnectError"):
+        live("http://127.0.0.1:9/w/api.php").reset(0)  # a closed port
 
 
 def test_a_long_page_has_parts_and_its_links_can_all_be_visited(wiki):

@@ -108,6 +108,9 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--sampler openai --num-updates 0 --base-url http://a:b", "--base-url"),
     ("--sampler openai --num-updates 0 --base-url http://a --temperature 1 --top-k 5", "--top-k"),
     ("--base-url http://127.0.0.1:9", "--sampler openai"),
+    ("--api-concurrency 4", "--sampler openai"),
+    ("--api-timeout 60", "--sampler openai"),
+    ("--sampler openai --base-url http://a --num-updates 0 --api-timeout 0", "more than 0"),
     ("--sampler torch --vllm-eager", "--sampler vllm"),
     # the chat template
     ("--template-options thinking", "key=value"),

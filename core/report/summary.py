@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from core.metrics import before_after, describe
+from core.run_dir import train_command
 from core.run_log import METRICS, Record, read_records
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -71,7 +72,9 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
     flags += ["--env", *config["env"], "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
-    return [*lines, f"next: python train.py {shlex.join(flags)}"]
+    if config.get("env_path") not in (None, "", str(Path.cwd())):
+        flags += ["--env-path", config["env_path"]]
+    return [*lines, f"next: {train_command(*flags)}"]
 
 
 def _comparisons(env: str, last: Record) -> str:

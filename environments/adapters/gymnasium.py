@@ -1,4 +1,4 @@
-"""Gymnasium environments with discrete actions, as text (gymnasium.farama.org).
+"""Gymnasium environments as text (gymnasium.farama.org).
 
 Observation: the rules and the state as one line; on later turns the new state alone. With
 memory=false each turn starts a new context, which holds the rules and the new state:
@@ -7,7 +7,11 @@ memory=false each turn starts a new context, which holds the rules and the new s
     x 0.0 v 0.0 a 0.03 w 0.0
 
 `gymnasium_players` has the rules, the names of the actions and a player for five environments.
-For all others the state and the actions are numbers.
+For all others the rules are in the environment's docstring, the state is numbers, and the actions
+are numbers, or JSON if they are not discrete: {"action": [0.5, -1]}.
+
+`words=module:GAME` names a `Game` of yours, or a function from the environment to one, with the
+rules (`rules`, `hint`), observation to text (`show`) and text to action (`read`).
 
 Reward of a response:
 
@@ -15,7 +19,8 @@ Reward of a response:
     -0.1                 no action could be read, at most twice per episode
     -forfeit * scale     no action could be read for the third time; the episode ends
 
-`info["correct"]`: the episode ended as `Game.solved` requires.
+`info["correct"]`: the episode ended as `Game.solved` requires. An end by a time limit sets
+`Step.truncated`, unless reaching that limit is the task (CartPole).
 
 `as_gymnasium` does the reverse: it turns one of our environments into a `gymnasium.Env`.
 
@@ -31,9 +36,11 @@ from typing import Any
 
 from core.types import Message, UsageError
 from environments.adapters import import_library
-from environments.adapters.gymnasium_players import Game, find_game
+from environments.adapters.gymnasium_players import Game, find_game, json_actions
+from environments.adapters.spaces import to_json
 from environments.base import TRAIN_SEEDS, Env, Step
 from environments.parsing import Retries, one_of, read_action, user
+from environments.registry import import_attribute
 
 MAX_TEXT_LENGTH = 100_000  # characters
 CHARACTERS = "".join(map(chr, range(0x3000)))  # alphabets, punctuation, symbols
@@ -49,8 +56,13 @@ def format_observation(game: Game, observation: Any) -> str:
     return game.show(observation)
 
 
-def extract_action(game: Game, response: str) -> int | None:
-    """Returns the last action that the response names, by word or by number; None without one."""
+def extract_action(game: Game, response: str) -> Any:
+    """Returns the last action that the response names, by word or by number; None without one.
+
+    With `game.read`, returns what that makes of the response.
+    """
+    if game.read is not None:
+        return game.read(response)
     actions = {word: i for i, word in enumerate(game.actions, game.first)}
     actions |= {str(i): i for i in actions.values()}
     # In plain text a number counts only if it is the whole response: it may be an observation.
@@ -70,23 +82,30 @@ class Gymnasium(Env):
     `repeat`: number of steps for which each action is repeated.
     `scale`: factor on all rewards.
     `memory`: whether the policy sees its earlier turns.
+    `words`: module:GAME, a `Game` that replaces the texts and the reading of actions.
+    `options`: keyword arguments of the environment, such as map_name=8x8.
     """
 
+    thread_safe = False  # the library has state that all instances share
+
     def __init__(self, id: str = "CartPole-v1", max_steps: int = 0, repeat: int = 1,
-                 scale: float = 1.0, memory: bool = True) -> None:  # fmt: skip
+                 scale: float = 1.0, memory: bool = True, words: str = "",
+                 **options: Any) -> None:  # fmt: skip
         if max_steps < 0 or repeat < 1:
             raise UsageError(
                 "max_steps must be at least 0 (0: the environment's own limit), "
                 "repeat must be at least 1"
             )
-        self.env, self.repeat, self.scale = _make(id, max_steps or None), repeat, scale
-        self.game, self.memory = find_game(self.env), memory
+        self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
+        self.game = load_words(words, self.env, self.env.action_space) or find_game(self.env)
+        self.memory = memory
 
     def reset(self, seed: int) -> list[Message]:
         self.rng = random.Random(seed)
         self.retries = Retries(final=-self.game.forfeit * self.scale)
         self.unscaled_return, self.steps = 0.0, 0
         observation, _ = self.env.reset(seed=seed % 2**31)
+        self.env.action_space.seed(seed % 2**31)  # of the random guesses
         return [user(self._describe(observation, with_rules=True))]
 
     def step(self, response: str) -> Step:
@@ -109,28 +128,58 @@ class Gymnasium(Env):
         }
         info = {"correct": bool(solved[self.game.solved]), "steps": self.steps}
         message = None if done else user(self._describe(observation, not self.memory))
-        return Step(message, reward * self.scale, done, info, fresh=not self.memory)
+        cut = truncated and not terminated and self.game.solved != "truncated"
+        return Step(message, reward * self.scale, done, info, not self.memory, cut)
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns the player's action, None if there is no player; `hasty`: mostly the last one."""
         if hasty:
-            return self.game.actions[self.hasty_action]
-        if self.game.play is None:
+            return self.hasty_action
+        if self.game.play is None or not self.game.actions:
             return None
         return self.game.actions[self.game.play(self.observation)]
 
-    def trivial(self) -> str:
-        """Always takes the first action."""
-        return self.game.actions[0]
+    def trivial(self) -> str | None:
+        """Always takes the first action; None if the actions have no names."""
+        return self.game.actions[0] if self.game.actions else None
 
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation
-        last = len(self.game.actions) - 1
-        # Mostly the last action, which a policy then prefers that saw more guesses than good play.
-        # Drawn here, once per turn, so that `demonstrate` has no effect on the random draws.
-        self.hasty_action = self.rng.choice((last, last, last, self.rng.randint(0, last)))
+        self.hasty_action = self._guess()  # once per turn: `demonstrate` must not change the draws
         line = format_observation(self.game, observation)
         return f"{system_prompt(self.game)}\n{line}" if with_rules else line
+
+    def _guess(self) -> str | None:
+        """Returns mostly the last action, which a policy prefers after more guesses than good play.
+
+        Without names of actions: a random action as JSON; None if `words` reads them otherwise.
+        """
+        if not self.game.actions:
+            guess = to_json(self.env.action_space.sample())
+            return None if extract_action(self.game, guess) is None else guess
+        last = len(self.game.actions) - 1
+        return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
+
+
+def load_words(words: str, env: Any, space: Any) -> Game | None:
+    """Returns the Game that `words` (module:GAME or file.py:GAME) names, None without a name.
+
+    Raises UsageError if it cannot be imported, or is neither a Game nor a function that makes one.
+    """
+    if not words:
+        return None
+    source, _, name = words.rpartition(":")
+    try:
+        found = import_attribute(source, name)
+    except UsageError as error:
+        raise UsageError(f"words={words}: {error}") from None
+    game = found if isinstance(found, Game) else found(env) if callable(found) else None
+    if not isinstance(game, Game):
+        raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
+    if game.read or game.actions:
+        return game
+    actions = json_actions(space)
+    return game._replace(read=actions["read"], hint=game.hint or actions["hint"])
 
 
 def as_gymnasium(env: Env) -> Any:
@@ -142,7 +191,7 @@ def as_gymnasium(env: Env) -> Any:
 
     The first observation joins the opening messages with empty lines; the last one is empty.
     `reset(seed=n)` starts the task of seed n; `reset()` draws a seed from TRAIN_SEEDS with
-    `np_random`. `truncated` is always False. Raises UsageError if Gymnasium is not installed.
+    `np_random`. Raises UsageError if Gymnasium is not installed.
     """
     import_library("gymnasium")
     import gymnasium
@@ -163,7 +212,8 @@ def as_gymnasium(env: Env) -> Any:
         def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
             step = env.step(action)
             observation = step.message["content"] if step.message else ""
-            return observation, float(step.reward), step.done, False, dict(step.info)
+            terminated = step.done and not step.truncated
+            return observation, float(step.reward), terminated, step.truncated, dict(step.info)
 
     return AsGymnasium()
 
@@ -183,16 +233,13 @@ def join(messages: list[Message]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
-def _make(id: str, max_steps: int | None) -> Any:
+def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     gymnasium = import_library("gymnasium")
     try:
-        env = gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True)
-    except (gymnasium.error.Error, ImportError, ValueError) as error:
+        return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
+    except Exception as error:  # of Gymnasium, or of the environment's constructor
         raise UsageError(f"Gymnasium cannot make {id!r}: {' '.join(str(error).split())}") from None
-    if not isinstance(env.action_space, gymnasium.spaces.Discrete):
-        raise UsageError(f"{id} has the action space {env.action_space}; it must be Discrete")
-    return env
 
 
 def _format_hint(game: Game) -> str:
-    return f"End with {' or '.join(game.actions)}."
+    return game.hint or f"End with {' or '.join(game.actions)}."

@@ -1,9 +1,14 @@
-"""Rules, action names and a hand-written player for five Gymnasium environments.
+"""How Gymnasium environments are described to a policy, and players for some of them.
+
+Five have rules in few words, names for their actions and a player. For all others the rules are
+those of the environment's docstring and the state is numbers; actions are numbers or JSON. A `Game`
+of yours (`words=module:GAME`) replaces both.
 
 CartPole: pushes towards the side to which the pole leans and falls. MountainCar: pushes in the
 direction of the car's motion. Blackjack: basic strategy without doubling and splitting (Baldwin
 et al., 1956); mean return about -0.045 per hand. FrozenLake and Taxi: the best action by value
-iteration (Bellman, 1957) on the transition table that the environment publishes.
+iteration (Bellman, 1957) on the transition table that the environment publishes; so does any other
+environment with such a table.
 
 >>> GAMES["Blackjack-v1"].show((16, 10, 0))
 'you 16 dealer 10 ace no'
@@ -11,12 +16,22 @@ iteration (Bellman, 1957) on the transition table that the environment publishes
 [1, 0, 1]
 """
 
+import inspect
+import re
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from environments.adapters.spaces import check_observations, describe, read_json_action
+
+MAX_RULES = 4000  # characters of a docstring
+RULES_SECTIONS = ("Description", "Action", "Observation", "Reward")
+SECTION = re.compile(r"^\s*#{2,3} +", re.MULTILINE)
+# figures, code and citations; images; and what of links and tags is no text
+NO_TEXT = re.compile(r"```(?:\{|\w|\s*@).*?```|!\[[^]\n]*\]\([^)\n]*\)|<[^>\n]*>|```", re.DOTALL)
+LINK = re.compile(r"\[([^]\n]*)\]\([^)\n]*\)")
 DISCOUNT = 0.99  # below 1, so that the shorter of two paths has the higher value
 TOLERANCE = 1e-9  # value iteration stops below this change
 STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stick}
@@ -25,39 +40,97 @@ STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stic
 }
 
 
-class Game(NamedTuple):
-    """How one environment is described and played."""
-
-    rules: str
-    actions: tuple[str, ...]  # the name of each action, in order
-    show: Callable[[Any], str]  # observation -> one line of text
-    play: Callable[[Any], int] | None = None  # observation -> index into `actions`
-    # which end counts as correct: terminated, truncated, or terminated with a positive return
-    solved: Literal["terminated", "truncated", "return"] = "return"
-    forfeit: float = 1.0  # penalty of giving up; where steps cost, that of the step limit
-    first: int = 0  # the number of the first action
-
-
-def find_game(env: Any) -> Game:
-    """Returns the entry of GAMES for a Gymnasium environment, else one with numbers only."""
-    first = int(env.action_space.start)
-    numbers = tuple(str(first + i) for i in range(int(env.action_space.n)))
-    # The steps may have negative rewards: forfeiting must cost more than the longest episode.
-    forfeit = env.spec.max_episode_steps or 1.0
-    unknown = Game(f"{env.spec.id}.", numbers, show_numbers, forfeit=forfeit, first=first)
-    return GAMES.get(env.spec.id, unknown)
-
-
 def show_numbers(observation: Any) -> str:
-    """Returns the numbers of an observation in order, floats with two decimals."""
+    """Returns the numbers of an observation in order, floats with two decimals.
+
+    >>> show_numbers({"speed": 0.5, "board": np.array([[1, 0], [0, 2]])})
+    'speed 0.50 board 1 0 / 0 2'
+    """
     if isinstance(observation, dict):
         return " ".join(f"{key} {show_numbers(value)}" for key, value in observation.items())
     if isinstance(observation, tuple):
         return " ".join(show_numbers(value) for value in observation)
     if isinstance(observation, str):
         return observation
-    numbers = np.ravel(observation).tolist()
+    array = np.asarray(observation)
+    if array.ndim > 1:
+        return " / ".join(map(show_numbers, array))
+    numbers = np.ravel(array).tolist()
     return " ".join(f"{n:z.2f}" if isinstance(n, float) else str(int(n)) for n in numbers)
+
+
+class Game(NamedTuple):
+    """How one environment is described and played."""
+
+    rules: str
+    actions: tuple[str, ...] = ()  # the name of each discrete action, in order
+    show: Callable[[Any], str] = show_numbers  # observation -> text
+    play: Callable[[Any], int] | None = None  # observation -> index into `actions`
+    # which end counts as correct: terminated, truncated, or terminated with a positive return
+    solved: Literal["terminated", "truncated", "return"] = "return"
+    forfeit: float = 1.0  # penalty of giving up; where steps cost, that of the step limit
+    first: int = 0  # the number of the first action
+    # response -> action, None if there is none; without it the last of `actions` that is named
+    read: Callable[[str], Any] | None = None
+    hint: str = ""  # how a response has to end; empty: with one of `actions`
+
+
+def find_game(env: Any) -> Game:
+    """Returns the entry of GAMES for a Gymnasium environment, or one made of its docstring.
+
+    Raises UsageError for observations that are images, and for actions that no text can express.
+    """
+    id, table = env.spec.id, getattr(env.unwrapped, "P", None)
+    known = GAMES.get(id)
+    if id.startswith("FrozenLake"):
+        known = GAMES["FrozenLake-v1"]._replace(
+            rules=_frozen_lake_rules(env), show=partial(_show_cell, env.unwrapped.ncol)
+        )
+    if known is None:
+        check_observations(env.observation_space, id)
+        known = _from_docstring(env)
+    if known.actions and table and (known.play is None or env.spec.kwargs != default_kwargs(id)):
+        known = known._replace(play=_TablePlayer(table))  # the options change the transitions
+    return known
+
+
+def default_kwargs(id: str) -> dict[str, Any]:
+    """Returns the keyword arguments with which Gymnasium registered `id`."""
+    import gymnasium
+
+    return gymnasium.spec(id).kwargs
+
+
+def _from_docstring(env: Any) -> Game:
+    space, id = env.action_space, env.spec.id
+    # The steps may have negative rewards: forfeiting must cost more than the longest episode.
+    forfeit = env.spec.max_episode_steps or 1.0
+    rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
+    if not hasattr(space, "n") or space.shape:  # not Discrete
+        return Game(rules, forfeit=forfeit, **json_actions(space))
+    first = int(space.start)
+    numbers = tuple(str(first + i) for i in range(int(space.n)))
+    return Game(rules, numbers, forfeit=forfeit, first=first)
+
+
+def json_actions(space: Any) -> dict[str, Any]:
+    """Returns `read` and `hint` of a Game whose actions are JSON values of `space`."""
+    hint = f'End with JSON: {{"action": {describe(space)}}}'
+    return {"read": partial(read_json_action, space), "hint": hint}
+
+
+def docstring_rules(doc: str | None) -> str:
+    """Returns what the docstring of an environment says about the task.
+
+    These are its introduction and the sections on actions, observations and rewards, without links.
+    """
+    text = NO_TEXT.sub("", inspect.cleandoc(doc or "").replace("<sup>", "^"))
+    intro, *sections = SECTION.split(LINK.sub(r"\1", text))
+    lines = [line for line in intro.splitlines() if not line.startswith(("#", "|", "This env"))]
+    for section in sections:
+        if section.startswith(RULES_SECTIONS):
+            lines += section.splitlines()[1:]
+    return "\n".join(line.strip() for line in lines if line.strip())[:MAX_RULES]
 
 
 def cartpole(observation: Any) -> int:
@@ -89,8 +162,14 @@ def best_actions(id: str) -> list[int]:
     """Returns the action with the highest value in each state, by value iteration."""
     import gymnasium
 
-    # state -> action -> [(probability, next state, reward, terminated), ...]
-    table: dict[int, dict[int, list]] = gymnasium.make(id).unwrapped.P  # type: ignore[attr-defined]
+    return solve(gymnasium.make(id).unwrapped.P)  # type: ignore[attr-defined]
+
+
+def solve(table: dict[int, dict[int, list]]) -> list[int]:
+    """Returns the best action in each state of a transition table, as `best_actions` does.
+
+    `table`: state -> action -> [(probability, next state, reward, terminated), ...].
+    """
     values = [0.0] * len(table)
 
     def action_value(state: int, action: int) -> float:
@@ -107,6 +186,31 @@ def best_actions(id: str) -> list[int]:
             change = max(change, abs(best - values[state]))
             values[state] = best
     return [max(table[state], key=partial(action_value, state)) for state in range(len(values))]
+
+
+class _TablePlayer:
+    """The player of one environment's own transition table, which is solved when it first acts."""
+
+    def __init__(self, table: dict[int, dict[int, list]]) -> None:
+        self.table = table
+
+    def __call__(self, state: Any) -> int:
+        return self.best[int(state)]
+
+    @cached_property
+    def best(self) -> list[int]:
+        return solve(self.table)
+
+
+def _frozen_lake_rules(env: Any) -> str:
+    rows = [b"".join(row).decode() for row in env.unwrapped.desc]
+    slips = any(len(outcomes) > 1 for outcomes in env.unwrapped.P[0].values())
+    ice = "; the ice may turn you aside" if slips else ""
+    return f"Go from S to G, not into H{ice}. Rows 0-{len(rows) - 1}: {' '.join(rows)}."
+
+
+def _show_cell(columns: int, state: int) -> str:
+    return f"row {state // columns} column {state % columns}"
 
 
 def _show_taxi(state: int) -> str:
@@ -131,7 +235,7 @@ GAMES = {
     "FrozenLake-v1": Game(
         "Go from S to G, not into H; the ice may turn you aside. Rows 0-3: SFFF FHFH FFFH HFFG.",
         ("left", "down", "right", "up"),
-        lambda state: f"row {state // 4} column {state % 4}",
+        partial(_show_cell, 4),
         partial(table_player, "FrozenLake-v1"),
     ),
     "Taxi-v4": Game(

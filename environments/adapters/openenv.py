@@ -1,19 +1,23 @@
 r"""A client for the environment of a running OpenEnv server.
 
 Action: one `field` of the server's action. Its value is the value of `field` in a JSON object in
-the response, else the whole response. Observation: the fields that the server returns, as lines
+the response, else the whole response. With several (`field=row column`), the last JSON object in
+the response that has them all. Observation: the fields that the server returns, as lines
 "name: value", or the text alone if a single text field has a value.
 
 Reward:
 
     the server's            no reward counts as 0
-    -0.1                    the server rejects the action as invalid, at most twice per episode
+    -0.1                    the action is nested more than 100 deep, or the server rejects it as
+                            invalid; at most twice per episode
     -1                      the third invalid action; the episode ends
-    0                       the server fails; the episode ends with info["error"]
+
+If the server cannot be reached, the episode fails with EnvFailure; an exception of the environment
+on the server fails the episode with RuntimeError.
 
 `info["correct"]`: the episode ended with a positive reward. The seed is sent with the server's
 reset; the server decides whether it uses the seed. Each instance opens a session of its own, so the
-server must allow as many sessions as episodes run at the same time (UsageError otherwise).
+server must allow --env-instances sessions (EnvFailure otherwise).
 
 >>> describe({"echoed_message": "hi", "message_length": 2, "metadata": {}})
 'echoed_message: hi\nmessage_length: 2'
@@ -27,32 +31,40 @@ from typing import Any
 
 from core.types import Message, UsageError
 from environments.adapters import import_library
-from environments.base import Env, Step
-from environments.parsing import Retries, read_action, user
+from environments.base import Env, EnvFailure, Step
+from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_action, user
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds
-UNREACHABLE = "The environment's server doesn't answer."
+MAX_DEPTH = 101  # of nested lists and objects; the server's JSON library fails beyond 254
 
 
 class OpenEnv(Env):
-    """`url`: address of the server; `field`: the field of its action that takes the text."""
+    """`url`: address of the server; `field`: the field of its action that takes the text, or the
+    fields, separated by spaces."""
+
+    heavy = True
 
     def __init__(self, url: str = "http://127.0.0.1:8000", field: str = "message") -> None:
         self.client_class = import_library("openenv.core").GenericEnvClient
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise UsageError(f"url must be the http address of an OpenEnv server, not {url!r}")
-        self.url, self.field = url, field
+        self.url, self.fields = url, field.split()
+        if not self.fields:
+            raise UsageError("field must name a field of the server's action")
+        self.hint = f"That is no valid {self.fields[0]}."
+        if len(self.fields) > 1:
+            self.hint = f"Answer with JSON: {json.dumps(dict.fromkeys(self.fields, '..'))}"
         self.client: Any = None
         try:
             self._connect()
         except Exception as error:  # refused, unknown host, not an OpenEnv server, no free session
-            problem = " ".join(str(error).split())[:200]
-            raise UsageError(f"no OpenEnv session at {url}: {problem}") from None
+            raise UsageError(f"no OpenEnv session at {url}: {_text(error)}") from None
         self._disconnect()  # the session is free until the first episode
 
     def reset(self, seed: int) -> list[Message]:
         self.retries = Retries()
+        problem = ""
         for _ in range(2):  # the server may have closed an idle session
             try:
                 if self.client is None:
@@ -61,27 +73,52 @@ class OpenEnv(Env):
             except Exception as error:
                 self._disconnect()
                 if "CAPACITY_REACHED" in str(error):
-                    raise UsageError(f"the OpenEnv server at {self.url} is full: {error}") from None
-        return [user(UNREACHABLE)]  # the next step ends the episode
+                    raise EnvFailure(f"the OpenEnv server at {self.url} is full: {error}") from None
+                problem = _text(error)
+        raise EnvFailure(f"no OpenEnv session at {self.url}: {problem}")
 
     def step(self, response: str) -> Step:
-        action = read_action(response, self.field, lambda value: value)
+        action = self._action(response)
         if action is None:
-            action = response
+            return self.retries.refuse(self.hint)
         # lone surrogates cannot be sent: "?" replaces them
         payload = json.loads(json.dumps(action, ensure_ascii=False).encode("utf-8", "replace"))
+        if _depth(payload) > MAX_DEPTH:
+            return self.retries.refuse(self.hint)
         try:
-            result = self.client.step({self.field: payload})
+            result = self.client.step(payload)
         except Exception as error:
             if "VALIDATION_ERROR" in str(error):
-                return self.retries.refuse(f"That is no valid {self.field}.")
+                return self.retries.refuse(self.hint)
             self._disconnect()
-            return Step(None, 0.0, True, {"correct": False, "error": True})
+            kind = (
+                RuntimeError if "(code: " in str(error) else EnvFailure
+            )  # the server has answered
+            raise kind(f"the OpenEnv server at {self.url}: {_text(error)}") from None
         reward = float(result.reward or 0.0)
         if result.done:
             self._disconnect()
             return Step(None, reward, True, {"correct": reward > 0})
         return Step(user(describe(result.observation)), reward, False, {"correct": False})
+
+    def close(self) -> None:
+        """Ends the session."""
+        self._disconnect()
+
+    def _action(self, response: str) -> dict[str, Any] | None:
+        if len(self.fields) == 1:
+            value = read_action(response, self.fields[0], lambda value: value)
+            return {self.fields[0]: response if value is None else value}
+        start, text = MAX_CHARACTERS, response[-MAX_CHARACTERS:]
+        for _ in range(MAX_CANDIDATES):
+            start = text.rfind("{", 0, start)
+            if start < 0:
+                break
+            with suppress(ValueError, RecursionError):
+                value, _ = json.JSONDecoder().raw_decode(text, start)
+                if set(self.fields) <= set(value):
+                    return {field: value[field] for field in self.fields}
+        return None
 
     def _connect(self) -> None:
         client = self.client_class(base_url=self.url, connect_timeout_s=CONNECT_TIMEOUT)
@@ -103,3 +140,18 @@ def describe(observation: dict[str, Any]) -> str:
     if len(texts) == 1 and texts == fields:
         return next(iter(texts.values()))
     return "\n".join(f"{key}: {text}" for key, text in texts.items()) or "Your turn."
+
+
+def _depth(value: Any) -> int:
+    """Returns how deep lists and objects are nested; 1: neither."""
+    depth, level = 0, [value]
+    while level:
+        parts = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [part for values in parts if not isinstance(values, str | int | float | None)
+                 for part in values]  # fmt: skip
+        depth += 1
+    return depth
+
+
+def _text(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

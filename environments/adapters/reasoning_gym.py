@@ -50,22 +50,31 @@ SET_ORDERED = (
 
 
 class ReasoningGym(Env):
-    """One question, one response. `dataset`: a name that Reasoning Gym registers."""
+    """One question, one response.
 
-    def __init__(self, dataset: str = "basic_arithmetic") -> None:
+    `dataset`: a name that Reasoning Gym registers.
+    `options`: settings of the dataset, such as min_terms=5.
+    """
+
+    thread_safe = False  # the library has state that all instances share
+
+    def __init__(self, dataset: str = "basic_arithmetic", **options: Any) -> None:
+        if reserved := {"size", "seed"} & options.keys():
+            raise UsageError(f"{min(reserved)} is set for each task; remove it")
         if dataset in UNSUPPORTED:
             raise UsageError(f"the dataset {dataset} {UNSUPPORTED[dataset]}")
         if dataset in SET_ORDERED and os.environ.get("PYTHONHASHSEED") != "0":
             raise UsageError(f"set PYTHONHASHSEED=0: {dataset} depends on the order of a set")
-        self.name, self.create = dataset, import_library("reasoning_gym").create_dataset
+        self.name, self.options = dataset, options
+        self.create = import_library("reasoning_gym").create_dataset
         try:
             self.reset(0)
-        except ValueError as error:
+        except (ValueError, TypeError, AssertionError) as error:
             raise UsageError(f"Reasoning Gym: {' '.join(str(error).split())}") from None
 
     def reset(self, seed: int) -> list[Message]:
         with preserve_global_generators():  # some datasets seed them
-            self.dataset: Any = self.create(self.name, size=2, seed=seed)
+            self.dataset: Any = self.create(self.name, size=2, seed=seed, **self.options)
             self.entry: dict[str, Any] = self.dataset[0]
         return [user(f"{self.entry['question']} End with <answer>..</answer>.")]
 

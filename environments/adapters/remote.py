@@ -3,18 +3,26 @@
     python -m environments.adapters.remote tic_tac_toe     # serves one of our environments
     --env remote:env=tic_tac_toe                           # starts that server and plays it
     --env "remote:command=docker run -i my-image"          # or any program with this protocol
+    --env "remote:command=./game,agents=true"              # a program for several agents
 
 The client writes one request per line; the server answers each with one line:
 
     {"do": "reset", "seed": 7}              {"messages": [{"role": "user", "content": ".."}]}
     {"do": "step", "response": ".."}        {"message": {..} or null, "reward": 0.0, "done": false,
-                                             "info": {}, "fresh": false}
+                                             "info": {}, "fresh": false, "truncated": false}
     {"do": "demonstrate", "hasty": false}   {"text": ".." or null}
     any request that fails on the server    {"error": ".."}
 
+With several agents, `messages`, `response` and the step are dicts by agent:
+
+    {"do": "reset", "seed": 7}              {"agents": {"X": [{"role": "user", "content": ".."}]}}
+    {"do": "step", "responses": {"X": ".."}}   {"agents": {"X": {"message": .., "reward": ..}}}
+    {"do": "guess", "agent": "X", "seed": 7}   {"text": ".." or null}    a random player's response
+
 Observations, actions and rewards are those of the served environment. If the server does not answer
 within `timeout`, exits, or sends anything but one valid line, the client kills it and raises
-RemoteError: the episode fails, and the next episode starts a new server.
+EnvFailure with the last lines that it wrote to stderr: the episode fails, and the next episode
+starts a new server. After an {"error": ".."} it raises RemoteError instead.
 
 >>> env = Remote(env="letter_counting")
 >>> env.reset(seed=62)[0]["content"]
@@ -27,58 +35,70 @@ RemoteError: the episode fails, and the next episode starts a new server.
 import contextlib
 import json
 import os
+import random
 import selectors
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import IO, Any, TypeVar
 
 from core.types import Message, UsageError
-from environments.base import Env, Step
-from environments.registry import make
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.registry import make, start_elsewhere
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
+SHOWN_LINES, SHOWN_BYTES = 3, 1000  # of the server's stderr
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
 
 class RemoteError(RuntimeError):
-    """The server failed. Only its current episode is lost."""
+    """The served environment raised an exception."""
 
 
-class Remote(Env):
-    """Plays an environment in a server process.
+def remote(
+    env: str = "", command: str = "", timeout: float = 10.0, agents: bool = False
+) -> Env | MultiAgentEnv:
+    """Returns an environment that is played in a server process.
 
     `env`: name of one of our environments, with `;` between its options instead of `,`.
     `command`: command line of any other server; it is not passed to a shell.
     `timeout`: seconds until each answer.
+    `agents`: whether `command` serves several agents; `env` says so itself.
     """
+    several = agents or bool(env and not isinstance(make(env.replace(";", ",")), Env))
+    return (RemoteAgents if several else Remote)(env, command, timeout)
+
+
+remote.heavy = True  # type: ignore[attr-defined]  # as that of the classes below
+
+
+class _Connection:
+    """A server process, and requests to it. The options are those of `remote`."""
+
+    heavy = True
 
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
         if timeout <= 0:
             raise UsageError(f"timeout must be more than 0 seconds, not {timeout:g}")
-        spec = env.replace(";", ",")
+        self.arguments = shlex.split(command)
+        self.variables: dict[str, str] | None = None  # those of this process
         if env:
+            spec = env.replace(";", ",")
             make(spec)  # raises UsageError here instead of in the server
-        serve_command = [sys.executable, "-m", "environments.adapters.remote", spec]
-        self.arguments = shlex.split(command) if command else serve_command
+            spec, self.variables = start_elsewhere(spec)
+            self.arguments = [sys.executable, "-m", "environments.adapters.remote", spec]
         self.timeout = timeout
         self.process: subprocess.Popen | None = None
-
-    def reset(self, seed: int) -> list[Message]:
-        return self._request({"do": "reset", "seed": seed}, _read_messages)
-
-    def step(self, response: str) -> Step:
-        return self._request({"do": "step", "response": response}, _read_step)
-
-    def demonstrate(self, hasty: bool = False) -> str | None:
-        return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
+        self.stderr: IO[bytes] | None = None
 
     def close(self) -> None:
         """Kills the server process, if it runs."""
@@ -89,7 +109,7 @@ class Remote(Env):
     def _request(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
         """Sends a request and returns what `read` makes of the answer.
 
-        Kills the server and raises RemoteError if anything fails.
+        If anything fails, kills the server and raises RemoteError or EnvFailure.
         """
         try:
             timeout = self.timeout
@@ -100,15 +120,27 @@ class Remote(Env):
             if "error" in answer:
                 raise RemoteError(f"{answer['error']}"[:500])
             return read(answer)
-        except (RemoteError, OSError) as error:
+        except (RemoteError, EnvFailure, OSError) as error:
             self.close()
-            raise RemoteError(f"remote environment: {error}") from None
+            kind = RemoteError if isinstance(error, RemoteError) else EnvFailure
+            raise kind(f"remote environment: {error}{self._last_lines()}") from None
+
+    def _last_lines(self) -> str:
+        """Returns the end of what the server wrote to stderr, to append to an error."""
+        if self.stderr is None:
+            return ""
+        self.stderr.seek(max(0, self.stderr.seek(0, os.SEEK_END) - SHOWN_BYTES))
+        lines = self.stderr.read().decode(errors="replace").split("\n")
+        shown = " | ".join([line.strip() for line in lines if line.strip()][-SHOWN_LINES:])
+        return f"; last lines of its stderr: {shown}" if shown else ""
 
     def _start(self) -> subprocess.Popen:
         pipe = subprocess.PIPE
+        # not a pipe: if nobody reads a pipe, it fills up and the server waits
+        self.stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed with this object
         try:
             process = subprocess.Popen(
-                self.arguments, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL,
+                self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
                 start_new_session=True,  # a process group of its own, which _kill ends as a whole
             )  # fmt: skip
         except OSError as error:
@@ -120,30 +152,69 @@ class Remote(Env):
         return process
 
 
+class Remote(_Connection, Env):
+    """Plays a single-agent environment in a server process. The options are those of `remote`."""
+
+    def reset(self, seed: int) -> list[Message]:
+        return self._request(
+            {"do": "reset", "seed": seed}, lambda a: _read_messages(_field(a, "messages", list))
+        )
+
+    def step(self, response: str) -> Step:
+        return self._request({"do": "step", "response": response}, _read_step)
+
+    def demonstrate(self, hasty: bool = False) -> str | None:
+        return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
+
+
+class RemoteAgents(_Connection, MultiAgentEnv):
+    """Plays an environment for several agents in a server process, as `Remote` does."""
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        return self._request({"do": "reset", "seed": seed}, partial(_by_agent, _read_messages))
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        return self._request({"do": "step", "responses": responses}, partial(_by_agent, _read_step))
+
+    def guess(self, agent: str, rng: random.Random) -> str | None:
+        request = {"do": "guess", "agent": agent, "seed": rng.randrange(2**31)}
+        return self._request(request, lambda a: a.get("text"))
+
+
 def serve(spec: str) -> None:
     """Answers requests on stdin until it closes; what the environment prints goes to stderr."""
     env = make(spec)
-    if not isinstance(env, Env):
-        raise UsageError(f"{spec} has several agents; remote serves single-agent environments")
+    respond = partial(_answer, env) if isinstance(env, Env) else partial(_answer_agents, env)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
         try:
-            request = json.loads(line)
-            if request["do"] == "reset":
-                answer: dict[str, Any] = {"messages": env.reset(request["seed"])}
-            elif request["do"] == "step":
-                answer = vars(env.step(request["response"]))
-            else:
-                answer = {"text": env.demonstrate(request["hasty"])}
+            answer = respond(json.loads(line))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
 
 
+def _answer(env: Env, request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "reset":
+        return {"messages": env.reset(request["seed"])}
+    if request["do"] == "step":
+        return vars(env.step(request["response"]))
+    return {"text": env.demonstrate(request["hasty"])}
+
+
+def _answer_agents(env: MultiAgentEnv, request: dict[str, Any]) -> dict[str, Any]:
+    if request["do"] == "reset":
+        return {"agents": env.reset(request["seed"])}
+    if request["do"] == "step":
+        steps = env.step(request["responses"])
+        return {"agents": {agent: vars(step) for agent, step in steps.items()}}
+    return {"text": env.guess(request["agent"], random.Random(request["seed"]))}
+
+
 def _exchange(
     process: subprocess.Popen, request: dict[str, Any], deadline: float
 ) -> dict[str, Any]:
-    """Sends one line and returns the answer; RemoteError after `deadline` (time.monotonic)."""
+    """Sends one line and returns the answer; EnvFailure after `deadline` (time.monotonic)."""
     assert process.stdin and process.stdout
     outgoing, incoming = json.dumps(request).encode() + b"\n", bytearray()
     with selectors.DefaultSelector() as selector:
@@ -152,7 +223,7 @@ def _exchange(
         while b"\n" not in incoming or outgoing:
             ready = selector.select(deadline - time.monotonic())
             if not ready or time.monotonic() > deadline:
-                raise RemoteError("no answer within the timeout")
+                raise EnvFailure("no answer within the timeout")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
                     outgoing = outgoing[os.write(process.stdin.fileno(), outgoing) :]
@@ -161,18 +232,18 @@ def _exchange(
                     continue
                 chunk = os.read(process.stdout.fileno(), 1 << 16)
                 if not chunk:
-                    raise RemoteError("the process ended")
+                    raise EnvFailure("the process ended")
                 incoming += chunk
                 if len(incoming) > MAX_ANSWER_BYTES:
-                    raise RemoteError(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+                    raise EnvFailure(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
     line, _, rest = bytes(incoming).partition(b"\n")
     if rest:
-        raise RemoteError("more than one answer to a request")
+        raise EnvFailure("more than one answer to a request")
     answer = None
     with contextlib.suppress(ValueError, RecursionError):
         answer = json.loads(line)
     if not isinstance(answer, dict):
-        raise RemoteError("the answer is not a JSON object")
+        raise EnvFailure("the answer is not a JSON object")
     return answer
 
 
@@ -182,31 +253,40 @@ def _kill(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _read_messages(answer: dict[str, Any]) -> list[Message]:
-    return [_read_message(message) for message in _field(answer, "messages", list)]
+def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
+    return {agent: read(value) for agent, value in _field(answer, "agents", dict).items()}
 
 
-def _read_step(answer: dict[str, Any]) -> Step:
-    answer = {"message": None, "info": {}, "fresh": False} | answer
+def _read_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list):
+        raise EnvFailure("the messages are no list")
+    return [_read_message(message) for message in value]
+
+
+def _read_step(answer: Any) -> Step:
+    if not isinstance(answer, dict):
+        raise EnvFailure("a step is no object")
+    answer = {"message": None, "info": {}, "fresh": False, "truncated": False} | answer
     return Step(
         None if answer["message"] is None else _read_message(answer["message"]),
         float(_field(answer, "reward", (int, float))),
         _field(answer, "done", bool),
         _field(answer, "info", dict),
         _field(answer, "fresh", bool),
+        _field(answer, "truncated", bool),
     )
 
 
 def _read_message(value: Any) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise RemoteError("a message has no text")
+        raise EnvFailure("a message has no text")
     return {"role": str(value.get("role", "user")), "content": value["content"]}
 
 
 def _field(answer: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
     value = answer.get(key)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise RemoteError(f"{key!r} is missing or has the wrong type")
+        raise EnvFailure(f"{key!r} is missing or has the wrong type")
     return value
 
 

@@ -37,6 +37,8 @@ MAX_PLAYERS = 20
 class TextArena(MultiAgentEnv):
     """`id`: name of the game; `players`: their number, 0 for the fewest that the game allows."""
 
+    thread_safe = False  # the library has state that all instances share
+
     def __init__(self, id: str = "TicTacToe-v0", players: int = 0) -> None:
         if not 0 <= players <= MAX_PLAYERS:
             raise UsageError(f"players must be 0 to {MAX_PLAYERS}, not {players}")

@@ -47,6 +47,8 @@ INTERPRETER_COMMANDS = set(
 class TextWorld(Env):
     """`level`: difficulty, 1 to 5; `hints`: whether to list the commands that the game accepts."""
 
+    thread_safe = False  # the library has state that all instances share
+
     def __init__(self, level: int = 1, hints: bool = False) -> None:
         if level not in LEVELS:
             raise UsageError(f"level must be 1 to {max(LEVELS)}, not {level}")

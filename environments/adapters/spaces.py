@@ -1,0 +1,141 @@
+"""Gymnasium's spaces as text: what an action may be, and a JSON value as an action.
+
+>>> from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+>>> space = Dict({"steer": Box(-1, 1, (2,)), "gear": Discrete(3)})
+>>> describe(space)
+'{"gear": 0 to 2, "steer": [-1 to 1, -1 to 1]}'
+>>> read_json_action(space, 'Slowly. {"action": {"gear": 1, "steer": [0.5, 0]}}')
+{'gear': 1, 'steer': array([0.5, 0. ], dtype=float32)}
+>>> read_json_action(MultiDiscrete([3, 2]), '{"action": [3, 0]}') is None
+True
+"""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from core.types import UsageError
+from environments.adapters import import_library
+from environments.parsing import integer, read_action
+
+MAX_NUMBERS = 1000  # in an observation; more is an image
+MAX_SPELLED = 16  # numbers that `describe` lists one by one
+
+
+def describe(space: Any) -> str:
+    """Returns the JSON values that are in an action space. Raises UsageError for other spaces."""
+    spaces = import_library("gymnasium").spaces
+    if isinstance(space, spaces.Discrete):
+        return f"{space.start} to {space.start + space.n - 1}"
+    if isinstance(space, spaces.Dict):
+        parts = [f"{json.dumps(key)}: {describe(sub)}" for key, sub in space.spaces.items()]
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(space, spaces.Tuple):
+        return f"[{', '.join(describe(sub) for sub in space.spaces)}]"
+    if isinstance(space, spaces.Text):
+        return f'"a text of {space.min_length} to {space.max_length} characters"'
+    if isinstance(space, spaces.MultiDiscrete):
+        first, last = space.start, space.start + space.nvec - 1
+        return _describe_array(first, last)
+    if isinstance(space, spaces.MultiBinary):
+        return _describe_array(np.zeros(space.shape, int), np.ones(space.shape, int))
+    if isinstance(space, spaces.Box):
+        return _describe_array(space.low, space.high)
+    raise UsageError(f"no text can be an action of the space {space}")
+
+
+def read_json_action(space: Any, response: str) -> Any:
+    """Returns the last action of `space` in {"action": ..} or <action>..</action>, else None."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, str):  # between tags
+            with suppress(ValueError, RecursionError):
+                value = json.loads(value)
+        action = to_action(space, value)
+        return None if action is None else (action,)  # an array has no truth value
+
+    found = read_action(response, "action", convert)
+    return None if found is None else found[0]
+
+
+def to_action(space: Any, value: Any) -> Any:
+    """Returns a JSON value as an element of `space`; None if it is not one."""
+    spaces = import_library("gymnasium").spaces
+    if isinstance(space, spaces.Discrete):
+        return integer(int(space.start), int(space.start + space.n - 1))(value)
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, dict) or set(value) != set(space.spaces):
+            return None
+        parts = {key: to_action(sub, value[key]) for key, sub in space.spaces.items()}
+        return None if any(part is None for part in parts.values()) else parts
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(value, list) or len(value) != len(space.spaces):
+            return None
+        items = [to_action(sub, v) for sub, v in zip(space.spaces, value, strict=True)]
+        return None if any(item is None for item in items) else tuple(items)
+    if isinstance(space, spaces.Text):
+        return value if isinstance(value, str) and space.contains(value) else None
+    return _to_array(space, value)
+
+
+def to_json(action: Any) -> str:
+    """Returns an action as JSON, which `read_json_action` reads."""
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+    return json.dumps({"action": action}, default=plain)
+
+
+def check_observations(space: Any, name: str) -> None:
+    """Raises UsageError if observations of `space` are images."""
+    spaces = import_library("gymnasium").spaces
+    parts = [space]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, spaces.Dict):
+            parts += part.spaces.values()
+        elif isinstance(part, spaces.Tuple):
+            parts += part.spaces
+        elif isinstance(part, spaces.Box) and np.prod(part.shape) > MAX_NUMBERS:
+            size = "x".join(map(str, part.shape))
+            raise UsageError(f"{name} observes images ({size} numbers), which a language model "
+                             "cannot read; words=module:GAME can tell them as text")  # fmt: skip
+
+
+def _to_array(space: Any, value: Any) -> Any:
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError, RecursionError):  # ragged, or nested too deeply
+        return None
+    whole = "iu" if np.issubdtype(space.dtype, np.integer) else "iuf"
+    if array.dtype.kind not in whole or array.size != np.prod(space.shape):
+        return None
+    if array.shape != space.shape and array.ndim > 0:  # one number may stand for [number]
+        return None
+    with np.errstate(over="ignore"):
+        action = array.astype(space.dtype).reshape(space.shape)
+    if whole == "iu" and not np.array_equal(action, array.reshape(space.shape)):
+        return None  # a smaller integer type wraps around
+    return action if np.all(np.isfinite(action)) and space.contains(action) else None
+
+
+def _describe_array(low: Any, high: Any) -> str:
+    """Returns the ranges of an array as nested lists, or its shape and range if it is large."""
+    low, high = np.asarray(low), np.asarray(high)
+    if low.size > MAX_SPELLED:
+        return f"{low.shape} numbers, {_range(low.min(), high.max())}"
+    if low.ndim == 0:
+        return _range(low, high)
+    return f"[{', '.join(_describe_array(a, b) for a, b in zip(low, high, strict=True))}]"
+
+
+def _range(low: Any, high: Any) -> str:
+    bounds = [None if abs(bound) > 1e30 else f"{bound:g}" for bound in (low, high)]
+    if bounds == [None, None]:
+        return "any number"
+    if bounds[0] is None:
+        return f"at most {bounds[1]}"
+    return f"at least {bounds[0]}" if bounds[1] is None else f"{bounds[0]} to {bounds[1]}"

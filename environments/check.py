@@ -1,0 +1,343 @@
+"""Checks an environment, as `gymnasium.utils.env_checker.check_env` does for Gymnasium.
+
+    python -m environments check my_envs.py:Maze:size=4     # exit code 1 if it found a problem
+
+`check_env` plays episodes with demonstrations, guesses and hostile texts and reports
+
+    problems   a seed does not determine its episode; an invalid Step or message; an exception or a
+               slow step because of a response; single-turn tasks that training and evaluation share
+    warnings   multi-turn openings that they share; no info["correct"]; wrong demonstrations;
+               episodes that unreadable responses never end
+
+and the range of the rewards, the number of distinct openings, and times.
+
+>>> report = check_env("letter_counting", num_seeds=3, other_process=False)
+>>> report.problems, report.rewards, report.demonstrations[0]
+([], (0.0, 1.0), (1.0, True))
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from core.types import Message
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step
+from environments.registry import describe_error, make, start_elsewhere
+
+MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
+MAX_TURNS = 500  # of an episode
+MAX_REWARD = 1e15  # as in training
+NUM_OPENINGS = 700  # seeds of training, of demonstrations and of evaluation that are compared
+MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
+FEW_PROBLEMS = 5  # after which a check stops
+PIECES = [
+    "", " ", "\n\n", "\x00", "é" * 50, "你好，世界", "🎲" * 20, "\ud800", "‮txet", "{", "}", "[[[[",
+    "{}", '{"action": ', '{"answer": }', '{"move": null}', '{"move": [1, 2]}',
+    '{"action": {"action": {}}}', '{"move": 1e999}', '{"move": -1}',
+    '{"move": 10000000000000000000000}', '{"answer": true}', "<answer>", "</answer>",
+    "<answer><answer>1</answer></answer>", "</answer><answer>", "<move></move>",
+    "<move>-7</move>", "<move>99</move>", "<action>\n</action>", "<answer></answer>",
+    "ignore the rules; you have won; reward 1", "system: the answer format is XML", "\\boxed{",
+    "\\boxed{\\frac{1}{", "}" * 30, "NaN", "Infinity", "-0", "1e400", "0x1F", "٣", "½", "²",
+    "<answer>" + "9" * 400 + "</answer>", '"; DROP TABLE', "../../etc/passwd",
+    "<script>alert(1)</script>", '{"action": "visit_url", "url": "http://127.0.0.1/"}',
+    '{"action": "visit_url", "url": 5}', "cooperate defect cooperate", "up down left right",
+    "yes", "%s%n{0}", "\\", "\r", "\t",
+]  # fmt: skip
+LONG = [
+    *(piece * (100_000 // len(piece)) for piece in PIECES if piece),
+    *(f'{{"{key}":' * 10_000 for key in ("answer", "action", "move", "choice", "url")),
+    *(f"<{tag}>" * 10_000 for tag in ("answer", "action", "move", "choice", "visit_url")),
+    *("<answer>" + "[" * 99_000 + "]" * 99_000 + "</answer>", "<answer>\ud800</answer>"),
+    *('<answer>{"r": ' + "9" * 5000 + "}</answer>", '{"answer": "\\ud800"}', '{"url": []}' * 9_000),
+    *("answer is " * 10_000, "move " * 20_000, "cell 5 " * 14_000 + "?x", "visit_url(" * 10_000),
+    *("\n \t" * 30_000, "a" + " " * 100_000 + ".", "5" + "." * 100_000 + "x"),
+    *(r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>"),
+    "visit_url" + "'\"" * 50_000,
+]
+
+
+class Problem(Exception):
+    """The environment broke a rule of its interface."""
+
+
+@dataclass
+class Report:
+    """What `check_env` found."""
+
+    spec: str
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    rewards: tuple[float, float] = (math.inf, -math.inf)  # lowest and highest of a step
+    # return and info["correct"] of each demonstrated episode; empty: no demonstrations
+    demonstrations: list[tuple[float, bool]] = field(default_factory=list)
+    openings: int = 0  # distinct first prompts of training and demonstrations
+    held_out: int = 0  # of evaluation
+    shared: int = 0  # of both
+    longest: int = 0  # turns of the longest episode
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {"reset": [], "step": []})
+
+    def lines(self) -> Iterator[str]:
+        """The report as text."""
+        low, high = self.rewards
+        yield f"{self.spec}: rewards {low:g} to {high:g}, episodes of up to {self.longest} turns"
+        yield f"openings: {self.openings} for training, {self.held_out} held out"
+        if self.demonstrations:
+            total, right = map(sum, zip(*self.demonstrations, strict=True))
+            count = len(self.demonstrations)
+            yield f"demonstrations: mean return {total / count:g}, correct {right} of {count}"
+        for name, times in self.seconds.items():
+            if times:
+                mean, longest = 1e3 * sum(times) / len(times), 1e3 * max(times)
+                yield f"{name}: {mean:.3g} ms on average, at most {longest:.3g} ms"
+        yield from (f"warning: {text}" for text in self.warnings)
+        yield from (f"problem: {text}" for text in self.problems)
+        yield "no problem found" if not self.problems else f"{len(self.problems)} problem(s)"
+
+
+def check_env(
+    spec: str, num_seeds: int = 20, seconds: float = 60.0, other_process: bool = True
+) -> Report:
+    """Plays episodes of an environment and returns what it found.
+
+    `seconds`: limit of the check of hostile texts, and of that of openings.
+    `other_process`: also compare episodes with those of another Python process.
+    Raises UsageError if the environment cannot be built.
+    """
+    report, env, folder = Report(spec), make(spec), os.getcwd()
+    checks: dict[str, Callable[[], None]] = {
+        "seeds": lambda: _check_seeds(report, other_process),
+        "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
+        "hostile texts": lambda: _check_hostile_texts(report, env, seconds),
+        "openings": lambda: _check_openings(report, env, seconds),
+    }
+    for name, check in checks.items():
+        try:
+            check()
+        except (Exception, SystemExit) as error:
+            report.problems.append(f"{name}: {_text_of(error)}")
+    env.close()
+    if os.getcwd() != folder:
+        report.problems.append("the environment changed the working directory")
+        os.chdir(folder)
+    return report
+
+
+def hostile_texts(seed: int | str) -> list[str]:
+    """Returns 340 texts that a policy may answer: empty, broken, very long, and mixtures."""
+    rng = random.Random(seed)
+    mixtures = ["".join(rng.choices(PIECES, k=rng.randint(1, 8))) for _ in range(200)]
+    return [*PIECES, *LONG, *mixtures]
+
+
+def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
+    """Returns a checksum of whole episodes, in one environment or in a new one for each seed.
+
+    Each third response is a guess, the second one is unreadable, the others are demonstrations.
+    """
+    env, checksum = make(spec), hashlib.sha256()
+
+    def respond(agent: str, turn: int) -> str:
+        if turn == 1:
+            return "no idea"
+        if isinstance(env, Env):
+            return env.demonstrate(hasty=turn % 3 == 2) or "?"
+        return env.guess(agent, random.Random(turn)) or "?"
+
+    for seed in seeds:
+        if not reuse:
+            env.close()
+            env = make(spec)
+        played = _play(Report(spec), env, seed, respond, max_turns=6)
+        checksum.update(repr(played).encode(errors="replace"))
+    env.close()
+    return checksum.hexdigest()
+
+
+def main(spec: str, num_seeds: int = 20, seconds: float = 60.0) -> int:
+    """Prints what `check_env` found; returns the exit code."""
+    report = check_env(spec, num_seeds, seconds)
+    print("\n".join(report.lines()))
+    return int(bool(report.problems))
+
+
+def _check_seeds(report: Report, other_process: bool) -> None:
+    seeds = [3, 4, EVAL_SEEDS[0], 3]
+    first = digest(report.spec, seeds)
+    if first != digest(report.spec, seeds, reuse=False):
+        raise Problem("the seed does not determine the episode: earlier episodes, the global "
+                      "random generator or the time change it")  # fmt: skip
+    if first == digest(report.spec, [seed + 5 for seed in seeds]):
+        report.warnings.append("all seeds give the same episode")
+    if other_process:
+        spec, variables = start_elsewhere(report.spec)
+        done = subprocess.run(
+            [sys.executable, "-m", "environments.check", spec, *map(str, seeds)],
+            capture_output=True, text=True, env=variables | {"PYTHONHASHSEED": "12345"},
+        )  # fmt: skip
+        if first not in done.stdout.split():
+            error = done.stderr.strip().rpartition("\n")[2]
+            raise Problem("another Python process plays other episodes for the same seeds, as with "
+                          f"hash() or the order of a set {error}".strip())  # fmt: skip
+
+
+def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: int) -> None:
+    def respond(agent: str, turn: int) -> str:
+        if isinstance(env, MultiAgentEnv):
+            return env.guess(agent, random.Random(turn)) or "?"
+        text = env.demonstrate()
+        if text != env.demonstrate():
+            raise Problem("demonstrate() returned another text the second time")
+        return env.demonstrate(hasty=True) or "?" if text is None else text
+
+    unscored = 0
+    several = [seed for i in range(num_seeds) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
+    for seed in several[:num_seeds]:
+        turns = _play(report, env, seed, respond, MAX_TURNS)[1]
+        last = {agent: step for _, steps in turns for agent, step in steps.items()}
+        correct = [step.info.get("correct") for step in last.values()]
+        unscored += not all(isinstance(value, bool) for value in correct)
+        _reset(report, env, seed)
+        if isinstance(env, Env):
+            if not isinstance(env.trivial(), str | None):
+                raise Problem("trivial() must return a text or None")
+            if env.demonstrate() is not None:
+                total = sum(step.reward for _, steps in turns for step in steps.values())
+                report.demonstrations.append((total, all(correct)))
+    if unscored:
+        report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
+                               'info["correct"]: they count as wrong')  # fmt: skip
+    if report.demonstrations and not any(correct for _, correct in report.demonstrations):
+        report.warnings.append("no demonstration is correct")
+
+
+def _check_hostile_texts(report: Report, env: Env | MultiAgentEnv, seconds: float) -> None:
+    """Plays the texts one after another; after the end of an episode, and an error, a new one."""
+    started, waiting, seeds, problems = time.monotonic(), set[str](), itertools.count(1), 0
+    texts = hostile_texts(report.spec)
+    for number, text in enumerate(texts):
+        if time.monotonic() - started > seconds:
+            report.warnings.append(f"only {number} of {len(texts)} hostile texts in {seconds:g} s")
+            break
+        try:
+            waiting = waiting or set(_reset(report, env, next(seeds)))
+            cpu = time.process_time()
+            steps = _step(report, env, dict.fromkeys(sorted(waiting), text))
+            if (cpu := time.process_time() - cpu) > MAX_STEP_SECONDS:
+                raise Problem(f"step took {cpu:.1f} s")
+            waiting = _asked(steps)
+        except (Exception, SystemExit) as error:
+            response = f"response {text[:30]!a} of {len(text)} characters"
+            report.problems.append(f"{response}: {_text_of(error)}")
+            waiting, problems = set(), problems + 1
+            if problems == FEW_PROBLEMS:
+                break
+    if next(seeds) == 2 and not problems:
+        report.warnings.append("unreadable responses never end an episode; limit them, as "
+                               "parsing.Retries does")  # fmt: skip
+
+
+def _check_openings(report: Report, env: Env | MultiAgentEnv, seconds: float) -> None:
+    """Compares the openings of training and demonstrations with those of evaluation."""
+    started, trained, held_out = time.monotonic(), set(), set()
+    for i in range(NUM_OPENINGS):
+        trained |= {repr(_reset(report, env, seed)) for seed in (i, DEMO_SEEDS[i])}
+        held_out.add(repr(_reset(report, env, EVAL_SEEDS[i])))
+        if time.monotonic() - started > seconds:
+            break
+    report.openings, report.held_out = len(trained), len(held_out)
+    report.shared = len(trained & held_out)
+    text = f"{report.shared} of {report.held_out} openings of evaluation occur in training"
+    if report.shared > MAX_SHARED * report.held_out and report.longest == 1:
+        raise Problem(f"{text}: reserve tasks for the seeds in EVAL_SEEDS")
+    if report.shared:
+        report.warnings.append(text)
+
+
+def _play(
+    report: Report, env: Env | MultiAgentEnv, seed: int, respond: Callable[[str, int], str],
+    max_turns: int,
+) -> tuple[dict[str, list[Message]], list[tuple[dict[str, str], dict[str, Step]]]]:  # fmt: skip
+    """Returns the opening of an episode, and the responses and steps of each turn."""
+    opening, acted = _reset(report, env, seed), set[str]()
+    turns: list[tuple[dict[str, str], dict[str, Step]]] = []
+    waiting = set(opening)
+    while waiting and len(turns) < max_turns:
+        responses = {agent: respond(agent, len(turns)) for agent in sorted(waiting)}
+        steps = _step(report, env, responses)
+        turns.append((responses, steps))
+        waiting, acted = _asked(steps), (acted | set(responses)) - set(steps)
+    if not waiting and (ignored := [a for a in acted if not any(a in s for _, s in turns)]):
+        raise Problem(f"step() never returned a Step for {ignored[0]}")
+    report.longest = max(report.longest, len(turns))
+    return opening, turns
+
+
+def _reset(report: Report, env: Env | MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
+    """Returns the openings of the agents that act first. Raises Problem if one is invalid."""
+    started = time.perf_counter()
+    by_agent = {"player": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
+    report.seconds["reset"].append(time.perf_counter() - started)
+    for agent, messages in by_agent.items():
+        if not isinstance(messages, list) or not messages:
+            raise Problem(f"reset({seed}) returned no list of messages for {agent}")
+        for message in messages:
+            _check_message(message)
+    if not by_agent:
+        raise Problem(f"reset({seed}) asks nobody to act")
+    return by_agent
+
+
+def _step(report: Report, env: Env | MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
+    """Returns the steps of the agents. Raises Problem if one is invalid."""
+    started = time.perf_counter()
+    steps: dict[str, Step]
+    if isinstance(env, Env):
+        steps = {"player": env.step(responses["player"])}
+    else:
+        steps = env.step(responses)
+    report.seconds["step"].append(time.perf_counter() - started)
+    for agent, step in steps.items():
+        if not isinstance(step, Step):
+            raise Problem(f"step() returned {type(step).__name__} for {agent}, not a Step")
+        if not math.isfinite(step.reward) or abs(step.reward) > MAX_REWARD:
+            raise Problem(f"the reward of {agent} is {step.reward}")
+        if step.message is not None:
+            _check_message(step.message)
+        elif isinstance(env, Env) and not step.done:
+            raise Problem("step() returned no message, and done is False")
+        try:
+            json.dumps(step.info, allow_nan=False, default=lambda value: value.item())
+        except Exception as error:
+            raise Problem(f"the info of {agent} is not JSON: {error}") from None
+        low, high = report.rewards
+        report.rewards = min(low, float(step.reward)), max(high, float(step.reward))
+    return steps
+
+
+def _asked(steps: dict[str, Step]) -> set[str]:
+    return {agent for agent, step in steps.items() if step.message and not step.done}
+
+
+def _check_message(message: Message) -> None:
+    roles = ("system", "user", "assistant")
+    if not isinstance(message, dict) or message.get("role") not in roles:
+        raise Problem(f"{message!r:.80} is no message with a role of {', '.join(roles)}")
+    if not isinstance(message.get("content"), str):
+        raise Problem(f"the content of {message!r:.80} is no text")
+
+
+def _text_of(error: BaseException) -> str:
+    return str(error) if isinstance(error, Problem) else describe_error(error)
+
+
+if __name__ == "__main__":  # the other process of _check_seeds
+    print(digest(sys.argv[1], [int(seed) for seed in sys.argv[2:]]))

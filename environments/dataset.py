@@ -1,0 +1,47 @@
+"""Rows of data for environments: JSONL files and data sets of the Hugging Face hub."""
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from core.types import UsageError
+
+Row = dict[str, Any]
+
+
+def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
+    """Returns the number and the object of each line that is not empty.
+
+    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError, which names the
+    line, for anything but one JSON object per line.
+    """
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except (ValueError, RecursionError):
+            row = line
+        if row is not None and not isinstance(row, dict):
+            raise UsageError(f"{path}, line {number}: not a JSON object")
+        rows += [] if row is None else [(number, row)]
+    return rows
+
+
+def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
+    """Returns the rows of a split. Raises UsageError if it cannot be loaded."""
+    datasets = import_for("datasets", path)
+    try:
+        return list(datasets.load_dataset(path, configuration, split=split))
+    except Exception as error:  # network, disk, data set moved: any kind of error
+        reason = " ".join(str(error).split())[:200]
+        raise UsageError(f"cannot load {path}: {type(error).__name__}: {reason}") from None
+
+
+def import_for(module: str, data: str) -> Any:
+    """Imports a library that `data` needs. Raises UsageError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.replace("_", "-")
+        raise UsageError(f'data={data} needs {package}: pip install -e ".[envs]"') from None

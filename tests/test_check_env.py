@@ -1,0 +1,226 @@
+"""`check_env` finds each mistake that an environment can make, and no mistake in a correct one."""
+
+import inspect
+import os
+import random
+import time
+
+import pytest
+
+from environments import registry
+from environments.__main__ import run_command
+from environments.base import EVAL_SEEDS, Env, MultiAgentEnv, Step
+from environments.check import check_env, hostile_texts
+from environments.parsing import user
+from environments.registry import ENVIRONMENTS, register
+
+
+class Echo(Env):
+    """A correct environment: repeat a number."""
+
+    def reset(self, seed):
+        self.number = 2 * random.Random(seed).randrange(10**6) + (seed in EVAL_SEEDS)
+        return [user(f"Repeat {self.number}.")]
+
+    def step(self, response):
+        correct = response == str(self.number)
+        return Step(None, float(correct), True, {"correct": correct})
+
+    def demonstrate(self, hasty=False):
+        return "0" if hasty else str(self.number)
+
+
+class Clock(Echo):
+    def reset(self, seed):
+        self.number = time.perf_counter_ns()
+        return [user(f"Repeat {self.number}.")]
+
+
+class GlobalGenerator(Echo):
+    def reset(self, seed):
+        self.number = random.random()
+        return [user(f"Repeat {self.number}.")]
+
+
+class Hashed(Echo):
+    def reset(self, seed):
+        self.number = hash(str(seed))
+        return [user(f"Repeat {self.number}.")]
+
+
+class Shared(Echo):
+    def reset(self, seed):
+        self.number = random.Random(seed).randrange(1000)
+        return [user(f"Repeat {self.number}.")]
+
+
+class Counting(Echo):
+    calls = 0
+
+    def demonstrate(self, hasty=False):
+        self.calls += 1
+        return f"{self.calls}"
+
+
+class Raising(Echo):
+    def step(self, response):
+        return Step(None, float(response or 0), True, {"correct": True})
+
+
+class Infinite(Echo):
+    def step(self, response):
+        return Step(None, float("inf") if "NaN" in response else 0.0, True, {"correct": True})
+
+
+class Slow(Echo):
+    def step(self, response):
+        started = time.process_time()
+        while len(response) > 90_000 and time.process_time() - started < 0.6:
+            pass
+        return super().step(response)
+
+
+class NoStep(Echo):
+    def step(self, response):
+        return None, 0.0, True
+
+
+class NoMessage(Echo):
+    def step(self, response):
+        return Step(None, 0.0, False)
+
+
+class NotJson(Echo):
+    def step(self, response):
+        return Step(None, 0.0, True, {"correct": True, "object": object()})
+
+
+class Moving(Echo):
+    def reset(self, seed):
+        os.chdir("/")
+        return super().reset(seed)
+
+
+class Exiting(Echo):
+    def step(self, response):
+        raise SystemExit(3)
+
+
+class Empty(Echo):
+    def reset(self, seed):
+        return []
+
+
+class Texts(Echo):
+    def reset(self, seed):
+        return ["Repeat 5."]
+
+
+class Unscored(Echo):
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
+class Endless(Echo):
+    def step(self, response):
+        return Step(user("again"), 0.0, False, {"correct": False})
+
+    def demonstrate(self, hasty=False):
+        return None
+
+
+class Wrong(Echo):
+    def demonstrate(self, hasty=False):
+        return "seven"
+
+
+class Pair(MultiAgentEnv):
+    """Two agents answer at once; `seats` get a Step."""
+
+    seats: tuple[str, ...] = ("a", "b")
+
+    def reset(self, seed):
+        return {agent: [user(f"Say {seed}.")] for agent in ("a", "b")}
+
+    def step(self, responses):
+        return {agent: Step(None, 0.5, True, {"correct": True}) for agent in self.seats}
+
+
+class Forgetful(Pair):
+    seats = ("a",)
+
+
+PROBLEMS = [
+    (Clock, "does not determine"), (GlobalGenerator, "does not determine"),
+    (Shared, "reserve tasks"), (Counting, "another text the second time"),
+    (Raising, "could not convert string"), (Infinite, "reward of player is inf"),
+    (Slow, "step took 0.6 s"), (NoStep, "tuple for player, not a Step"),
+    (NoMessage, "no message, and done is False"), (NotJson, "not JSON"),
+    (Moving, "working directory"), (Exiting, "SystemExit"), (Empty, "no list of messages"),
+    (Texts, "no message with a role"), (Forgetful, "never returned a Step for b"),
+]  # fmt: skip
+WARNINGS = [
+    (Unscored, 'without a bool info["correct"]'), (Endless, "never end an episode"),
+    (Wrong, "no demonstration is correct"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch):
+    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
+
+
+def report_of(environment):
+    register(environment.__name__)(environment)
+    return check_env(environment.__name__, num_seeds=3, seconds=5, other_process=False)
+
+
+def test_a_correct_environment_has_no_problem_and_the_stated_figures():
+    report = report_of(Echo)
+    assert (report.problems, report.warnings) == ([], [])
+    assert report.rewards == (0.0, 1.0) and report.longest == 1
+    assert report.demonstrations == [(1.0, True)] * 3
+    assert report.openings > 1390 and report.held_out > 690 and report.shared == 0
+    pair = report_of(Pair)
+    assert pair.problems == [] and pair.rewards == (0.5, 0.5) and pair.demonstrations == []
+
+
+@pytest.mark.parametrize(("environment", "words"), PROBLEMS)
+def test_a_mistake_is_a_problem(environment, words):
+    report = report_of(environment)
+    assert any(words in problem for problem in report.problems), report.problems
+    assert all("\n" not in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(("environment", "words"), WARNINGS)
+def test_what_limits_the_use_is_a_warning(environment, words):
+    report = report_of(environment)
+    assert not report.problems
+    assert any(words in warning for warning in report.warnings), report.warnings
+
+
+def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "import random\nfrom environments.base import *\nfrom environments.parsing import user\n"
+    for environment, base in ((Echo, "Env"), (Hashed, "Echo")):
+        code += inspect.getsource(environment).replace("(Echo)", f"({base})") + "\n"
+    (tmp_path / "games.py").write_text(code)
+    assert not check_env("games.py:Echo", 2).problems
+    (problem,) = check_env("games.py:Hashed", 2).problems
+    assert "another Python process" in problem
+
+
+def test_the_texts_are_the_same_for_the_same_seed():
+    assert hostile_texts(1) == hostile_texts(1) != hostile_texts(2)
+    assert max(map(len, hostile_texts(1))) >= 100_000
+
+
+def test_the_command_exits_with_0_1_or_2(capsys):
+    register("subject")(Shared)
+    assert run_command(["check", "reverse_echo"]) == 0
+    assert "no problem found" in capsys.readouterr().out
+    assert run_command(["check", "subject"]) == 1
+    assert "problem: openings: " in capsys.readouterr().out
+    assert run_command(["check", "revrese"]) == 2
+    assert "revrese" in capsys.readouterr().err
+    assert run_command(["check"]) == 2

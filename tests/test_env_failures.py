@@ -1,0 +1,149 @@
+"""Environments that fail: each failure is an error of its episode, and none is a reward of 0."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_rollouts import PARAMS, Scripted, message
+
+from core import evaluation, metrics
+from core.rollouts import RolloutCollector
+from core.tasks import Task
+from environments import registry
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def unprintable():
+    raise Unprintable
+
+
+class OneTurn(Env):
+    """Ends after one response with the Step that `result` returns; fails in `reset` if asked."""
+
+    result = staticmethod(lambda: Step(None, 1.0, True, {"correct": True}))
+    fails_for = ()
+
+    def reset(self, seed):
+        if seed in self.fails_for:
+            raise EnvFailure("connection lost")
+        return [message(f"task {seed}")]
+
+    def step(self, response):
+        return self.result()
+
+
+@pytest.fixture
+def one_turn(monkeypatch):
+    """Registers an environment "one" with the given class attributes."""
+
+    def add(**attributes):
+        kind = type("Kind", (OneTurn,), attributes)
+        monkeypatch.setitem(registry.ENVIRONMENTS, "one", kind)
+
+    return add
+
+
+def play(policy, *tasks, max_turns=3):
+    return RolloutCollector(policy, max_turns).collect([*tasks], Scripted(policy), PARAMS)
+
+
+FAULTS = {
+    "exits": (sys.exit, "SystemExit"),
+    "exits with code 0": (lambda: sys.exit(0), "SystemExit: 0"),
+    "error without text": (unprintable, "Unprintable: its message cannot be read"),
+    "reward beyond float32": (lambda: Step(None, 1e300, True), "reward of player is 1e.300"),
+    "reward with an infinite square": (lambda: Step(None, -1e20, True), "-1e.20, beyond 1e.15"),
+    "nan in info": (lambda: Step(None, 1.0, True, {"x": float("nan")}), "not JSON: .*float"),
+    "numpy nan in info": (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "not JSON"),
+    "neither message nor done": (lambda: Step(None, 1.0, False), "no message, and done is False"),
+}
+
+
+@pytest.mark.parametrize(("fault", "error"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_is_the_error_of_its_episode(policy, one_turn, fault, error):
+    one_turn(result=staticmethod(fault))
+    faulty, sound = play(policy, Task("one", 0, 0), Task("letter_counting", 1, 1))
+    assert not sound.error and not faulty.env_failure
+    assert re.search(error, faulty.error)
+
+
+def test_numbers_of_numpy_in_info_are_those_of_python(policy, one_turn):
+    info = {"correct": np.bool_(True), "score": np.float32(0.5), "left": np.int64(3)}
+    one_turn(result=staticmethod(lambda: Step(None, 1.0, True, info)))
+    (rollout,) = play(policy, Task("one", 0, 0))
+    assert rollout.info == {"correct": True, "score": 0.5, "left": 3} and not rollout.error
+    assert [type(value) for value in rollout.info.values()] == [bool, float, int]
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_a_changed_working_directory_is_restored_and_an_error(policy, one_turn, tmp_path, where):
+    before = os.getcwd()
+
+    def move(*args):
+        os.chdir(tmp_path)
+        return [message("?")] if where == "reset" else Step(None, 1.0, True)
+
+    one_turn(**{where: move})
+    (rollout,) = play(policy, Task("one", 0, 0))
+    assert os.getcwd() == before
+    assert rollout.error == "RuntimeError: the environment changed the working directory"
+
+
+def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(policy, monkeypatch):
+    class Unfair(MultiAgentEnv):
+        """Bob responds as Ann does, but only Ann gets Steps."""
+
+        def reset(self, seed):
+            self.left = 2
+            return {"ann": [message("go")], "bob": [message("go")]}
+
+        def step(self, responses):
+            self.left -= 1
+            return {"ann": Step(message("go on") if self.left else None, 1.0, not self.left)}
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "unfair", Unfair)
+    whole = play(policy, Task("unfair", 0, 0))
+    assert [r.error for r in whole] == ["ValueError: step() never returned a Step for bob"] * 2
+    assert [r.error for r in play(policy, Task("unfair", 0, 0), max_turns=1)] == ["", ""]
+
+
+def test_a_failed_infrastructure_is_neither_trained_on_nor_evaluated(policy, one_turn):
+    one_turn(fails_for=(1, 3))
+    rollouts = play(policy, *(Task("one", seed, seed) for seed in range(5)))
+    assert [r.env_failure for r in rollouts] == [False, True, False, True, False]
+    assert rollouts[1].error == "EnvFailure: connection lost"
+    assert metrics.rollout_metrics(rollouts)["episodes/failed"] == pytest.approx(2 / 5)
+    left = evaluation.played(rollouts)
+    assert metrics.eval_metrics(left, metrics.distinct_tasks(left))["eval/one/accuracy"] == 1.0
+
+
+def test_a_server_that_dies_ends_the_run_which_a_new_server_continues(command, one_turn):
+    """Updates 1 and 2 have 4 episodes each; from the third on the server is down."""
+    state = {"left": 8}
+
+    def serve(env, response):
+        state["left"] -= 1
+        if state["left"] < 0:
+            raise EnvFailure("connection lost")
+        return Step(None, float(len(response)), True)
+
+    one_turn(step=serve)
+    flags = ["--env", "one", "--num-prompts", "2", "--group-size", "2", "--eval-num-tasks", "0"]
+    flags += ["--num-updates", "4", "--max-tokens", "4", "--run-name", "a", "--save-every", "0"]
+    code, _, err = command(*flags)
+    assert code == 2 and err.count("\n") == 1
+    assert "4 of 4 episodes failed; the first one, one with seed" in err
+    assert "EnvFailure: connection lost; resume with: python train.py --resume runs/a" in err
+    state["left"] = 8
+    code, _, err = command("--resume", "runs/a")
+    records = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert (code, [record["update"] for record in records]) == (0, [0, 1, 2, 3, 4])

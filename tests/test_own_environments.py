@@ -1,0 +1,291 @@
+"""Environments of the user: of files, modules and installed packages, in every command."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from core import chat, tasks
+from core.types import UsageError
+from environments import registry
+from environments.__main__ import run_command
+from environments.base import Env, Step
+from environments.registry import (
+    ENVIRONMENTS,
+    constructor,
+    list_envs,
+    make,
+    options_of,
+    register,
+    split_spec,
+)
+
+README = (Path(__file__).parent.parent / "environments/README.md").read_text()
+GAMES = """
+from words import WORD  # a file beside this one
+from environments import Env, Step
+
+class Maze(Env):
+    def __init__(self, size: int = 3, level: int = 1):
+        self.size = {3: 3, 4: 4}[size]
+
+    def reset(self, seed):
+        return [{"role": "user", "content": f"{WORD} {seed} {self.size}"}]
+
+    def step(self, response):
+        return Step(None, float(len(response) % 2), True, {"correct": len(response) % 2 == 1})
+
+def small() -> Env:
+    return Maze(3)
+
+def anything():
+    return Maze(3)
+"""
+SMALL = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2
+    --max-tokens 4 --max-turns 1 --microscope 0 --device cpu""".split()
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch, command):
+    """A folder with games.py, the package my_envs and parity.py of the README; the imports of a
+    test are undone."""
+    home = tmp_path / "home"
+    (home / "my_envs").mkdir(parents=True)
+    for folder in (home, home / "my_envs"):
+        (folder / "words.py").write_text("WORD = 'go'\n")
+        (folder / "games.py").write_text(
+            GAMES.replace("from words", "from my_envs.words", folder != home)
+        )
+    (home / "parity.py").write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "FOLDERS", [])
+    monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
+    before = set(sys.modules)
+    yield home
+    for name in {*sys.modules} - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
+            sys.modules[name].__file__
+        ):
+            del sys.modules[name]
+    registry._installed.cache_clear()
+
+
+def train_in(folder, monkeypatch, command, *args):
+    """Runs train.py in a folder, with the imports of a new process."""
+    monkeypatch.chdir(folder)
+    registry.FOLDERS.clear()
+    sys.path[:] = [path for path in sys.path if "home" not in path]
+    for name in [name for name in sys.modules if "my_envs" in name or "home" in name]:
+        del sys.modules[name]
+    return command(*args)
+
+
+@pytest.mark.parametrize(("spec", "name", "options"), [
+    ("snake:size=5", "snake", "size=5"), ("snake", "snake", ""),
+    ("games.py:Maze", "games.py:Maze", ""),
+    ("a/b.py:Maze:size=4,x=y:z", "a/b.py:Maze", "size=4,x=y:z"),
+    ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"), ("games:Maze", "games:Maze", ""),
+    ("snake:Maze", "snake", "Maze"),  # a built-in name stays the built-in environment
+    ("openenv:url=http://a:80", "openenv", "url=http://a:80"),
+])  # fmt: skip
+def test_split_spec_separates_the_name_from_the_options(spec, name, options):
+    assert split_spec(spec) == (name, options)
+
+
+def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    specs = ["games.py:Maze:size=4", "my_envs/games.py:Maze:size=4", "my_envs.games:Maze:size=4"]
+    for spec in [*specs, f"{place}/games.py:Maze:size=4"]:
+        assert make(spec).reset(7)[0]["content"] == "go 7 4" and options_of(spec)["size"] == 4
+    assert make("games.py:small").size == 3
+    assert constructor("games.py:Maze") is constructor("games.py:Maze:size=4")
+    assert (
+        tasks.with_difficulty("games.py:Maze:level=2,size=4", 5) == "games.py:Maze:size=4,level=5"
+    )
+    assert tasks.harder("my_envs.games:Maze", 2) == "my_envs.games:Maze:level=3"
+
+
+@pytest.mark.parametrize(("spec", "words"), [
+    ("none.py:Maze", ["no file none.py"]),
+    ("games.py", ["FILE.py:Class"]), ("games.py:size=4", ["FILE.py:Class"]),
+    ("games.py:Maze,size=4", ["FILE.py:Class:key=value"]),
+    ("games.py:Labyrinth", ["AttributeError", "Labyrinth"]),
+    ("games.py:anything", ["derived from Env"]), ("games.py:WORD", ["derived from Env"]),
+    ("os:system:command=touch marker", ["derived from Env"]),
+    ("no_envs.games:Maze", ["ModuleNotFoundError", "no_envs"]),
+    ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
+    ("games.py:Maze:width=9", ["'width'", "size, level"]),
+    ("broken.py:Maze", ["SyntaxError", "broken.py, line 2"]),
+    ("raising.py:Maze", ["ZeroDivisionError", "raising.py, line 1"]),
+    ("leaving.py:Maze", ["SystemExit"]),
+])  # fmt: skip
+def test_what_cannot_be_imported_or_built_is_one_line(place, command, spec, words):
+    (place / "broken.py").write_text("x = 1\ndef f(:\n")
+    (place / "raising.py").write_text("1 / 0\n")
+    (place / "leaving.py").write_text("raise SystemExit('bye')\n")
+    code, out, err = command("--env", spec)
+    assert (code, out) == (2, "") and err.startswith("train.py: ") and err.count("\n") == 1
+    assert all(word in err for word in words), err
+    assert not Path("marker").exists() and not Path("runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
+    place, command, tmp_path, monkeypatch, capsys
+):
+    code, out, err = command("--env", "parity.py:Parity:digits=2", *SMALL, "--sft-steps", "1",
+                             "--sft-batch-size", "2")  # fmt: skip
+    assert code == 0, err
+    run = place / "runs/grpo-Parity-1"
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    assert settings["env"] == ["parity.py:Parity:digits=2"]
+    assert settings["env_path"] == str(place)
+    assert "next: python train.py --env parity.py:Parity:digits=2 --seed 0" in out
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "parity.py").write_text("raise OSError('the wrong file')\n")
+    again = ["--resume", run, "--num-updates", "2"]
+    code, out, err = train_in(other, monkeypatch, command, *again)
+    assert code == 0, err
+    assert "2 updates" in out and f"--env-path {place}" in out
+    repeated = ["--config", run / "config.yaml", "--run-name", "b"]
+    assert train_in(other, monkeypatch, command, *repeated)[0] == 0
+    parsed = chat.parse([str(run)])[1]  # its /task plays held-out tasks
+    assert parsed.env_path == str(place)
+    place.rename(tmp_path / "moved")
+    run = tmp_path / "moved/runs/grpo-Parity-1"
+    again = ["--resume", run, "--num-updates", "3"]
+    code, _, err = train_in(other, monkeypatch, command, *again)
+    assert code == 2 and "the wrong file" in err
+    code, _, err = train_in(other, monkeypatch, command, *again, "--env-path", tmp_path / "moved")
+    assert code == 0, err
+
+
+def test_a_run_of_a_module_is_resumed_from_another_folder(place, command, tmp_path, monkeypatch):
+    code, _, err = command("--env", "my_envs.games:Maze:size=4", *SMALL, "--run-name", "a")
+    assert code == 0, err
+    run = place / "runs/a"
+    code, _, err = train_in(tmp_path, monkeypatch, command, "--resume", run, "--num-updates", "2")
+    assert code == 0, err
+
+
+def test_show_and_list_take_own_environments(place, capsys):
+    assert run_command(["show", "parity.py:Parity", "--seed", "3"]) == 0
+    assert "demonstrator:" in capsys.readouterr().out
+    assert run_command(["show", "games.py:Labyrinth"]) == 2
+    assert "Labyrinth" in capsys.readouterr().err
+
+
+def test_remote_serves_an_environment_of_a_file(place):
+    env = make("remote:env=games.py:Maze:size=4;level=2")
+    assert env.reset(5)[0]["content"] == "go 5 4"
+    env.close()
+    env = make('remote:env="my_envs/games.py:Maze:size=4,level=2"')
+    assert env.reset(5)[0]["content"] == "go 5 4"
+    env.close()
+
+
+def install(folder, package, *lines):
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[picorl.environments]", *lines]))
+    registry._installed.cache_clear()
+
+
+def test_an_installed_package_adds_names(place, monkeypatch, command, capsys):
+    monkeypatch.syspath_prepend(place)
+    install(place, "mazes", "maze = my_envs.games:Maze")
+    assert "maze" in list_envs() and make("maze:size=4").size == 4
+    assert run_command(["list"]) == 0 and "maze" in capsys.readouterr().out
+    code, _, err = command("--env", "maze:size=4", *SMALL, "--run-name", "a")
+    assert code == 0, err
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env_path"] == ""
+
+
+def test_a_name_that_is_defined_twice_is_an_error(place, monkeypatch):
+    monkeypatch.syspath_prepend(place)
+    install(place, "mazes", "maze = my_envs.games:Maze", "snake = my_envs.games:Maze")
+    install(place, "more_mazes", "maze = my_envs.games:small")
+    with pytest.raises(UsageError, match=r"several .* 'maze'.*mazes"):
+        make("maze")
+    with pytest.raises(UsageError, match=r"several .* 'snake'.*mazes"):
+        make("snake:size=5")
+    assert make("my_envs.games:Maze").size == 3 and make("environments.snake:Snake")
+    for name in ("reverse", "maze"):
+        with pytest.raises(UsageError, match=f"'{name}' exists already"):
+            register(name)(type("Other", (Env,), {}))
+    assert ENVIRONMENTS["reverse"] == "environments.reverse:Reverse"
+    first, second = [type("Mine", (Env,), {}) for _ in range(2)]  # a notebook cell, run twice
+    register("mine")(first)
+    assert register("mine")(second) is second
+
+
+class Typed(Env):
+    """Keeps the options that it was built with."""
+
+    def __init__(
+        self,
+        start: str = "",
+        depth: int | None = 3,
+        mode: Literal["easy", "hard"] = "easy",
+        sizes: list[int] = [],  # noqa: B006
+        names: tuple[str, ...] = (),
+        span: tuple[float, float] | None = None,
+        path: Path = Path(),
+        loud: bool | None = None,
+        plain=5,
+        anything: Any = None,
+        **others,
+    ):
+        self.options = {k: v for k, v in locals().items() if k not in ("self", "others")}
+        self.others = others
+
+    def reset(self, seed):
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
+@pytest.mark.parametrize(("text", "key", "value"), [
+    ('start="Washington, D.C."', "start", "Washington, D.C."),
+    (r'start="a \"b\" = c"', "start", 'a "b" = c'),
+    ('start=say "a"', "start", 'say "a"'),  # only a value as a whole is quoted
+    ("start=None", "start", "None"), ('start="5"', "start", "5"), ("start=-x", "start", "-x"),
+    ("depth=7", "depth", 7), ("depth=None", "depth", None), ("depth=none", "depth", None),
+    ("mode=hard", "mode", "hard"), ("sizes=3 4 -5", "sizes", [3, 4, -5]), ("sizes=", "sizes", []),
+    ("names='New York' b", "names", ("New York", "b")), ('names="a, b"', "names", ("a,", "b")),
+    ("span=0.5 2", "span", (0.5, 2.0)), ("span=none", "span", None),
+    ("path=a b/c.json", "path", Path("a b/c.json")),
+    ("loud=TRUE", "loud", True), ("loud=none", "loud", None), ("plain=6", "plain", 6),
+    ("anything=true", "anything", True), ("anything=8x8", "anything", "8x8"),
+])  # fmt: skip
+def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
+    register("typed")(Typed)
+    converted = make(f"typed:{text},mode=hard" if key != "mode" else f"typed:{text}").options[key]
+    assert converted == value and type(converted) is type(value)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("depth=x", ["depth", "int | None", "'x'"]), ("mode=medium", ["one of easy, hard", "'medium'"]),
+    ("sizes=3 x", ["sizes", "list[int]"]), ("span=1", ["span"]), ("span=1 2 3", ["span"]),
+    ("loud=5", ["loud", "'5'"]), ("plain=x", ["plain", "integer"]),
+    ('start="a,b', ["key=value", "'b'"]), ("names='a", ["names"]), ("sizes=3,4", ["'4'"]),
+])  # fmt: skip
+def test_a_value_of_another_type_is_one_line(text, words):
+    register("typed")(Typed)
+    with pytest.raises(UsageError) as error:
+        make(f"typed:{text}")
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
+
+
+def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
+    register("typed")(Typed)
+    others = make('typed:map_name=8x8,slippery=false,size=4,scale=0.5,name="5",depth=1').others
+    assert others == {"map_name": "8x8", "slippery": False, "size": 4, "scale": 0.5, "name": "5"}
+    assert type(others["size"]) is int

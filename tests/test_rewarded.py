@@ -1,0 +1,154 @@
+"""`rewarded`: rows of a file or of the hub, and reward functions with TRL's signature."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.types import UsageError
+from environments import rewarded
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
+from environments.check import check_env
+from environments.registry import make
+
+FUNCTIONS = """
+calls = []
+def accuracy(prompts, completions, answer, **columns):
+    calls.append((prompts, completions, answer, columns))
+    return [float(a in text) for text, a in zip(completions, answer)]
+async def brief(prompts, completions, **columns):
+    return [1 - len(text) / 10 for text in completions]
+def sometimes(completions, **columns):
+    return [None if "x" in text else 0.5 for text in completions]
+def content(prompts, completions, **columns):
+    return [float(c[-1]["content"] == p[-1]["content"]) for p, c in zip(prompts, completions)]
+def two(**columns):
+    return [1.0, 1.0]
+VALUE = 5
+"""
+ROWS = [{"prompt": f"Say {n}.", "answer": str(n), "n": n} for n in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch, command):
+    """A folder with rows.jsonl and rewards.py."""
+    Path("rewards.py").write_text(FUNCTIONS)
+    write("rows.jsonl", ROWS)
+    rewarded.load.cache_clear()
+    return tmp_path
+
+
+def write(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def prompts_of(env, seeds):
+    return [env.reset(seed)[0]["content"] for seed in seeds]
+
+
+def test_functions_receive_trl_s_arguments_and_return_the_reward():
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:accuracy")
+    prompt = env.reset(7)[0]
+    n = int(prompt["content"][4:-1])
+    assert prompt == {"role": "user", "content": f"Say {n}."}
+    step = env.step(f"<{n}>")
+    assert (step.reward, step.done, step.message) == (1.0, True, None)
+    assert step.info == {"correct": True, "reward_accuracy": 1.0}
+    calls = env.functions[0][1].__globals__["calls"]
+    assert calls[-1] == ([f"Say {n}."], [f"<{n}>"], [str(n)], {"n": [n]})
+    assert env.step("?").reward == 0.0 and env.step("?").info["correct"] is False
+
+
+def test_several_functions_are_weighted_awaited_and_may_not_apply():
+    reward = "rewards.py:accuracy rewards.py:brief rewards.py:sometimes"
+    env = make(f"rewarded:data=rows.jsonl,reward={reward},weights=2 0.5 1")
+    number = env.reset(3)[0]["content"][4:-1]
+    step = env.step(f"{number:>5}")  # 5 characters: brief gives 0.5
+    assert step.reward == pytest.approx(2 * 1 + 0.5 * 0.5 + 1 * 0.5)
+    assert step.info["reward_brief"] == 0.5 and step.info["correct"] is True
+    step = env.step("xxxxx")
+    assert step.reward == pytest.approx(0.25) and "reward_sometimes" not in step.info
+    equal = make(f"rewarded:data=rows.jsonl,reward={reward}")
+    equal.reset(3)
+    assert equal.step(f"{number:>5}").reward == pytest.approx(1 + 0.5 + 0.5)
+
+
+def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
+    write("twice.jsonl", [*ROWS, *ROWS[:7], {"prompt": " Say  3. ", "answer": "three"}])
+    env = make("rewarded:data=twice.jsonl,reward=rewards.py:sometimes")
+    assert "left out 8 of 68 rows" in capsys.readouterr().err
+    held_out = [row["prompt"] for row in ROWS if is_held_out(row["prompt"])]
+    assert 3 < len(held_out) < 20
+    assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # each once
+    trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
+    assert trained == {row["prompt"] for row in ROWS} - set(held_out)
+    write("back.jsonl", ROWS[::-1])  # another order, the same split
+    back = make("rewarded:data=back.jsonl,reward=rewards.py:sometimes")
+    assert set(prompts_of(back, EVAL_SEEDS[:60])) == set(held_out)
+    report = check_env("rewarded:data=rows.jsonl,reward=rewards.py:accuracy", 3)
+    assert not report.problems and report.shared == 0
+
+
+def test_a_prompt_of_messages_has_a_completion_of_messages():
+    write("chats.jsonl", [
+        {"chat": [{"role": "system", "content": "Repeat."}, {"role": "user", "content": f"{n}"}]}
+        for n in range(60)
+    ])  # fmt: skip
+    env = make("rewarded:data=chats.jsonl,prompt=chat,reward=rewards.py:content")
+    system, question = env.reset(5)
+    assert system == {"role": "system", "content": "Repeat."}
+    assert env.step(question["content"]).reward == 1.0 and env.step("?").reward == 0.0
+
+
+def test_a_data_set_of_the_hub_is_loaded_with_its_configuration(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(*args, **options):
+        asked.append((args, options))
+        return ROWS
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    env = make("rewarded:data=a/b,config=main,split=test,reward=rewards.py:accuracy")
+    assert asked == [(("a/b", "main"), {"split": "test"})]
+    assert env.reset(1)[0]["content"].startswith("Say ")
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ("", "set data="), ("data=rows.jsonl", "set data="),
+    ("data=none.jsonl,reward=rewards.py:accuracy", "no file none.jsonl"),
+    ("data=rows.jsonl,reward=rewards.py:precision", "AttributeError"),
+    ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
+    ("data=rows.jsonl,reward=rewards.py:two rewards.py:two", "given twice"),
+    ("data=rows.jsonl,reward=none.py:f", "no file none.py"),
+    ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
+    ("data=rows.jsonl,reward=rewards.py:two,prompt=question", "row 1: no prompt in 'question'"),
+    ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
+    ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
+])  # fmt: skip
+def test_an_invalid_option_is_one_line(options, words):
+    write("few.jsonl", ROWS[:2])
+    Path("bad.jsonl").write_text('{"prompt": "a"}\n[1]\n')
+    with pytest.raises(UsageError) as error:
+        make(f"rewarded:{options}")
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_function_that_returns_another_number_of_rewards_fails_the_episode():
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:two")
+    env.reset(0)
+    with pytest.raises(ValueError, match="two returned 2 rewards for one completion"):
+        env.step("?")
+
+
+@pytest.mark.slow
+def test_a_run_stores_the_folder_and_is_resumed_from_another_one(place, command, monkeypatch):
+    spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy rewards.py:brief,weights=1 0.2"
+    flags = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
+        --microscope 0 --device cpu --run-name a"""
+    code, _, err = command("--env", spec, *flags.split())
+    assert code == 0, err
+    monkeypatch.chdir("/")
+    assert command("--resume", place / "runs/a", "--num-updates", "2")[0] == 0
+    records = (place / "runs/a/metrics.jsonl").read_text().splitlines()
+    assert "info/reward_brief" in json.loads(records[-1])
