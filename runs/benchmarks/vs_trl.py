@@ -1,7 +1,7 @@
 """A training step of picoRL and of TRL's GRPOTrainer: sampling, training pass, optimizer step.
 
     python runs/benchmarks/vs_trl.py         # on the CPU, 10 minutes
-    python runs/benchmarks/vs_trl.py --model smollm2 --num-prompts 2 --steps 2   # half an hour
+    python runs/benchmarks/vs_trl.py --model smollm2 --num-prompts 2 --steps 1   # 40 minutes
     python runs/benchmarks/vs_trl.py --gpu   # TRL with vLLM in its process; needs vLLM
     python runs/benchmarks/vs_trl.py --rounds 1 --steps 1 --no-write
 
@@ -14,6 +14,7 @@ process is left out.
 """
 
 import os
+import resource
 import statistics
 import sys
 import tempfile
@@ -101,8 +102,8 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     gpu = any("memory_gb" in case["sides"]["picoRL"][0] for case in cases)
     lines = [
         "| model | prompts | tokens per step | side | step, s | sampling, s | picoRL / TRL |"
-        + (" peak in training, GB | peak, GB |" if gpu else " goal |"),
-        "| --- | --- | --- | --- | --- | --- | --- | --- |" + (" --- |" if gpu else ""),
+        + (" peak in training, GB | peak, GB |" if gpu else " goal | tokens/s | peak, GB |"),
+        "|" + " --- |" * 9 + ("" if gpu else " --- |"),
     ]
     for case in cases:
         ours = [answer["step_s"] for answer in case["sides"]["picoRL"]]
@@ -124,8 +125,22 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                 goal = GOALS.get(case["size"], {}).get(case["prompt_tokens"])
                 compared = name != "picoRL" and goal
                 cells.append(verdict(statistics.median(ratio), goal) if compared else "")
+                cells += [speed(case["budget"], answers), resident(answers)]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def speed(tokens: int, answers: list[dict[str, Any]]) -> str:
+    """Tokens per second while sampling, and in the rest of the step; medians."""
+    sampling = [tokens / answer["sampling_s"] for answer in answers]
+    rest = [tokens / (answer["step_s"] - answer["sampling_s"]) for answer in answers]
+    return f"{statistics.median(sampling):,.0f} sampled, {statistics.median(rest):,.0f} trained"
+
+
+def resident(answers: list[dict[str, Any]]) -> str:
+    """The peak of the process's resident memory; "" in results that do not have it."""
+    peaks = [answer["resident_gb"] for answer in answers if "resident_gb" in answer]
+    return spread(peaks, ".1f") if peaks else ""
 
 
 # --- child processes -----------------------------------------------------------------------------
@@ -201,10 +216,17 @@ class StepTimer:
             "sampling_cpu_s": self.sampling_cpu[1:],
             "sampled": self.sampled,
             "prompt_tokens": self.prompt_tokens,
+            "resident_gb": peak_resident() / GB,
         }
         if self.peaks:
             answer["memory_gb"] = self.peaks | {"all": max(self.peaks.values())}
         return answer
+
+
+def peak_resident() -> int:
+    """The peak of this process's resident memory in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def make(folder: str, size: str, dtype: str) -> dict[str, Any]:

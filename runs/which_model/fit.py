@@ -1,4 +1,4 @@
-"""Which model fits which machine: an upper bound for memory, computed from the shapes.
+"""Which model fits which machine: memory that a run needs, computed from the shapes.
 
     python runs/which_model/fit.py    # prints the tables and writes them into README.md
 
@@ -56,6 +56,7 @@ NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3":
 LENGTH = 1280  # tokens of prompt and completions: --max-model-len
 NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
+RESERVE = 1.0  # GB for Python, PyTorch and the environments, on a CPU or Mac
 MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster
 
 
@@ -108,9 +109,9 @@ MODELS = [
     Model("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
 ]
 MACHINES = [
-    Machine("laptop CPU, 10 of 16 GB free", "cpu", 10 - 1),
-    Machine("Mac, 16 GB, 70% usable", "mps", 0.7 * 16 - 1),
-    Machine("Mac, 32 GB, 70% usable", "mps", 0.7 * 32 - 1),
+    Machine("laptop CPU, 10 of 16 GB free", "cpu", 10 - RESERVE),
+    Machine("Mac, 16 GB, 70% usable", "mps", 0.7 * 16 - RESERVE),
+    Machine("Mac, 32 GB, 70% usable", "mps", 0.7 * 32 - RESERVE),
     *(Machine(f"GPU, {size} GB", "cuda", 0.9 * size - 1.5, size) for size in (8, 16, 24, 48, 80)),
 ]
 
@@ -148,17 +149,20 @@ def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = T
     return norms + inputs + size * attention + 4 * m.heads + mlp + 28 * rank
 
 
-def memory(m: Model, device: str, rank: int, micro: int, gpu: int = 0) -> dict[str, float]:
+def memory(
+    m: Model, device: str, rank: int, micro: int, gpu: int = 0,
+    length: int = LENGTH, rollouts: int = NUM_PROMPTS * GROUP_SIZE,
+) -> dict[str, float]:  # fmt: skip
     """Returns the GB of each term and phase.
 
     `rank` 0: no LoRA; `micro`: tokens in a micro-batch; `gpu`: GB of the GPU, which decide the size
-    of a chunk of logits.
+    of a chunk of logits; `length`: tokens of the longest sequence.
     """
     size, cuda = (2, True) if device == "cuda" else (4, False)
     weights, adapters = num_weights(m), num_adapter_weights(m, rank)
     trained, largest = adapters if rank else weights, m.vocab * m.width
-    tokens, rollouts = max(micro, LENGTH), NUM_PROMPTS * GROUP_SIZE
-    layer = saved_per_token(m, size, rank, LENGTH, fused=device != "mps")
+    tokens = max(micro, length)
+    layer = saved_per_token(m, size, rank, length, fused=device != "mps")
     terms = {
         "weights": size * weights,
         "masters": 4 * weights if size < 4 and not rank else 0,
@@ -169,7 +173,7 @@ def memory(m: Model, device: str, rank: int, micro: int, gpu: int = 0) -> dict[s
         "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
         "logits": 16 * min(m.vocab * tokens, max_logits(gpu * GB)),
         "step": 4 * trained if cuda else 8 * min(trained, largest),
-        "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
+        "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * length * rollouts,
         "drawing": 16 * m.vocab * rollouts,
     }
     gb = {name: num_bytes / GB for name, num_bytes in terms.items()}
