@@ -297,17 +297,22 @@ class RolloutCollector:
     def _step(self, episodes: list[Episode], responses: dict[int, dict[str, str]]) -> None:
         """Passes the responses of each episode to its environment, and reads the steps."""
         acting = [e for e in episodes if responses[e.number] and not e.failed]
+        groups: dict[str | int, list[Episode]] = defaultdict(list)  # one call for each
+        for episode in acting:
+            key = episode.task.env if _has_step_batch(episode.env) else episode.number
+            groups[key].append(episode)
         calls: list[Call] = [
-            (e.task.env, partial(_checked_step, e.env, responses[e.number]))
-            for e in acting
-            if e.env is not None  # always: an episode with responses has begun
+            (group[0].task.env, partial(_steps, group, [responses[e.number] for e in group]))
+            for group in groups.values()
         ]
         outcomes = self.calls.call_all("step", calls)
-        for episode, outcome in zip(acting, outcomes, strict=True):
-            with _contain_failure(episode):
-                for name, step in _value(outcome).items():  # an agent may join after the start
-                    agent = episode.agents.setdefault(name, _new_agent(episode, name))
-                    self._read_step(agent, step)
+        for group, outcome in zip(groups.values(), outcomes, strict=True):
+            for i, episode in enumerate(group):
+                with _contain_failure(episode):
+                    for name, step in _value(_value(outcome)[i]).items():
+                        # an agent may join after the start
+                        agent = episode.agents.setdefault(name, _new_agent(episode, name))
+                        self._read_step(agent, step)
 
     def _read_step(self, agent: AgentState, step: Step) -> None:
         """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
@@ -335,10 +340,7 @@ class _SingleAgentEnv(MultiAgentEnv):
         return {PLAYER: self.env.reset(seed)}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        step = self.env.step(responses[PLAYER])
-        if isinstance(step, Step) and step.message is None and not step.done:
-            raise ValueError("step() returned no message, and done is False")
-        return {PLAYER: step}
+        return {PLAYER: self.env.step(responses[PLAYER])}
 
     def close(self) -> None:
         self.env.close()
@@ -405,15 +407,46 @@ def _add_message(agent: AgentState, message: Message) -> None:
     agent.chat.append(message)
 
 
-def _checked_step(env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
+def _has_step_batch(env: MultiAgentEnv | None) -> bool:
+    """Whether the class steps several instances in one call."""
+    if not isinstance(env, _SingleAgentEnv):
+        return False
+    own: Any = type(env.env).step_batch
+    default: Any = Env.step_batch
+    return getattr(own, "__func__", own) is not default.__func__
+
+
+def _steps(group: list[Episode], responses: list[dict[str, str]]) -> list[Outcome]:
+    """Steps the environments of some episodes in one call; for each, its checked steps."""
+    envs = [episode.env for episode in group]
+    if _has_step_batch(envs[0]):
+        players = [env.env for env in envs if isinstance(env, _SingleAgentEnv)]
+        texts = [response[PLAYER] for response in responses]
+        batch = type(players[0]).step_batch(players, texts)
+        if len(batch) != len(group):
+            raise ValueError(f"step_batch() returned {len(batch)} steps for {len(group)} responses")
+        stepped = [{PLAYER: step} for step in batch]
+    else:
+        stepped = [env.step(texts) for env, texts in zip(envs, responses, strict=True) if env]
+    outcomes: list[Outcome] = []
+    for env, steps in zip(envs, stepped, strict=True):
+        try:
+            outcomes.append((_checked(steps, isinstance(env, _SingleAgentEnv)), None))
+        except Exception as error:
+            outcomes.append((None, error))
+    return outcomes
+
+
+def _checked(steps: dict[str, Step], is_single: bool) -> dict[str, Step]:
     """The steps of an environment, with their info as JSON would restore it.
 
     Raises TypeError or ValueError if one is invalid.
     """
-    steps = env.step(responses)
     for agent, step in steps.items():
         if not isinstance(step, Step):
             raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
+        if is_single and step.message is None and not step.done:
+            raise ValueError("step() returned no message, and done is False")
         if not math.isfinite(step.reward):
             raise ValueError(f"the reward of {agent} is {step.reward}")
         if abs(step.reward) > MAX_REWARD:

@@ -13,6 +13,7 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 import random
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,16 @@ class Env(Instance, ABC):
     @abstractmethod
     def step(self, response: str) -> Step:
         """Applies the policy's response. Accepts any text; never raises because of its content."""
+
+    @classmethod
+    def step_batch(cls, envs: Sequence["Env"], responses: list[str]) -> list[Step]:
+        """Steps several instances of one spec, in a class that overrides this: one Step for each.
+
+        Training and evaluation then call this instead of `step`, once for all of a rank's
+        episodes that act at the same time; --env-timeout limits the whole call. An exception fails
+        all these episodes.
+        """
+        return [env.step(response) for env, response in zip(envs, responses, strict=True)]
 
     def demonstrate(self, hasty: bool = False) -> str | None:
         """Returns a correct response to the current state, with its reasoning.

@@ -4,15 +4,18 @@
     --env "rewarded:data=rows.jsonl,reward=rewards.py:accuracy rewards.py:brief,weights=1 0.2"
     --env rewarded:data=openai/gsm8k,config=main,prompt=question,reward=my_rewards:accuracy
 
-Each row has a prompt, a text or a list of messages, and any other columns. A reward function
-receives lists of one element and returns a list of one number, or None where it does not apply:
+Each row has a prompt, a text or a list of messages, and any other columns. All completions that a
+rank samples at the same time are a batch; in training, groups lie side by side. Each function is
+called once for a batch. It receives lists, of the columns too (None where a row has no value), and
+returns one number for each completion, or None where it does not apply:
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
 
-If the prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are
-awaited. A function is called for each completion, slow ones in several threads (--env-workers); it
-must not compare the completions of a batch.
+So it may compare completions; with several ranks a group can lie in the batches of two. If the
+prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
+together. --env-timeout limits the call of all functions. An exception, or another number of
+rewards, fails every episode of the batch.
 
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
 returned 1 or more; `info["reward_<name>"]` has the value of each. Of rows with the same prompt only
@@ -25,13 +28,17 @@ import inspect
 import json
 import random
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
 from environments.registry import find_file, import_attribute
+
+Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
 
 class Rewarded(Env):
@@ -57,9 +64,10 @@ class Rewarded(Env):
         for name, function in zip(names, functions, strict=True):
             if not callable(function) or names.count(name) > 1:
                 raise UsageError(f"reward: {name} is no function, or given twice")
-        self.functions = list(zip(names, functions, weights or [1.0] * len(names), strict=True))
+        weights = weights or (1.0,) * len(names)
+        self.functions: list[Function] = list(zip(names, functions, weights, strict=True))
         self.prompt = prompt
-        self.train, self.test = load(data, prompt, config, split)
+        self.train, self.test, self.columns = load(data, prompt, config, split)
 
     def reset(self, seed: int) -> list[Message]:
         if seed in EVAL_SEEDS:  # in their order, each once
@@ -70,19 +78,30 @@ class Rewarded(Env):
         return [user(prompt)] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[misc]
 
     def step(self, response: str) -> Step:
-        is_text = isinstance(self.row[self.prompt], str)
-        completion = response if is_text else [{"role": "assistant", "content": response}]
-        columns = {key: [value] for key, value in self.row.items() if key != self.prompt}
-        values: dict[str, float | None] = {}
-        for name, function, _ in self.functions:
-            returned = function(
-                prompts=[self.row[self.prompt]], completions=[completion], **columns
-            )
-            if inspect.isawaitable(returned):
-                returned = asyncio.run(_wait(returned))
-            if len(returned) != 1:
-                raise ValueError(f"{name} returned {len(returned)} rewards for one completion")
-            values[name] = None if returned[0] is None else float(returned[0])
+        return self.step_batch([self], [response])[0]
+
+    @classmethod
+    def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step]:
+        batch = [env for env in envs if isinstance(env, Rewarded)]
+        first = batch[0]
+        prompts = [env.row[first.prompt] for env in batch]
+        completions: list[Any] = [
+            response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
+            for prompt, response in zip(prompts, responses, strict=True)
+        ]
+        columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
+        arguments = {**columns, "prompts": prompts, "completions": completions}
+        values: list[dict[str, float | None]] = [{} for _ in batch]
+        for name, rewards in _call_all(first.functions, arguments).items():
+            with _named(name):
+                if len(rewards) != len(batch):
+                    raise ValueError(f"{len(rewards)} rewards for {len(batch)} completions")
+                for value, number in zip(values, rewards, strict=True):
+                    value[name] = None if number is None else float(number)
+        return [first.to_step(value) for value in values]
+
+    def to_step(self, values: dict[str, float | None]) -> Step:
+        """The Step of one completion, from the value of each function."""
         reward = sum(weight * (values[name] or 0.0) for name, _, weight in self.functions)
         first = values[self.functions[0][0]]
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
@@ -90,8 +109,8 @@ class Rewarded(Env):
 
 
 @functools.lru_cache(maxsize=4)
-def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row]]:
-    """Returns the rows for training and those for evaluation.
+def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row], list[str]]:
+    """Returns the rows for training, those for evaluation, and the names of the other columns.
 
     Prints how many rows have the prompt of an earlier one. Raises UsageError if the data cannot be
     loaded, a row has no prompt, or there are no rows for one of both uses.
@@ -119,8 +138,37 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
     if not train or not test:
         raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
                          "evaluation; add some")  # fmt: skip
-    return train, test
+    names = dict.fromkeys(key for _, values in rows for key in values)
+    return train, test, [name for name in names if name != prompt]
 
 
-async def _wait(returned: Any) -> Any:
-    return await returned
+def _call_all(functions: list[Function], arguments: dict[str, Any]) -> dict[str, Any]:
+    """What each function returns, by name."""
+    returned = {}
+    # calling an async function only makes a coroutine: after the others, which may raise
+    for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
+        with _named(name):
+            returned[name] = function(**arguments)
+    waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
+    if waiting:
+        returned |= asyncio.run(_await_all(waiting))
+    return {name: returned[name] for name, _, _ in functions}
+
+
+async def _await_all(waiting: dict[str, Any]) -> dict[str, Any]:
+    async def wait(name: str) -> Any:
+        with _named(name):
+            return await waiting[name]
+
+    return dict(zip(waiting, await asyncio.gather(*map(wait, waiting)), strict=True))
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """An exception in the block says in which reward function it was raised."""
+    try:
+        yield
+    except EnvFailure as error:
+        raise EnvFailure(f"{name}: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error

@@ -1,10 +1,15 @@
 """`rewarded`: rows of a file or of the hub, and reward functions with TRL's signature."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from test_rollouts import Scripted
 
+from core.rollouts import RolloutCollector
+from core.sampler import SamplingParams
+from core.tasks import Task
 from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
@@ -12,7 +17,9 @@ from environments.check import check_env
 from environments.registry import make
 
 FUNCTIONS = """
-calls = []
+import asyncio
+from environments.base import EnvFailure
+calls, here = [], []
 def accuracy(prompts, completions, answer, **columns):
     calls.append((prompts, completions, answer, columns))
     return [float(a in text) for text, a in zip(completions, answer)]
@@ -24,6 +31,22 @@ def content(prompts, completions, **columns):
     return [float(c[-1]["content"] == p[-1]["content"]) for p, c in zip(prompts, completions)]
 def two(**columns):
     return [1.0, 1.0]
+def rank(completions, **columns):
+    calls.append(completions)
+    return [float(sorted(completions).index(text)) for text in completions]
+async def meets(completions, **columns):
+    here.append(1)
+    while len(here) < 2:
+        await asyncio.sleep(0.001)
+    return [1.0 for _ in completions]
+async def also(**columns):
+    return await meets(**columns)
+def raises(**columns):
+    raise KeyError("judge")
+async def fails(**columns):
+    raise EnvFailure("no judge")
+def infinite(completions, **columns):
+    return [float("inf") if "b" in text else 1 for text in completions]
 VALUE = 5
 """
 ROWS = [{"prompt": f"Say {n}.", "answer": str(n), "n": n} for n in range(60)]
@@ -134,11 +157,75 @@ def test_an_invalid_option_is_one_line(options, words):
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_function_that_returns_another_number_of_rewards_fails_the_episode():
-    env = make("rewarded:data=rows.jsonl,reward=rewards.py:two")
+class Letters(Scripted):
+    """Answers the prompts of a batch with a, b, c, .."""
+
+    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
+        completions = super().sample(prompts, params)
+        return [replace(c, text="abcdefgh"[i]) for i, c in enumerate(completions)]
+
+
+def play(policy, reward, others=(), seeds=(1, 1, 2), **options):
+    """Rollouts of one batch, and the reward function's module."""
+    spec = f"rewarded:data=rows.jsonl,reward={reward}"
+    collector = RolloutCollector(policy, 1, **options)
+    tasks = [Task(spec, seed, seed) for seed in seeds] + [Task(env, 0, 9) for env in others]
+    rollouts = collector.collect(tasks, Letters(policy), SamplingParams(4))
+    return rollouts, make(spec).functions[0][1].__globals__
+
+
+def test_functions_are_called_once_per_batch_with_lists(policy):
+    reward = "rewards.py:accuracy rewards.py:rank,weights=1 0.5"
+    rollouts, module = play(policy, reward, others=["letter_counting"])
+    (prompts, completions, answer, columns), ranked = module["calls"]
+    assert prompts == [r.messages[0]["content"] for r in rollouts[:3]]
+    assert answer == [prompt[4:-1] for prompt in prompts]
+    assert prompts[0] == prompts[1] != prompts[2]
+    assert completions == ranked == ["a", "b", "c"]
+    assert columns == {"n": list(map(int, answer))}
+    assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
+    assert [r.info["reward_rank"] for r in rollouts[:3]] == [0.0, 1.0, 2.0]
+    assert not any(r.error for r in rollouts)
+
+
+def test_a_column_without_a_value_is_none(policy):
+    write(
+        "rows.jsonl", [{"prompt": f"Say {n}."} | ({"answer": ""} if n else {}) for n in range(60)]
+    )
+    Path("rewards.py").write_text("def f(answer, **_): return [float(a is None) for a in answer]")
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:f")
+    values = {}
+    for seed in range(300):
+        (opening,) = env.reset(seed)
+        values[opening["content"]] = env.step("").reward
+    assert {prompt for prompt, value in values.items() if value} <= {"Say 0."}
+
+
+def test_async_functions_are_awaited_together():
+    env = make("rewarded:data=rows.jsonl,reward=rewards.py:meets rewards.py:also")
     env.reset(0)
-    with pytest.raises(ValueError, match="two returned 2 rewards for one completion"):
-        env.step("?")
+    assert env.step("?").reward == 2.0  # each waits for the other
+
+
+@pytest.mark.parametrize(("reward", "error", "env_failure"), [
+    ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
+    ("raises", "RuntimeError: raises: KeyError: 'judge'", False),
+    ("fails", "EnvFailure: fails: no judge", True),
+    ("rank rewards.py:raises rewards.py:meets", "RuntimeError: raises: KeyError: 'judge'", False),
+    ("meets", "TimeoutError: no answer in 0.2 seconds (--env-timeout)", False),
+])  # fmt: skip
+def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
+    others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]
+    rollouts, _ = play(policy, f"rewards.py:{reward}", others, env_timeout=0.2)
+    assert [r.error for r in rollouts] == [error] * 3 + [""] * 2
+    assert [r.env_failure for r in rollouts] == [env_failure] * 3 + [False] * 2
+
+
+def test_a_reward_that_is_not_finite_costs_its_own_episode(policy):
+    rollouts, _ = play(policy, "rewards.py:infinite")
+    assert [r.episode_return for r in rollouts] == [1.0, 0.0, 1.0]
+    assert [bool(r.error) for r in rollouts] == [False, True, False]
+    assert rollouts[1].error == "ValueError: the reward of player is inf"
 
 
 @pytest.mark.slow
