@@ -93,8 +93,7 @@ def read(lines):
 
 
 FAST = ("dapo",)
-SLOW = ("reinforce, leave_one_out", "ppo", "gspo", "cispo", "kl in the loss", "filter groups",
-        "best again", "credit by turn", "top-k and several steps")  # fmt: skip
+SLOW = ("reinforce, leave_one_out", "ppo", "cispo", "credit by turn")
 MARKS = {  # the gradients of all variants are compared with float64 loops in test_float64_step.py
     variant: [] if variant in FAST else pytest.mark.slow if variant in SLOW else pytest.mark.seeds
     for variant in LOSS_TYPES

@@ -128,8 +128,6 @@ def kill_a_rank(run, launched):
 def test_bad_input_is_said_once(tmp_path):
     code, _, err = finish(launch(tmp_path, *SMALL, "--lr", "-1"))
     assert code != 0 and err.count("--lr must be more than 0") == 1
-    code, _, err = finish(launch(tmp_path, *SMALL, restarts=1))
-    assert code != 0 and "needs a --run-name" in err
 
 
 def as_rank(monkeypatch, rank, num_ranks):
@@ -148,6 +146,12 @@ def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, i
     assert [item for part in parts for item in part] == items
     weights = [sum(1 + item % 5 for item in part) for part in parts]
     assert max(weights) - min(weights) <= 2 * 5
+
+
+def test_restarts_need_a_run_name(command, monkeypatch):
+    monkeypatch.setattr(distributed, "may_restart", lambda: True)
+    code, _, err = command(*SMALL)
+    assert code == 2 and "needs a --run-name" in err
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0", 9), (None, 1)])

@@ -162,9 +162,9 @@ def test_flyte_without_a_cluster_is_an_error(folder, capsys, monkeypatch):
 def test_a_sweep_trains_and_evaluates_each_run(folder, where):
     if where == "--flyte-local":
         pytest.importorskip("flyte", reason=MISSING)
-    assert on_flyte.main([where, "--sweep", "group-size=1,2,3", "--", *TINY]) == 1
+    assert on_flyte.main([where, "--sweep", "group-size=1,2", "--", *TINY]) == 1
     rows = table_of("sweep-1")
-    assert [row[0] for row in rows] == ["group-size=1", "group-size=2", "group-size=3"]
+    assert [row[0] for row in rows] == ["group-size=1", "group-size=2"]
     assert rows[0][2].startswith("failed: train.py: --group-size 1")
     for _, env, before, after, minutes, run in rows[1:]:
         records = read_records(Path(run) / "metrics.jsonl")
