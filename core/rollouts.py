@@ -74,6 +74,7 @@ class Episode:
     env: MultiAgentEnv | None = None  # None: not built yet
     failed: bool = False  # its environment is not used again
     agents: dict[str, AgentState] = field(default_factory=dict)
+    seat: str = ""  # the only agent whose rollout is kept; empty: that of all agents
 
 
 Waiting = list[tuple[Episode, AgentState]]  # agents that have a prompt
@@ -127,15 +128,18 @@ class RolloutCollector:
         return self._play(tasks, respond)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
-        """Plays each task with the environment's own demonstrations; single-agent ones only.
+        """Plays each task with the environment's own demonstrations.
 
-        `trivial`: with the environment's trivial baseline instead.
+        With several agents one demonstrates, and the others guess; only its rollout is returned.
+        `trivial`: with the trivial baseline of an environment for one agent instead.
         """
 
         def respond(waiting: Waiting, _: int) -> list[Completion | None]:
+            for episode, agent in waiting:
+                take_seat(episode, agent.rollout.agent)
             calls: list[Call] = [
-                (e.task.env, partial(_demonstration, e.env, e.task.hasty, trivial))
-                for e, _ in waiting
+                (e.task.env, partial(_demonstration, e, a.rollout.agent, trivial))
+                for e, a in waiting
             ]
             return [
                 self._as_completion(episode, outcome)
@@ -197,7 +201,12 @@ class RolloutCollector:
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [e for wave in self._waves(mine) for e in self._play_wave(wave, respond)]
         episodes.sort(key=lambda episode: episode.number)
-        rollouts = [agent.rollout for episode in episodes for agent in episode.agents.values()]
+        rollouts = [
+            agent.rollout
+            for episode in episodes
+            for name, agent in episode.agents.items()
+            if episode.seat in ("", name)
+        ]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
         return _group_by_agent(distributed.all_gather(kept))
 
@@ -346,6 +355,22 @@ class _SingleAgentEnv(MultiAgentEnv):
         self.env.close()
 
 
+def take_seat(episode: Episode, acting: str) -> None:
+    """Gives one seat to the policy, or to the demonstrator, if the environment declares its agents.
+
+    Consecutive seeds have the seats in turn. Fails the episode if `acting` is no declared agent.
+    """
+    agents = episode.env.agents if episode.env else ()
+    if not agents:
+        return
+    with _contain_failure(episode):
+        if acting not in agents:
+            raise ValueError(f"{acting!r} acts, but is not one of its agents, {', '.join(agents)}")
+        episode.seat = agents[episode.task.seed % len(agents)]
+        if episode.seat not in episode.agents:  # so that a failure before it acts is counted
+            episode.agents[episode.seat] = _new_agent(episode, episode.seat)
+
+
 def is_heavy(spec: str) -> bool:
     """Whether the environment's class is `heavy`; False for an unknown name."""
     with suppress(UsageError):
@@ -353,10 +378,12 @@ def is_heavy(spec: str) -> bool:
     return False
 
 
-def _demonstration(env: MultiAgentEnv | None, hasty: bool, trivial: bool) -> str | None:
-    if not isinstance(env, _SingleAgentEnv):
-        return None
-    return env.env.trivial() if trivial else env.env.demonstrate(hasty)
+def _demonstration(episode: Episode, agent: str, trivial: bool) -> str | None:
+    env, hasty = episode.env, episode.task.hasty
+    if isinstance(env, _SingleAgentEnv):
+        return env.env.trivial() if trivial else env.env.demonstrate(hasty)
+    assert env is not None  # an episode with a prompt has begun
+    return env.demonstrate(agent, hasty or agent != episode.seat)
 
 
 def _value(outcome: Outcome) -> Any:

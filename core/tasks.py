@@ -127,6 +127,9 @@ def check_demonstrations(envs: Sequence[str]) -> None:
             if isinstance(env, Env):
                 env.reset(DEMO_SEEDS[0])
                 demonstration = env.demonstrate()
+            elif env.agents:
+                first = next(iter(env.reset(DEMO_SEEDS[0])))
+                demonstration = env.demonstrate(first)
         except UsageError as error:
             raise UsageError(f"--env {spec}: {error}") from None
         except Exception as error:  # it would fail in every warm-start step

@@ -119,7 +119,14 @@ class Env(Instance, ABC):
 
 
 class MultiAgentEnv(Instance, ABC):
-    """A task for several agents. Agents that are absent from a dict are not asked to act."""
+    """A task for several agents. Agents that are absent from a dict are not asked to act.
+
+    `agents`: all of them, in the order of their seats. Declare them for demonstrations and for
+    opponents (opponent=runs/x): in the episode of `seed` the policy then has the seat
+    `agents[seed % len(agents)]`.
+    """
+
+    agents: tuple[str, ...] = ()
 
     @abstractmethod
     def reset(self, seed: int) -> dict[str, list[Message]]:
@@ -134,4 +141,11 @@ class MultiAgentEnv(Instance, ABC):
 
     def guess(self, agent: str, rng: random.Random) -> str | None:
         """Returns a random valid response for an agent that is asked to act; None if unknown."""
+        return None
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str | None:
+        """Returns a correct response for an agent that is asked to act, as `Env.demonstrate`.
+
+        In the warm start one agent demonstrates, and the others answer with `hasty` demonstrations.
+        """
         return None

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from core.types import Message
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step
@@ -191,12 +192,20 @@ def _check_seeds(report: Report, other_process: bool) -> None:
 
 def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: int) -> None:
     def respond(agent: str, turn: int) -> str:
+        if agents and agent not in agents:
+            raise Problem(f"{agent!r} acts, but is not one of {', '.join(agents)} (`agents`)")
+        demonstrate: Callable[..., str | None] = env.demonstrate
         if isinstance(env, MultiAgentEnv):
-            return env.guess(agent, random.Random(turn)) or "?"
-        text = env.demonstrate()
-        if text != env.demonstrate():
+            demonstrate = partial(env.demonstrate, agent)
+        text = demonstrate()
+        if text != demonstrate():
             raise Problem("demonstrate() returned another text the second time")
-        return env.demonstrate(hasty=True) or "?" if text is None else text
+        if text is None and isinstance(env, MultiAgentEnv):
+            return env.guess(agent, random.Random(turn)) or "?"
+        hasty = text is None or (agents and agent != agents[seed % len(agents)])
+        return demonstrate(hasty=True) or "?" if hasty else text or ""
+
+    agents = env.agents if isinstance(env, MultiAgentEnv) else ()
 
     unscored = 0
     several = [seed for i in range(num_seeds) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
@@ -205,13 +214,16 @@ def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: i
         last = {agent: step for _, steps in turns for agent, step in steps.items()}
         correct = [step.info.get("correct") for step in last.values()]
         unscored += not all(isinstance(value, bool) for value in correct)
-        _reset(report, env, seed)
+        opening, seat, demonstrated = _reset(report, env, seed), "player", None
         if isinstance(env, Env):
             if not isinstance(env.trivial(), str | None):
                 raise Problem("trivial() must return a text or None")
-            if env.demonstrate() is not None:
-                total = sum(step.reward for _, steps in turns for step in steps.values())
-                report.demonstrations.append((total, all(correct)))
+            demonstrated = env.demonstrate()
+        elif agents:
+            seat, demonstrated = agents[seed % len(agents)], env.demonstrate(next(iter(opening)))
+        if demonstrated is not None and seat in last:
+            total = sum(steps[seat].reward for _, steps in turns if seat in steps)
+            report.demonstrations.append((total, bool(last[seat].info.get("correct"))))
     if unscored:
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip

@@ -1,4 +1,4 @@
-"""Connect four, as X against a random O or a minimax O.
+"""Connect four, as X against a random O or a minimax O, or against itself.
 
 Observation: the rules and the board in the first message, later O's move and the board. The board
 has six rows of seven columns, the top row first. The rules are one line:
@@ -23,6 +23,8 @@ strong O often more than ten times, so set --max-turns accordingly. Reward of ea
     -1.0    O has four in a row: the end
     -0.1    an unreadable or full column, twice per episode; the third costs -1 and ends it
 
+With opponent=self two agents, "X" (who begins) and "O", act in turn, as in tic_tac_toe.
+
 >>> env = ConnectFour()
 >>> env.reset(seed=1)[0]["content"].splitlines()[-1]
 '......O'
@@ -36,16 +38,22 @@ import math
 import random
 
 from core.types import Message, UsageError
-from environments.base import Env, Step
+from environments.base import Env, MultiAgentEnv, Step
 from environments.parsing import Retries, integer, read_action, user
 
 # Bitboard: the stones of a side are the bits of one integer, bit 7 * column + row, row 0 at the
 # bottom. Bit 6 of each column stays 0: no line continues from the top of a column into the next.
 COLUMNS, ROWS, STRIDE = 7, 6, 7
+OTHER = {"X": "O", "O": "X"}
 DIRECTIONS = (1, STRIDE - 1, STRIDE, STRIDE + 1)  # bit offsets: up, down right, right, up right
 CENTRE_FIRST = (3, 2, 4, 1, 5, 0, 6)  # columns from 0; most lines pass through the centre
 MIN_DEMO_DEPTH = 4  # search depth of demonstrations, unless that of the opponent is larger
 PLAIN = r"(?:^|move is|move:|column|drop in|play) *([1-7])\W*$"
+
+
+def connect4(opponent: str = "random", depth: int = 4) -> Env | MultiAgentEnv:
+    """`opponent`: random, minimax or self; `depth`: search depth of minimax in moves, 1 to 6."""
+    return SelfPlay(depth) if opponent == "self" else ConnectFour(opponent, depth)
 
 
 class ConnectFour(Env):
@@ -53,9 +61,8 @@ class ConnectFour(Env):
 
     def __init__(self, opponent: str = "random", depth: int = 4):
         if opponent not in ("random", "minimax"):
-            raise UsageError(f"opponent must be random or minimax, not {opponent!r}")
-        if not 1 <= depth <= 6:
-            raise UsageError(f"depth must be 1 to 6, not {depth}")
+            raise UsageError(f"opponent must be random, minimax or self, not {opponent!r}")
+        _check_depth(depth)
         self.opponent, self.depth = opponent, depth
 
     def reset(self, seed: int) -> list[Message]:
@@ -65,16 +72,13 @@ class ConnectFour(Env):
         if self.rng.random() < 0.5:
             self._reply()
         self.guess = self.rng.choice(legal(self.x | self.o))
-        rules = "Connect four: you are X. Drop stones in columns 1 to 7; four in a line win."
-        form = "Work it out, then end with <move>column</move>."
-        return [user(f"{rules} {form}\n{show(self.x, self.o)}")]
+        return [user(_opening("X", self.x, self.o))]
 
     def step(self, response: str) -> Step:
         move = read_action(response, "move", integer(1, COLUMNS), PLAIN)
         choices = legal(self.x | self.o)
         if move is None or move - 1 not in choices:
-            names = " ".join(str(column + 1) for column in sorted(choices))
-            return self.retries.refuse(f"End with <move>column</move>; open: {names}")
+            return self.retries.refuse(_hint(choices))
         self.x |= stone(self.x | self.o, move - 1)
         if has_line(self.x):
             return Step(None, 1.0, True, {"correct": True})
@@ -93,9 +97,7 @@ class ConnectFour(Env):
         """Names the winning columns of both sides, then a best one; `hasty`: a random column."""
         if hasty:
             return f"<move>{self.guess + 1}</move>"
-        x_wins, o_wins = _names(wins(self.x, self.o)), _names(wins(self.o, self.x))
-        move = best_moves(self.x, self.o, max(self.depth, MIN_DEMO_DEPTH))[0] + 1
-        return f"X wins: {x_wins}. O wins: {o_wins}. <move>{move}</move>"
+        return worked("X", self.x, self.o, self.depth)
 
     def _reply(self) -> int:
         """Makes a move of O and returns its column."""
@@ -105,6 +107,62 @@ class ConnectFour(Env):
             column = self.rng.choice(legal(self.x | self.o))
         self.o |= stone(self.x | self.o, column)
         return column
+
+
+class SelfPlay(MultiAgentEnv):
+    """Two agents. The game has no random element: every seed is the same game."""
+
+    agents = ("X", "O")
+
+    def __init__(self, depth: int):
+        _check_depth(depth)
+        self.depth = depth
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        self.seed, self.turn = seed, "X"
+        self.stones = {"X": 0, "O": 0}
+        self.retries = {"X": Retries(), "O": Retries()}
+        return {"X": [user(_opening("X", 0, 0))]}
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        mover, other = self.turn, OTHER[self.turn]
+        move = read_action(responses[mover], "move", integer(1, COLUMNS), PLAIN)
+        choices, info = legal(self.taken), {"correct": False}
+        if move is None or move - 1 not in choices:
+            refused = self.retries[mover].refuse(_hint(choices))
+            unaffected = Step(None, 0.0, True, info)
+            return {mover: refused, other: unaffected} if refused.done else {mover: refused}
+        first = not self.taken
+        self.stones[mover] |= stone(self.taken, move - 1)
+        won = has_line(self.stones[mover])
+        if won or not legal(self.taken):
+            rewards = {mover: float(won), other: -float(won)}
+            return {s: Step(None, r, True, {"correct": r > 0}) for s, r in rewards.items()}
+        self.turn = other
+        x, o = self.stones["X"], self.stones["O"]
+        ask = _opening("O", x, o) if first else f"{mover} drops in {move}.\n{show(x, o)}"
+        return {mover: Step(None, 0.0, False, info), other: Step(user(ask), 0.0, False, info)}
+
+    def guess(self, agent: str, rng: random.Random) -> str:
+        return f"<move>{rng.choice(legal(self.taken)) + 1}</move>"
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str:
+        """As `ConnectFour.demonstrate`, from the side of `agent`."""
+        if hasty:
+            return self.guess(agent, random.Random(f"hasty {self.seed} {self.taken}"))
+        return worked(agent, self.stones[agent], self.stones[OTHER[agent]], self.depth)
+
+    @property
+    def taken(self) -> int:
+        """The stones of both sides."""
+        return self.stones["X"] | self.stones["O"]
+
+
+def worked(side: str, own: int, other: int, depth: int) -> str:
+    """Returns a worked response: the winning columns of `side`, of the other, and a best move."""
+    own_wins, other_wins = _names(wins(own, other)), _names(wins(other, own))
+    move = best_moves(own, other, max(depth, MIN_DEMO_DEPTH))[0] + 1
+    return f"{side} wins: {own_wins}. {OTHER[side]} wins: {other_wins}. <move>{move}</move>"
 
 
 def legal(taken: int) -> list[int]:
@@ -175,6 +233,20 @@ def show(x: int, o: int) -> str:
 
     rows = ["".join(mark(STRIDE * c + row) for c in range(COLUMNS)) for row in range(ROWS)]
     return "\n".join(reversed(rows))
+
+
+def _opening(side: str, x: int, o: int) -> str:
+    rules = f"Connect four: you are {side}. Drop stones in columns 1 to 7; four in a line win."
+    return f"{rules} Work it out, then end with <move>column</move>.\n{show(x, o)}"
+
+
+def _hint(columns: list[int]) -> str:
+    return f"End with <move>column</move>; open: {_names(columns)}"
+
+
+def _check_depth(depth: int) -> None:
+    if not 1 <= depth <= 6:
+        raise UsageError(f"depth must be 1 to 6, not {depth}")
 
 
 def _names(columns: list[int]) -> str:

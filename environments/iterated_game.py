@@ -163,11 +163,14 @@ class AgainstRule(Env):
 class SelfPlay(MultiAgentEnv):
     """Two agents that choose at the same time: `row` and `column`."""
 
+    agents = ("row", "column")
+
     def __init__(self, game: Game):
         transposed = {(a, b): game.matrix[b, a][::-1] for a, b in game.matrix}
         self.games = {"row": game, "column": replace(game, matrix=transposed)}
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
+        self.seed = seed
         self.num_rounds = _draw_num_rounds(self.games["row"], random.Random(seed))
         self.retries = {agent: Retries() for agent in self.games}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.games}
@@ -200,6 +203,20 @@ class SelfPlay(MultiAgentEnv):
 
     def guess(self, agent: str, rng: random.Random) -> str:
         return f"<choice>{rng.choice(CHOICES)}</choice>"
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str:
+        """Adds up the points of both and takes part in the highest sum; `hasty`: at random."""
+        if hasty:
+            number = len(self.choices[agent])
+            return self.guess(agent, random.Random(f"hasty {self.seed} {agent} {number}"))
+        cells = self.games["row"].matrix
+        best = max(cells, key=lambda pair: sum(cells[pair]))  # for both agents the same cell
+        own = dict(zip(self.games, best, strict=True))[agent]
+        sums = [
+            f"{a[0]}{b[0]}".upper() + f" {p:g}+{q:g}={p + q:g}"
+            for (a, b), (p, q) in self.games[agent].matrix.items()
+        ]
+        return f"{', '.join(sums)} <choice>{own}</choice>"
 
 
 def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:

@@ -51,7 +51,7 @@ C = TypeVar("C", bound=Constructor)
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
-    "connect4": "environments.connect4:ConnectFour",
+    "connect4": "environments.connect4:connect4",
     "countdown": "environments.countdown:Countdown",
     "gymnasium": "environments.adapters.gymnasium:Gymnasium",
     "iterated_game": "environments.iterated_game:iterated_game",

@@ -86,11 +86,14 @@ class HigherLower(Env):
 class Nim(MultiAgentEnv):
     """Two players in turn: who takes the last stone wins. Reward: 1 won, -1 lost or invalid."""
 
+    agents = ("first", "second")  # for opponent=runs/x, and for the warm start
+
     def reset(self, seed: int) -> dict[str, list[Message]]:
         rng, held_out = random.Random(seed), seed in EVAL_SEEDS
         self.stones = rng.randint(6, 50)
         while is_held_out(str(self.stones)) != held_out:
             self.stones = rng.randint(6, 50)
+        self.rng = random.Random(f"hasty {seed}")
         return {"first": [self._message("Nim: who takes the last stone wins. ")]}
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
@@ -106,6 +109,12 @@ class Nim(MultiAgentEnv):
 
     def guess(self, agent: str, rng: random.Random) -> str:
         return f"<move>{rng.randint(1, min(9, self.stones))}</move>"
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str:
+        if hasty:
+            return self.guess(agent, self.rng)
+        rest = self.stones % 10  # who leaves a multiple of 10 wins
+        return f"{self.stones} = {self.stones - rest} + {rest} <move>{rest or 1}</move>"
 
     def _message(self, start: str = "") -> Message:
         return user(f"{start}{self.stones} stones. Take 1 to 9: <move>number</move>")

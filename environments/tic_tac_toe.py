@@ -18,6 +18,7 @@ The seed decides which side begins and which moves O draws. Reward of each respo
 `info["correct"]` is True for a game that X won; against the perfect O, which never loses, for a
 draw. With opponent=self two agents, "X" (who begins) and "O", act in turn. Each receives the
 rewards above and has its own retries; if one loses by invalid actions, the other receives 0.
+Other opponents (opponent=runs/x) play one of these two seats: core/opponents.py.
 
 >>> env = tic_tac_toe("perfect")
 >>> env.reset(seed=2)[0]["content"].partition("Board: ")[2]
@@ -78,12 +79,7 @@ class AgainstOpponent(Env):
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Names the winning cells of both sides, then a best one; `hasty`: a random free cell."""
-        if hasty:
-            return f"<move>{self.guess}</move>"
-        x_wins, o_wins = (" ".join(map(str, wins(self.board, side))) or "none" for side in "XO")
-        # among equally good moves the one that is best against a random O
-        best = max(best_moves(self.board, "X"), key=lambda c: _value_vs_random(self.board, c))
-        return f"X wins: {x_wins}. O wins: {o_wins}. <move>{best}</move>"
+        return f"<move>{self.guess}</move>" if hasty else worked(self.board, "X")
 
     def trivial(self) -> str:
         """Takes the first free cell."""
@@ -103,8 +99,10 @@ class AgainstOpponent(Env):
 class SelfPlay(MultiAgentEnv):
     """Two agents. The game has no random element: every seed is the same game."""
 
+    agents = ("X", "O")
+
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        self.board, self.turn = EMPTY, "X"
+        self.seed, self.board, self.turn = seed, EMPTY, "X"
         self.retries = {"X": Retries(), "O": Retries()}
         return {"X": [user(_opening("X", self.board))]}
 
@@ -127,6 +125,12 @@ class SelfPlay(MultiAgentEnv):
 
     def guess(self, agent: str, rng: random.Random) -> str:
         return f"<move>{rng.choice(free(self.board))}</move>"
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str:
+        """As `AgainstOpponent.demonstrate`, from the side of `agent`."""
+        if hasty:
+            return self.guess(agent, random.Random(f"hasty {self.seed} {self.board}"))
+        return worked(self.board, agent)
 
 
 def free(board: str) -> list[int]:
@@ -180,12 +184,26 @@ def best_moves(board: str, side: str) -> list[int]:
     return [cell for cell in after if after[cell] == max(after.values())]
 
 
-def _value_vs_random(board: str, cell: int) -> float:
-    """Returns the mean value for X after X takes `cell` and O makes a random move."""
-    board = place(board, cell, "X")
+def worked(board: str, side: str) -> str:
+    """Returns a worked response: the winning cells of `side`, of the other side, and a best move.
+
+    >>> worked("XX.OO....", "O")
+    'O wins: 6. X wins: 3. <move>6</move>'
+    """
+    named = (
+        f"{s} wins: {' '.join(map(str, wins(board, s))) or 'none'}." for s in side + OTHER[side]
+    )
+    # among equally good moves the one that is best against a random opponent
+    best = max(best_moves(board, side), key=lambda cell: _value_vs_random(board, cell, side))
+    return f"{' '.join(named)} <move>{best}</move>"
+
+
+def _value_vs_random(board: str, cell: int, side: str) -> float:
+    """Returns the mean value for `side` after it takes `cell` and the other makes a random move."""
+    board = place(board, cell, side)
     if is_over(board):
-        return outcome(board, "X")
-    replies = [value(place(board, reply, "O"), "X") for reply in free(board)]
+        return outcome(board, side)
+    replies = [value(place(board, reply, OTHER[side]), side) for reply in free(board)]
     return sum(replies) / len(replies)
 
 

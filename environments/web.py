@@ -102,19 +102,21 @@ class Episode:
         self.log.append({"agent": agent, "speaker": speaker, "text": message["content"]})
 
     def _players_for(self, agent: str) -> list[str]:
-        own = {DEMONSTRATOR: self._demonstration(), RANDOM: self._guess(agent)}
+        own = {DEMONSTRATOR: self._demonstration(agent), RANDOM: self._guess(agent)}
         return [*self.players, *(name for name, text in own.items() if text is not None)]
 
     def _response_of(self, player: str, agent: str) -> str:
         if player in self.players:
             return self.players[player](list(self.chats[agent]))
-        text = self._demonstration() if player == DEMONSTRATOR else self._guess(agent)
+        text = self._demonstration(agent) if player == DEMONSTRATOR else self._guess(agent)
         if text is None:
             raise UsageError(f"this environment has no {player}")
         return text
 
-    def _demonstration(self) -> str | None:
-        return self.env.demonstrate() if isinstance(self.env, Env) else None
+    def _demonstration(self, agent: str) -> str | None:
+        if isinstance(self.env, Env):
+            return self.env.demonstrate()
+        return self.env.demonstrate(agent)
 
     def _guess(self, agent: str) -> str | None:
         if isinstance(self.env, Env):

@@ -59,7 +59,12 @@ SPECS = {
     "gymnasium:id=Blackjack-v1": Facts(-1, 1, 1, "valid"),
     "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
 }
-MULTI_AGENT = ["textarena", "tic_tac_toe:opponent=self", "iterated_game:opponent=self"]
+MULTI_AGENT = {  # demonstrations of one agent; the others guess
+    "textarena": Facts(-1, 1, 1, "", 20),
+    "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid", 20),
+    "connect4:opponent=self": Facts(-1, 1, 1, "valid", 12),
+    "iterated_game:opponent=self": Facts(-1, 1, 5, "valid", 20),
+}
 # these have tests in files of their own
 ELSEWHERE = {"openenv", "pettingzoo", "textworld", "rewarded"}
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
@@ -82,7 +87,7 @@ def test_every_environment_of_the_table_is_tested_here():
     for spec in [*SPECS, *MULTI_AGENT]
 ])  # fmt: skip
 def test_check_env_finds_nothing_wrong_with_our_environments(spec):
-    facts = SPECS.get(spec, Facts(-1, 1, 1, "", 20))
+    facts = (SPECS | MULTI_AGENT)[spec]
     report = check_env(spec, facts.num_seeds, 3.0 if spec in SLOW else 60.0, other_process=False)
     assert not report.problems
     assert facts.low <= report.rewards[0] <= report.rewards[1] <= facts.high

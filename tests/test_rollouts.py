@@ -14,6 +14,7 @@ from core.types import Completion
 from environments import registry
 from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import register
+from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=4)
 
@@ -344,3 +345,26 @@ def test_drop_thinking_hides_thoughts_from_later_turns_but_trains_on_them(policy
     assert batch.num_tokens == 3 * len(kept.ids)
     for sequence, prompts in zip(batch.sequences, dropped.batches, strict=True):
         assert sequence.token_ids == prompts[0] + kept.ids  # each turn in the context it saw
+
+
+def test_one_agent_demonstrates_and_the_others_guess(policy, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "nim", Nim)
+    collector = RolloutCollector(policy, 9)
+    tasks = [Task("nim", seed, seed, hasty=seed > 3) for seed in range(6)]
+    rollouts = collector.demonstrate(tasks)
+    assert [(r.agent, r.seed) for r in rollouts] == [
+        ("first" if seed % 2 == 0 else "second", seed) for seed in range(6)
+    ]
+    for rollout in rollouts:
+        worked = [" = " in m["content"] for m in rollout.messages if m["role"] == "assistant"]
+        assert worked == [rollout.seed <= 3] * len(worked) and not rollout.error and worked
+
+
+def test_an_agent_that_is_not_declared_fails_its_episode_only(policy, monkeypatch):
+    class Renamed(Nim):
+        agents = ("white", "black")
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "renamed", Renamed)
+    (rollout,) = RolloutCollector(policy, 9).demonstrate([Task("renamed", 0, 0)])
+    assert rollout.agent == "first"
+    assert "'first' acts, but is not one of its agents, white, black" in rollout.error
