@@ -2,7 +2,7 @@
 
     cp environments/template.py my_envs.py
     python -m environments check my_envs.py:HigherLower     # then play, show; or: pytest my_envs.py
-    python train.py --env my_envs.py:HigherLower --sft-steps 200 --num-updates 12 --num-prompts 8
+    python train.py --env my_envs.py:HigherLower --sft-steps 40 --num-updates 20 --lr 1e-4
 
 Each keeps one task in eight for evaluation, which `seed in EVAL_SEEDS` recognizes: by a rule, or by
 `is_held_out`, which decides from a text that identifies the task.
@@ -43,20 +43,20 @@ class Parity(Env):
 
 
 class HigherLower(Env):
-    """Several turns: find a number between two others. Reward: 1 found, -0.1 for each other guess.
+    """Several turns: find one of ten numbers. Reward: 1 found, -0.1 for each other guess.
 
-    Set --max-turns to `guesses` at least.
+    Halving finds 7 of 10 in 3 guesses. Set --max-turns to `guesses` at least.
     """
 
-    def __init__(self, guesses: int = 5) -> None:
+    def __init__(self, guesses: int = 3) -> None:
         self.guesses = guesses
 
     def reset(self, seed: int) -> list[Message]:
         rng, held_out = random.Random(seed), seed in EVAL_SEEDS
-        self.low = rng.randrange(1000)
+        self.low = rng.randrange(0, 1000, 10)
         while is_held_out(str(self.low)) != held_out:
-            self.low = rng.randrange(1000)
-        self.high = self.low + 15
+            self.low = rng.randrange(0, 1000, 10)
+        self.high = self.low + 9
         self.secret = rng.randint(self.low, self.high)
         self.left, self.retries = self.guesses, Retries()  # an instance plays many episodes
         self.hasty_guess = rng.randint(self.low, self.high)

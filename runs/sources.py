@@ -71,9 +71,14 @@ def code_of(source: str) -> str:
 
 
 def modules_of(environment: str) -> set[Path]:
-    """Returns the files of a built-in environment: its own and those of ours that it imports."""
+    """Returns the files of a built-in environment: its own and those of ours that it imports.
+
+    Those of a copy of the template (my_envs.py) are the template's.
+    """
     from environments.registry import ENVIRONMENTS
 
+    if environment == "my_envs.py":
+        return {ROOT / "environments/template.py"}
     waiting, found = [str(ENVIRONMENTS[environment]).partition(":")[0]], set[Path]()
     while waiting:
         file = ROOT / f"{waiting.pop().replace('.', '/')}.py"
