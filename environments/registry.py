@@ -302,6 +302,12 @@ def find_file(path: str) -> Path:
     raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
 
 
+def find_folder(path: str) -> str:
+    """Returns the absolute path of a folder in FOLDERS or the current one; `path` if none is."""
+    folders = (Path(folder, path).expanduser() for folder in (*FOLDERS, ""))
+    return next((str(found.resolve()) for found in folders if found.is_dir()), path)
+
+
 def _import_file(file: Path) -> ModuleType:
     """Imports a file once. It can import the other modules of its folder."""
     name = str(file).replace(".", "_")

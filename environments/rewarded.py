@@ -36,15 +36,15 @@ from core.types import Message, UsageError
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
-from environments.registry import find_file, import_attribute
+from environments.registry import find_file, find_folder, import_attribute
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
 
 class Rewarded(Env):
-    """`data`: FILE.jsonl or a data set of the hub, with its `config` and `split`; `prompt`: the
-    column with the prompt; `reward`: functions as FILE.py:name or module:name; `weights`: of the
-    functions, by default 1."""
+    """`data`: FILE.jsonl, a data set of the hub or a folder with one, with its `config` and
+    `split`; `prompt`: the column with the prompt; `reward`: functions as FILE.py:name or
+    module:name; `weights`: of the functions, by default 1."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
         except (OSError, ValueError) as error:
             raise UsageError(f"data={data}: {error}") from None
     else:
-        rows = list(enumerate(read_hub(data, config or None, split), start=1))
+        rows = list(enumerate(read_hub(find_folder(data), config or None, split), start=1))
     unique: dict[str, Row] = {}
     for number, row in rows:
         value = row.get(prompt)

@@ -11,7 +11,7 @@ from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import UsageError
-from environments import rewarded
+from environments import registry, rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
 from environments.check import check_env
 from environments.registry import make
@@ -123,18 +123,29 @@ def test_a_prompt_of_messages_has_a_completion_of_messages():
     assert env.step(question["content"]).reward == 1.0 and env.step("?").reward == 0.0
 
 
-def test_a_data_set_of_the_hub_is_loaded_with_its_configuration(monkeypatch):
+def test_a_folder_in_the_hubs_layout_is_loaded_with_its_configuration(place, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    asked = []
-
-    def load_dataset(*args, **options):
-        asked.append((args, options))
-        return ROWS
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    env = make("rewarded:data=a/b,config=main,split=test,reward=rewards.py:accuracy")
-    assert asked == [(("a/b", "main"), {"split": "test"})]
-    assert env.reset(1)[0]["content"].startswith("Say ")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    Path("questions").mkdir()
+    write("questions/rows.jsonl", ROWS)
+    write("questions/more.jsonl", [{"prompt": "Wait.", "answer": "0", "n": 0}] * 60)
+    Path("questions/README.md").write_text("""---
+configs:
+- config_name: main
+  data_files: [{split: train, path: more.jsonl}, {split: test, path: rows.jsonl}]
+- config_name: other
+  data_files: [{split: test, path: more.jsonl}]
+---
+""")
+    monkeypatch.setattr(registry, "FOLDERS", [str(place)])
+    monkeypatch.chdir("/")
+    spec = "rewarded:data=questions,split=test,reward=rewards.py:accuracy,config="
+    env = make(f"{spec}main")
+    (message,) = env.reset(1)
+    assert message["content"].startswith("Say ")
+    assert env.step(message["content"]).reward == 1.0
+    with pytest.raises(UsageError, match=r"cannot load .*questions"):
+        make(f"{spec}third")
 
 
 @pytest.mark.parametrize(("options", "words"), [
