@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,7 +109,8 @@ if __name__ == "__main__" and (code := run(lambda *_: 0, sys.argv[1:])):
 from safetensors.torch import load_file
 from torch import Tensor
 
-from core.chat_template import clean_message
+from core import tools
+from core.chat_template import Schema, clean_message
 from core.checkpoint import find_checkpoint, load_weights
 from core.memory import out_of_memory_as_one_line
 from core.model import Policy, load_policy
@@ -121,6 +123,7 @@ from core.tasks import Task
 from environments import web
 from environments.base import EVAL_SEEDS
 from environments.registry import make
+from environments.tools import schemas
 
 
 @dataclass
@@ -142,8 +145,10 @@ def main(flags: Flags, cfg: Config) -> int:
         speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
     if flags.web:
         task = held_out_task(cfg, 0)
-        players = {speaker.label: player(speaker, cfg) for speaker in speakers}
-        web.serve(web.Episode(make(task.env), task.env, task.seed, players), flags.port)
+        env, tokenizer = make(task.env), speakers[0].policy.tokenizer
+        players = {speaker.label: player(speaker, cfg, schemas(env)) for speaker in speakers}
+        read_calls = partial(tools.read_calls, tokenizer)
+        web.serve(web.Episode(env, task.env, task.seed, players, read_calls), flags.port)
         return 0
     task_numbers = itertools.count()
     if interactive:
@@ -209,7 +214,16 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
             before = _load(cfg, _base_of(run_dir, cfg))
         policies = {"before": before, **policies}
     return [
-        Speaker(label, RolloutCollector(p, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout))
+        Speaker(
+            label,
+            RolloutCollector(
+                p,
+                cfg.max_turns,
+                cfg.thinking == "drop",
+                cfg.env_timeout,
+                system_prompt=cfg.system_prompt,
+            ),
+        )
         for label, p in policies.items()
     ]
 
@@ -249,7 +263,11 @@ def answer(
     Raises UsageError if the conversation does not fit into the context; then it is unchanged.
     """
     policy, agent, drawn = speaker.policy, copy.deepcopy(speaker.agent), list[int]()
-    agent.chat.append(clean_message({"role": "user", "content": question}))
+    message: Message = {"role": "user", "content": question}
+    if agent.chat:
+        agent.chat.append(clean_message(message))
+    else:
+        speaker.collector.begin(agent, [message])
     speaker.collector.set_prompt(agent)
     if agent.context_full:
         raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
@@ -326,11 +344,12 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         OUT.print(Text(printable(" · ".join(facts)), "bold"), soft_wrap=True)
 
 
-def player(speaker: Speaker, cfg: Config) -> Callable[[list[Message]], str]:
+def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[list[Message]], str]:
     """The policy as a player of environments/web.py: from a conversation to the next response."""
 
     def respond(chat: list[Message]) -> str:
-        agent = AgentState(0, Rollout("", "", 0, 0), chat=[clean_message(m) for m in chat])
+        agent = AgentState(0, Rollout("", "", 0, 0), schemas=schemas)
+        speaker.collector.begin(agent, chat)
         speaker.collector.set_prompt(agent)
         seed = derive_seed(cfg.seed, len(chat))
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)

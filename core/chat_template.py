@@ -6,12 +6,14 @@
 
 A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
 Only the template can write the tokens that mark turns. A message that quotes such a token, like
-"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn.
+"<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn. `tools` are
+JSON schemas for a template with a tool format; core/tools.py says which it has.
 """
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, partial
 from typing import Any, cast
@@ -26,31 +28,55 @@ THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
 QUESTION: Message = {"role": "user", "content": "?"}
 ANSWER: Message = {"role": "assistant", "content": COMPLETION}
+RESULT: Message = {"role": "tool", "content": "?"}
+TOOL: dict[str, Any] = {  # schema of a function that is never called
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Look up a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "description": "The word."}},
+            "required": ["word"],
+        },
+    },
+}
 MARKER = 'Is 1 < 2 & "b"\n\n  at least \\é?'  # text that a template may not change
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a template
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
+# Mistral's template wants an id of nine characters in the result of a call
+CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
+Schema = dict[str, Any]
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
 
 
-def prompt_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+def prompt_ids(
+    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
+) -> list[int]:
     """Token ids of an opening prompt, up to the point where the assistant begins to write.
 
     Raises UsageError if the chat template rejects the messages, TypeError as `clean_message` does.
     """
-    return _encode(tokenizer, _render(tokenizer, _split_turn_tokens(tokenizer, messages)))
+    chat, tools = _split_turn_tokens(tokenizer, messages, tools), _split_schemas(tokenizer, tools)
+    return _encode(tokenizer, render(tokenizer, chat, tools=tools))
 
 
 def ids_after_completion(
-    tokenizer: Tokenizer, messages: list[Message], turn_closed: bool
+    tokenizer: Tokenizer,
+    messages: list[Message],
+    turn_closed: bool,
+    num_new: int = 1,
+    tools: Sequence[Schema] = (),
 ) -> list[int]:
     """Token ids between a completion and the next one. Raises as `prompt_ids` does.
 
-    `messages` ends with the assistant's message and the new one. `turn_closed`: the completion ends
-    with the token that closes the turn.
+    `messages` ends with the assistant's message and `num_new` new ones. `turn_closed`: the
+    completion ends with the token that closes the turn.
     """
-    *before, _, last = _split_turn_tokens(tokenizer, messages)
-    text = _text_after_answer(tokenizer, [*before, ANSWER, last])
+    split = _split_turn_tokens(tokenizer, messages, tools)
+    chat = [*split[: -num_new - 1], ANSWER, *split[-num_new:]]
+    text = _text_after_answer(tokenizer, chat, tools=_split_schemas(tokenizer, tools))
     return _encode(tokenizer, text.lstrip())[1:] if turn_closed else _encode(tokenizer, text)
 
 
@@ -76,7 +102,7 @@ def without_thinking(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 def without_opened_thought(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     """The ids of a prompt without the <think> at its end that the template leaves out of the
     history, as DeepSeek-R1's does; all of them for other templates."""
-    opened = _opened_thought(tokenizer)
+    opened = opened_thought(tokenizer)
     for start in range(len(ids) - 1, max(0, len(ids) - len(opened)) - 1, -1):
         if cast(str, tokenizer.decode(ids[start:])).strip() == opened.strip():
             return ids[:start]
@@ -119,12 +145,12 @@ def end_of_turn_id(tokenizer: Tokenizer) -> int:
 def check_template(tokenizer: Tokenizer) -> None:
     """Raises UsageError if the template changes what messages say, or cannot open a turn."""
     roles = ("user", "assistant", "user")
-    chat = _render(tokenizer, [{"role": role, "content": MARKER} for role in roles])
+    chat = render(tokenizer, [{"role": role, "content": MARKER} for role in roles])
     if chat.count(MARKER) < len(roles):
         raise UsageError("the chat template leaves out or rewrites parts of the messages")
-    prompt = _render(tokenizer, [QUESTION])
+    prompt = render(tokenizer, [QUESTION])
     header = _text_before_answer(tokenizer, [QUESTION, ANSWER]).removeprefix(prompt.rstrip())
-    if prompt == _render(tokenizer, [QUESTION], open_turn=False) and header.strip():
+    if prompt == render(tokenizer, [QUESTION], open_turn=False) and header.strip():
         raise UsageError("the chat template ignores add_generation_prompt: a prompt would end "
                          f"without {header[-60:]!r}, which opens the assistant's turn")  # fmt: skip
 
@@ -145,55 +171,120 @@ def clean_message(message: Message) -> Message:
     return {"role": role, "content": content}
 
 
-def _split_turn_tokens(tokenizer: Tokenizer, messages: list[Message]) -> list[Message]:
+def _split_turn_tokens(
+    tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
+) -> list[Message]:
     """Clean messages with a SPLIT inside every turn token that they quote."""
+    tokens, cleaned = _turn_tokens(tokenizer, bool(tools)), map(clean_message, messages)
+    return [
+        {"role": _split(m["role"], tokens), "content": _split(m["content"], tokens)}
+        for m in cleaned
+    ]
 
-    def split(text: str) -> str:
-        for token in _turn_tokens(tokenizer):
-            while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
-                text = text.replace(token, token[0] + SPLIT + token[1:])
-        return text
 
-    cleaned = map(clean_message, messages)
-    return [{"role": split(m["role"]), "content": split(m["content"])} for m in cleaned]
+def _split_schemas(tokenizer: Tokenizer, tools: Sequence[Schema]) -> list[Schema]:
+    """The schemas, whose texts an environment wrote, in the same way."""
+
+    def split(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {split(key): split(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [split(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        return _split(clean_message({"role": "tool", "content": value})["content"], tokens)
+
+    tokens = _turn_tokens(tokenizer, True) if tools else []
+    return [split(schema) for schema in tools]
+
+
+def _split(text: str, tokens: list[str]) -> str:
+    for token in tokens:
+        while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
+            text = text.replace(token, token[0] + SPLIT + token[1:])
+    return text
 
 
 @lru_cache(maxsize=8)
-def _turn_tokens(tokenizer: Tokenizer) -> list[str]:
-    """The special tokens, and other added tokens that the template writes, as DeepSeek's does."""
+def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
+    """The special tokens, and other added tokens that the template writes, as DeepSeek's does.
+
+    `with_tools`: those that it writes around schemas, calls and results, too, as Qwen's does.
+    """
     chat: list[Message] = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
-    written = _encode(tokenizer, _render(tokenizer, chat, open_turn=False))
+    written = _encode(tokenizer, render(tokenizer, chat, open_turn=False))
+    if with_tools:
+        written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
     added = tokenizer.added_tokens_decoder.items()
     tokens = (token.content for i, token in added if token.special or i in written)
     return [token for token in tokens if len(token.strip()) > 1]
 
 
 @lru_cache(maxsize=8)
-def _opened_thought(tokenizer: Tokenizer) -> str:
+def opened_thought(tokenizer: Tokenizer) -> str:
     """What the end of a prompt has in addition to the history, if that is a <think>."""
     history = _text_before_answer(tokenizer, [QUESTION, ANSWER, QUESTION])
-    opened = _render(tokenizer, [QUESTION]).removeprefix(history)
+    opened = render(tokenizer, [QUESTION]).removeprefix(history)
     return opened if opened.lstrip().startswith(THOUGHT) else ""
 
 
 def _text_before_answer(tokenizer: Tokenizer, chat: list[Message]) -> str:
-    return _render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
+    return render(tokenizer, chat, open_turn=False).partition(COMPLETION)[0]
 
 
-def _text_after_answer(tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True) -> str:
-    _, found, text = _render(tokenizer, chat, open_turn).rpartition(COMPLETION)
+def _text_after_answer(
+    tokenizer: Tokenizer,
+    chat: list[Message],
+    open_turn: bool = True,
+    tools: Sequence[Schema] = (),
+) -> str:
+    _, found, text = render(tokenizer, chat, open_turn, tools).rpartition(COMPLETION)
     if not found:
         raise UsageError("the chat template leaves out or rewrites the assistant's messages")
     return text
 
 
-def _render(tokenizer: Tokenizer, chat: list[Message], open_turn: bool = True) -> str:
-    """The chat as text; `open_turn`: ending where the assistant begins to write."""
+def render_calls(
+    tokenizer: Tokenizer,
+    content: str,
+    calls: Sequence[tuple[str, dict[str, Any]]],
+    after: Sequence[Message] = (),
+) -> str:
+    """The text of a question, an answer with calls (name, arguments), and the messages after it.
+
+    Raises UsageError if the template refuses them.
+    """
+    reason = "it has no tool format"
+    for encode in (dict, json.dumps):  # DeepSeek's template wants the arguments as text
+        functions = [{"name": name, "arguments": encode(values)} for name, values in calls]
+        ids = CALL_ID["tool_call_id"]
+        tool_calls = [{"type": "function", "id": ids, "function": f} for f in functions]
+        message: Any = {"role": "assistant", "content": content, "tool_calls": tool_calls}
+        try:
+            return render(tokenizer, [QUESTION, message, *after], open_turn=False, tools=[TOOL])
+        except (TypeError, UsageError) as error:
+            reason = str(error)
+    raise UsageError(f"the chat template refuses calls of tools: {reason}")
+
+
+def render(
+    tokenizer: Tokenizer,
+    chat: list[Message],
+    open_turn: bool = True,
+    tools: Sequence[Schema] = (),
+) -> str:
+    """The chat as text; `open_turn`: ending where the assistant begins to write.
+
+    Raises UsageError if there is no template, and if it refuses the messages.
+    """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
+    options: dict[str, Any] = {"tools": list(tools)} if tools else {}
+    dicts = cast(list[dict[str, str]], [m | CALL_ID if m["role"] == "tool" else m for m in chat])
     try:
-        dicts = cast(list[dict[str, str]], chat)
-        text = tokenizer.apply_chat_template(dicts, tokenize=False, add_generation_prompt=open_turn)
+        text = tokenizer.apply_chat_template(
+            dicts, tokenize=False, add_generation_prompt=open_turn, **options
+        )
     except TemplateError as error:
         reason = " ".join(str(error).split())[:200]
         raise UsageError(f"the chat template refuses these messages: {reason}") from None

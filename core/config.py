@@ -41,6 +41,8 @@ class ModelOptions:
     max_model_len: int | None = None
     # Variables of the model's chat template, key=value,.., such as enable_thinking=false.
     template_options: str = ""
+    # Text of a system message before the first message of every episode; empty: none.
+    system_prompt: str = ""
     # Date that the chat template shows, YYYY-MM-DD; empty: the day on which the run starts.
     template_date: str = ""
 
@@ -389,8 +391,12 @@ def _text_problems(cfg: Config) -> Iterator[str]:
             yield f"{flag(name)} is empty"
     for name, value in vars(cfg).items():
         for text in value if isinstance(value, tuple) else [value]:
+            if name == "system_prompt":  # may have several lines
+                text = text.replace("\n", " ").replace("\t", " ")
             if isinstance(text, str) and not text.isprintable():
                 yield f"{flag(name)} has unprintable characters: {text!a}"
+    if cfg.system_prompt and not cfg.system_prompt.strip():
+        yield "--system-prompt is blank; remove it"
     if cfg.run_name != cfg.run_name.strip():
         yield f"--run-name {cfg.run_name!r} begins or ends with a space"
     if len(cfg.run_name.encode()) > MAX_NAME_BYTES:

@@ -230,6 +230,9 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
         if any("lenient" in r.info for r in episodes):
             lenient = task_means(episodes, tasks, lambda r: bool(r.info.get("lenient")))
             metrics[f"eval/{env}/lenient"] = statistics.fmean(lenient.values())
+        if any("tool_calls" in r.info for r in episodes):
+            called = task_means(episodes, tasks, lambda r: r.info.get("tool_calls", 0) > 0)
+            metrics[f"eval/{env}/called"] = statistics.fmean(called.values())
     return metrics
 
 

@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from core import distributed
+from core import distributed, tools
 from core.chat_template import (
+    Schema,
     clean_message,
     closing_ids,
     ids_after_completion,
@@ -44,6 +45,7 @@ from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import constructor, make
+from environments.tools import ToolEnv, messages_of
 
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
@@ -63,6 +65,7 @@ class AgentState:
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
     has_step: bool = False  # the environment returned a Step for it
+    schemas: list[Schema] = field(default_factory=list)  # of the tools that it may call
 
 
 @dataclass
@@ -92,11 +95,17 @@ class RolloutCollector:
         env_timeout: float = 0.0,
         env_workers: int = 64,
         env_instances: int = 32,
+        system_prompt: str = "",
     ):
         """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
         `env_timeout`: limit of one reset or step, in seconds; 0: no limit.
         `env_workers`: calls of slow environments at the same time.
-        `env_instances`: heavy environments (`Env.heavy`) that exist at the same time."""
+        `env_instances`: heavy environments (`Env.heavy`) that exist at the same time.
+        `system_prompt`: comes before the first message of every context. Raises UsageError if the
+        chat template has no system messages."""
+        if system_prompt and not tools.accepts_system(policy.tokenizer):
+            raise UsageError("--system-prompt: the chat template has no system messages; remove it")
+        self.system_prompt = system_prompt
         self.policy, self.max_turns, self.drop_thinking = policy, max_turns, drop_thinking
         self.calls, self.env_instances = EnvCalls(env_workers, env_timeout), env_instances
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
@@ -117,7 +126,8 @@ class RolloutCollector:
         def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
             streams = tuple(agent.stream for _, agent in waiting)
             now = replace(params, seed=derive_seed(params.seed, round_), streams=streams)
-            prompts, chats = [a.prompt_ids for _, a in waiting], [a.chat for _, a in waiting]
+            prompts = [a.prompt_ids for _, a in waiting]
+            chats = [self._for_template(a)[0] for _, a in waiting]
             completions = sampler.sample(prompts, now, on_progress, chats)
             for (episode, _), completion in zip(waiting, completions, strict=True):
                 with _contain_failure(episode):
@@ -161,25 +171,38 @@ class RolloutCollector:
         Raises UsageError if the new messages alone exceed the context.
         """
         tokenizer, max_length = self.policy.tokenizer, self.policy.max_length
+        chat, schemas = self._for_template(agent)
         if agent.context_ids:
             last = agent.context_ids[-1]
-            turn_closed = [last] == closing_ids(tokenizer, agent.chat[-1]["role"])
+            turn_closed = [last] == closing_ids(tokenizer, chat[-1]["role"])
             if last in self.policy.stop_ids and not turn_closed:
                 # the template writes another token there, such as gpt-oss <|end|> for <|return|>
                 agent.context_ids = agent.context_ids[:-1]
-            new_ids = ids_after_completion(tokenizer, agent.chat, turn_closed)
+            new_ids = ids_after_completion(
+                tokenizer, tools.without_calls(chat), turn_closed,
+                max(1, tools.num_results(chat)), schemas,
+            )  # fmt: skip
         else:  # the rollouts of a group share their opening prompt, evaluations all of them
             if len(self.opening_ids) > MAX_OPENINGS:
                 self.opening_ids.clear()
-            key = json.dumps(agent.chat)
+            key = json.dumps([chat, schemas])
             if key not in self.opening_ids:
-                self.opening_ids[key] = prompt_ids(tokenizer, agent.chat)
+                self.opening_ids[key] = prompt_ids(tokenizer, chat, schemas)
             new_ids = self.opening_ids[key]
-        if len(new_ids) >= max_length:
+        is_result = agent.chat[-1]["role"] == "tool"  # its length may be the policy's doing
+        if len(new_ids) >= max_length and not is_result:
             raise UsageError(f"one message has {len(new_ids)} tokens; the context of an episode "
                              f"has {max_length} (--max-model-len)")  # fmt: skip
         agent.context_full = len(agent.context_ids) + len(new_ids) >= max_length
         agent.prompt_ids = [] if agent.context_full else agent.context_ids + new_ids
+
+    def begin(self, agent: AgentState, messages: list[Message]) -> None:
+        """Adds the messages that begin a context, with the system prompt before them."""
+        messages = [clean_message(message) for message in messages]
+        if self.system_prompt and messages:
+            messages = tools.with_system(self.policy.tokenizer, messages, self.system_prompt)
+        for message in messages:
+            _add_message(agent, message)
 
     def add_completion(self, agent: AgentState, completion: Completion) -> None:
         """Appends a completion, sampled from `agent.prompt_ids`, to the agent's context."""
@@ -195,6 +218,9 @@ class RolloutCollector:
             prompt = without_opened_thought(self.policy.tokenizer, prompt)
             ids = without_thinking(self.policy.tokenizer, ids)
         agent.context_ids, agent.prompt_ids = prompt + ids, []
+
+    def _for_template(self, agent: AgentState) -> tuple[list[Message], Sequence[Schema]]:
+        return tools.for_template(self.policy.tokenizer, agent.chat, agent.schemas)
 
     def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
@@ -274,8 +300,7 @@ class RolloutCollector:
             with _contain_failure(episode):
                 for name, messages in _value(outcome).items():
                     agent = _new_agent(episode, name)
-                    for message in messages:
-                        _add_message(agent, clean_message(message))
+                    self.begin(agent, messages)
                     if messages:
                         self.set_prompt(agent)
                     episode.agents[name] = agent
@@ -287,7 +312,10 @@ class RolloutCollector:
         """Builds the environment, unless the episode has one; returns its opening messages."""
         if episode.env is None:
             made = make(episode.task.env)
-            episode.env = _SingleAgentEnv(made) if isinstance(made, Env) else made
+            if isinstance(made, Env):
+                read_calls = partial(tools.read_calls, self.policy.tokenizer)
+                made = _SingleAgentEnv(ToolEnv(made, read_calls))
+            episode.env = made
             if not episode.env.thread_safe:
                 self.calls.alone.add(episode.task.env)
         return episode.env.reset(episode.task.seed)
@@ -298,6 +326,7 @@ class RolloutCollector:
             text = _value(outcome)
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
+            text = tools.in_format_of(self.policy.tokenizer, text)
             ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
             ids.append(self.policy.end_of_turn_id)
             return Completion(ids, [0.0] * len(ids), text, "stop")
@@ -334,7 +363,10 @@ class RolloutCollector:
             return
         if step.fresh:
             agent.chat, agent.context_ids, agent.context_full = [], [], False
-        _add_message(agent, clean_message(step.message))
+            self.begin(agent, [step.message])
+        else:
+            for message in messages_of(step):
+                _add_message(agent, clean_message(message))
         if not step.done and not agent.context_full:
             self.set_prompt(agent)
 
@@ -342,7 +374,7 @@ class RolloutCollector:
 class _SingleAgentEnv(MultiAgentEnv):
     """Presents an Env as a MultiAgentEnv with one agent."""
 
-    def __init__(self, env: Env):
+    def __init__(self, env: ToolEnv):
         self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
@@ -426,7 +458,8 @@ def _new_agent(episode: Episode, name: str) -> AgentState:
         raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
     stream = episode.number * STREAMS_PER_EPISODE + len(episode.agents)
     rollout = Rollout(task.env, name, task.seed, task.group_id, episode_truncated=True)
-    return AgentState(stream, rollout)
+    schemas = episode.env.env.schemas if isinstance(episode.env, _SingleAgentEnv) else []
+    return AgentState(stream, rollout, schemas=schemas)
 
 
 def _add_message(agent: AgentState, message: Message) -> None:

@@ -257,7 +257,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         history = [diagnostics.warning_inputs(record) for record in records]
         with closing(RolloutCollector(
             policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout, cfg.env_workers,
-            cfg.env_instances,
+            cfg.env_instances, cfg.system_prompt,
         )) as collector:  # fmt: skip
             collector.calls.say = display.say
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,

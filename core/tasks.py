@@ -22,6 +22,7 @@ from environments.registry import (
     options_of,
     split_spec,
 )
+from environments.tools import schemas
 
 DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # options that make a task harder
 
@@ -146,4 +147,8 @@ def difficulty_key(spec: str) -> str | None:
 @cache
 def _check(spec: str, constructor: Constructor) -> None:
     """Raises UsageError if the environment refuses `spec`; builds it once per `constructor`."""
-    make(spec)
+    env = make(spec)
+    try:
+        schemas(env)
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from None

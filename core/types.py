@@ -34,7 +34,7 @@ class Stopped(Exception):
 
 
 class Message(TypedDict):
-    """One chat message. `role` is "system", "user" or "assistant"."""
+    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result."""
 
     role: str
     content: str

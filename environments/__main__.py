@@ -22,6 +22,7 @@ from core.types import UsageError
 from environments import check
 from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import constructor, list_envs, make
+from environments.tools import describe, messages_of, with_tools
 from environments.web import Episode, serve
 
 CONSOLE = Console()
@@ -82,7 +83,10 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
     """
     episode_return, rng = 0.0, random.Random(seed)
     received: dict[str, list[str]] = {}  # agent -> contents of all its messages
+    env = with_tools(env)
     pending = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
+    for line in describe(env):
+        _print_as("[bold]tool:[/]", line)
     for _ in range(MAX_TURNS):
         responses = {}
         for agent, messages in pending.items():
@@ -102,7 +106,7 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
             if step.done:
                 last = [] if step.message is None else [step.message["content"]]
                 CONSOLE.print(escape("\n".join([*last, f"the end: {step.info}"])))
-        pending = {a: [s.message] for a, s in steps.items() if s.message and not s.done}
+        pending = {a: messages_of(s) for a, s in steps.items() if s.message and not s.done}
         if not pending:
             break
     CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")

@@ -13,7 +13,7 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 import random
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,13 @@ class Instance:
 
 
 class Env(Instance, ABC):
-    """A task for one agent."""
+    """A task for one agent.
+
+    `tools`: functions that the policy may call before it responds, such as methods of the instance,
+    with type hints and Google-style docstrings; environments/tools.py says how they are called.
+    """
+
+    tools: Sequence[Callable[..., Any]] = ()
 
     @abstractmethod
     def reset(self, seed: int) -> list[Message]:

@@ -32,6 +32,7 @@ from functools import partial
 from core.types import Message
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step
 from environments.registry import describe_error, make, start_elsewhere
+from environments.tools import hostile_calls, with_tools
 
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
 MAX_TURNS = 500  # of an episode
@@ -113,7 +114,7 @@ def check_env(
     `other_process`: also compare episodes with those of another Python process.
     Raises UsageError if the environment cannot be built.
     """
-    report, env, folder = Report(spec), make(spec), os.getcwd()
+    report, env, folder = Report(spec), with_tools(make(spec)), os.getcwd()
     checks: dict[str, Callable[[], None]] = {
         "seeds": lambda: _check_seeds(report, other_process),
         "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
@@ -144,7 +145,7 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
 
     Each third response is a guess, the second one is unreadable, the others are demonstrations.
     """
-    env, checksum = make(spec), hashlib.sha256()
+    env, checksum = with_tools(make(spec)), hashlib.sha256()
 
     def respond(agent: str, turn: int) -> str:
         if turn == 1:
@@ -156,7 +157,7 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
     for seed in seeds:
         if not reuse:
             env.close()
-            env = make(spec)
+            env = with_tools(make(spec))
         played = _play(Report(spec), env, seed, respond, max_turns=6)
         checksum.update(repr(played).encode(errors="replace"))
     env.close()
@@ -234,7 +235,7 @@ def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: i
 def _check_hostile_texts(report: Report, env: Env | MultiAgentEnv, seconds: float) -> None:
     """Plays the texts one after another; after the end of an episode, and an error, a new one."""
     started, waiting, seeds, problems = time.monotonic(), set[str](), itertools.count(1), 0
-    texts = hostile_texts(report.spec)
+    texts = [*hostile_calls(env), *hostile_texts(report.spec)]
     for number, text in enumerate(texts):
         if time.monotonic() - started > seconds:
             report.warnings.append(f"only {number} of {len(texts)} hostile texts in {seconds:g} s")
@@ -340,7 +341,7 @@ def _asked(steps: dict[str, Step]) -> set[str]:
 
 
 def _check_message(message: Message) -> None:
-    roles = ("system", "user", "assistant")
+    roles = ("system", "user", "assistant", "tool")
     if not isinstance(message, dict) or message.get("role") not in roles:
         raise Problem(f"{message!r:.80} is no message with a role of {', '.join(roles)}")
     if not isinstance(message.get("content"), str):

@@ -51,6 +51,7 @@ C = TypeVar("C", bound=Constructor)
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
+    "calculator": "environments.calculator:Calculator",
     "connect4": "environments.connect4:connect4",
     "countdown": "environments.countdown:Countdown",
     "gymnasium": "environments.adapters.gymnasium:Gymnasium",
@@ -69,6 +70,7 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "textarena": "environments.adapters.textarena:TextArena",
     "textworld": "environments.adapters.textworld:TextWorld",
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
+    "wiki_search": "environments.wiki_search:WikiSearch",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
 GROUP = "picorl.environments"  # of the entry points of packages

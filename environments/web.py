@@ -25,6 +25,7 @@ from typing import Any
 
 from core.types import Message, UsageError
 from environments.base import Env, MultiAgentEnv, Step
+from environments.tools import ReadCalls, ToolEnv, describe, messages_of, read_calls
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
 HOST = "127.0.0.1"
@@ -34,10 +35,17 @@ DEMONSTRATOR, RANDOM = "demonstrator", "random player"
 
 
 class Episode:
-    """One episode of `env`. `players` are the policies that may take a turn, by name."""
+    """One episode of `env`. `players` are the policies that may take a turn, by name.
 
-    def __init__(self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player]):
-        self.env, self.name, self.players = env, name, players
+    `read_calls`: finds the calls of tools in a response.
+    """
+
+    def __init__(
+        self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player],
+        read_calls: ReadCalls = read_calls,
+    ):  # fmt: skip
+        self.env = ToolEnv(env, read_calls) if isinstance(env, Env) else env
+        self.name, self.players = name, players
         self.start(seed)
 
     def start(self, seed: int) -> None:
@@ -48,6 +56,8 @@ class Episode:
         self.responses: dict[str, str] = {}  # of the agents that have answered in this turn
         self.returns: dict[str, float] = {}
         opening = self.env.reset(seed)
+        for line in describe(self.env):
+            self.log.append({"agent": "", "speaker": "tools", "text": line})
         openings = {"": opening} if isinstance(opening, list) else opening
         for agent, messages in openings.items():
             for message in messages:
@@ -92,8 +102,8 @@ class Episode:
                 self.log.append(row | {"info": info})
             if step.fresh:
                 self.chats[agent] = []
-            if step.message is not None:
-                self._receive(agent, step.message)
+            for message in messages_of(step):
+                self._receive(agent, message)
         self.asked = [agent for agent, step in steps.items() if step.message and not step.done]
 
     def _receive(self, agent: str, message: Message) -> None:

@@ -52,6 +52,9 @@ SPECS = {
     "reward_hacking:world=rescue,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
+    "calculator": Facts(0, 1, 1, "optimal"),
+    "calculator:digits=9": Facts(0, 1, 1, "optimal"),
+    "wiki_search": Facts(0, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
     "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
@@ -72,7 +75,7 @@ FAST = [spec for spec in SPECS if spec not in SLOW]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = (
     *("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake"),
-    *("alphabet_sort", "countdown"),
+    *("alphabet_sort", "countdown", "calculator", "wiki_search"),
 )
 RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 
@@ -134,6 +137,8 @@ INVALID_OPTIONS = {
     "alphabet_sort": "turns=0 names=0 power=0 turns=5,names=5",
     "countdown": "level=0 level=6",
     "math_qa": "level=0 level=7 data=gsm9k data=/ style=short",
+    "calculator": "digits=0 digits=10",
+    "wiki_search": "max_calls=0",
     "reward_hacking": "world=moon proxy_weight=1.1 proxy_weight=-1",
     "wikipedia_maze": "n_hops=0 n_hops=7 max_chunk=99 max_visits=-1 n_hops=3,max_visits=2 "
     "start=Gold live=true,start=Gold,target=Gold live=true,dense=true",

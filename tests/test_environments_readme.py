@@ -12,6 +12,7 @@ from environments.__main__ import run_command
 from environments.base import DEMO_SEEDS, EVAL_SEEDS
 from environments.check import check_env
 from environments.registry import constructor, list_envs, make, options_of
+from environments.tools import ToolEnv
 
 TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()
@@ -20,7 +21,7 @@ ROWS = [
     for line in README.splitlines()
     if line.startswith("| `") and line.count("|") == 7
 ]
-PARITY, WORDS, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PARITY, SHOP, WORDS, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def middle_column(env, text, rng):
@@ -91,6 +92,15 @@ def test_example_environment_trains_and_keeps_its_held_out_tasks_apart(command, 
     small = """--sft-steps 1 --num-updates 1 --num-prompts 2 --group-size 2
         --eval-num-tasks 2 --max-tokens 4 --run-name parity"""
     assert command(*flags.split(), *small.split())[0] == 0
+
+
+def test_example_environment_with_a_tool_has_no_problem(tmp_path):
+    (tmp_path / "shop.py").write_text(SHOP)
+    assert not check_env(f"{tmp_path}/shop.py:Shop", 3, other_process=False).problems
+    env = ToolEnv(make(f"{tmp_path}/shop.py:Shop"))
+    env.reset(0)
+    price = env.step(env.demonstrate()).message["content"]
+    assert env.step(f"<answer>{price}</answer>").reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["Parity", "HigherLower", "Nim"])

@@ -51,6 +51,7 @@ from typing import IO, Any, TypeVar
 from core.types import Message, UsageError
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import make, start_elsewhere
+from environments.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
@@ -93,7 +94,9 @@ class _Connection:
         self.variables: dict[str, str] | None = None  # those of this process
         if env:
             spec = env.replace(";", ",")
-            make(spec)  # raises UsageError here instead of in the server
+            served = make(spec)  # raises UsageError here instead of in the server
+            if schemas(served):
+                raise UsageError(f"{spec} has tools, which remote does not pass on")
             spec, self.variables = start_elsewhere(spec)
             self.arguments = [sys.executable, "-m", "environments.adapters.remote", spec]
         self.timeout = timeout

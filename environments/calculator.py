@@ -1,0 +1,93 @@
+"""Compute with numbers of several digits; a tool does it exactly.
+
+`digits` 1 to 9 is the length of both numbers. The policy may answer at once, but a small model is
+nearly always wrong then; or it calls `calculate`, reads the result, and repeats it. One pair of
+numbers in eight is reserved for evaluation, in both orders for + and *.
+
+Observation: one user message, for example
+
+    What is 738 * 412? Use the tool, or end with <answer>number</answer>.
+
+The tool `calculate(expression)` returns the value of an expression of integers with + - * / and
+brackets, of at most 200 characters. Reward of the first response without a call:
+
+    0      no <answer>..</answer>, or no number in it
+    0.1    a wrong number
+    1.0    the right number; only then `info["correct"]` is True
+
+>>> env = Calculator()
+>>> env.reset(seed=5)[0]["content"]
+'What is 467 * 914? Use the tool, or end with <answer>number</answer>.'
+>>> env.demonstrate()
+'<tool_call>{"name": "calculate", "arguments": {"expression": "467 * 914"}}</tool_call>'
+>>> env.calculate("467 * 914"), env.demonstrate()
+('426838', '<answer>426838</answer>')
+>>> env.step(env.demonstrate()).reward
+1.0
+"""
+
+import random
+
+from core.types import Message, UsageError
+from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.countdown import value_of
+from environments.math_answers import find_answer, parse_number
+from environments.parsing import user
+from environments.tools import call_text
+
+OPERATORS = "+-*"
+MAX_DIGITS = 9
+
+
+class Calculator(Env):
+    """One question; the policy may call `calculate` first. `digits`: of each number, 1 to 9."""
+
+    def __init__(self, digits: int = 3):
+        if not 1 <= digits <= MAX_DIGITS:
+            raise UsageError(f"digits must be 1 to {MAX_DIGITS}, not {digits}")
+        self.digits = digits
+        self.tools = [self.calculate]
+
+    def reset(self, seed: int) -> list[Message]:
+        rng, held_out = random.Random(seed), seed in EVAL_SEEDS
+        low, high = 10 ** (self.digits - 1), 10**self.digits - 1
+        while True:
+            a, b, operator = rng.randint(low, high), rng.randint(low, high), rng.choice(OPERATORS)
+            terms = (a, b) if operator == "-" else sorted((a, b))
+            if is_held_out(f"{operator} {terms[0]} {terms[1]}") == held_out:
+                break
+        self.expression = f"{a} {operator} {b}"
+        self.value = {"+": a + b, "-": a - b, "*": a * b}[operator]
+        size = len(str(abs(self.value)))
+        self.guess = rng.randint(10 ** (size - 1), 10**size - 1) * (-1 if self.value < 0 else 1)
+        self.result = ""  # of the last call
+        ask = "Use the tool, or end with <answer>number</answer>."
+        return [user(f"What is {self.expression}? {ask}")]
+
+    def calculate(self, expression: str) -> str:
+        """
+        Compute an expression.
+
+        Args:
+            expression: Such as (2 + 3) * 4.
+        """
+        found = value_of(expression)
+        if found is None:
+            return "error: not an expression of integers with + - * / and brackets"
+        self.result = str(found[0])
+        return self.result
+
+    def step(self, response: str) -> Step:
+        answer = find_answer(response)
+        number = None if answer is None else parse_number(answer)
+        correct = number is not None and not number.is_percent and number.value == self.value
+        reward = 1.0 if correct else 0.0 if number is None else 0.1
+        return Step(None, reward, True, {"correct": correct})
+
+    def demonstrate(self, hasty: bool = False) -> str:
+        """Calls the tool, then repeats its result; `hasty`: a number of the right length."""
+        if hasty:
+            return f"<answer>{self.guess}</answer>"
+        if self.result:
+            return f"<answer>{self.result}</answer>"
+        return call_text("calculate", expression=self.expression)

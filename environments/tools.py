@@ -1,0 +1,307 @@
+"""Tools: functions of an environment that a policy may call before it answers.
+
+An environment lists them in `Env.tools`. Their type hints and Google-style docstrings become the
+JSON schemas that the policy reads in its prompt (transformers' `get_json_schema`). A response with
+calls is not passed to `Env.step`: the functions run, and their results are the next messages, with
+the role "tool" and the reward 0. They run within the time limit of a step, all calls of a response
+together. Text after the last </think> counts; a call that the policy only thinks about does not.
+
+>>> read_calls('First <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
+[Call(name='add', arguments={'a': 2, 'b': 3}, error='')]
+>>> call_text("add", a=2, b=3)
+'<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+This is the format of Hermes and Qwen. core/tools.py finds that of other chat templates.
+"""
+
+import inspect
+import json
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from core.types import Message, UsageError
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
+MAX_CALLS = 8  # of one response; the others are refused
+MAX_RESULT = 10_000  # characters; the rest is cut off
+UNREADABLE = "the call cannot be read; it needs a name and arguments"
+TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
+    "array": (list,), "object": (dict,), "null": (type(None),),
+}  # fmt: skip
+
+
+class Call(NamedTuple):
+    """One call of a response. `error`: why it cannot be read; then the name is empty."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str = ""
+
+
+ReadCalls = Callable[[str], list[Call]]  # the calls of a response, in their order
+
+
+@dataclass(frozen=True)
+class ToolStep(Step):
+    """The results of a response's calls: `message` is the last one, `earlier` the others."""
+
+    earlier: tuple[Message, ...] = ()
+
+
+def schemas(env: Any) -> list[dict[str, Any]]:
+    """The JSON schemas of the tools of an environment. Raises UsageError for an unusable tool."""
+    tools = getattr(env, "tools", ())
+    if not tools:
+        return []
+    from transformers.utils import get_json_schema  # takes a second
+
+    found: list[dict[str, Any]] = []
+    for tool in tools:
+        name = getattr(tool, "__name__", repr(tool))
+        try:
+            schema = get_json_schema(tool)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise UsageError(f"the tool {name} needs type hints and a docstring with Args: "
+                             f"{reason}"[:500]) from error  # fmt: skip
+        if name_of(schema) in map(name_of, found):
+            raise UsageError(f"two tools have the name {name}")
+        found.append(schema)
+    return found
+
+
+def name_of(schema: dict[str, Any]) -> str:
+    """The name of the function that a schema describes."""
+    return schema["function"]["name"]
+
+
+def parameters_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of the parameters, by name."""
+    return schema["function"]["parameters"].get("properties", {})
+
+
+def describe(env: Any) -> list[str]:
+    """One line for each tool: how a person calls it, and what it does."""
+    lines = []
+    for schema in schemas(env):
+        arguments = dict.fromkeys(parameters_of(schema), "..")
+        lines.append(f"{call_text(name_of(schema), **arguments)}: {about(schema)}")
+    return lines
+
+
+def about(schema: dict[str, Any]) -> str:
+    """The description of the function of a schema, in one line."""
+    return " ".join(schema["function"].get("description", "").split())
+
+
+def call_text(name: str, /, **arguments: Any) -> str:
+    """A call as text, for demonstrations; picoRL rewrites it in the format of the chat template."""
+    call = {"name": name, "arguments": arguments}
+    return f"{OPENING}{json.dumps(call, ensure_ascii=False)}{CLOSING}"
+
+
+def read_calls(text: str) -> list[Call]:
+    """The calls of a response in the format of this module, up to the first unreadable one.
+
+    Returns at most MAX_CALLS + 1.
+    """
+    return list(json_calls(spoken(text), OPENING, "name", "arguments"))
+
+
+def spoken(text: str) -> str:
+    """The text after the last thought; empty if a thought is not closed.
+
+    >>> spoken("<think>a</think>b"), spoken("a</think>b"), spoken("a<think>b")
+    ('b', 'b', 'a')
+    """
+    return text.rpartition(END_OF_THOUGHT)[2].partition(THOUGHT)[0]
+
+
+def json_calls(text: str, opening: str, name_key: str, arguments_key: str) -> Iterator[Call]:
+    """Yields the calls that are JSON objects, one or more in a row after each `opening`.
+
+    Ends after MAX_CALLS + 1 calls and after an unreadable one.
+    """
+    position, count = text.find(opening), 0
+    while position >= 0 and count <= MAX_CALLS:
+        position += len(opening)
+        first = True
+        while count <= MAX_CALLS:
+            start = _skip(text, position, " \r\n\t[," if first else " \r\n\t,;")
+            if not first and not text.startswith("{", start):
+                break
+            call, position = _read_object(text, start, name_key, arguments_key)
+            yield call
+            count, first = count + 1, False
+            if call.error:
+                return
+        position = text.find(opening, position) if opening else -1
+
+
+def make_call(name: Any, arguments: Any) -> Call:
+    """A call of values read from JSON; arguments may also be JSON in a text."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return Call("", {}, UNREADABLE)
+    if arguments is None:
+        arguments = {}
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return Call("", {}, UNREADABLE)
+    return Call(name, arguments)
+
+
+def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
+    """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
+
+    EnvFailure passes through: it fails the episode.
+    """
+    by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
+    if call.error:
+        return f"error: {call.error}"
+    if call.name not in by_name:
+        return f"error: there is no tool {call.name[:100]!r}; there are {', '.join(by_name)}"
+    index = by_name[call.name]
+    tool, parameters = tools[index], parameters_of(schemas[index])
+    try:
+        inspect.signature(tool).bind(**call.arguments)
+    except TypeError as error:
+        return f"error: {call.name}: {str(error)[:200]}"
+    arguments = {k: _as_type(v, parameters.get(k, {})) for k, v in call.arguments.items()}
+    for key, value in arguments.items():
+        if problem := _wrong_type(value, parameters.get(key, {})):
+            return f"error: {call.name}: {key[:100]} must be {problem}"
+    try:
+        result = tool(**arguments)
+        text = result if isinstance(result, str) else json.dumps(result, default=str)
+    except EnvFailure:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"error: {type(error).__name__}: {error}"
+    return text if len(text) <= MAX_RESULT else f"{text[:MAX_RESULT]}.. (cut)"
+
+
+class ToolEnv(Env):
+    """An environment whose tools answer: passes each response to them, or to the environment.
+
+    The info of each step has the number of calls so far, `tool_calls`, and of those that were
+    refused or raised, `tool_errors`. Without tools every step is that of the environment.
+    """
+
+    def __init__(self, env: Env, read_calls: ReadCalls = read_calls):
+        """`read_calls`: finds the calls in a response."""
+        self.env, self.read_calls = env, read_calls
+        self.tools, self.thread_safe, self.heavy = env.tools, env.thread_safe, env.heavy
+        self.schemas: list[dict[str, Any]] = []
+
+    def reset(self, seed: int) -> list[Message]:
+        """Starts an episode. Raises UsageError for a tool without type hints or a docstring."""
+        messages = self.env.reset(seed)
+        self.tools, self.schemas = self.env.tools, schemas(self.env)
+        self.num_calls, self.num_errors = 0, 0
+        self.info: dict[str, Any] = {"correct": False}
+        return messages
+
+    def step(self, response: str) -> Step:
+        """Runs the calls of the response; passes one without a call to the environment."""
+        calls = self.read_calls(response) if self.schemas else []
+        if not calls:
+            step = self.env.step(response)
+            if self.schemas and isinstance(step, Step) and isinstance(step.info, dict):
+                self.info = step.info or self.info
+                step = replace(step, info=self.info | self._counts())
+            return step
+        results: list[Message] = []
+        for number, call in enumerate(calls[: MAX_CALLS + 1]):
+            text = f"error: at most {MAX_CALLS} calls in one response"
+            if number < MAX_CALLS:
+                text = run(self.tools, self.schemas, call)
+            self.num_calls += 1
+            self.num_errors += text.startswith("error: ")
+            results.append({"role": "tool", "content": text})
+        info = self.info | self._counts()
+        return ToolStep(results[-1], 0.0, False, info, earlier=tuple(results[:-1]))
+
+    def demonstrate(self, hasty: bool = False) -> str | None:
+        return self.env.demonstrate(hasty)
+
+    def trivial(self) -> str | None:
+        return self.env.trivial()
+
+    def close(self) -> None:
+        self.env.close()
+
+    def _counts(self) -> dict[str, int]:
+        return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
+
+
+def with_tools(env: Env | MultiAgentEnv) -> Env | MultiAgentEnv:
+    """A single-agent environment whose tools answer; one for several agents unchanged."""
+    return ToolEnv(env) if isinstance(env, Env) else env
+
+
+def messages_of(step: Step) -> list[Message]:
+    """The messages of a step in their order: that of the environment, or the results of calls."""
+    earlier = step.earlier if isinstance(step, ToolStep) else ()
+    return [*earlier, step.message] if step.message is not None else []
+
+
+def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:
+    """Calls with which a policy may attack the tools of an environment."""
+    values: list[Any] = [None, True, -1, 10**30, 1e308, "", "\ud800", "9" * 50_000, "(" * 50_000]
+    values += ["9**9**9", "\x00", "../../etc/passwd", "é🎲" * 9_000, [], [[]] * 999, {}, {"a": {}}]
+    texts = []
+    for schema in schemas(env):
+        name, keys = name_of(schema), list(parameters_of(schema))
+        texts += [call_text(name, **dict.fromkeys(keys, value)) for value in values]
+        texts += [call_text(name), call_text(name, other=1), call_text(name) * 99]
+        texts += [call_text(name)[:-20], OPENING * 9_000, f"{OPENING}{'[' * 90_000}", OPENING]
+    return texts
+
+
+def _as_type(value: Any, schema: dict[str, Any]) -> Any:
+    """A text as a value where the schema allows no text, "3" as 3: some formats have only texts."""
+    kinds = schema.get("type", "string")
+    if isinstance(value, str) and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _wrong_type(value: Any, schema: dict[str, Any]) -> str:
+    """What a value should be according to its schema; empty if it is."""
+    kinds = schema.get("type", [])
+    names = [kinds] if isinstance(kinds, str) else kinds
+    allowed = tuple(kind for name in names for kind in TYPES.get(name, (object,)))
+    if schema.get("nullable"):
+        allowed += (type(None),)
+    if allowed and object not in allowed:
+        is_bool = isinstance(value, bool)
+        if not isinstance(value, allowed) or (is_bool and bool not in allowed):
+            return f"of the type {' or '.join(names)}"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    return ""
+
+
+def _read_object(text: str, start: int, name_key: str, arguments_key: str) -> tuple[Call, int]:
+    """The call that the JSON object at `start` is, and the position after it."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return Call("", {}, UNREADABLE), len(text)
+    if not isinstance(value, dict):
+        return Call("", {}, UNREADABLE), end
+    return make_call(value.get(name_key), value.get(arguments_key)), end
+
+
+def _skip(text: str, position: int, characters: str) -> int:
+    while position < len(text) and text[position] in characters:
+        position += 1
+    return position
