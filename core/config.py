@@ -9,6 +9,8 @@ The module imports neither torch nor transformers, so --help and errors are answ
 
 import importlib.util
 import math
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
@@ -20,7 +22,15 @@ from urllib.parse import urlsplit
 from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
 from core.types import UsageError
-from environments.registry import is_imported, key_value_pairs, read_literal, search_in
+from environments.registry import (
+    find_folder,
+    is_imported,
+    key_value_pairs,
+    names_folder,
+    read_literal,
+    search_in,
+    split_opponent,
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,11 @@ class TaskOptions:
     """Environments and their difficulty."""
 
     # Training environments, name[:key=value,...]; several get equal shares of the tasks. Name one
-    # of your own as module:Class or FILE.py:Class.
+    # of your own as module:Class or FILE.py:Class. In games opponent=runs/x (a run or a model),
+    # older:10 (copies from every 10 updates), openai:MODEL, guess or demonstrate plays against it.
     env: tuple[str, ...] = ("letter_counting",)
     eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
-    # Folder of the modules and files of --env; empty: the one in which the run starts.
+    # Folder of the modules, files and opponents of --env; empty: the one in which the run starts.
     env_path: str = ""
     # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: int = 0
@@ -89,8 +100,8 @@ class SamplingOptions:
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
     base_url: str = ""  # URL of the server that --sampler openai evaluates.
-    api_concurrency: int = 8  # Requests that --sampler openai sends at once.
-    # Seconds for one request of --sampler openai with its retries; then its episode fails.
+    api_concurrency: int = 8  # Requests that --sampler openai or opponent=openai:.. sends at once.
+    # Seconds for one request of these with its retries; then its episode fails.
     api_timeout: float = 600.0
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: float = 0.9
@@ -299,7 +310,8 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
-    if any(map(is_imported, (*cfg.env, *cfg.eval_env))):
+    specs = (*cfg.env, *cfg.eval_env)
+    if any(map(is_imported, specs)) or any(map(names_folder, specs)):
         cfg = replace(cfg, env_path=str(Path(cfg.env_path).resolve()))
         search_in(cfg.env_path)
     if cfg.max_model_len is None:
@@ -358,6 +370,7 @@ def _problems(cfg: Config) -> Iterator[str]:
     yield from _range_problems(cfg)
     yield from _settings_without_effect(cfg)
     yield from _sampler_problems(cfg)
+    yield from _opponent_problems(cfg)
     warnings = [*diagnostics.WARNINGS, "any"]
     if unknown := [name for name in cfg.stop_on if name not in warnings]:
         yield f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}"
@@ -469,7 +482,8 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
     if cfg.sampler == "vllm" and cfg.dtype == "float64":
         yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
     if cfg.sampler != "openai":
-        for name in ("base_url", "api_concurrency", "api_timeout"):
+        on_server = any(o.startswith("openai:") for o in opponents(cfg))
+        for name in ["base_url"] if on_server else ["base_url", "api_concurrency", "api_timeout"]:
             if getattr(cfg, name) != getattr(Config, name):
                 yield f"{flag(name)} has no effect without --sampler openai"
         return
@@ -479,13 +493,67 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         yield "--top-k: an OpenAI-compatible server takes no top-k; remove it"
     if cfg.template_options:
         yield "--template-options: the server has its own chat template; remove it"
-    if set("@?#") & set(cfg.base_url):  # may contain a secret, so the message does not repeat it
-        yield ("--base-url must have no user, password or query, because config.yaml "
+    yield from _url_problems(cfg.base_url, "--base-url")
+
+
+def _url_problems(url: str, subject: str) -> Iterator[str]:
+    if set("@?#") & set(url):  # may contain a secret, so the message does not repeat it
+        yield (f"{subject} must have no user, password or query, because config.yaml "
                "stores it; put a key into the variable OPENAI_API_KEY")  # fmt: skip
     try:
-        parts = urlsplit(cfg.base_url)
+        parts = urlsplit(url)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number
         valid = False
     if not valid:
-        yield f"--base-url must look like http://127.0.0.1:8000/v1, not {cfg.base_url!r}"
+        yield f"{subject} must look like http://127.0.0.1:8000/v1, not {url!r}"
+
+
+def opponents(cfg: Config) -> list[str]:
+    """The opponents of --env and --eval-env that core/opponents.py plays, each once."""
+    found = (split_opponent(spec)[1] for spec in (*cfg.env, *cfg.eval_env))
+    return [*dict.fromkeys(filter(None, found))]
+
+
+def older_interval(opponent: str) -> int:
+    """k of the opponent older:k; 0 for every other one."""
+    match = re.fullmatch("older:([1-9][0-9]{0,8})", opponent)
+    return int(match[1]) if match else 0
+
+
+def model_and_url(opponent: str) -> tuple[str, str]:
+    """Model and address of the opponent openai:MODEL@URL, by default that in OPENAI_BASE_URL.
+
+    >>> model_and_url("openai:qwen3:4b@http://127.0.0.1:11434/v1")
+    ('qwen3:4b', 'http://127.0.0.1:11434/v1')
+    """
+    model, _, address = opponent.partition(":")[2].partition("@http")
+    return model, f"http{address}" if address else os.environ.get("OPENAI_BASE_URL", "")
+
+
+def _opponent_problems(cfg: Config) -> Iterator[str]:
+    for opponent in opponents(cfg):
+        subject = f"opponent={opponent}"
+        if opponent.startswith("older"):
+            if not older_interval(opponent):
+                yield f"{subject}: write older:k with a number of updates k, such as older:10"
+            if cfg.sampler == "openai":
+                yield f"{subject}: --sampler openai has no older copies"
+        elif opponent.startswith("openai"):
+            model, url = model_and_url(opponent)
+            if not model:
+                yield f"{subject}: name the model of a server, openai:MODEL@http://127.0.0.1:8000/v1"
+            if not url:
+                yield f"{subject}: add the address, @http://.., or set OPENAI_BASE_URL"
+            yield from _url_problems(url, f"the address of openai:{model}")
+            if importlib.util.find_spec("openai") is None:
+                yield f'{subject}: not installed; pip install -e ".[openai]"'
+        elif opponent not in ("guess", "demonstrate"):
+            folder = find_folder(opponent)
+            if cfg.sampler == "openai":
+                yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
+            if (folder / "config.yaml").exists() and not (folder / "model").is_dir():
+                yield f"{subject}: this run has no model/ yet; it is written when a run ends"
+            names = ("config.yaml", "config.json")
+            if not any((folder / name).exists() for name in names):
+                yield f"{subject}: neither the folder of a run nor that of a model"

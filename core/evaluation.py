@@ -52,10 +52,9 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
             continue
         if not stopped:
             results |= comparisons(run, held_out, env, episodes, distinct)
-        tasks_played = len({rollout.seed for rollout in episodes})
-        for seat in metrics.by_seat(episodes):
+        for seat, own in metrics.by_seat(episodes).items():
             accuracy = metrics.describe(seat, results)
-            few = metrics.few_tasks(seat, results, tasks_played)
+            few = metrics.few_tasks(seat, results, len({rollout.seed for rollout in own}))
             run.say(f"held-out accuracy at update {update}: {accuracy}  {seat}{few}")
     if stopped:
         run.log(update, results, [])

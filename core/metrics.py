@@ -113,6 +113,8 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
     Rollouts whose environment failed count in "episodes/failed" and "tokens/sampled" only.
     """
     rollouts = [rollout for rollout in sampled if not rollout.error]
+    if not rollouts:  # the opponents ended every episode before the policy acted
+        return {"tokens/sampled": 0}
     returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
@@ -273,7 +275,8 @@ def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
     evaluated = [r for r in records if any(key.startswith("eval/") for key in r)]
     if not evaluated:
         return []
-    names = [k[len("eval/") : -len("/accuracy")] for k in evaluated[0] if k.endswith("/accuracy")]
+    both = [k for k in evaluated[0] if k.endswith("/accuracy") and k in evaluated[-1]]
+    names = [k[len("eval/") : -len("/accuracy")] for k in both]
     return [(name, evaluated[0], evaluated[-1]) for name in names]
 
 

@@ -18,12 +18,13 @@ limit, changes the working directory or returns something invalid costs only its
 import itertools
 import json
 import math
+import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -46,6 +47,9 @@ from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import constructor, make
 from environments.tools import ToolEnv, messages_of
+
+if TYPE_CHECKING:
+    from core.opponents import Opponents
 
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
@@ -78,6 +82,7 @@ class Episode:
     failed: bool = False  # its environment is not used again
     agents: dict[str, AgentState] = field(default_factory=dict)
     seat: str = ""  # the only agent whose rollout is kept; empty: that of all agents
+    opponents: dict[str, str] = field(default_factory=dict)  # who plays the other agents
 
 
 Waiting = list[tuple[Episode, AgentState]]  # agents that have a prompt
@@ -108,6 +113,7 @@ class RolloutCollector:
         self.system_prompt = system_prompt
         self.policy, self.max_turns, self.drop_thinking = policy, max_turns, drop_thinking
         self.calls, self.env_instances = EnvCalls(env_workers, env_timeout), env_instances
+        self.opponents: Opponents | None = None  # None: the policy plays all agents
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
         self.opening_ids: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
 
@@ -120,7 +126,9 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """Plays each task with completions of `sampler`; rollouts are in the order of the tasks.
 
-        An agent's draws depend only on `params.seed`, its task's place in `tasks`, and the round.
+        The opponent that a task names plays all agents but one; only that one has a rollout, unless
+        the opponent ends the episode before it acts. An agent's draws depend only on `params.seed`,
+        its task's place in `tasks`, and the round.
         """
 
         def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
@@ -130,12 +138,16 @@ class RolloutCollector:
             chats = [self._for_template(a)[0] for _, a in waiting]
             completions = sampler.sample(prompts, now, on_progress, chats)
             for (episode, _), completion in zip(waiting, completions, strict=True):
-                with _contain_failure(episode):
+                with contain_failure(episode):
                     if completion.error:
                         raise EnvFailure(completion.error)
             return [None if completion.error else completion for completion in completions]
 
-        return self._play(tasks, respond)
+        if self.opponents is None:
+            return self._play(tasks, respond)
+        self.opponents.update_copies(tasks)
+        joined = self.opponents.join(self, respond, params, on_progress)
+        return self._play(tasks, joined)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations.
@@ -147,18 +159,21 @@ class RolloutCollector:
         def respond(waiting: Waiting, _: int) -> list[Completion | None]:
             for episode, agent in waiting:
                 take_seat(episode, agent.rollout.agent)
-            calls: list[Call] = [
-                (e.task.env, partial(_demonstration, e, a.rollout.agent, trivial))
-                for e, a in waiting
-            ]
-            return [
-                self._as_completion(episode, outcome)
-                for (episode, _), outcome in zip(
-                    waiting, self.calls.call_all("demonstrate", calls), strict=True
-                )
-            ]
+            return self._act("demonstrate", waiting, [
+                partial(_demonstration, e, a.rollout.agent, trivial) for e, a in waiting
+            ])  # fmt: skip
 
         return self._play(tasks, respond)
+
+    def act(self, method: str, waiting: Waiting, seeds: list[int]) -> list[Completion | None]:
+        """What the environment's `guess`, with random numbers of `seeds`, or `demonstrate` answers.
+
+        None where it has no answer, which fails the episode.
+        """
+        return self._act(method, waiting, [
+            partial(_answer, method, e.env, a.rollout.agent, seed)
+            for (e, a), seed in zip(waiting, seeds, strict=True)
+        ])  # fmt: skip
 
     def close(self) -> None:
         """Closes all environments."""
@@ -227,12 +242,7 @@ class RolloutCollector:
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [e for wave in self._waves(mine) for e in self._play_wave(wave, respond)]
         episodes.sort(key=lambda episode: episode.number)
-        rollouts = [
-            agent.rollout
-            for episode in episodes
-            for name, agent in episode.agents.items()
-            if episode.seat in ("", name)
-        ]
+        rollouts = [rollout for episode in episodes for rollout in _own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
         return _group_by_agent(distributed.all_gather(kept))
 
@@ -276,7 +286,7 @@ class RolloutCollector:
                     responses[episode.number][agent.rollout.agent] = completion.text
             self._step(going, responses)
         for episode in episodes:
-            with _contain_failure(episode):
+            with contain_failure(episode):
                 _check_seats(episode)
             if episode.env is not None and not episode.failed:
                 self.idle_envs[episode.task.env].append(episode.env)
@@ -297,7 +307,7 @@ class RolloutCollector:
         calls: list[Call] = [(e.task.env, partial(self._reset, e)) for e in episodes]
         outcomes = self.calls.call_all("reset", calls)
         for episode, outcome in zip(episodes, outcomes, strict=True):
-            with _contain_failure(episode):
+            with contain_failure(episode):
                 for name, messages in _value(outcome).items():
                     agent = _new_agent(episode, name)
                     self.begin(agent, messages)
@@ -320,9 +330,19 @@ class RolloutCollector:
                 self.calls.alone.add(episode.task.env)
         return episode.env.reset(episode.task.seed)
 
+    def _act(
+        self, kind: str, waiting: Waiting, calls: list[Callable[[], Any]]
+    ) -> list[Completion | None]:
+        specs = [episode.task.env for episode, _ in waiting]
+        outcomes = self.calls.call_all(kind, list(zip(specs, calls, strict=True)))
+        return [
+            self._as_completion(episode, outcome)
+            for (episode, _), outcome in zip(waiting, outcomes, strict=True)
+        ]
+
     def _as_completion(self, episode: Episode, outcome: Outcome) -> Completion | None:
         """A demonstration as a completion; None if there is none, which fails the episode."""
-        with _contain_failure(episode):
+        with contain_failure(episode):
             text = _value(outcome)
             if not isinstance(text, str):
                 raise TypeError("the environment has no demonstration")
@@ -346,7 +366,7 @@ class RolloutCollector:
         outcomes = self.calls.call_all("step", calls)
         for group, outcome in zip(groups.values(), outcomes, strict=True):
             for i, episode in enumerate(group):
-                with _contain_failure(episode):
+                with contain_failure(episode):
                     for name, step in _value(_value(outcome)[i]).items():
                         # an agent may join after the start
                         agent = episode.agents.setdefault(name, _new_agent(episode, name))
@@ -395,7 +415,7 @@ def take_seat(episode: Episode, acting: str) -> None:
     agents = episode.env.agents if episode.env else ()
     if not agents:
         return
-    with _contain_failure(episode):
+    with contain_failure(episode):
         if acting not in agents:
             raise ValueError(f"{acting!r} acts, but is not one of its agents, {', '.join(agents)}")
         episode.seat = agents[episode.task.seed % len(agents)]
@@ -418,6 +438,11 @@ def _demonstration(episode: Episode, agent: str, trivial: bool) -> str | None:
     return env.demonstrate(agent, hasty or agent != episode.seat)
 
 
+def _answer(method: str, env: MultiAgentEnv | None, agent: str, seed: int) -> str | None:
+    assert env is not None  # an episode with a prompt has begun
+    return env.guess(agent, random.Random(seed)) if method == "guess" else env.demonstrate(agent)
+
+
 def _value(outcome: Outcome) -> Any:
     """What a call returned; raises what it raised."""
     value, error = outcome
@@ -427,7 +452,7 @@ def _value(outcome: Outcome) -> Any:
 
 
 @contextmanager
-def _contain_failure(episode: Episode) -> Iterator[None]:
+def contain_failure(episode: Episode) -> Iterator[None]:
     """An exception in the block ends the episode of all its agents, and fails its environment."""
     try:
         yield
@@ -544,6 +569,19 @@ def _check_seats(episode: Episode) -> None:
         for agent in agents:
             if agent.rollout.turns and not agent.has_step and not agent.rollout.error:
                 raise ValueError(f"step() never returned a Step for {agent.rollout.agent}")
+
+
+def _own_rollouts(episode: Episode) -> list[Rollout]:
+    """The rollouts of the agents that the policy plays; they name the others' players."""
+    others = {
+        name: {"player": player, "messages": episode.agents[name].rollout.messages}
+        for name, player in episode.opponents.items()
+    }
+    seats = [episode.seat] if episode.seat in episode.agents else list(episode.agents)
+    own = [episode.agents[name].rollout for name in seats]
+    for rollout in own:
+        rollout.opponents = others
+    return own
 
 
 def _group_by_agent(rollouts: list[Rollout]) -> list[Rollout]:

@@ -18,6 +18,7 @@ from core.interrupt import Interrupt
 from core.model import Policy, load_policy
 from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
+from core.opponents import Opponents
 from core.optimizer import MasterAdamW, make_optimizer
 from core.reference import reference_bytes
 from core.report import write_pages
@@ -76,7 +77,7 @@ class Run:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
-            if self.cfg.curriculum:
+            if self.cfg.curriculum and "reward/correct" in record:
                 envs = tasks.training_envs(self.cfg.env, self.cfg.train_difficulty)
                 self.progress["level"] = tasks.next_level(
                     envs, self.progress["level"], record["reward/correct"], self.cfg.curriculum
@@ -225,6 +226,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         if policy.device.type == "cuda" and policy.dtype.itemsize == 2:
             # TF32 for the float32 LoRA adapters; products of 16-bit numbers are exact in TF32
             torch.set_float32_matmul_precision("high")
+        progress = checkpoint.START | found.progress
+        opponents = Opponents(cfg, policy, folder, progress)
         optimizer = make_optimizer(policy, cfg.lr, cfg.ppo.value_lr)  # warm_start sets its own
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
@@ -259,9 +262,9 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout, cfg.env_workers,
             cfg.env_instances, cfg.system_prompt,
         )) as collector:  # fmt: skip
-            collector.calls.say = display.say
+            collector.calls.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      checkpoint.START | found.progress, history)  # fmt: skip
+                      progress, history)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

@@ -84,6 +84,8 @@ class RunLog:
                 "info": r.info,
                 "messages": r.messages,
             }
+            if r.opponents:
+                row["opponents"] = r.opponents
             if r.token_traces:
                 row["token_traces"] = r.token_traces
             _append(self.rollouts_file, row)

@@ -8,7 +8,8 @@ True
 
 import numpy as np
 
-TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION, CLIP_COV = range(1, 7)  # purposes
+# purposes
+TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION, CLIP_COV, OPPONENTS = range(1, 8)
 
 
 def derive_seed(*numbers: int) -> int:

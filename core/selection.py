@@ -19,6 +19,7 @@ from core.seeds import CLIP_COV, derive_seed
 from core.types import Rollout, Turn, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
+EMPTY: dict[str, Any] = {"messages": [], "info": {}, "opponents": {}, "token_traces": []}
 
 
 def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rollout]:
@@ -58,7 +59,7 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
 
     Of equal returns the newer is kept. The result is plain data for a checkpoint, without messages.
     """
-    new = [asdict(r) | {"messages": [], "info": {}, "token_traces": []} for r in rollouts]
+    new = [asdict(r) | EMPTY for r in rollouts]
     for turn in (turn for one in new for turn in one["turns"]):
         turn["kept_ids"] = None  # SFT trains the whole distribution
     first: dict[tuple[str, int, str], dict] = {}

@@ -80,6 +80,8 @@ class Rollout:
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
+    # the agents that others play: the "player" of each, and its "messages"; only for the log
+    opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
     # the "trainer" before and "after" the update, its "advantage", and with several turns the
     # "sequence" that it was trained in; empty: not traced

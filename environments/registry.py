@@ -74,6 +74,9 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
 GROUP = "picorl.environments"  # of the entry points of packages
+# Opponents that are no option of an environment (core/opponents.py): its own players, policies on a
+# server, older copies of the policy, and folders
+OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*/.*")
 FOLDERS: list[str] = []  # of the run: files are looked for there, then in the current folder
 PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
 WORDS = {"true": "True", "false": "False", "none": "None"}  # in any case, for tyro
@@ -116,13 +119,45 @@ def make(spec: str) -> Env | MultiAgentEnv:
     Raises UsageError for an unknown name or key, for a value that the option's type or the
     environment does not allow, and for any other exception of the constructor.
     """
-    options = options_of(spec)
-    try:
-        return constructor(spec)(**options)
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from None
-    except Exception as error:
-        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+    game, opponent = split_opponent(spec)
+    env = _make(game)
+    if opponent:
+        agents, several = getattr(env, "agents", ()), isinstance(env, MultiAgentEnv)
+        method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
+        if not several:
+            raise UsageError(f"--env {spec}: it has one player, so it has no opponent")
+        if len(agents) < 2 or len({*agents}) < len(agents):
+            raise UsageError(f"--env {spec}: an opponent needs an environment that names its "
+                             '`agents`, such as agents = ("first", "second")')  # fmt: skip
+        if method and getattr(type(env), opponent) is method:
+            raise UsageError(f"--env {spec}: the environment has no `{opponent}`")
+    return env
+
+
+def split_opponent(spec: str) -> tuple[str, str]:
+    """Splits off an opponent that is no option of the environment: the spec of the game between
+    agents, and the opponent; "" if there is none.
+
+    >>> split_opponent("tic_tac_toe:opponent=runs/x")
+    ('tic_tac_toe:opponent=self', 'runs/x')
+    >>> split_opponent("tic_tac_toe:opponent=perfect")
+    ('tic_tac_toe:opponent=perfect', '')
+    """
+    name, options = split_spec(spec)
+    if "opponent" not in options:
+        return spec, ""
+    pairs = key_value_pairs(options, f"--env {spec}")
+    opponent = pairs.pop("opponent", "")
+    with suppress(ValueError):
+        opponent = str(json.loads(opponent)) if opponent.startswith('"') else opponent
+    if not OPPONENT.fullmatch(opponent):
+        return spec, ""
+    if accepts(spec, "opponent"):
+        pairs["opponent"] = "self"
+    game = ":".join(filter(None, [name, ",".join(f"{k}={v}" for k, v in pairs.items())]))
+    if "opponent" in pairs and not _plays_itself(constructor(spec), game):
+        return spec, ""  # an opponent of its own, such as the file of an engine
+    return game, opponent
 
 
 def accepts(spec: str, key: str) -> bool:
@@ -139,6 +174,7 @@ def options_of(spec: str) -> dict[str, Any]:
     >>> options_of("reverse:length=7")
     {'kind': 'words', 'turns': 3, 'length': 7}
     """
+    spec = split_opponent(spec)[0]
     build = constructor(spec)
     try:
         parameters = dict(inspect.signature(build, eval_str=True).parameters)
@@ -178,6 +214,12 @@ def is_imported(spec: str) -> bool:
     """Whether `spec` names a class, or functions, of a module or of a file."""
     name = split_spec(spec)[0]
     return ":" in name or name == "rewarded"
+
+
+def names_folder(spec: str) -> bool:
+    """Whether the opponent of `spec` is a folder."""
+    opponent = split_opponent(spec)[1]
+    return "/" in opponent.partition(":")[0] or opponent.startswith((".", "~"))
 
 
 def search_in(folder: str) -> None:
@@ -298,10 +340,38 @@ def describe_error(error: BaseException) -> str:
 
 def find_file(path: str) -> Path:
     """Returns the absolute path of a file in FOLDERS or the current folder."""
+    return _find(path, Path.is_file, "file")
+
+
+def find_folder(path: str) -> Path:
+    """Returns the absolute path of a folder, which is looked for as files are."""
+    return _find(path, Path.is_dir, "folder")
+
+
+def _find(path: str, exists: Callable[[Path], bool], kind: str) -> Path:
     for folder in (*FOLDERS, ""):
-        if (file := Path(folder, path).expanduser()).is_file():
-            return file.resolve()
-    raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
+        if exists(found := Path(folder, Path(path).expanduser())):
+            return found.resolve()
+    raise UsageError(f"there is no {kind} {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
+
+
+def _make(spec: str) -> Env | MultiAgentEnv:
+    options = options_of(spec)
+    try:
+        return constructor(spec)(**options)
+    except UsageError as error:
+        raise UsageError(f"--env {spec}: {error}") from None
+    except Exception as error:
+        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+
+
+@cache
+def _plays_itself(build: Constructor, game: str) -> bool:
+    """Whether the environment has agents that opponents can play; builds it once."""
+    try:
+        return isinstance(_make(game), MultiAgentEnv)
+    except UsageError:
+        return False
 
 
 def find_folder(path: str) -> str:

@@ -1,0 +1,251 @@
+"""Opponents: who plays the other agents of a game while the policy plays one.
+
+    --env tic_tac_toe:opponent=runs/x          the model of a finished run, or the folder of a model
+    --env tic_tac_toe:opponent=older:10        copies of the policy itself, one every 10 updates
+    --env tic_tac_toe:opponent=openai:MODEL@http://127.0.0.1:8000/v1       a model behind a server
+    --env tic_tac_toe:opponent=guess           the environment's random player, or `demonstrate`
+
+Any environment that names its `agents` can have these opponents. The seed decides which agent the
+policy plays: `agents[seed % len(agents)]`, so all rollouts of a group have the same one. Opponents
+see what the policy would see in their place, and sample at temperature 1, in evaluations too, all
+that wait for one opponent in one batch. Nothing of theirs is trained on, counted or evaluated.
+
+`older:k` draws a copy for each task from the last `KEEP`, evenly: the policy as it was after update
+0, k, 2k, .. Evaluations play against the copy of update 0, the policy before RL, so that they can
+be compared with each other. The copies are <run>/opponents/<update>.safetensors: the trained
+weights, with LoRA only the adapters. A resumed run finds those that it needs and writes the others
+again.
+"""
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from core import distributed
+from core.config import Config, model_and_url, older_interval, opponents
+from core.model import Policy, load_policy
+from core.openai_sampler import STOPPED, OpenAISampler
+from core.rollouts import (
+    Respond,
+    RolloutCollector,
+    Waiting,
+    contain_failure,
+    take_seat,
+)
+from core.run_dir import disk_errors, flush, read_config
+from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.seeds import OPPONENTS, derive_seed
+from core.tasks import Task
+from core.types import Completion, Stopped, UsageError
+from environments.base import EVAL_SEEDS, EnvFailure
+from environments.registry import find_folder, split_opponent
+
+KEEP = 4  # older copies that are drawn from
+
+Progress = Callable[[], None]
+
+
+class Opponents:
+    """The opponents of a run: those that its environments name."""
+
+    def __init__(self, cfg: Config, policy: Policy, folder: Path, progress: dict[str, Any]):
+        """Loads their models. `progress` is that of the run: "update" is the last finished one.
+
+        Raises UsageError if a model cannot be loaded, or has other tokens than the policy.
+        """
+        self.policy, self.folder, self.progress = policy, folder, progress
+        self.own_sampler = TorchSampler(policy)  # for older copies
+        self.intervals = {k for o in opponents(cfg) if (k := older_interval(o))}
+        self.saved = -1  # the last update whose copy this process has written
+        self.samplers: dict[str, Sampler] = {o: s for o in opponents(cfg)
+                                             if (s := _sampler(o, cfg, policy))}  # fmt: skip
+
+    def join(
+        self, collector: RolloutCollector, respond: Respond, params: SamplingParams,
+        on_progress: Progress,
+    ) -> Respond:  # fmt: skip
+        """`respond` for the agents of the policy, completions of opponents for the others."""
+
+        def respond_for_all(waiting: Waiting, round_: int) -> list[Completion | None]:
+            found: list[Completion | None] = [None] * len(waiting)
+            rows: dict[tuple[str, int], list[int]] = defaultdict(list)  # of each opponent and copy
+            named = {spec: split_opponent(spec)[1] for spec in {e.task.env for e, _ in waiting}}
+            for i, (episode, agent) in enumerate(waiting):
+                if opponent := named[episode.task.env]:
+                    take_seat(episode, agent.rollout.agent)
+                if episode.seat in ("", agent.rollout.agent):
+                    opponent = ""
+                if not episode.failed:
+                    rows[opponent, self.copy_for(episode.task, opponent, params.seed)].append(i)
+            for (opponent, copy), numbers in sorted(rows.items()):
+                group = [waiting[i] for i in numbers]
+                if opponent:
+                    answers = self.sample(opponent, copy, collector, group, params, on_progress)
+                else:
+                    answers = list(respond(group, round_))
+                for i, answer in zip(numbers, answers, strict=True):
+                    found[i] = answer
+            return found
+
+        return respond_for_all
+
+    def sample(
+        self, opponent: str, copy: int, collector: RolloutCollector, waiting: Waiting,
+        params: SamplingParams, on_progress: Progress,
+    ) -> list[Completion | None]:  # fmt: skip
+        """One completion of `opponent` for each agent; None where its episode has failed."""
+        for episode, agent in waiting:
+            name = f"{opponent}, update {copy}" if copy >= 0 else opponent
+            episode.opponents[agent.rollout.agent] = name
+        streams = [derive_seed(agent.stream, len(agent.rollout.turns)) for _, agent in waiting]
+        seed = derive_seed(params.seed, OPPONENTS)
+        if opponent in ("guess", "demonstrate"):
+            return collector.act(opponent, waiting, [derive_seed(seed, s) for s in streams])
+        now = SamplingParams(params.max_tokens, seed=seed, streams=tuple(streams))
+        prompts, chats = [a.prompt_ids for _, a in waiting], [a.chat for _, a in waiting]
+        sampler = self.samplers.get(opponent, self.own_sampler)
+        with self.weights_of(copy) if copy >= 0 else nullcontext():
+            completions = sampler.sample(prompts, now, on_progress, chats)
+        if getattr(sampler, "closed_because", "") == STOPPED:
+            raise Stopped
+        for (episode, _), completion in zip(waiting, completions, strict=True):
+            with contain_failure(episode):
+                if completion.error:
+                    raise EnvFailure(f"{opponent}: {completion.error}")
+        return [None if completion.error else completion for completion in completions]
+
+    def copy_for(self, task: Task, opponent: str, seed: int) -> int:
+        """The update whose copy plays against the policy in this task; -1: no copy does."""
+        interval = older_interval(opponent)
+        if not interval:
+            return -1
+        if task.seed in EVAL_SEEDS:
+            return 0
+        drawn = random.Random(derive_seed(seed, OPPONENTS, task.seed))
+        return drawn.choice(copies_at(self.progress["update"], interval))
+
+    def update_copies(self, tasks: list[Task]) -> None:
+        """Writes the copy that is due before `tasks` are played, and removes those not needed."""
+        update = max(0, self.progress["update"])
+        in_evaluation = any(task.seed in EVAL_SEEDS for task in tasks)
+        if in_evaluation and self.progress["update"] >= 0:  # the policy is already the next one
+            return
+        due = [k for k in self.intervals if update % k == 0]
+        if not due or self.saved == update:
+            return
+        self.saved = update
+        if distributed.rank() == 0:
+            self._save(update)
+        distributed.all_gather([0])  # the others read the file after it is complete
+
+    @contextmanager
+    def weights_of(self, copy: int) -> Iterator[None]:
+        """Inside, the policy has the weights of a copy; on exit its own, bit for bit.
+
+        Raises UsageError if the file of the copy is missing or damaged.
+        """
+        file = self._file(copy)
+        try:
+            weights = load_file(file)
+        except Exception as error:
+            raise UsageError(f"{file}: this older copy cannot be read: {error}") from None
+        parameters = replace(self.policy, value_head=None).trainable()
+        own = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
+        try:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+            yield
+        finally:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(own[name])
+
+    def _file(self, copy: int) -> Path:
+        return self.folder / "opponents" / f"{copy:06d}.safetensors"
+
+    def _save(self, update: int) -> None:
+        file = self._file(update)
+        file.parent.mkdir(exist_ok=True)
+        part = file.with_name(f".part-{file.name}")
+        parameters = replace(self.policy, value_head=None).trainable()
+        tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
+        with disk_errors(file.parent, sum(tensor.nbytes for tensor in tensors.values())):
+            save_file(tensors, part)
+        flush(part)
+        os.replace(part, file)
+        needed = {0, update}
+        for start in (update, *saved_updates(self.folder)):  # a resumed run starts at one of these
+            needed |= {n for k in self.intervals for n in copies_at(start, k)}
+        for old in file.parent.glob("[0-9]*.safetensors"):
+            if int(old.stem) not in needed:
+                old.unlink()
+
+
+def copies_at(update: int, interval: int) -> list[int]:
+    """The updates whose copies play while update `update` is the last finished one.
+
+    >>> copies_at(7, 2), copies_at(59, 10), copies_at(-1, 10)
+    ([0, 2, 4, 6], [20, 30, 40, 50], [0])
+    """
+    newest = max(0, update) // interval * interval
+    return [n for n in range(newest - (KEEP - 1) * interval, newest + 1, interval) if n >= 0]
+
+
+def saved_updates(run: Path) -> list[int]:
+    """The last finished update of each checkpoint."""
+    return [int(p.name.rpartition("-")[2]) - 1 for p in (run / "checkpoint").glob("[0-9]*-*")]
+
+
+def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:
+    """The model of a finished run, or of a model's folder, on the policy's device.
+
+    Raises UsageError if it cannot be loaded, has other tokens than the policy or a shorter context.
+    """
+    options: dict[str, Any] = {
+        "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
+        "trust_remote_code": cfg.trust_remote_code, "fp32_head": cfg.fp32_head,
+        "template_options": cfg.template_options, "template_date": cfg.template_date,
+        "max_length": cfg.max_model_len, "flag": "opponent",
+    }  # fmt: skip
+    is_run = (folder / "config.yaml").exists()
+    model = folder / "model" if is_run else folder
+    adapters = model / "adapter_model.safetensors"
+    if is_run and adapters.exists():
+        trained = read_config(folder / "config.yaml", cfg.trust_remote_code)
+        base = folder / "base"
+        loaded = load_policy(
+            str(base) if base.is_dir() else trained.model_id, lora_rank=trained.lora_rank,
+            lora_alpha=trained.lora_alpha, **options,
+        )  # fmt: skip
+        from peft import set_peft_model_state_dict  # takes a second
+
+        set_peft_model_state_dict(loaded.model, load_file(adapters))
+    else:
+        loaded = load_policy(str(model), **options)
+    if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise UsageError(f"opponent {folder}: its tokenizer differs from that of --model-id")
+    if loaded.max_length < policy.max_length:
+        raise UsageError(f"opponent {folder}: its context has {loaded.max_length} tokens, and an "
+                         f"episode {policy.max_length}; lower --max-model-len")  # fmt: skip
+    loaded.model.requires_grad_(False)
+    return loaded
+
+
+def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:
+    """The sampler of an opponent with a model of its own; None for every other one."""
+    if opponent in ("guess", "demonstrate") or older_interval(opponent):
+        return None
+    if opponent.startswith("openai:"):
+        model, url = model_and_url(opponent)
+        own = replace(policy)  # the sampler changes its max_length
+        return OpenAISampler(own, url, model, cfg.api_concurrency, cfg.api_timeout)
+    return TorchSampler(load_opponent(find_folder(opponent), cfg, policy))
