@@ -549,7 +549,9 @@ def _opponent_problems(cfg: Config) -> Iterator[str]:
             if importlib.util.find_spec("openai") is None:
                 yield f'{subject}: not installed; pip install -e ".[openai]"'
         elif opponent not in ("guess", "demonstrate"):
-            folder = find_folder(opponent)
+            folder = Path(find_folder(opponent)).expanduser()
+            if not folder.is_dir():
+                yield f"{subject}: there is no such folder"
             if cfg.sampler == "openai":
                 yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
             if (folder / "config.yaml").exists() and not (folder / "model").is_dir():

@@ -248,4 +248,4 @@ def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:
         model, url = model_and_url(opponent)
         own = replace(policy)  # the sampler changes its max_length
         return OpenAISampler(own, url, model, cfg.api_concurrency, cfg.api_timeout)
-    return TorchSampler(load_opponent(find_folder(opponent), cfg, policy))
+    return TorchSampler(load_opponent(Path(find_folder(opponent)), cfg, policy))

@@ -340,19 +340,10 @@ def describe_error(error: BaseException) -> str:
 
 def find_file(path: str) -> Path:
     """Returns the absolute path of a file in FOLDERS or the current folder."""
-    return _find(path, Path.is_file, "file")
-
-
-def find_folder(path: str) -> Path:
-    """Returns the absolute path of a folder, which is looked for as files are."""
-    return _find(path, Path.is_dir, "folder")
-
-
-def _find(path: str, exists: Callable[[Path], bool], kind: str) -> Path:
     for folder in (*FOLDERS, ""):
-        if exists(found := Path(folder, Path(path).expanduser())):
-            return found.resolve()
-    raise UsageError(f"there is no {kind} {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
+        if (file := Path(folder, path).expanduser()).is_file():
+            return file.resolve()
+    raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
 
 
 def _make(spec: str) -> Env | MultiAgentEnv:

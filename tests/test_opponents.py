@@ -292,7 +292,7 @@ def test_the_address_of_a_server_is_after_the_model_or_in_the_environment(monkey
 @pytest.mark.parametrize(
     ("env", "reason"),
     [
-        ("tic_tac_toe:opponent=runs/none", "there is no folder runs/none in"),
+        ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder"),
         ("tic_tac_toe:opponent=./empty", "neither the folder of a run nor that of a model"),
         ("tic_tac_toe:opponent=./running", "this run has no model/ yet"),
         ("tic_tac_toe:opponent=./damaged", "can't be loaded"),
