@@ -6,6 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imp
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small tensors slower
 
 import copy
+import sys
 from functools import cache
 
 import pytest
@@ -127,10 +128,12 @@ def policy(qwen3_folder):
 def command(tmp_path, monkeypatch, capsys):
     """Runs `python train.py ARGS` in an empty folder; returns (exit code, stdout, stderr).
 
-    Writes no curves.png, which takes longer than the few small updates of a test.
+    Writes no curves.png, which takes longer than the few small updates of a test. What the test
+    imports from its folder is forgotten afterwards.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "FOLDERS", [])  # that runs of other tests left
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(registry, "FOLDERS", [])
     monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
 
     def run(*args):
@@ -140,4 +143,7 @@ def command(tmp_path, monkeypatch, capsys):
             code = exit_.code
         return code, *capsys.readouterr()
 
-    return run
+    yield run
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", None)):
+            del sys.modules[name]

@@ -135,8 +135,7 @@ def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatc
     assert env.step("push").info["invalid"]
 
 
-def test_commands_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_commands_run(command):
     shutil.copy(TEMPLATE, "my_envs.py")  # as the README says
     lines = re.findall(r"^    python -m environments(.*?)(?:#.*)?$", README, re.MULTILINE)
     assert len(lines) == 7

@@ -50,8 +50,7 @@ SMALL = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 2 --eval-n
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch, command):
-    """A folder with games.py, the package my_envs and parity.py of the README; the imports of a
-    test are undone."""
+    """A folder with games.py, the package my_envs and parity.py of the README."""
     home = tmp_path / "home"
     (home / "my_envs").mkdir(parents=True)
     for folder in (home, home / "my_envs"):
@@ -61,16 +60,8 @@ def place(tmp_path, monkeypatch, command):
         )
     (home / "parity.py").write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
     monkeypatch.chdir(home)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "FOLDERS", [])
     monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
-    before = set(sys.modules)
     yield home
-    for name in {*sys.modules} - before:
-        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(
-            sys.modules[name].__file__
-        ):
-            del sys.modules[name]
     registry._installed.cache_clear()
 
 
