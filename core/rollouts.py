@@ -493,10 +493,10 @@ def _add_message(agent: AgentState, message: Message) -> None:
 
 
 def _has_step_batch(env: MultiAgentEnv | None) -> bool:
-    """Whether the class steps several instances in one call."""
-    if not isinstance(env, _SingleAgentEnv):
+    """Whether the class steps several instances in one call, without tools to answer first."""
+    if not isinstance(env, _SingleAgentEnv) or env.env.tools:
         return False
-    own: Any = type(env.env).step_batch
+    own: Any = type(env.env.env).step_batch
     default: Any = Env.step_batch
     return getattr(own, "__func__", own) is not default.__func__
 
@@ -505,7 +505,7 @@ def _steps(group: list[Episode], responses: list[dict[str, str]]) -> list[Outcom
     """Steps the environments of some episodes in one call; for each, its checked steps."""
     envs = [episode.env for episode in group]
     if _has_step_batch(envs[0]):
-        players = [env.env for env in envs if isinstance(env, _SingleAgentEnv)]
+        players = [env.env.env for env in envs if isinstance(env, _SingleAgentEnv)]
         texts = [response[PLAYER] for response in responses]
         batch = type(players[0]).step_batch(players, texts)
         if len(batch) != len(group):
