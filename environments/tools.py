@@ -58,6 +58,8 @@ def schemas(env: Any) -> list[dict[str, Any]]:
     tools = getattr(env, "tools", ())
     if not tools:
         return []
+    if not isinstance(tools, list | tuple):
+        raise UsageError(f"tools must be a list of functions, not {tools!r:.100}")
     from transformers.utils import get_json_schema  # takes a second
 
     found: list[dict[str, Any]] = []

@@ -296,7 +296,7 @@ def no_hint(a) -> int:
     return a
 
 
-@pytest.mark.parametrize("functions", [[no_docstring], [no_hint], [5], [Adder().add, Adder().add]])
+@pytest.mark.parametrize("functions", [[no_docstring], [no_hint], [5], 5, "ab", [Adder().add] * 2])
 def test_an_unusable_tool_is_one_line(functions, command, tmp_path, monkeypatch):
     @register("unusable")
     class Unusable(Adder):
@@ -534,21 +534,21 @@ def test_an_environment_without_tools_receives_calls_as_text(policy):
 
 def test_transformers_reads_calls_where_the_tokenizer_has_a_response_template():
     tokenizer = tokenizer_of(TAGS)
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
-            "content": {},
-            "tool_calls": {
-                "open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json",
-                "transform": "{type: 'function', function: {name: content.name, "
-                "arguments: content.arguments}}",
-            },
+            "thought": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": calls | {"transform": {"function": "{content}"}},
+            "content": {"close": "<|im_end|>", "content": "text"},
         },
-    }  # fmt: skip
+    }
     assert tools.call_format(tokenizer).has_parser
-    found = tools.read_calls(tokenizer, f"Hm. <tool_call>{A}</tool_call>")
-    assert [c.name for c in found] in (["add"], [""])
+    call, found = f"<tool_call>{A}</tool_call>", Call("add", {"a": 2, "b": 3})
+    for text, calls in ((f"Hm. {call}{call}", 2), ("ok", 0), (f"<think>{call}</think>ok", 0)):
+        assert tools.read_calls(tokenizer, text) == [found] * calls
+    assert tools.read_calls(tokenizer, "<tool_call>?</tool_call>") == [Call("", {}, UNREADABLE)]
 
 
 def test_hermes_calls_are_the_default():
@@ -672,6 +672,7 @@ def test_a_run_with_tools_is_evaluated_and_resumed_to_the_same_metrics(command, 
     assert whole[0]["eval/calculator/called"] in (0.0, 0.5, 1.0)
     assert whole[-1]["info/tool_calls"] >= 0 and "info/tool_errors" in whole[-1]
     assert read_config(tmp_path / "runs/a/config.yaml").system_prompt == "Be\nkind."
+    assert "system message:\n\n    Be\n    kind.\n" in (tmp_path / "runs/a/README.md").read_text()
     first = json.loads((tmp_path / "runs/a/rollouts.jsonl").read_text().splitlines()[0])
     assert first["messages"][0] == {"role": "system", "content": "Be\nkind."}
 

@@ -24,7 +24,12 @@ To repeat the run under another name:
 
 `report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
 and `model/` loads with `from_pretrained`.
-"""  # noqa: E501
+{system_prompt}"""  # noqa: E501
+SYSTEM_PROMPT = """
+Every episode began with this system message:
+
+    {}
+"""
 RESULTS = """
 | held-out tasks | before RL [95%] | after RL [95%] |
 | --- | --- | --- |
@@ -40,6 +45,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         f"| {env} | {describe(env, first)} | {describe(env, last)} |"
         for env, first, last in before_after(records)
     ]
+    prompt = config.get("system_prompt", "")
     text = README.format(
         **{key: config[key] for key in ("algo", "model_id", "seed", "sft_steps")},
         name=run_dir.name,
@@ -50,6 +56,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         threads=torch.get_num_threads(),
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         run_dir=run_dir,
+        system_prompt=SYSTEM_PROMPT.format("\n    ".join(prompt.splitlines())) if prompt else "",
     )
     (run_dir / "README.md").write_text(text)
 
