@@ -205,13 +205,30 @@ def saved_updates(run: Path) -> list[int]:
     return [int(p.name.rpartition("-")[2]) - 1 for p in (run / "checkpoint").glob("[0-9]*-*")]
 
 
-def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:
-    """The model of a finished run, or of a model's folder, on the policy's device.
+def copies_in(run: Path) -> list[int]:
+    """The updates of the older copies in the folder of a run."""
+    return sorted(int(file.stem) for file in (run / "opponents").glob("[0-9]*.safetensors"))
 
-    Raises UsageError if it cannot be loaded, has other tokens than the policy or a shorter context.
-    """
+
+def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:
+    """As `load_model`. Raises UsageError, too, for other tokens than the policy's, and a shorter
+    context."""
+    place: dict[str, Any] = {
+        "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")
+    }  # fmt: skip
+    loaded = load_model(folder, replace(cfg, **place))
+    if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
+        raise UsageError(f"opponent {folder}: its tokenizer differs from that of --model-id")
+    if loaded.max_length < policy.max_length:
+        raise UsageError(f"opponent {folder}: its context has {loaded.max_length} tokens, and an "
+                         f"episode {policy.max_length}; lower --max-model-len")  # fmt: skip
+    return loaded
+
+
+def load_model(folder: Path, cfg: Config) -> Policy:
+    """The model of a finished run, or of a model's folder. Raises UsageError if it has none."""
     options: dict[str, Any] = {
-        "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
+        "device": cfg.device, "dtype": cfg.dtype,
         "trust_remote_code": cfg.trust_remote_code, "fp32_head": cfg.fp32_head,
         "template_options": cfg.template_options, "template_date": cfg.template_date,
         "max_length": cfg.max_model_len, "flag": "opponent",
@@ -229,15 +246,8 @@ def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:
         from peft import set_peft_model_state_dict  # takes a second
 
         set_peft_model_state_dict(loaded.model, load_file(adapters))
-    else:
-        loaded = load_policy(str(model), **options)
-    if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise UsageError(f"opponent {folder}: its tokenizer differs from that of --model-id")
-    if loaded.max_length < policy.max_length:
-        raise UsageError(f"opponent {folder}: its context has {loaded.max_length} tokens, and an "
-                         f"episode {policy.max_length}; lower --max-model-len")  # fmt: skip
-    loaded.model.requires_grad_(False)
-    return loaded
+        return loaded
+    return load_policy(str(model), **options)
 
 
 def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:

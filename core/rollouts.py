@@ -144,10 +144,10 @@ class RolloutCollector:
             return [None if completion.error else completion for completion in completions]
 
         if self.opponents is None:
-            return self._play(tasks, respond)
+            return self.play(tasks, respond)
         self.opponents.update_copies(tasks)
         joined = self.opponents.join(self, respond, params, on_progress)
-        return self._play(tasks, joined)
+        return self.play(tasks, joined)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations.
@@ -163,7 +163,7 @@ class RolloutCollector:
                 partial(_demonstration, e, a.rollout.agent, trivial) for e, a in waiting
             ])  # fmt: skip
 
-        return self._play(tasks, respond)
+        return self.play(tasks, respond)
 
     def act(self, method: str, waiting: Waiting, seeds: list[int]) -> list[Completion | None]:
         """What the environment's `guess`, with random numbers of `seeds`, or `demonstrate` answers.
@@ -237,7 +237,7 @@ class RolloutCollector:
     def _for_template(self, agent: AgentState) -> tuple[list[Message], Sequence[Schema]]:
         return tools.for_template(self.policy.tokenizer, agent.chat, agent.schemas)
 
-    def _play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
+    def play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
         """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
         mine = distributed.shard(list(enumerate(tasks)))
         episodes = [e for wave in self._waves(mine) for e in self._play_wave(wave, respond)]

@@ -263,7 +263,6 @@ def test_the_model_of_a_lora_run_is_its_base_with_its_adapters(qwen3_folder, tmp
     loaded = load_opponent(tmp_path, cfg, policy)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded.hidden_states(ids), policy.hidden_states(ids))
-    assert not loaded.trainable()
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
