@@ -2,7 +2,7 @@
 
     cp environments/template.py my_envs.py
     python -m environments check my_envs.py:HigherLower     # then play, show; or: pytest my_envs.py
-    python train.py --env my_envs.py:HigherLower --sft-steps 40 --num-updates 20 --lr 1e-4
+    python train.py --env my_envs.py:HigherLower --sft-steps 40 --num-updates 40 --lr 1e-4
 
 Each keeps one task in eight for evaluation, which `seed in EVAL_SEEDS` recognizes: by a rule, or by
 `is_held_out`, which decides from a text that identifies the task.

@@ -34,8 +34,10 @@ from environments.letter_counting import LetterCounting  # noqa: E402
 LETTERS = "rewarded:data=letters.jsonl,reward=rewards.py:accuracy rewards.py:brief"
 COMMANDS = {  # the flags of each run; a list because options may contain spaces
     "parity": ["--env", "my_envs.py:Parity", *"--sft-steps 150 --num-updates 8".split()],
-    "higher_lower": ["--env", "my_envs.py:HigherLower", *"--sft-steps 40 --num-updates 20 "
+    "higher_lower": ["--env", "my_envs.py:HigherLower", *"--sft-steps 40 --num-updates 40 "
                      "--num-prompts 16 --lr 1e-4".split()],
+    "nim": ["--env", "my_envs.py:Nim", "--eval-env", "my_envs.py:Nim:opponent=guess",
+            *"--sft-steps 40 --num-updates 6 --lr 1e-4 --eval-num-tasks 64".split()],
     "letters": ["--env", f"{LETTERS},weights=1 0.3", "--num-updates", "12"],
     "letters_brief": ["--env", f"{LETTERS},weights=1 4", "--num-updates", "12"],
 }  # fmt: skip
@@ -128,7 +130,7 @@ def table() -> list[str]:
     ]
     for run, (name, seed) in RUNS.items():
         records = read_records(HERE / f"{run}.jsonl")
-        ((env, first, last),) = before_after(records)
+        env, first, last = before_after(records)[0]  # the others: each seat of nim
         results = [
             "{:.2f} [{:.2f}, {:.2f}]".format(
                 *(m[f"eval/{env}/{key}"] for key in ("accuracy", "ci_low", "ci_high"))
@@ -153,7 +155,7 @@ def draw() -> None:
         for axis, name in zip(axes, COMMANDS, strict=True):
             for seed, color in zip(SEEDS, (BLUE, ORANGE), strict=True):
                 records = read_records(HERE / f"{name}-seed{seed}.jsonl")
-                ((env, _, _),) = before_after(records)
+                env = before_after(records)[0][0]
                 shown = [m for m in records if f"eval/{env}/accuracy" in m]
                 columns = [[m[f"eval/{env}/{key}"] for m in shown]
                            for key in ("accuracy", "ci_low", "ci_high")]  # fmt: skip
