@@ -77,6 +77,7 @@ GROUP = "picorl.environments"  # of the entry points of packages
 # Opponents that are no option of an environment (core/opponents.py): its own players, policies on a
 # server, older copies of the policy, and folders
 OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*/.*")
+OPPONENTS = "guess, demonstrate, older:UPDATES, openai:MODEL, or a folder such as runs/x or ./x"
 FOLDERS: list[str] = []  # of the run: files are looked for there, then in the current folder
 PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
 WORDS = {"true": "True", "false": "False", "none": "None"}  # in any case, for tyro
@@ -186,7 +187,8 @@ def options_of(spec: str) -> dict[str, Any]:
     for key, text in key_value_pairs(split_spec(spec)[1], f"--env {spec}").items():
         if key not in parameters and not (other and key.isidentifier()):
             names = ", ".join(parameters) or "none"
-            raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
+            hint = f"; opponents of any game: {OPPONENTS}" if key == "opponent" else ""
+            raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}{hint}")
         try:
             given[key] = _convert(text, parameters[key] if key in parameters else other[0])
         except ValueError as error:
