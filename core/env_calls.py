@@ -4,17 +4,22 @@ Results do not depend on the timing of threads: every episode has an instance of
 outcomes keep the order of the calls. Calls are made one after the other in the calling thread as
 long as they are fast, and always for environments that declare `thread_safe = False` or draw from
 the process-wide generators of `random` or NumPy.
+
+`call_all` waits for all calls of a round. `EnvThreads` hands over each outcome as it comes, for
+episodes that do not wait for each other.
 """
 
 import ctypes
 import os
 import queue
 import random
+import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +27,8 @@ import numpy as np
 from core.interrupt import time_limit
 
 SLOW = 0.01  # seconds; an environment with such a call is called in threads from then on
+LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
+ENOUGH = 8  # calls to know this from: a busy machine delays a few calls of a fast environment
 
 Call = tuple[str, Callable[[], Any]]  # the spec of an environment, and what to call
 Outcome = tuple[Any, BaseException | None]  # what the call returned or raised
@@ -39,13 +46,16 @@ class EnvCalls:
         self.say: Callable[[str], None] = lambda line: None
         self.alone: set[str] = set()  # specs that are never called in threads
         self.slow: set[tuple[str, str]] = set()  # kinds of calls and specs: called in threads
+        self.seconds: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=64))  # of steps
 
     def call_all(self, kind: str, calls: list[Call]) -> list[Outcome]:
         """Makes all calls of one kind, such as "reset"; the outcomes are in their order.
 
         An exception is an outcome, except for KeyboardInterrupt, which is raised.
         """
-        folder, before = os.getcwd(), _generators()
+        if kind == "step":
+            calls = [(spec, partial(self._timed, spec, call)) for spec, call in calls]
+        folder, before = os.getcwd(), generators()
         outcomes: dict[int, Outcome] = {}
         together = []
         for i, (spec, call) in enumerate(calls):
@@ -59,50 +69,103 @@ class EnvCalls:
                 (outcomes[i],) = self._in_threads(folder, [call])
             if self.num_threads > 1 and time.perf_counter() - started > SLOW:
                 self.slow.add((kind, spec))
-                self._check_generators({spec}, before)
-        before = _generators()
+                self.check_generators({spec}, before)
+        before = generators()
         found = self._in_threads(folder, [calls[i][1] for i in together])
-        self._check_generators({calls[i][0] for i in together}, before)
+        self.check_generators({calls[i][0] for i in together}, before)
         outcomes |= dict(zip(together, found, strict=True))
         os.chdir(folder)
         return [outcomes[i] for i in range(len(calls))]
 
     def _in_threads(self, folder: str, calls: list[Callable[[], Any]]) -> list[Outcome]:
-        """Makes each call in a thread; gives up one that exceeds the limit, and interrupts it."""
-        done = queue.SimpleQueue[tuple[int, Outcome]]()
-
-        def work(i: int) -> None:
-            with suppress(_Overdue):
-                done.put((i, _outcome(folder, calls[i])))
-
-        todo, outcomes = deque(range(len(calls))), dict[int, Outcome]()
-        running: dict[int, tuple[threading.Thread, float]] = {}  # in the order of their deadlines
+        """Makes each call in a thread; the outcomes are in their order."""
+        threads = EnvThreads(self.num_threads, self.timeout, folder)
+        for i, call in enumerate(calls):
+            threads.start(i, call)
+        outcomes: dict[Any, Outcome] = {}
         while len(outcomes) < len(calls):
-            while todo and len(running) < self.num_threads:
-                i = todo.popleft()
-                thread = threading.Thread(target=work, args=(i,), daemon=True)
-                running[i] = thread, time.monotonic() + self.timeout
-                thread.start()
-            first, (thread, deadline) = next(iter(running.items()))
-            left = max(0.0, deadline - time.monotonic()) if self.timeout else None
-            try:
-                i, outcome = done.get(timeout=left)
-            except queue.Empty:
-                text = f"no answer in {self.timeout:g} seconds (--env-timeout)"
-                i, outcome = first, (None, TimeoutError(text))
-                # takes effect when the thread runs Python code again
-                ident = ctypes.c_ulong(thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Overdue))
-            if running.pop(i, None):  # else it was too late
-                outcomes[i] = outcome
+            outcomes |= threads.ended()
         return [outcomes[i] for i in range(len(calls))]
 
-    def _check_generators(self, specs: set[str], before: tuple[Any, ...]) -> None:
+    def _timed(self, spec: str, call: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self.seconds[spec].append(time.perf_counter() - started)
+
+    def answers_late(self, spec: str) -> bool:
+        """Whether its steps are made in threads, and at least half of the latest ones took long."""
+        if ("step", spec) not in self.slow or spec in self.alone:
+            return False
+        seconds = [*self.seconds[spec]]
+        return len(seconds) >= ENOUGH and statistics.median(seconds) > LATE
+
+    def in_threads(self) -> "EnvThreads":
+        """For calls whose outcomes are collected as they come."""
+        return EnvThreads(self.num_threads, self.timeout, os.getcwd())
+
+    def check_generators(self, specs: set[str], before: tuple[Any, ...]) -> None:
         """Calls `specs` alone from now on if the process-wide generators have changed."""
-        if specs - self.alone and _generators() != before:
+        if specs - self.alone and generators() != before:
             self.alone |= specs
             self.say(f"{' '.join(sorted(specs))}: one call at a time, because it draws from the "
                      "process-wide generators of random or numpy")  # fmt: skip
+
+
+class EnvThreads:
+    """Makes each call in a thread; gives up one that exceeds the limit, and interrupts it.
+
+    `num_threads`: calls at the same time; the others wait. `timeout`: seconds per call, 0: no
+    limit. `folder`: the working directory.
+    """
+
+    def __init__(self, num_threads: int, timeout: float, folder: str) -> None:
+        self.num_threads, self.timeout, self.folder = num_threads, timeout, folder
+        self.todo = deque[tuple[Any, Callable[[], Any]]]()
+        # in the order of their deadlines
+        self.running: dict[Any, tuple[threading.Thread, float]] = {}
+        self.done = queue.SimpleQueue[tuple[Any, Outcome]]()
+
+    def start(self, key: Any, call: Callable[[], Any]) -> None:
+        """Makes a call; `ended` returns its outcome by its key. Keys are never used twice."""
+        self.todo.append((key, call))
+        self._fill()
+
+    def ended(self, wait: float | None = None) -> dict[Any, Outcome]:
+        """The outcomes that have come since, after at most `wait` seconds; None: at least one."""
+        outcomes: dict[Any, Outcome] = {}
+        latest = None if wait is None else time.monotonic() + wait
+        while self.running:
+            first, (thread, deadline) = next(iter(self.running.items()))
+            limits = [t for t in (deadline if self.timeout else None, latest) if t is not None]
+            left = max(0.0, min(limits) - time.monotonic()) if limits else None
+            try:
+                key, outcome = self.done.get(timeout=0.0 if outcomes else left)
+            except queue.Empty:
+                if outcomes or not self.timeout or time.monotonic() < deadline:
+                    break
+                text = f"no answer in {self.timeout:g} seconds (--env-timeout)"
+                key, outcome = first, (None, TimeoutError(text))
+                # takes effect when the thread runs Python code again
+                ident = ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Overdue))
+                os.chdir(self.folder)
+            if self.running.pop(key, None):  # else it was too late
+                outcomes[key] = outcome
+            self._fill()
+        return outcomes
+
+    def _fill(self) -> None:
+        while self.todo and len(self.running) < self.num_threads:
+            key, call = self.todo.popleft()
+            thread = threading.Thread(target=self._work, args=(key, call), daemon=True)
+            self.running[key] = thread, time.monotonic() + self.timeout
+            thread.start()
+
+    def _work(self, key: Any, call: Callable[[], Any]) -> None:
+        with suppress(_Overdue):
+            self.done.put((key, _outcome(self.folder, call)))
 
 
 def _outcome(folder: str, call: Callable[[], Any], timeout: float = 0.0) -> Outcome:
@@ -123,7 +186,7 @@ def _outcome(folder: str, call: Callable[[], Any], timeout: float = 0.0) -> Outc
     return None, RuntimeError("the environment changed the working directory")
 
 
-def _generators() -> tuple[Any, ...]:
+def generators() -> tuple[Any, ...]:
     """The states of the process-wide generators."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), *state[2:]

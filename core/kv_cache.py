@@ -7,6 +7,7 @@ train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCac
     cache.logits                # [R, V]: logits of the token after each of R prompts
     cache.append(token_ids)     # [R]: one token per row; then `logits` are those of the next token
     cache.keep(rows)            # drop all other rows; the next `append` updates `logits`
+    cache.merge(other)          # add the rows of another cache, before tokens are appended to it
 """
 
 import itertools
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 if TYPE_CHECKING:
     from core.model import Policy
@@ -71,6 +73,28 @@ class RepeatedPrefixCache:
         self.cache.reorder_cache(cast(LongTensor, rows))
         self.mask = self.mask[rows]
 
+    @property
+    def can_merge(self) -> bool:
+        """Whether all layers keep keys and values of tokens, not a state that mixes them."""
+        kinds = {type(layer) for layer in self.cache.layers}
+        return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+
+    def merge(self, other: "RepeatedPrefixCache") -> None:
+        """Adds the rows of `other`. The longest row of both has no padding then."""
+        both = (self, other)
+        n = max(int(cache.mask.sum(1).max()) for cache in both)
+        for layers in zip(*(cast(list[Any], cache.cache.layers) for cache in both), strict=True):
+            if not layers[0].is_initialized:  # it uses the keys of another layer
+                continue
+            size = n
+            if layers[0].is_sliding:
+                size = min(n, layers[0].sliding_window - 1)
+                layers[0].cumulative_length = n
+            layers[0].keys = torch.cat([_last(layer.keys, size, 2) for layer in layers])
+            layers[0].values = torch.cat([_last(layer.values, size, 2) for layer in layers])
+        self.mask = torch.cat([_last(cache.mask, n, 1) for cache in both])
+        self.logits = torch.cat([cache.logits for cache in both])
+
 
 class SharedPrefixCache:
     """Keys and values of P prompts, and of the tokens of R rows; each row continues one prompt.
@@ -79,12 +103,16 @@ class SharedPrefixCache:
     of each prompt, zero-padded; `table_index` [R]: the place of each row in the flattened table.
     """
 
+    can_merge = True
+
     def __init__(
         self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor,
         max_new_tokens: int,
     ):  # fmt: skip
         """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
         self.model, self.logits, self.prompt_of, self.num_appended = model, logits, prompt_of, 0
+        self.appended: Tensor | None = None  # [R], to each row; None: num_appended to all of them
+        self.row_padding: Tensor | None = None  # [R, 1, 1, num_appended + 1]: not of the row
         self.position = mask.sum(1)[prompt_of] - 1  # [R]
         self.padding = None if mask.all() else (mask == 0)[:, None, None]  # [P, 1, 1, n]
         layers: list[Any] = cache.layers
@@ -96,6 +124,11 @@ class SharedPrefixCache:
 
     def append(self, token_ids: Tensor) -> None:
         self.position = self.position + 1
+        if self.appended is not None:
+            # a finished row that has not been dropped yet may have more tokens than there is room
+            width = min(self.num_appended + 1, self.row_kv[0][0].shape[2])
+            columns = torch.arange(width, device=self.position.device)
+            self.row_padding = (columns > self.appended[:, None])[:, None, None]
         self.logits = self.model(
             input_ids=token_ids[:, None],
             attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # unused; no default
@@ -104,15 +137,56 @@ class SharedPrefixCache:
             context=self,  # transformers passes it to prefix_sharing.attend, which calls `attend`
         ).logits[:, -1]
         self.num_appended += 1
+        if self.appended is not None:
+            self.appended = self.appended + 1
 
     def keep(self, rows: Tensor) -> None:
         self.position = self.position[rows]
+        if self.appended is not None:
+            self.appended = self.appended[rows]
+            self.num_appended = int(self.appended.max())
         self.row_kv = [(k[rows], v[rows]) for k, v in self.row_kv]
         used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         if len(used) < len(self.row_table):  # some prompt has no row left
             self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]
             self.padding = None if self.padding is None else self.padding[used]
         self._index_rows()
+
+    def merge(self, other: "SharedPrefixCache") -> None:
+        """Adds the rows of `other`. From then on each row has a copy of its prompt.
+
+        Equal prompts are rare among rows that began at different times.
+        """
+        both, device = (self, other), self.position.device
+        self.appended = torch.cat([c.appended_to_rows() for c in both])  # [R]
+        self.position = torch.cat([c.position for c in both])
+        lengths = self.position + 1 - self.appended  # [R], of the prompts
+        n = int(lengths.max())
+        for i in range(len(self.prompt_kv)):
+            keys = torch.cat([_last(c.prompt_kv[i][0][c.prompt_of], n, 3) for c in both])
+            values = torch.cat([_last(c.prompt_kv[i][1][c.prompt_of], n, 2) for c in both])
+            self.prompt_kv[i] = keys, values
+            self.row_kv[i] = self._merged_rows(other, i, 0), self._merged_rows(other, i, 1)
+        self.prompt_of = torch.arange(len(lengths), device=device)
+        padding = torch.arange(n, device=device) < n - lengths[:, None]
+        self.padding = padding[:, None, None] if padding.any() else None
+        self.logits = torch.cat([c.logits for c in both])
+        self._index_rows()
+
+    def appended_to_rows(self) -> Tensor:
+        """How many tokens have been appended to each row: [R]."""
+        if self.appended is None:
+            return torch.full_like(self.position, self.num_appended)
+        return self.appended
+
+    def _merged_rows(self, other: "SharedPrefixCache", layer: int, kind: int) -> Tensor:
+        """The keys (kind 0) or values (1) of its rows, and room for those of `other`."""
+        mine, added = self.row_kv[layer][kind], other.row_kv[layer][kind]
+        columns = max(mine.shape[2], added.shape[2])
+        # zeros, because a weight of 0 times what uninitialized memory holds may be NaN
+        merged = mine.new_zeros(len(mine) + len(added), mine.shape[1], columns, mine.shape[3])
+        merged[: len(mine), :, : self.num_appended] = mine[:, :, : self.num_appended]
+        return merged
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float
@@ -122,7 +196,12 @@ class SharedPrefixCache:
         `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
         """
         (row_keys, row_values), now = self.row_kv[layer], self.num_appended
-        row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
+        if self.appended is None:
+            row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
+        else:
+            # after a merge each row has its own prompt, so `prompt_of` is 0, 1, 2, ..
+            rows, column = self.prompt_of, self.appended.clamp(max=row_keys.shape[2] - 1)
+            row_keys[rows, :, column], row_values[rows, :, column] = key[:, :, 0], value[:, :, 0]
         (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
         q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         prompt_keys, prompt_values = self.prompt_kv[layer]  # [P, h, d, n], [P, h, n, d]
@@ -131,6 +210,8 @@ class SharedPrefixCache:
             prompt_scores = prompt_scores.masked_fill(self.padding, -torch.inf)
         prompt_scores = self._by_row(prompt_scores)  # [R, h, H/h, n]
         row_scores = q @ row_keys[:, :, : now + 1].transpose(2, 3)
+        if self.row_padding is not None:
+            row_scores = row_scores.masked_fill(self.row_padding, -torch.inf)
         scores = torch.cat([prompt_scores, row_scores], -1)
         weights = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         n = prompt_values.shape[2]
@@ -160,3 +241,13 @@ class SharedPrefixCache:
         """[P, h, W · r, k] -> [R, h, r, k]."""
         x = x.unflatten(2, (self.row_table.shape[1], -1)).transpose(1, 2).flatten(0, 1)
         return x if self.in_order else x[self.table_index]
+
+
+def _last(x: Tensor, n: int, dim: int) -> Tensor:
+    """The last `n` columns along `dim`, with zeros before them if `x` has fewer."""
+    size = x.shape[dim]
+    if size >= n:
+        return x.narrow(dim, size - n, n)
+    shape = list(x.shape)
+    shape[dim] = n - size
+    return torch.cat([x.new_zeros(shape), x], dim)

@@ -138,7 +138,7 @@ def play(
     params = SamplingParams(cfg.max_tokens, seed=flags.seed)
     episodes: dict[int, Episode] = {}
 
-    def respond(waiting: Waiting, _: int) -> list[Completion | None]:
+    def respond(waiting: Waiting) -> list[Completion | None]:
         episodes.update({episode.number: episode for episode, _ in waiting})
         seats = [lineups[e.number][agents.index(a.rollout.agent)] for e, a in waiting]
         answers: list[Completion | None] = [None] * len(waiting)

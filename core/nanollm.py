@@ -21,6 +21,7 @@ import copy
 import gc
 import hashlib
 import importlib.util
+import itertools
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -38,7 +40,16 @@ import torch
 from core import distributed, weight_sharing
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
-from core.sampler import Sampler, SamplingParams, TorchSampler, completion_limits, to_completion
+from core.sampler import (
+    Exchange,
+    Request,
+    Sampler,
+    SamplingParams,
+    TorchSampler,
+    completion_limits,
+    sample_all,
+    to_completion,
+)
 from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
@@ -153,13 +164,33 @@ class NanoLLM(Sampler):
 
         Raises RuntimeError outside `with sampler:`, and UsageError if a prompt is too long.
         """
+        # one seed per call: with one per request, vLLM loops over the requests for every token
+        with preserve_random_state(derive_seed(params.seed, distributed.rank())):
+            stream = partial(self._stream, own_seeds=False)
+            return sample_all(stream, prompts, params, on_progress, chats)
+
+    def stream(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `Sampler.stream`. Raises as `sample` does."""
+        with preserve_random_state():
+            self._stream(exchange, params, on_progress, own_seeds=True)
+
+    def _stream(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        on_progress: Callable[[], None],
+        own_seeds: bool,
+    ) -> None:
+        """`own_seeds`: each request has its own, so its draws do not depend on the others."""
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")
-        if not prompts:
-            return []
         import vllm
 
-        limits = completion_limits(self.policy, prompts, params.max_tokens)
         # vLLM returns the kept ids only if it draws, with a top-k above 0
         if self.with_kept_ids and params.temperature == 0:
             params = replace(params, temperature=1.0, top_k=1)
@@ -177,31 +208,36 @@ class NanoLLM(Sampler):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        requests = {str(i): prompt for i, prompt in enumerate(prompts)}
-        finished: dict[str, Any] = {}
-        # one seed per call: with one per request, vLLM loops over the requests for every token
-        with preserve_random_state(derive_seed(params.seed, distributed.rank())):
-            for request_id, prompt in requests.items():
-                request_params = copy.copy(vllm_params)
-                request_params.max_tokens = limits[int(request_id)]
-                self.engine.add_request(
-                    request_id, vllm.TokensPrompt(prompt_token_ids=prompt), request_params,
-                    lora_request=self.lora_request,
-                )  # fmt: skip
-            try:
-                while self.engine.has_unfinished_requests():
-                    on_progress()
-                    for output in self.engine.step():
-                        finished[output.request_id] = output.outputs[0]
-            finally:
-                self.engine.abort_request([i for i in requests if i not in finished])
-        return [
-            to_completion(
-                self.policy, list(completion.token_ids), list(completion.logprobs.logprobs),
-                completion.sampling_mask.token_ids if self.with_kept_ids else None,
-            )
-            for completion in (finished[request_id] for request_id in requests)
-        ]  # fmt: skip
+        numbers, running = itertools.count(), dict[str, Request]()
+        finished: list[tuple[Any, Completion]] = []
+        try:
+            while (requests := exchange(finished, not running)) is not None:
+                prompts = [request.prompt for request in requests]
+                limits = completion_limits(self.policy, prompts, params.max_tokens)
+                for request, limit in zip(requests, limits, strict=True):
+                    request_params = copy.copy(vllm_params)
+                    request_params.max_tokens = limit
+                    if own_seeds:
+                        request_params.seed = derive_seed(request.seed, request.stream)
+                    request_id = str(next(numbers))
+                    running[request_id] = request
+                    self.engine.add_request(
+                        request_id, vllm.TokensPrompt(prompt_token_ids=request.prompt),
+                        request_params, lora_request=self.lora_request,
+                    )  # fmt: skip
+                on_progress()
+                finished = []
+                for output in self.engine.step() if running else []:
+                    key = running.pop(output.request_id).key
+                    finished.append((key, self._to_completion(output.outputs[0])))
+        finally:
+            self.engine.abort_request(list(running))
+
+    def _to_completion(self, output: Any) -> Completion:
+        return to_completion(
+            self.policy, list(output.token_ids), list(output.logprobs.logprobs),
+            output.sampling_mask.token_ids if self.with_kept_ids else None,
+        )  # fmt: skip
 
     def sync(self) -> None:
         """Copies the weights that are not shared, if any, and sets `sync_seconds`.

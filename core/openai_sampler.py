@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from core.model import Policy
-from core.sampler import Sampler, SamplingParams
+from core.sampler import Exchange, Sampler, SamplingParams, sample_all
 from core.seeds import derive_seed
 from core.types import Completion, Message, Stopped, UsageError
 
@@ -73,18 +73,26 @@ class OpenAISampler(Sampler):
         """
         if chats is None:
             raise ValueError("a server takes messages, not token ids: pass `chats`")
-        completions = asyncio.run(self._complete_all(chats, params, on_progress))
-        errors = [completion.error for completion in completions if completion.error]
-        if errors and not self.works and self.closed_because != STOPPED:
-            raise UsageError(f"--base-url {self.base_url}: {errors[0]}")
-        return completions
+        return sample_all(self.stream, [[] for _ in chats], params, on_progress, chats)
 
-    async def _complete_all(
-        self, chats: list[list[Message]], params: SamplingParams, on_progress: Callable[[], None]
-    ) -> list[Completion]:
+    def stream(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `Sampler.stream`; what fails or raises is as in `sample`."""
+        asyncio.run(self._stream_all(exchange, params, on_progress))
+
+    async def _stream_all(
+        self, exchange: Exchange, params: SamplingParams, on_progress: Callable[[], None]
+    ) -> None:
         import openai
 
         slots = asyncio.Semaphore(self.concurrency)
+        keys: dict[asyncio.Task[Completion], Any] = {}  # of the requests that are not complete
+        finished: list[tuple[Any, Completion]] = []
+        errors: list[str] = []
         async with openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client requires one
@@ -92,24 +100,40 @@ class OpenAISampler(Sampler):
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
         ) as client:
-            streams = params.streams or range(len(chats))
-            requests = [
-                self._complete(client, slots, chat, params, derive_seed(params.seed, stream))
-                for chat, stream in zip(chats, streams, strict=True)
-            ]
-            tasks = [asyncio.create_task(request) for request in requests]
-            pending = set(tasks)
             try:
-                while pending and not self.closed_because:
-                    _, pending = await asyncio.wait(pending, timeout=PROGRESS_INTERVAL_S)
-                    on_progress()
-            except Stopped:
-                self.closed_because = STOPPED
+                while (requests := exchange(finished, not keys)) is not None:
+                    for request in requests:
+                        seed = derive_seed(request.seed, request.stream)
+                        sent = self._complete(client, slots, request.chat or [], params, seed)
+                        keys[asyncio.create_task(sent)] = request.key
+                    finished = await self._wait(keys, on_progress)
+                    errors += [completion.error for _, completion in finished if completion.error]
             finally:
-                for task in pending:
+                for task in keys:
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        return [_failed(self.closed_because) if t.cancelled() else t.result() for t in tasks]
+                await asyncio.gather(*keys, return_exceptions=True)
+        if errors and not self.works and self.closed_because != STOPPED:
+            raise UsageError(f"--base-url {self.base_url}: {errors[0]}")
+
+    async def _wait(
+        self, keys: dict[asyncio.Task[Completion], Any], on_progress: Callable[[], None]
+    ) -> list[tuple[Any, Completion]]:
+        """Removes the requests that are complete, and returns their completions."""
+        if keys:
+            first = asyncio.FIRST_COMPLETED
+            await asyncio.wait(keys, timeout=PROGRESS_INTERVAL_S, return_when=first)
+        try:
+            on_progress()
+        except Stopped:
+            self.closed_because = STOPPED
+        if self.closed_because:
+            for task in keys:
+                task.cancel()
+            await asyncio.gather(*keys, return_exceptions=True)
+        return [
+            (keys.pop(t), _failed(self.closed_because) if t.cancelled() else t.result())
+            for t in [task for task in keys if task.done()]
+        ]
 
     async def _complete(
         self,

@@ -74,7 +74,7 @@ class Opponents:
     ) -> Respond:  # fmt: skip
         """`respond` for the agents of the policy, completions of opponents for the others."""
 
-        def respond_for_all(waiting: Waiting, round_: int) -> list[Completion | None]:
+        def respond_for_all(waiting: Waiting) -> list[Completion | None]:
             found: list[Completion | None] = [None] * len(waiting)
             rows: dict[tuple[str, int], list[int]] = defaultdict(list)  # of each opponent and copy
             named = {spec: split_opponent(spec)[1] for spec in {e.task.env for e, _ in waiting}}
@@ -90,7 +90,7 @@ class Opponents:
                 if opponent:
                     answers = self.sample(opponent, copy, collector, group, params, on_progress)
                 else:
-                    answers = list(respond(group, round_))
+                    answers = list(respond(group))
                 for i, answer in zip(numbers, answers, strict=True):
                     found[i] = answer
             return found

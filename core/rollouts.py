@@ -10,12 +10,15 @@
  6. Repeat from 3 until every episode is done, has filled the context, or asks an agent to act that
     had `max_turns` turns.
 
+Steps 3 to 5 are a round: an episode waits for the slowest environment. Once an environment is known
+to answer late, its episodes do not wait for each other (`ContinuousPlay`): each joins the running
+batch when its environment has answered. Its draws are those of rounds, log-probs up to rounding.
+
 All episodes are kept, so short ones are not favored. An environment that raises, exceeds its time
 limit, changes the working directory or returns something invalid costs only its own episode:
 `Rollout.error` gives the reason. Slow environments are called at the same time (core/env_calls.py).
 """
 
-import itertools
 import json
 import math
 import random
@@ -38,14 +41,14 @@ from core.chat_template import (
     without_opened_thought,
     without_thinking,
 )
-from core.env_calls import Call, EnvCalls, Outcome
+from core.env_calls import Call, EnvCalls, Outcome, generators
 from core.model import Policy
-from core.sampler import Sampler, SamplingParams
+from core.sampler import Exchange, Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
-from environments.registry import constructor, make
+from environments.registry import constructor, make, split_opponent
 from environments.tools import ToolEnv, messages_of
 
 if TYPE_CHECKING:
@@ -55,6 +58,7 @@ PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
 MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_OPENINGS = 1000  # prompts that are kept
+POLL = 0.05  # seconds that a sampler without prompts waits for one, at most, before it asks again
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
 
@@ -80,13 +84,16 @@ class Episode:
     task: Task
     env: MultiAgentEnv | None = None  # None: not built yet
     failed: bool = False  # its environment is not used again
+    rounds: int = 0  # how often its agents were asked to act
     agents: dict[str, AgentState] = field(default_factory=dict)
     seat: str = ""  # the only agent whose rollout is kept; empty: that of all agents
     opponents: dict[str, str] = field(default_factory=dict)  # who plays the other agents
 
 
 Waiting = list[tuple[Episode, AgentState]]  # agents that have a prompt
-Respond = Callable[[Waiting, int], Sequence[Completion | None]]  # (agents, round); None: failed
+Respond = Callable[[Waiting], Sequence[Completion | None]]  # None: failed
+Ask = Callable[[Episode, AgentState], Request]
+Stream = Callable[[Exchange], None]  # as Sampler.stream
 
 
 class RolloutCollector:
@@ -114,6 +121,7 @@ class RolloutCollector:
         self.policy, self.max_turns, self.drop_thinking = policy, max_turns, drop_thinking
         self.calls, self.env_instances = EnvCalls(env_workers, env_timeout), env_instances
         self.opponents: Opponents | None = None  # None: the policy plays all agents
+        self.batched: set[str] = set()  # specs of environments that are stepped in one call
         self.idle_envs: dict[str, list[MultiAgentEnv]] = defaultdict(list)  # by spec
         self.opening_ids: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
 
@@ -128,12 +136,16 @@ class RolloutCollector:
 
         The opponent that a task names plays all agents but one; only that one has a rollout, unless
         the opponent ends the episode before it acts. An agent's draws depend only on `params.seed`,
-        its task's place in `tasks`, and the round.
+        its task's place in `tasks`, and how often the agents of its episode were asked to act.
         """
 
-        def respond(waiting: Waiting, round_: int) -> list[Completion | None]:
+        def seed(episode: Episode) -> int:
+            return derive_seed(params.seed, episode.rounds)
+
+        def respond(waiting: Waiting) -> list[Completion | None]:
             streams = tuple(agent.stream for _, agent in waiting)
-            now = replace(params, seed=derive_seed(params.seed, round_), streams=streams)
+            # in rounds, all episodes have had the same number of them
+            now = replace(params, seed=seed(waiting[0][0]), streams=streams)
             prompts = [a.prompt_ids for _, a in waiting]
             chats = [self._for_template(a)[0] for _, a in waiting]
             completions = sampler.sample(prompts, now, on_progress, chats)
@@ -143,11 +155,16 @@ class RolloutCollector:
                         raise EnvFailure(completion.error)
             return [None if completion.error else completion for completion in completions]
 
+        def ask(episode: Episode, agent: AgentState) -> Request:
+            key, chat = (episode.number, agent.rollout.agent), self._for_template(agent)[0]
+            return Request(key, agent.prompt_ids, seed(episode), agent.stream, chat)
+
+        continuous = ask, partial(sampler.stream, params=params, on_progress=on_progress)
         if self.opponents is None:
-            return self.play(tasks, respond)
+            return self.play(tasks, respond, continuous)
         self.opponents.update_copies(tasks)
         joined = self.opponents.join(self, respond, params, on_progress)
-        return self.play(tasks, joined)
+        return self.play(tasks, joined, continuous)
 
     def demonstrate(self, tasks: list[Task], trivial: bool = False) -> list[Rollout]:
         """Plays each task with the environment's own demonstrations.
@@ -156,7 +173,7 @@ class RolloutCollector:
         `trivial`: with the trivial baseline of an environment for one agent instead.
         """
 
-        def respond(waiting: Waiting, _: int) -> list[Completion | None]:
+        def respond(waiting: Waiting) -> list[Completion | None]:
             for episode, agent in waiting:
                 take_seat(episode, agent.rollout.agent)
             return self._act("demonstrate", waiting, [
@@ -177,7 +194,7 @@ class RolloutCollector:
 
     def close(self) -> None:
         """Closes all environments."""
-        self._close([(spec, env) for spec, envs in self.idle_envs.items() for env in envs])
+        self.close_envs([(spec, env) for spec, envs in self.idle_envs.items() for env in envs])
         self.idle_envs.clear()
 
     def set_prompt(self, agent: AgentState) -> None:
@@ -237,10 +254,25 @@ class RolloutCollector:
     def _for_template(self, agent: AgentState) -> tuple[list[Message], Sequence[Schema]]:
         return tools.for_template(self.policy.tokenizer, agent.chat, agent.schemas)
 
-    def play(self, tasks: list[Task], respond: Respond) -> list[Rollout]:
-        """Plays this rank's share of the tasks; returns the rollouts of all ranks."""
+    def play(
+        self, tasks: list[Task], respond: Respond, continuous: tuple[Ask, Stream] | None = None
+    ) -> list[Rollout]:
+        """Plays this rank's share of the tasks; returns the rollouts of all ranks.
+
+        `continuous`: for the environments whose episodes need not wait for each other.
+        """
         mine = distributed.shard(list(enumerate(tasks)))
-        episodes = [e for wave in self._waves(mine) for e in self._play_wave(wave, respond)]
+
+        def in_rounds(tasks: list[tuple[int, Task]]) -> list[tuple[int, Task]]:
+            return [t for t in tasks if continuous is None or not self._is_late(t[1].env)]
+
+        episodes: list[Episode] = []
+        for wave in self._waves(in_rounds(mine)):
+            episodes += self._play_wave(in_rounds(wave), respond, continuous)
+        begun = {episode.number for episode in episodes}
+        rest = [task for task in mine if task[0] not in begun]
+        if continuous and rest:
+            episodes += self._play_continuously([], rest, *continuous)
         episodes.sort(key=lambda episode: episode.number)
         rollouts = [rollout for episode in episodes for rollout in _own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
@@ -265,35 +297,70 @@ class RolloutCollector:
         for spec in heavy:
             idle = self.idle_envs[spec]
             surplus = max(0, min(total - self.env_instances, len(idle) - need[spec]))
-            self._close([(spec, idle.pop()) for _ in range(surplus)])
+            self.close_envs([(spec, idle.pop()) for _ in range(surplus)])
             total -= surplus
 
-    def _close(self, envs: list[tuple[str, MultiAgentEnv]]) -> None:
+    def close_envs(self, envs: list[tuple[str, MultiAgentEnv]]) -> None:
         self.calls.call_all("close", [(spec, env.close) for spec, env in envs])
 
-    def _play_wave(self, wave: list[tuple[int, Task]], respond: Respond) -> list[Episode]:
+    def _play_wave(
+        self, wave: list[tuple[int, Task]], respond: Respond, continuous: tuple[Ask, Stream] | None
+    ) -> list[Episode]:
+        """Plays a wave in rounds, until an environment turns out to answer late."""
         self._make_room(wave)
         episodes = self._start(wave)
-        for round_ in itertools.count():
-            going = [e for e in episodes if not self._is_cut(e)]
+        late: set[str] = set()
+        while True:
+            if continuous:
+                late |= {e.task.env for e in episodes if self._is_late(e.task.env)}
+            going = [e for e in episodes if e.task.env not in late and not self.is_cut(e)]
             waiting = [(e, a) for e in going for a in e.agents.values() if a.prompt_ids]
             if not waiting:
                 break
             responses: dict[int, dict[str, str]] = defaultdict(dict)  # of each episode and agent
-            for (episode, agent), completion in zip(waiting, respond(waiting, round_), strict=True):
+            for (episode, agent), completion in zip(waiting, respond(waiting), strict=True):
                 if completion is not None:
                     self.add_completion(agent, completion)
                     responses[episode.number][agent.rollout.agent] = completion.text
+            for episode in going:
+                episode.rounds += 1
             self._step(going, responses)
-        for episode in episodes:
-            with contain_failure(episode):
-                _check_seats(episode)
-            if episode.env is not None and not episode.failed:
-                self.idle_envs[episode.task.env].append(episode.env)
-        self._close([(e.task.env, e.env) for e in episodes if e.env is not None and e.failed])
+        ended = [e for e in episodes if e.task.env not in late]
+        self.close_envs([env for episode in ended for env in self.finish(episode)])
+        if continuous and late:
+            begun = [e for e in episodes if e.task.env in late]
+            self._play_continuously(begun, [], *continuous)
         return episodes
 
-    def _is_cut(self, episode: Episode) -> bool:
+    def _is_late(self, spec: str) -> bool:
+        """Whether its episodes do not wait for each other.
+
+        A batch of steps needs all of them, and an opponent samples for all of them.
+        """
+        has_opponent = self.opponents is not None and split_opponent(spec)[1]
+        waits = spec in self.batched or has_opponent
+        return self.calls.answers_late(spec) and not waits
+
+    def _play_continuously(
+        self, begun: list[Episode], tasks: list[tuple[int, Task]], ask: Ask, stream: Stream
+    ) -> list[Episode]:
+        """Plays episodes that have begun, and tasks, without rounds."""
+        play = ContinuousPlay(self, begun, tasks, ask)
+        stream(play.exchange)
+        return play.ended
+
+    def finish(self, episode: Episode) -> list[tuple[str, MultiAgentEnv]]:
+        """Keeps its environment for another episode, or returns it to be closed."""
+        with contain_failure(episode):
+            _check_seats(episode)
+        if episode.env is None:
+            return []
+        if episode.failed:
+            return [(episode.task.env, episode.env)]
+        self.idle_envs[episode.task.env].append(episode.env)
+        return []
+
+    def is_cut(self, episode: Episode) -> bool:
         """Whether an agent that is asked to act has had all its turns."""
         agents = episode.agents.values()
         return any(a.prompt_ids and len(a.rollout.turns) >= self.max_turns for a in agents)
@@ -304,21 +371,25 @@ class RolloutCollector:
         for episode in episodes:
             if idle := self.idle_envs[episode.task.env]:
                 episode.env = idle.pop()
-        calls: list[Call] = [(e.task.env, partial(self._reset, e)) for e in episodes]
+        calls: list[Call] = [(e.task.env, partial(self.reset, e)) for e in episodes]
         outcomes = self.calls.call_all("reset", calls)
         for episode, outcome in zip(episodes, outcomes, strict=True):
-            with contain_failure(episode):
-                for name, messages in _value(outcome).items():
-                    agent = _new_agent(episode, name)
-                    self.begin(agent, messages)
-                    if messages:
-                        self.set_prompt(agent)
-                    episode.agents[name] = agent
-                if not any(agent.chat for agent in episode.agents.values()):
-                    raise ValueError("reset() returned no message")
+            self.read_reset(episode, outcome)
         return episodes
 
-    def _reset(self, episode: Episode) -> dict[str, list[Message]]:
+    def read_reset(self, episode: Episode, outcome: Outcome) -> None:
+        """Makes the agents of an episode and the first prompts."""
+        with contain_failure(episode):
+            for name, messages in _value(outcome).items():
+                agent = _new_agent(episode, name)
+                self.begin(agent, messages)
+                if messages:
+                    self.set_prompt(agent)
+                episode.agents[name] = agent
+            if not any(agent.chat for agent in episode.agents.values()):
+                raise ValueError("reset() returned no message")
+
+    def reset(self, episode: Episode) -> dict[str, list[Message]]:
         """Builds the environment, unless the episode has one; returns its opening messages."""
         if episode.env is None:
             made = make(episode.task.env)
@@ -328,6 +399,8 @@ class RolloutCollector:
             episode.env = made
             if not episode.env.thread_safe:
                 self.calls.alone.add(episode.task.env)
+            if _has_step_batch(episode.env):
+                self.batched.add(episode.task.env)
         return episode.env.reset(episode.task.seed)
 
     def _act(
@@ -357,20 +430,24 @@ class RolloutCollector:
         acting = [e for e in episodes if responses[e.number] and not e.failed]
         groups: dict[str | int, list[Episode]] = defaultdict(list)  # one call for each
         for episode in acting:
-            key = episode.task.env if _has_step_batch(episode.env) else episode.number
-            groups[key].append(episode)
+            spec = episode.task.env
+            groups[spec if spec in self.batched else episode.number].append(episode)
         calls: list[Call] = [
-            (group[0].task.env, partial(_steps, group, [responses[e.number] for e in group]))
+            (group[0].task.env, partial(steps_of, group, [responses[e.number] for e in group]))
             for group in groups.values()
         ]
         outcomes = self.calls.call_all("step", calls)
         for group, outcome in zip(groups.values(), outcomes, strict=True):
-            for i, episode in enumerate(group):
-                with contain_failure(episode):
-                    for name, step in _value(_value(outcome)[i]).items():
-                        # an agent may join after the start
-                        agent = episode.agents.setdefault(name, _new_agent(episode, name))
-                        self._read_step(agent, step)
+            self.read_steps(group, outcome)
+
+    def read_steps(self, group: list[Episode], outcome: Outcome) -> None:
+        """Reads what one call returned for each episode."""
+        for i, episode in enumerate(group):
+            with contain_failure(episode):
+                for name, step in _value(_value(outcome)[i]).items():
+                    # an agent may join after the start
+                    agent = episode.agents.setdefault(name, _new_agent(episode, name))
+                    self._read_step(agent, step)
 
     def _read_step(self, agent: AgentState, step: Step) -> None:
         """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
@@ -389,6 +466,120 @@ class RolloutCollector:
                 _add_message(agent, clean_message(message))
         if not step.done and not agent.context_full:
             self.set_prompt(agent)
+
+
+class ContinuousPlay:
+    """Episodes that do not wait for each other.
+
+    `exchange` is what a sampler's `stream` calls between two tokens: it passes completions to
+    their environments, in threads, and returns the prompts of environments that have answered. A
+    task with a heavy environment begins when an instance is free.
+    """
+
+    def __init__(
+        self,
+        collector: RolloutCollector,
+        begun: list[Episode],
+        tasks: list[tuple[int, Task]],
+        ask: Ask,
+    ):
+        self.collector, self.tasks, self.ask = collector, tasks, ask
+        self.threads, self.generators = collector.calls.in_threads(), generators()
+        self.playing = {episode.number: episode for episode in begun}
+        self.closing: dict[int, str] = {}  # specs of environments that are being closed
+        self.ended: list[Episode] = []
+        self.responses: dict[int, dict[str, str]] = defaultdict(dict)
+        self.num_asked: dict[int, int] = {}  # completions that an episode waits for
+        self.requests: list[Request] = []
+        for episode in begun:
+            self._continue(episode)
+        self._begin_tasks()
+
+    def exchange(self, finished: list[tuple[Any, Completion]], idle: bool) -> list[Request] | None:
+        """As `core.sampler.Exchange`."""
+        for (number, name), completion in finished:
+            self._respond(self.playing[number], name, completion)
+        wait = POLL if idle and not self.requests else 0.0
+        for (kind, number, _), outcome in self.threads.ended(wait).items():
+            if kind == "close":
+                del self.closing[number]
+                self._begin_tasks()
+                continue
+            episode = self.playing[number]
+            if kind == "reset":
+                self.collector.read_reset(episode, outcome)
+            else:
+                self.collector.read_steps([episode], outcome)
+            self._continue(episode)
+        if not self.playing and not self.closing:
+            specs = {episode.task.env for episode in self.ended}
+            self.collector.calls.check_generators(specs, self.generators)
+            return None
+        requests, self.requests = self.requests, []
+        return requests
+
+    def _respond(self, episode: Episode, name: str, completion: Completion) -> None:
+        """Steps the environment once all agents that were asked to act have responded."""
+        with contain_failure(episode):
+            if completion.error:
+                raise EnvFailure(completion.error)
+            if not episode.failed:
+                self.collector.add_completion(episode.agents[name], completion)
+                self.responses[episode.number][name] = completion.text
+        self.num_asked[episode.number] -= 1
+        if self.num_asked[episode.number] > 0:
+            return
+        responses = self.responses.pop(episode.number, {})
+        if episode.failed:
+            self._end(episode)
+        else:
+            call = partial(steps_of, [episode], [responses])
+            self.threads.start(("step", episode.number, episode.rounds), call)
+
+    def _continue(self, episode: Episode) -> None:
+        """Asks the agents that have a prompt to act; ends the episode if there are none."""
+        waiting = [agent for agent in episode.agents.values() if agent.prompt_ids]
+        if not waiting or self.collector.is_cut(episode):
+            self._end(episode)
+            return
+        self.requests += [self.ask(episode, agent) for agent in waiting]
+        self.num_asked[episode.number] = len(waiting)
+        episode.rounds += 1
+
+    def _end(self, episode: Episode) -> None:
+        self.ended.append(self.playing.pop(episode.number))
+        for spec, env in self.collector.finish(episode):
+            self.closing[episode.number] = spec
+            self.threads.start(("close", episode.number, 0), env.close)
+        self._begin_tasks()
+
+    def _begin_tasks(self) -> None:
+        """Resets an environment for each task that there is room for."""
+        later, refused = [], set[str]()
+        for number, task in self.tasks:
+            if task.env in refused or not self._has_room(task.env):
+                refused.add(task.env)
+                later.append((number, task))
+                continue
+            episode = self.playing[number] = Episode(number, task)
+            if idle := self.collector.idle_envs[task.env]:
+                episode.env = idle.pop()
+            reset = partial(self.collector.reset, episode)
+            self.threads.start(("reset", number, 0), reset)
+        self.tasks = later
+
+    def _has_room(self, spec: str) -> bool:
+        """Whether an environment can begin; may close an idle heavy one of another spec."""
+        collector, idle_envs = self.collector, self.collector.idle_envs
+        if idle_envs[spec] or not is_heavy(spec):
+            return True
+        used = [episode.task.env for episode in self.playing.values()] + [*self.closing.values()]
+        idle = [other for other, envs in idle_envs.items() for _ in envs if is_heavy(other)]
+        if sum(map(is_heavy, used)) + len(idle) < collector.env_instances:
+            return True
+        if idle:
+            collector.close_envs([(idle[0], idle_envs[idle[0]].pop())])
+        return bool(idle)
 
 
 class _SingleAgentEnv(MultiAgentEnv):
@@ -501,7 +692,7 @@ def _has_step_batch(env: MultiAgentEnv | None) -> bool:
     return getattr(own, "__func__", own) is not default.__func__
 
 
-def _steps(group: list[Episode], responses: list[dict[str, str]]) -> list[Outcome]:
+def steps_of(group: list[Episode], responses: list[dict[str, str]]) -> list[Outcome]:
     """Steps the environments of some episodes in one call; for each, its checked steps."""
     envs = [episode.env for episode in group]
     if _has_step_batch(envs[0]):

@@ -1,14 +1,18 @@
 """Sampling: the `Sampler` interface, and `TorchSampler`, which samples in plain PyTorch.
 
+`sample` takes a list of prompts, `stream` takes prompts while others are being sampled: those of
+episodes whose environments have answered.
+
 `TorchSampler` computes each distinct prompt once (core/kv_cache.py). Its log-probs are those of the
 distribution it draws from: after temperature, top-k and top-p.
 """
 
 import gc
 from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +24,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, OutOfMemory, UsageError
 
 COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
+ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,21 @@ class SamplingParams:
         """Whether top-k or top-p restrict which tokens can be drawn."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt for `Sampler.stream`. `seed` and `stream` determine its draws, as SamplingParams."""
+
+    key: Any  # its completion has the same
+    prompt: list[int]
+    seed: int = 0
+    stream: int = 0
+    chat: list[Message] | None = None  # the prompt as messages
+
+
+# (finished completions, whether nothing is being sampled) -> new requests. If nothing is being
+# sampled, it waits a moment for some. None: all completions were received, and none is wanted.
+Exchange = Callable[[list[tuple[Any, Completion]], bool], list[Request] | None]
 
 DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]  # as `draw`
 
@@ -63,6 +83,31 @@ class Sampler(ABC):
         `chats`: the same prompts as messages, for a server that takes no token ids. Calls
         `on_progress` repeatedly; an exception that it raises stops the sampling.
         """
+
+    def stream(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Samples the requests of `exchange`, which it calls until that returns None.
+
+        Seeds and streams are those of the requests, not of `params`. Here requests that come while
+        others are being sampled wait for these; the samplers of picoRL begin with them at once.
+        """
+        finished: list[tuple[Any, Completion]] = []
+        while (requests := exchange(finished, True)) is not None:
+            on_progress()
+            by_seed: dict[int, list[Request]] = defaultdict(list)
+            for request in requests:
+                by_seed[request.seed].append(request)
+            finished = []
+            for seed, some in by_seed.items():
+                now = replace(params, seed=seed, streams=tuple(r.stream for r in some))
+                chats = [request.chat or [] for request in some]
+                completions = self.sample([r.prompt for r in some], now, on_progress, chats)
+                keys = [request.key for request in some]
+                finished += zip(keys, completions, strict=True)
 
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
         """Makes the weights of the last optimizer step take effect. Call it after every step."""
@@ -92,83 +137,167 @@ class TorchSampler(Sampler):
         chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
         """As `Sampler.sample`. Raises OutOfMemory, and UsageError as `completion_limits` does."""
-        if not prompts:
-            return []
-        limits = completion_limits(self.policy, prompts, params.max_tokens)
-        streams = params.streams or tuple(range(len(prompts)))
-        completions: list[Completion] = []
-        while (start := len(completions)) < len(prompts):
-            part = slice(start, start + (self.max_rows or len(prompts)))
-            part_params = replace(params, streams=streams[part])
+        return sample_all(self.stream, prompts, params, on_progress, chats)
+
+    def stream(
+        self,
+        exchange: Exchange,
+        params: SamplingParams,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """As `Sampler.stream`. Raises OutOfMemory, and UsageError as `completion_limits` does."""
+        batch = _Batch()
+        while True:
             try:
-                completions += self._sample_batch(
-                    prompts[part], limits[part], part_params, on_progress
-                )
-                continue
+                return self._stream(batch, exchange, params, on_progress)
             except (RuntimeError, MemoryError) as error:
-                if not ran_out(error):
+                if not ran_out(error) or not batch.rows:
                     raise
             gc.collect()  # outside the except clause: its traceback keeps tensors alive
             torch.cuda.empty_cache()
-            num_rows = len(prompts[part])
-            if num_rows == 1:
+            rows = [row for row in batch.rows if not row.done]
+            if len(rows) == 1:
                 raise OutOfMemory(
-                    f"out of memory while sampling one completion of up to {limits[start]} tokens "
-                    f"after a prompt of {len(prompts[start])}; lower --max-tokens or --max-turns, "
-                    "or use a smaller model"
+                    f"out of memory while sampling one completion of up to {rows[0].limit} tokens "
+                    f"after a prompt of {len(rows[0].request.prompt)}; lower --max-tokens or "
+                    "--max-turns, or use a smaller model"
                 )
-            self.max_rows = num_rows // 2
-            self.say(f"out of memory while sampling {num_rows} completions at once: "
+            self.max_rows = len(rows) // 2
+            self.say(f"out of memory while sampling {len(rows)} completions at once: "
                      f"continuing with {self.max_rows}")  # fmt: skip
-        return completions
+            # from their beginning: the draws are the same
+            batch.waiting.extendleft(_Row(row.request, row.limit) for row in reversed(rows))
+            batch.rows = []
 
-    @torch.inference_mode()
-    def _sample_batch(
+    def _stream(
         self,
-        prompts: list[list[int]],
-        limits: list[int],
+        batch: "_Batch",
+        exchange: Exchange,
         params: SamplingParams,
         on_progress: Callable[[], None],
-    ) -> list[Completion]:
-        """Samples B completions in one batch, row b of at most `limits[b]` <= T tokens."""
-        device, num_rows, max_tokens = self.policy.device, len(prompts), max(limits)
-        limit = torch.tensor(limits, device=device)  # [B]
+    ) -> None:
         self.policy.causal_lm.eval()
-        stop_ids = torch.tensor(self.policy.stop_ids, device=device)
-        uniform = uniforms(params.seed, params.streams, max_tokens)  # [B, T]
-        token_ids = torch.zeros(num_rows, max_tokens, dtype=torch.int64, device=device)  # [B, T]
-        logprobs = torch.zeros(num_rows, max_tokens, device=device)  # [B, T]
-        lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)  # [B]
-        kept_ids: list[list[list[int]]] = [[] for _ in prompts]  # of each token of each row
-
-        cache = prefill(self.policy, prompts, max_tokens)
-        rows = torch.arange(num_rows, device=device)  # [R]: which of the B rows the cache holds
-        unfinished = torch.ones(num_rows, dtype=torch.bool, device=device)  # [R]
-        for step in range(max_tokens):
+        cache: Any = None  # of the rows of the batch
+        while True:
+            requests = exchange(batch.finished, not batch.rows and not batch.waiting)
+            if requests is None:
+                return
+            batch.finished = []
+            prompts = [request.prompt for request in requests]
+            limits = completion_limits(self.policy, prompts, params.max_tokens)
+            batch.waiting.extend(map(_Row, requests, limits))
+            if new := self._admitted(batch, cache):
+                batch.rows += new
+                cache = self._with_rows(cache, new)
             on_progress()
-            drawn, logprob = self.draw_function(
-                cache.logits, params, uniform[rows.cpu(), step]
-            )  # [R]
-            token_ids[rows, step], logprobs[rows, step] = drawn, logprob
-            if params.drops_tokens:
-                likely = keep_likely(cache.logits.float() / params.temperature, params)
-                for row, is_kept in zip(rows.tolist(), likely.isfinite(), strict=True):
-                    kept_ids[row].append(is_kept.nonzero().squeeze(1).tolist())
-            lengths[rows[unfinished]] = step + 1
-            unfinished = unfinished & ~torch.isin(drawn, stop_ids) & (step + 1 < limit[rows])
-            num_unfinished = int(unfinished.sum())
-            if num_unfinished == 0:
-                break
-            if num_unfinished <= COMPACT_BELOW * len(rows):
-                kept = unfinished.nonzero().squeeze(1)
-                cache.keep(kept)
-                rows, drawn, unfinished = rows[kept], drawn[kept], unfinished[kept]
-            cache.append(drawn)
-        columns = (token_ids.tolist(), logprobs.tolist(), lengths.tolist(), kept_ids)
-        return [
-            to_completion(self.policy, ids[:end], row[:end], kept[:end] or None)
-            for ids, row, end, kept in zip(*columns, strict=True)
-        ]
+            if batch.rows:
+                cache = self._sample_tokens(batch, cache, params)
+
+    def _admitted(self, batch: "_Batch", cache: Any) -> list["_Row"]:
+        """Takes the rows that begin now from those that wait."""
+        running = sum(not row.done for row in batch.rows)
+        if running and (len(batch.waiting) < ADMIT_ABOVE * running or not cache.can_merge):
+            return []
+        room = len(batch.waiting) if self.max_rows is None else self.max_rows - len(batch.rows)
+        return [batch.waiting.popleft() for _ in range(min(room, len(batch.waiting)))]
+
+    @torch.inference_mode()
+    def _with_rows(self, cache: Any, rows: list["_Row"]) -> Any:
+        """The cache with new rows."""
+        for row in rows:
+            request = row.request
+            row.uniform = uniforms(request.seed, [request.stream], row.limit)[0].numpy()
+        prompts = [row.request.prompt for row in rows]
+        added = prefill(self.policy, prompts, max(row.limit for row in rows))
+        if cache is None:
+            return added
+        cache.merge(added)
+        return cache
+
+    @torch.inference_mode()
+    def _sample_tokens(self, batch: "_Batch", cache: Any, params: SamplingParams) -> Any:
+        """Samples one token in each row, and drops finished rows; None if all have finished."""
+        rows = batch.rows
+        uniform = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64)
+        drawn, logprobs = self.draw_function(cache.logits, params, uniform)  # [R]
+        kept: Iterable[Tensor | None] = [None] * len(rows)
+        if params.drops_tokens:
+            kept = keep_likely(cache.logits.float() / params.temperature, params).isfinite()
+        columns = (rows, drawn.tolist(), logprobs.tolist(), kept)
+        for row, token_id, logprob, is_kept in zip(*columns, strict=True):
+            if row.done:
+                continue
+            row.token_ids.append(token_id)
+            row.logprobs.append(logprob)
+            if is_kept is not None:
+                row.kept_ids.append(is_kept.nonzero().squeeze(1).tolist())
+            row.done = token_id in self.policy.stop_ids or len(row.token_ids) == row.limit
+            if row.done:
+                ids, kept_ids = row.token_ids, row.kept_ids or None
+                completion = to_completion(self.policy, ids, row.logprobs, kept_ids)
+                batch.finished.append((row.request.key, completion))
+        unfinished = [i for i, row in enumerate(rows) if not row.done]
+        if not unfinished:
+            batch.rows = []
+            return None
+        if len(unfinished) <= COMPACT_BELOW * len(rows):
+            batch.rows = [rows[i] for i in unfinished]
+            index = torch.tensor(unfinished, device=drawn.device)
+            cache.keep(index)
+            drawn = drawn[index]
+        cache.append(drawn)
+        return cache
+
+
+@dataclass
+class _Row:
+    """A completion while TorchSampler samples it."""
+
+    request: Request
+    limit: int  # of its tokens
+    uniform: Any = None  # float64 [limit], once it has begun
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept_ids: list[list[int]] = field(default_factory=list)
+    done: bool = False  # until it is dropped, its row of the batch computes tokens without use
+
+    def next_uniform(self) -> float:
+        return 0.0 if self.done else self.uniform[len(self.token_ids)]
+
+
+@dataclass
+class _Batch:
+    """What TorchSampler samples: when memory runs out, all of it is still known."""
+
+    waiting: deque[_Row] = field(default_factory=deque)
+    rows: list[_Row] = field(default_factory=list)
+    finished: list[tuple[Any, Completion]] = field(default_factory=list)
+
+
+def sample_all(
+    stream: Callable[..., None],
+    prompts: list[list[int]],
+    params: SamplingParams,
+    on_progress: Callable[[], None],
+    chats: list[list[Message]] | None,
+) -> list[Completion]:
+    """`Sampler.sample` by means of `Sampler.stream`: all prompts come at once."""
+    streams = params.streams or range(len(prompts))
+    new = [
+        Request(i, prompt, params.seed, stream_, chats[i] if chats else None)
+        for i, (prompt, stream_) in enumerate(zip(prompts, streams, strict=True))
+    ]
+    completions: dict[Any, Completion] = {}
+
+    def exchange(finished: list[tuple[Any, Completion]], idle: bool) -> list[Request] | None:
+        completions.update(finished)
+        if len(completions) == len(prompts):
+            return None
+        requests, new[:] = list(new), []
+        return requests
+
+    stream(exchange, params, on_progress)
+    return [completions[i] for i in range(len(prompts))]
 
 
 def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int) -> list[int]:
@@ -176,7 +305,7 @@ def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int)
 
     Raises UsageError if a prompt leaves nothing.
     """
-    longest, limit = max(map(len, prompts)), policy.max_length
+    longest, limit = max(map(len, prompts), default=0), policy.max_length
     if longest >= limit:
         raise UsageError(f"a prompt of {longest} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip

@@ -3,15 +3,20 @@
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from conftest import load_small
 from test_rollouts import PARAMS, Scripted, message
 
+from core import env_calls
+from core import rollouts as rollouts_module
 from core.env_calls import EnvCalls
 from core.rollouts import RolloutCollector
+from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from environments import registry
-from environments.base import Env, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 
 MAIN = threading.main_thread()
 
@@ -175,3 +180,224 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, register):
     del registry.ENVIRONMENTS["other"]
     collector.close()
     assert not living
+
+
+class Uneven(Env):
+    """`seed` % 4 + 1 turns; steps take up to 12 ms."""
+
+    def reset(self, seed):
+        self.seed, self.left = seed, seed % 4 + 1
+        return [message(f"task {seed % 3}" + "." * seed)]
+
+    def step(self, response):
+        time.sleep(0.004 * (self.seed * self.left % 4))
+        self.left -= 1
+        return Step(
+            message(f"{self.left} left") if self.left else None, len(response), not self.left
+        )
+
+
+def late_collector(policy, max_turns=9, spec="slow", **options):
+    """A collector that knows that the environment answers late, so it does not play in rounds."""
+    collector = RolloutCollector(policy, max_turns, **options)
+    collector.calls.slow.add(("step", spec))
+    collector.calls.seconds[spec].extend([1.0] * 8)
+    return collector
+
+
+@pytest.mark.parametrize(("start", "temperature"), [("known", 1.0), ("found out", 0.0)])
+def test_episodes_without_rounds_have_the_tokens_of_rounds(
+    small_folder, register, monkeypatch, start, temperature
+):
+    register(Uneven)
+    policy = load_small(small_folder)
+    policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
+    policy.max_length = 150  # some contexts are full
+    params = SamplingParams(10, temperature, seed=5)
+    in_rounds = RolloutCollector(policy, 3, env_workers=1)
+    expected = in_rounds.collect(tasks(12), TorchSampler(policy), params)
+    monkeypatch.setattr(env_calls, "SLOW", 0.0)
+    monkeypatch.setattr(env_calls, "LATE", 0.0)
+    collector = (late_collector if start == "known" else RolloutCollector)(policy, 3)
+    plays = []
+
+    class Recorded(rollouts_module.ContinuousPlay):
+        def __init__(self, collector, begun, tasks, ask):
+            plays.append((len(begun), len(tasks)))
+            super().__init__(collector, begun, tasks, ask)
+
+    monkeypatch.setattr(rollouts_module, "ContinuousPlay", Recorded)
+    rollouts = collector.collect(tasks(12), TorchSampler(policy), params)
+    assert plays == [(0, 12) if start == "known" else (12, 0)]
+    for found, rollout in zip(rollouts, expected, strict=True):
+        assert found.messages == rollout.messages and found.seed == rollout.seed
+        assert [t.completion_ids for t in found.turns] == [t.completion_ids for t in rollout.turns]
+        assert [t.reward for t in found.turns] == [t.reward for t in rollout.turns]
+        assert found.episode_truncated == rollout.episode_truncated
+        for turn, other in zip(found.turns, rollout.turns, strict=True):
+            assert turn.sampler_logprobs == pytest.approx(other.sampler_logprobs, abs=1e-4)
+    assert len({len(r.turns) for r in expected}) == 3
+    assert any(r.episode_truncated for r in expected)
+
+
+def test_an_episode_does_not_wait_for_a_slower_one(policy, register):
+    """In rounds, the first step would wait for an episode that waits for the step."""
+    over = threading.Event()
+
+    class Waits(Uneven):
+        def step(self, response):
+            if self.seed == 0:
+                assert over.wait(20)
+            step = super().step(response)
+            if self.seed == 3 and step.done:  # after four turns
+                over.set()
+            return step
+
+    register(Waits)
+    sampler = TorchSampler(policy)
+    rollouts = late_collector(policy).collect(tasks(6), sampler, SamplingParams(4))
+    assert [len(r.turns) for r in rollouts] == [1, 2, 3, 4, 1, 2]
+    assert not any(r.error for r in rollouts)
+
+
+def test_a_failure_without_rounds_costs_its_own_episode(policy, register):
+    class Faulty(Uneven):
+        def reset(self, seed):
+            if seed == 1:
+                raise OSError("no disk")
+            return super().reset(seed)
+
+        def step(self, response):
+            if self.seed == 2:
+                time.sleep(60)
+            if self.seed == 3 and self.left == 2:
+                raise EnvFailure("gone")
+            return super().step(response)
+
+    class Partial(Scripted):
+        def sample(self, prompts, params, on_progress=lambda: None, chats=None):
+            completions = super().sample(prompts, params)
+            failed = ["task 0...." in chat[0]["content"] for chat in chats]
+            return [
+                replace(c, error="no server" if bad else "")
+                for c, bad in zip(completions, failed, strict=True)
+            ]
+
+    register(Faulty)
+    collector = late_collector(policy, env_timeout=0.3)
+    rollouts = collector.collect(tasks(8), Partial(policy), PARAMS)
+    assert [r.error for r in rollouts] == [
+        "", "OSError: no disk", "TimeoutError: no answer in 0.3 seconds (--env-timeout)",
+        "EnvFailure: gone", "", "", "EnvFailure: no server", "",
+    ]  # fmt: skip
+    assert [len(r.turns) for r in rollouts] == [1, 0, 1, 3, 1, 2, 0, 4]
+    assert len(collector.idle_envs["slow"]) == 4
+
+
+def test_agents_that_act_together_are_stepped_together_without_rounds(policy, register):
+    class Pair(MultiAgentEnv):
+        def reset(self, seed):
+            self.left = seed
+            return {"ann": [message("begin")], "bob": [message("?")]}
+
+        def step(self, responses):
+            self.left -= 1
+            time.sleep(0.002)
+            if self.left == 1:  # only Bob goes on
+                return {"ann": Step(None, 1.0, True), "bob": Step(message("on"), 2.0, False)}
+            done = self.left <= 0
+            return {name: Step(None if done else message("on"), 1.0, done) for name in responses}
+
+    register(Pair)
+    rollouts = late_collector(policy).collect(tasks(4), TorchSampler(policy), SamplingParams(3))
+    played = [(r.seed, r.agent, len(r.turns), r.episode_return) for r in rollouts]
+    assert played == [
+        (0, "ann", 1, 1.0), (0, "bob", 1, 1.0), (1, "ann", 1, 1.0), (1, "bob", 1, 1.0),
+        (2, "ann", 1, 1.0), (2, "bob", 2, 3.0), (3, "ann", 2, 2.0), (3, "bob", 3, 4.0),
+    ]  # fmt: skip
+
+
+def test_a_free_heavy_environment_begins_the_next_task_at_once(policy, register):
+    living, most, over = set(), [], threading.Event()
+
+    class Heavy(Uneven):
+        heavy = True
+
+        def reset(self, seed):
+            living.add(self)
+            most.append(len(living))
+            if seed == 5:
+                raise RuntimeError
+            return super().reset(seed)
+
+        def step(self, response):
+            if self.seed == 0:  # the other instance plays all other tasks
+                assert over.wait(20)
+            if self.seed == 9:
+                over.set()
+            return super().step(response)
+
+        def close(self):
+            living.remove(self)
+
+    register(Heavy)
+    collector = late_collector(policy, env_instances=2)
+    rollouts = collector.collect(tasks(10), TorchSampler(policy), SamplingParams(3))
+    assert [r.seed for r in rollouts] == list(range(10))
+    assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(10)]
+    assert max(most) == 2 and len(living) == 2
+    registry.ENVIRONMENTS["other"] = Heavy
+    collector.calls.slow.add(("step", "other"))
+    collector.calls.seconds["other"].extend([1.0] * 8)
+    collector.collect([Task("other", 1, 0)], TorchSampler(policy), SamplingParams(3))
+    del registry.ENVIRONMENTS["other"]
+    assert max(most) == 2  # an idle one makes room
+    collector.close()
+    assert not living
+
+
+def test_a_few_delayed_calls_do_not_end_the_rounds(policy, register):
+    class Hiccup(Uneven):
+        def step(self, response):
+            time.sleep(0.05 * (self.seed == 3))
+            self.left = 0
+            return Step(None, 1.0, True)
+
+    register(Hiccup)
+    collector = RolloutCollector(policy, 4)
+    collector.collect(tasks(12), Scripted(policy), PARAMS)
+    assert ("step", "slow") in collector.calls.slow and not collector.calls.answers_late("slow")
+    collector.calls.seconds["slow"].extend([0.05] * 64)
+    assert collector.calls.answers_late("slow")
+    collector.calls.alone.add("slow")
+    assert not collector.calls.answers_late("slow")
+
+
+def test_an_exception_in_on_progress_ends_the_wait_for_an_environment(policy, register):
+    class Hangs(Uneven):
+        def step(self, response):
+            time.sleep(20)
+
+    def stop():
+        if time.monotonic() > started + 0.3:
+            raise KeyboardInterrupt
+
+    register(Hangs)
+    for sampler in (Scripted(policy), TorchSampler(policy)):
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            late_collector(policy).collect(tasks(2), sampler, PARAMS, stop)
+        assert time.monotonic() < started + 5
+
+
+def test_an_environment_that_draws_from_process_wide_generators_returns_to_rounds(policy, register):
+    class Sloppy(Uneven):
+        def step(self, response):
+            random.random()
+            return super().step(response)
+
+    register(Sloppy)
+    collector, said = late_collector(policy), []
+    collector.calls.say = said.append
+    collector.collect(tasks(4), Scripted(policy), PARAMS)
+    assert len(said) == 1 and not collector.calls.answers_late("slow")

@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import save_small
 from test_process_state import state
-from test_sampler import trainer_gap
+from test_sampler import stream_staggered, trainer_gap
 from test_train import ROOT, metrics_of
 from transformers import AutoConfig
 
@@ -371,6 +371,23 @@ class TestOneEngine:
         greedy = SamplingParams(max_tokens=64, temperature=0)
         [completion] = sample(engine, [[65] * 156], greedy)
         assert len(completion.token_ids) <= 4
+
+
+def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(qwen3, start, load):
+    """Greedy ones those of `sample`; drawn ones those of their own seeds, whenever they come."""
+    policy = load(str(qwen3))
+    policy.stop_ids = sorted({*range(0, 704, 40), *policy.stop_ids})
+    sampler, greedy = start(policy), SamplingParams(max_tokens=24, temperature=0)
+    drawn = SamplingParams(max_tokens=24, seed=3)
+    prompts = PROMPTS[:6]
+    with sampler:
+        expected = sampler.sample(prompts, greedy)
+        found = stream_staggered(sampler, prompts, greedy, gap=3)
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        by_gap = [stream_staggered(sampler, prompts, drawn, gap) for gap in (1, 4)]
+    assert [c.token_ids for c in by_gap[0]] == [c.token_ids for c in by_gap[1]]
+    assert by_gap[0][0].token_ids != by_gap[0][3].token_ids  # equal prompts, different streams
+    assert trainer_gap(policy, by_gap[1], 1.0, prompts).max() < 1e-4
 
 
 @pytest.mark.parametrize("rank", [1, 256])  # 4 and 8 are in other tests

@@ -17,7 +17,7 @@ from core import openai_sampler
 from core.model import load_policy
 from core.openai_sampler import OpenAISampler
 from core.run_log import read_records
-from core.sampler import SamplingParams
+from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed
 from core.types import UsageError
 from environments.base import EVAL_SEEDS
@@ -238,6 +238,21 @@ def test_api_concurrency_requests_are_open_at_once(server, policy, monkeypatch):
     sampler = OpenAISampler(policy, server.url, "m", concurrency=3)
     sampler.sample([], PARAMS, chats=[chat("pear")] * 9)
     assert max(peaks) == 3
+
+
+def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy):
+    server.broken = {"slow": "hang"}
+    new = [[Request("slow", [], chat=chat("slow"))], [Request("quick", [], 7, 1, chat("pear"))]]
+    ended, sampler = [], OpenAISampler(policy, server.url, "m", timeout=1.0)
+
+    def exchange(finished, idle):
+        ended.extend(finished)
+        return (new.pop(0) if new else []) if len(ended) < 2 else None
+
+    sampler.stream(exchange, PARAMS)
+    assert [key for key, _ in ended] == ["quick", "slow"]
+    assert ended[0][1].text == "<answer>1</answer>" and "not complete in 1 s" in ended[1][1].error
+    assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
 
 
 def test_request_without_an_answer_fails_after_api_timeout(server, policy):

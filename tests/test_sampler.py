@@ -12,10 +12,10 @@ from algorithms.common import token_logprobs
 from core import nanollm
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch
-from core.kv_cache import RepeatedPrefixCache, prefill
+from core.kv_cache import RepeatedPrefixCache, SharedPrefixCache, prefill
 from core.model import load_policy
 from core.nanollm import make_sampler
-from core.sampler import SamplingParams, TorchSampler, draw, keep_likely, uniforms
+from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
 from core.types import OutOfMemory, Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
@@ -102,6 +102,91 @@ def test_shared_prefix_cache_drops_a_prompt_with_its_last_row(family_policy):
         logits = family_policy.causal_lm(whole).logits
     assert torch.allclose(before, logits[:, -2], atol=1e-5)
     assert torch.allclose(cache.logits, logits[:, -1], atol=1e-5)
+
+
+def stream_staggered(sampler, prompts, params, gap=2, streams=None):
+    """The completions of requests that come one by one, `gap` calls of `exchange` apart."""
+    streams = streams or range(len(prompts))
+    todo = [
+        Request(i, p, params.seed, s) for i, (p, s) in enumerate(zip(prompts, streams, strict=True))
+    ]
+    completions, calls = {}, []
+
+    def exchange(finished, idle):
+        completions.update(finished)
+        calls.append(idle)
+        if len(completions) == len(prompts):
+            return None
+        return [todo.pop(0)] if todo and (len(calls) % gap == 0) else []
+
+    sampler.stream(exchange, params)
+    return [completions[i] for i in range(len(prompts))]
+
+
+STAGGERED = [*PROMPTS, [71] * 40, [72], [73] * 5, [65, 66, 67], [74] * 23, [75, 76]]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_k": 5}, "repeated"], ids=str)
+def test_completions_that_begin_while_others_are_sampled_are_the_same(
+    family_policy, monkeypatch, options
+):
+    monkeypatch.setattr(family_policy, "stop_ids", EVERY_SIXTH)
+    monkeypatch.setattr(sampler_module, "ADMIT_ABOVE", 0)
+    if options == "repeated":  # every layer attends to all tokens, without a shared prefix
+        monkeypatch.setattr(type(family_policy), "packs_groups", False)
+        options = {}
+    params = SamplingParams(max_tokens=20, seed=3, **options)
+    expected = TorchSampler(family_policy).sample(STAGGERED, params)
+    assert len({len(c.token_ids) for c in expected}) > 1
+    for gap in (1, 3):
+        completions = stream_staggered(TorchSampler(family_policy), STAGGERED, params, gap)
+        for found, alone in zip(completions, expected, strict=True):
+            assert (found.token_ids, found.text) == (alone.token_ids, alone.text)
+            assert (found.finish_reason, found.kept_ids) == (alone.finish_reason, alone.kept_ids)
+            assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_arrivals_wait_until_they_are_a_share_of_the_batch(policy, monkeypatch):
+    sizes = []
+
+    def record(policy, prompts, max_new_tokens):
+        sizes.append(len(prompts))
+        return prefill(policy, prompts, max_new_tokens)
+
+    monkeypatch.setattr(sampler_module, "prefill", record)
+    monkeypatch.setattr(policy, "stop_ids", [])
+    new = [
+        [Request(i, [65], stream=i) for i in range(17)],
+        *([Request(i, [66])] for i in range(17, 22)),
+    ]
+    ended = []
+
+    def exchange(finished, idle):
+        ended.extend(key for key, _ in finished)
+        return (new.pop(0) if new else []) if len(ended) < 22 else None
+
+    TorchSampler(policy).stream(exchange, SamplingParams(max_tokens=8))
+    assert sizes == [17, 5]  # a quarter of 17, rounded up
+    assert sorted(ended) == list(range(22)) and set(ended[:17]) == set(range(17))
+
+
+def test_out_of_memory_while_a_prompt_joins_begins_the_batch_again(policy, monkeypatch):
+    monkeypatch.setattr(sampler_module, "ADMIT_ABOVE", 0)
+    params = SamplingParams(max_tokens=12, seed=4)
+    expected = TorchSampler(policy).sample(STAGGERED, params)
+    merge, lines = SharedPrefixCache.merge, []
+
+    def merge_at_most_four(self, other):
+        if len(self.logits) + len(other.logits) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        merge(self, other)
+
+    monkeypatch.setattr(SharedPrefixCache, "merge", merge_at_most_four)
+    sampler = TorchSampler(policy)
+    sampler.say = lines.append
+    completions = stream_staggered(sampler, STAGGERED, params, gap=1)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert sampler.max_rows == 2 and len(lines) == 1
 
 
 def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy):
