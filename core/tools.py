@@ -6,10 +6,11 @@
     DeepSeek       <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}
     Qwen 3.5       <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
 
-`call_format` renders a call with the template and finds in the text how calls begin. A tokenizer
-with a `response_template` has transformers' `parse_response` read them. For any other template the
-schemas become part of the system message, calls have Qwen's format, and results are messages of the
-user: <tool_response>..</tool_response>. Nothing here touches the ids of a sampled completion.
+`call_format` renders a call with the template and finds in the text how calls begin. Where it finds
+nothing, transformers' `parse_response` reads the calls, if the tokenizer has a `response_template`
+that reads this one (LFM 2.5). For any other template the schemas become part of the system message,
+calls have Qwen's format, and results are messages of the user: <tool_response>..</tool_response>.
+Nothing here touches the ids of a sampled completion.
 """
 
 import itertools
@@ -78,14 +79,15 @@ def call_format(tokenizer: Tokenizer) -> CallFormat | None:
         )
         if not reads_tools or not reads_results:
             return None
-        if getattr(tokenizer, "response_template", None):
-            return CallFormat("", has_parser=True)
         text = tools.spoken(calls_as_text(tokenizer, "", [PROBE]))
         found = _object_format(text) or _named_format(tokenizer, text) or _tagged_format(tokenizer)
     except (TypeError, UsageError):
         return None
     if found and _read(found, text) == [Call(*PROBE)]:
         return found
+    has_parser = bool(getattr(tokenizer, "response_template", None))
+    if has_parser and _parsed(tokenizer, text) == [Call(*PROBE)]:
+        return CallFormat("", has_parser=True)
     return None
 
 
@@ -105,8 +107,10 @@ def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
 def in_format_of(tokenizer: Tokenizer, text: str) -> str:
     """A demonstration with the calls of `environments.tools.call_text` in the template's format."""
     calls = tools.read_calls(text)
-    if not calls or call_format(tokenizer) is None:
+    if not calls:
         return text
+    if call_format(tokenizer) is None:  # a call counts only after the thought of the prompt
+        return text if read_calls(tokenizer, text) else f"{END_OF_THOUGHT}\n\n{text}"
     content = text.partition(tools.OPENING)[0].strip()
     return calls_as_text(tokenizer, content, [(call.name, call.arguments) for call in calls])
 
@@ -324,7 +328,8 @@ def _parsed(tokenizer: Tokenizer, text: str) -> list[Call]:
     """The calls that transformers finds with the tokenizer's response_template."""
     try:
         prompt = render(tokenizer, [QUESTION], tools=[TOOL])
-        message: Any = tokenizer.parse_response(text, prefix=prompt)
+        end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
+        message: Any = tokenizer.parse_response(text + end, prefix=prompt)
         found = [call.get("function", call) for call in message.get("tool_calls") or []]
         calls = [make_call(call.get("name"), call.get("arguments")) for call in found]
     except Exception:  # of a text that does not have the format

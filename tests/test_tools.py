@@ -335,6 +335,14 @@ def test_a_prompt_that_opens_a_thought_has_no_calls_before_its_end():
     assert len(tools.read_calls(tokenizer, f"hm {call}</think>{call}")) == 1
 
 
+def test_a_demonstration_closes_the_thought_that_the_prompt_opens():
+    template = FAMILIES["none"].template
+    tokenizer = tokenizer_of(template.replace("assistant\n' }}", "assistant\n<think>\n' }}"))
+    text = tools.in_format_of(tokenizer, Adder().demonstrate())
+    assert text == "</think>\n\n" + Adder().demonstrate()
+    assert len(tools.read_calls(tokenizer, text)) == 1
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_demonstration_is_written_in_the_format_of_the_template(name):
     tokenizer = tokenizer_of(FAMILIES[name].template)
@@ -532,23 +540,32 @@ def test_an_environment_without_tools_receives_calls_as_text(policy):
     assert rollout.episode_return == 1.0 and rollout.info == {}
 
 
-def test_transformers_reads_calls_where_the_tokenizer_has_a_response_template():
-    tokenizer = tokenizer_of(TAGS)
-    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+def test_transformers_reads_calls_where_only_a_response_template_knows_the_format():
+    tokenizer = tokenizer_of(CHATML.replace(
+        "{}",
+        "{{ '\n<tool_call>' + f.name + '\n' }}{% for k, v in f.arguments.items() %}"
+        "{{ k + ': ' + v | string + '\n' }}{% endfor %}{{ '</tool_call>' }}",
+    ))  # fmt: skip
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
             "thought": {"open": "<think>", "close": "</think>", "content": "text"},
-            "tool_calls": calls | {"transform": {"function": "{content}"}},
+            "tool_calls": {
+                "open_pattern": r"<tool_call>(?P<name>\w+)\n", "close": "</tool_call>",
+                "repeats": True, "content": "kv-lines",
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
             "content": {"close": "<|im_end|>", "content": "text"},
         },
-    }
+    }  # fmt: skip
     assert tools.call_format(tokenizer).has_parser
-    call, found = f"<tool_call>{A}</tool_call>", Call("add", {"a": 2, "b": 3})
+    call, found = "<tool_call>add\na: 2\nb: 3\n</tool_call>", Call("add", {"a": "2", "b": "3"})
     for text, calls in ((f"Hm. {call}{call}", 2), ("ok", 0), (f"<think>{call}</think>ok", 0)):
         assert tools.read_calls(tokenizer, text) == [found] * calls
-    assert tools.read_calls(tokenizer, "<tool_call>?</tool_call>") == [Call("", {}, UNREADABLE)]
+    env = ToolEnv(Adder(), lambda text: tools.read_calls(tokenizer, text))
+    env.reset(0)
+    assert env.step(call).message["content"] == "5"  # the schema says that they are integers
 
 
 def test_hermes_calls_are_the_default():
