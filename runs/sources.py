@@ -37,6 +37,8 @@ def hashes(environments: Iterable[str] = ()) -> dict[str, str]:
     `environments` are names as in `--env`, with or without options.
     """
     files = {file for pattern in DECISIVE for file in ROOT.glob(pattern)}
+    if any("opponent=older" in name for name in environments):
+        files.add(ROOT / "core/opponents.py")
     for name in environments:
         files |= modules_of(name.partition(":")[0])
     return {str(file.relative_to(ROOT)): hash_of(file) for file in sorted(files)}

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import threading
 from collections import Counter
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -302,7 +304,7 @@ def test_the_address_of_a_server_is_after_the_model_or_in_the_environment(monkey
         ("tic_tac_toe:opponent=openai:m@http://u:p@h/v1", "must have no user, password or query"),
         ("tic_tac_toe:opponent=human", "opponent must be random, perfect or self"),
         ("letter_counting:opponent=older:5", "it has one player, so it has no opponent"),
-        ("textarena:opponent=guess", "needs an environment that names its `agents`"),
+        ("unnamed:opponent=guess", "needs an environment that names its `agents`"),
         ("silent:opponent=guess", "the environment has no `guess`"),
         ("twins:opponent=guess", "needs an environment that names its `agents`"),
     ],
@@ -311,8 +313,6 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(
     command, env, reason, tmp_path, monkeypatch
 ):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    if env.startswith("textarena"):
-        pytest.importorskip("textarena")
 
     class Silent(Nim):
         guess = MultiAgentEnv.guess
@@ -320,7 +320,10 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(
     class Twins(Nim):
         agents = ("one", "one")
 
-    registry.ENVIRONMENTS.update(silent=Silent, twins=Twins)
+    class Unnamed(Nim):
+        agents = ()
+
+    registry.ENVIRONMENTS.update(silent=Silent, twins=Twins, unnamed=Unnamed)
     for name in ("empty", "running", "damaged"):
         (tmp_path / name).mkdir()
     (tmp_path / "running/config.yaml").write_text("algo: grpo\n")
@@ -329,6 +332,38 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(
     assert code == 2 and reason in err and len(err.splitlines()) == 1, err
     assert "u:p" not in err.replace(env, "")
     assert not (tmp_path / "runs").exists()
+
+
+class Server(BaseHTTPRequestHandler):
+    """Streams one move to every request."""
+
+    def do_POST(self):
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        choice = {"delta": {"content": "<move>1</move>"}, "finish_reason": "stop"}
+        self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n".encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_model_behind_a_server_plays_and_leaves_the_context_of_the_policy(policy, tmp_path):
+    pytest.importorskip("openai")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.asked, server.daemon_threads = [], True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    spec = f"nim:opponent=openai:m@http://127.0.0.1:{server.server_port}/v1"
+    max_length, collector = policy.max_length, RolloutCollector(policy, max_turns=30)
+    collector.opponents = Opponents(Config(env=(spec,)), policy, tmp_path, {"update": 0})
+    tasks = [Task(spec, seed, seed) for seed in (0, 1)]
+    rollouts = collector.collect(tasks, Scripted(policy, "<move>9</move>"), PARAMS)
+    server.shutdown()
+    assert [r.agent for r in rollouts] == ["first", "second"] and not any(r.error for r in rollouts)
+    assert {body["model"] for body in server.asked} == {"m"} and policy.max_length == max_length
+    assert all(body["messages"][-1]["role"] == "user" for body in server.asked)
+    assert all(body["temperature"] == 1.0 for body in server.asked)
 
 
 FLAGS = """--env nim:opponent=older:1 --eval-env nim:opponent=older:1 nim:opponent=guess

@@ -55,6 +55,7 @@ class PettingZoo(MultiAgentEnv):
     def __init__(self, id: str = "classic/tictactoe-v3", words: str = "", **options: Any) -> None:
         self.env, self.id = _make(id, options), id
         self.env.reset(seed=0)
+        self.agents = tuple(self.env.possible_agents)
         space = self.env.action_space(self.env.agent_selection)
         self.game = load_words(words, self.env, space) or self._by_numbers(space)
 

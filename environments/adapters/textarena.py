@@ -54,6 +54,7 @@ class TextArena(MultiAgentEnv):
                 continue
             single = isinstance(self.game.state, self.textarena.SinglePlayerState)
             if players or single or self.players > 1:  # some multiplayer games start with one
+                self.agents = tuple(map(_name, range(self.players)))
                 return
         raise UsageError(f"TextArena cannot start {id!r}: {problem}")
 
