@@ -13,6 +13,7 @@ from core.sampler import SamplingParams, TorchSampler
 
 FOLDER = Path(__file__).parent.parent / "runs/benchmarks"
 sys.path.append(str(FOLDER))
+import continuous  # noqa: E402
 import floor  # noqa: E402
 import memory  # noqa: E402
 import nanollm  # noqa: E402
@@ -135,6 +136,15 @@ def test_vs_generate_samples_the_same_number_of_tokens_on_both_sides(model):
         assert side(model.folder, calls=2, **work)["sampled"] == [2 * 2 * 6] * 2
 
 
+def test_continuous_samples_the_same_tokens_on_both_sides(tmp_path, capsys):
+    """`measure` raises an error if it does not."""
+    args = continuous.Args(rounds=1, max_turns=3, latency=(0.0, 0.02), model="tiny-random")
+    for instances in (0, 2):
+        case = continuous.measure(args, str(tmp_path), episodes=6, instances=instances)
+        assert [len(answers) for answers in case["sides"].values()] == [1, 1]
+        assert case["sides"]["in rounds"][0]["tokens"] > 6
+
+
 def test_vs_trl_measures_steps_of_the_training_loop(model):
     work = {"num_prompts": 2, "group_size": 2, "prompt_tokens": 12, "max_tokens": 6, "steps": 2}
     ours = vs_trl.picorl(model.folder, gpu=False, tokens=64, lora_rank=0, **work)
@@ -203,7 +213,7 @@ def test_profile_divides_the_time_by_kind_of_operation():
 SCRIPTS = {
     "vs_trl": vs_trl.table, "vs_generate": vs_generate.table, "memory": memory.table,
     "floor": floor.table, "startup": startup.table, "scaling_ranks": scaling.ranks_table,
-    "scaling_model": scaling.model_table,
+    "scaling_model": scaling.model_table, "continuous": continuous.table,
 }  # fmt: skip
 
 

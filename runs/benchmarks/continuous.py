@@ -1,6 +1,6 @@
 """Tokens per second of episodes with slow environments: without rounds, and in rounds.
 
-    python runs/benchmarks/continuous.py       # 6 minutes on two cores
+    python runs/benchmarks/continuous.py       # 13 minutes on two cores
     python runs/benchmarks/continuous.py --rounds 1 --no-write
 
 Each episode has 1 to 8 turns, each completion ends after any token with probability 1/24 and after
