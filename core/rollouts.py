@@ -264,7 +264,7 @@ class RolloutCollector:
         mine = distributed.shard(list(enumerate(tasks)))
 
         def in_rounds(tasks: list[tuple[int, Task]]) -> list[tuple[int, Task]]:
-            return [t for t in tasks if continuous is None or not self._is_late(t[1].env)]
+            return [t for t in tasks if continuous is None or not self.is_late(t[1].env)]
 
         episodes: list[Episode] = []
         for wave in self._waves(in_rounds(mine)):
@@ -312,7 +312,7 @@ class RolloutCollector:
         late: set[str] = set()
         while True:
             if continuous:
-                late |= {e.task.env for e in episodes if self._is_late(e.task.env)}
+                late |= {e.task.env for e in episodes if self.is_late(e.task.env)}
             going = [e for e in episodes if e.task.env not in late and not self.is_cut(e)]
             waiting = [(e, a) for e in going for a in e.agents.values() if a.prompt_ids]
             if not waiting:
@@ -332,7 +332,7 @@ class RolloutCollector:
             self._play_continuously(begun, [], *continuous)
         return episodes
 
-    def _is_late(self, spec: str) -> bool:
+    def is_late(self, spec: str) -> bool:
         """Whether its episodes do not wait for each other.
 
         A batch of steps needs all of them, and an opponent samples for all of them.

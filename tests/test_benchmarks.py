@@ -138,11 +138,11 @@ def test_vs_generate_samples_the_same_number_of_tokens_on_both_sides(model):
 
 def test_continuous_samples_the_same_tokens_on_both_sides(tmp_path, capsys):
     """`measure` raises an error if it does not."""
-    args = continuous.Args(rounds=1, max_turns=3, latency=(0.0, 0.02), model="tiny-random")
-    for instances in (0, 2):
-        case = continuous.measure(args, str(tmp_path), episodes=6, instances=instances)
-        assert [len(answers) for answers in case["sides"].values()] == [1, 1]
-        assert case["sides"]["in rounds"][0]["tokens"] > 6
+    sizes = {"max_turns": 3, "mean_tokens": 4, "max_tokens": 8, "latency": (0.0, 0.02)}
+    args = continuous.Args(rounds=1, model="tiny-random", **sizes)
+    case = continuous.measure(args, str(tmp_path), episodes=6, instances=2)
+    assert [len(answers) for answers in case["sides"].values()] == [1, 1]
+    assert case["sides"]["in rounds"][0]["tokens"] > 6
 
 
 def test_vs_trl_measures_steps_of_the_training_loop(model):

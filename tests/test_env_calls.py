@@ -373,6 +373,27 @@ def test_a_few_delayed_calls_do_not_end_the_rounds(policy, register):
     assert not collector.calls.answers_late("slow")
 
 
+def test_batches_and_games_with_opponents_stay_in_rounds(policy, register):
+    class Batched(Uneven):
+        @classmethod
+        def step_batch(cls, envs, responses):
+            sizes.append(len(envs))
+            return super().step_batch(envs, responses)
+
+    register(Batched)
+    sizes, collector = [], RolloutCollector(policy, 9)
+    for calls in (4, 2):
+        collector.collect([Task("slow", 0, i) for i in range(calls)], Scripted(policy), PARAMS)
+        collector.calls.slow.add(("step", "slow"))
+        collector.calls.seconds["slow"].extend([1.0] * 64)
+        assert collector.calls.answers_late("slow")
+    assert sizes == [4, 2]
+    game = late_collector(policy, spec="tic_tac_toe:opponent=guess")
+    assert game.is_late("tic_tac_toe:opponent=guess")
+    game.opponents = object()
+    assert not game.is_late("tic_tac_toe:opponent=guess")
+
+
 def test_an_exception_in_on_progress_ends_the_wait_for_an_environment(policy, register):
     class Hangs(Uneven):
         def step(self, response):
