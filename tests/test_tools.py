@@ -8,6 +8,7 @@ import time
 from typing import NamedTuple
 
 import pytest
+from conftest import save_small
 from test_known_templates import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -616,6 +617,17 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
     # but schemas of a template without tool format go into the user's message
     first = tools.with_system(policy.tokenizer, [user("Add.")], "Tools: none.")
     assert first == [user("Tools: none.\n\nAdd.")]
+
+
+def test_a_run_with_a_system_prompt_needs_a_template_with_system_messages(command, tmp_path):
+    folder = save_small("qwen3", tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    template.write_text(refuse + template.read_text())
+    run = f"--model-id {folder} --num-updates 0 --eval-num-tasks 1 --run-name a".split()
+    code, _, err = command(*run, "--system-prompt", "Be kind.")
+    assert code == 2 and err.count("\n") == 1 and "no system messages" in err
+    assert not (tmp_path / "runs/a").exists()
 
 
 @pytest.mark.parametrize("text", [" ", "\n", "a\x00b"])
