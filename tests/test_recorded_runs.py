@@ -49,6 +49,15 @@ def test_vllm_run_ends_within_the_interval_of_the_torch_run():
     assert torch_run["ci_low"] <= vllm["accuracy"] <= torch_run["ci_high"]
 
 
+def test_a_policy_learns_to_call_the_calculator():
+    for seed in (0, 1):
+        records = read_records(RUNS / f"tools_tiny/calculator-seed{seed}.jsonl")
+        ((env, first, last),) = before_after(records)
+        assert first[f"eval/{env}/ci_high"] < 0.5 < 0.9 < last[f"eval/{env}/ci_low"]
+        assert last[f"eval/{env}/pass_at_1"] > first[f"eval/{env}/pass_at_1"] + 0.3
+        assert last[f"eval/{env}/called"] > 0.9
+
+
 def test_too_high_a_learning_rate_ends_below_the_trivial_baseline():
     after = last_evaluation(RUNS / "what_goes_wrong/high_rate.jsonl")
     assert after["ci_high"] < ALWAYS_1
@@ -58,7 +67,7 @@ def test_too_high_a_learning_rate_ends_below_the_trivial_baseline():
 @pytest.mark.parametrize(
     "name",
     ["letter_counting_tiny", "algorithms_tiny", "environments_tiny", "letter_counting_vllm",
-     "own_environments", "pretrain_tiny", "precision", "what_goes_wrong"],
+     "own_environments", "pretrain_tiny", "precision", "tools_tiny", "what_goes_wrong"],
 )  # fmt: skip
 def test_page_has_the_table_of_its_script(name, monkeypatch):
     monkeypatch.syspath_prepend(str(RUNS / name))
