@@ -67,7 +67,8 @@ def test_too_high_a_learning_rate_ends_below_the_trivial_baseline():
 @pytest.mark.parametrize(
     "name",
     ["letter_counting_tiny", "algorithms_tiny", "environments_tiny", "letter_counting_vllm",
-     "opponents_tiny", "own_environments", "pretrain_tiny", "precision", "tools_tiny", "what_goes_wrong"],
+     "opponents_tiny", "own_environments", "pretrain_tiny", "precision", "tools_tiny",
+     "what_goes_wrong"],
 )  # fmt: skip
 def test_page_has_the_table_of_its_script(name, monkeypatch):
     monkeypatch.syspath_prepend(str(RUNS / name))
