@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DIGITS = "0123456789"  # one token each, for the tokenizers of tiny and of smollm2
 TEMPLATE_TOKENS = {"tiny": 3, "smollm2": 30}  # of the chat template, by the tokenizer's model
-COORDINATE, FAR = 0, -1000.0
+COORDINATE, FAR = 0, -10.0
 
 
 @dataclass(frozen=True)
