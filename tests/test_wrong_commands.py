@@ -76,7 +76,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--env letter_counting:difficulty=hard", "'hard'"),
     ("--env letter_counting:difficulty=99", "99"),
     ("--env snake --eval-env snaek", "snaek"),
-    ("--sft-steps 1 --env tic_tac_toe:opponent=self", "--sft-steps 0"),
+    ("--sft-steps 1 --env gymnasium:id=Acrobot-v1", "--sft-steps 0"),
     ("--env math_qa:data=none.jsonl", "none.jsonl"),
     ("--env math_qa:data=wrong/shape.jsonl", "line 1"),
     ("--env math_qa:data=wrong/binary", "wrong/binary"),
