@@ -364,7 +364,7 @@ def test_exercise_5_clips_in_four_steps_and_exercise_4_does_not(command, vowels)
     assert clipped[5, 4] > 0 and clipped[4, 4] == clipped[5, 1] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.seeds
 def test_contest_ranks_four_steps_per_update_before_one(command):
     """The commands at the end of scratch.py, with four steps in the second."""
     Path("scratch.py").write_text(solved())

@@ -123,8 +123,13 @@ def base_weights(policy):
     return {name: parameter for name, parameter in named if "lora_" not in name}
 
 
-@pytest.mark.parametrize("lora_rank", [0, 8], ids=["full", "lora"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+MINUTES = pytest.mark.seeds  # that CI has not got
+
+
+@pytest.mark.parametrize(("dtype", "lora_rank"), [
+    ("float32", 0), ("bfloat16", 8), pytest.param("float32", 8, marks=MINUTES),
+    pytest.param("bfloat16", 0, marks=MINUTES),
+])  # fmt: skip
 def test_logprobs_are_the_trainers_before_and_after_20_steps(
     folder, start, dtype, lora_rank, load, device
 ):

@@ -158,7 +158,9 @@ def test_flyte_without_a_cluster_is_an_error(folder, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["--local", "--flyte-local"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("--local", marks=pytest.mark.seeds), "--flyte-local"]
+)
 def test_a_sweep_trains_and_evaluates_each_run(folder, where):
     if where == "--flyte-local":
         pytest.importorskip("flyte", reason=MISSING)

@@ -241,6 +241,7 @@ RUNS = {
     "--kl-in reward --overlong-buffer 4 --entropy-coef 0.01 --clip-cov 0.1 --num-epochs 2 "
     "--opsm 0.1 --sft-best 2 --eval-samples 2",
 }
+MORE = ("float16", "warm start", "several turns")  # minutes that CI has not got
 
 
 def metrics_of(name):
@@ -283,9 +284,11 @@ def assert_same_run(command, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
-def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, flags):
-    assert_same_run(command, *flags.split())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.seeds if n in MORE else ()) for n in RUNS]
+)
+def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, name):
+    assert_same_run(command, *RUNS[name].split())
 
 
 @pytest.mark.slow

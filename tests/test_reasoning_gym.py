@@ -191,10 +191,11 @@ def test_hostile_response_is_not_correct_and_scored_fast(name):
         assert step.done and step.info["correct"] is False and step.reward < 0.5
 
 
-ALL_DATASETS = """
+EACH_NTH = """
+import sys
 from reasoning_gym.factory import DATASETS
 from environments.adapters.reasoning_gym import UNSUPPORTED, ReasoningGym
-for name in sorted(DATASETS.keys() - UNSUPPORTED):
+for name in sorted(DATASETS.keys() - UNSUPPORTED)[:: int(sys.argv[1])]:
     env = ReasoningGym(name)
     for seed in (0, 1, 1_600_000_000):
         env.reset(seed)
@@ -203,13 +204,16 @@ for name in sorted(DATASETS.keys() - UNSUPPORTED):
 """
 
 
+NO_ANSWERS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+
+
 @pytest.mark.slow
-def test_answer_of_every_dataset_has_reward_1():
+@pytest.mark.parametrize("n", [4, pytest.param(1, marks=pytest.mark.seeds)])
+def test_answer_of_every_dataset_has_reward_1(n):
     env = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", ALL_DATASETS], env=env, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", EACH_NTH, str(n)], env=env, capture_output=True,
                           text=True, check=True)  # fmt: skip
     rewards = {tuple(line.split()) for line in done.stdout.splitlines()}
-    without = {name for name, reward in rewards if reward == "None"}
-    assert without == {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
+    names, without = {name for name, _ in rewards}, {name for name, r in rewards if r == "None"}
+    assert without == names & NO_ANSWERS and len(names) >= 104 // n
     assert {reward for name, reward in rewards if name not in without} == {"1.0"}
-    assert len({name for name, _ in rewards}) >= 104
