@@ -241,7 +241,7 @@ RUNS = {
     "--kl-in reward --overlong-buffer 4 --entropy-coef 0.01 --clip-cov 0.1 --num-epochs 2 "
     "--opsm 0.1 --sft-best 2 --eval-samples 2",
 }
-MORE = ("float16", "warm start", "several turns")  # minutes that CI has not got
+MORE = ("float16", "warm start", "several turns", "other options")  # minutes that CI has not got
 
 
 def metrics_of(name):
