@@ -93,7 +93,7 @@ def read(lines):
 
 
 FAST = ("dapo",)
-SLOW = ("reinforce, leave_one_out", "ppo", "cispo", "credit by turn")
+SLOW = ("reinforce, leave_one_out", "ppo", "cispo")
 MARKS = {  # the gradients of all variants are compared with float64 loops in test_float64_step.py
     variant: [] if variant in FAST else pytest.mark.slow if variant in SLOW else pytest.mark.seeds
     for variant in LOSS_TYPES

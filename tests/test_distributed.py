@@ -65,6 +65,7 @@ MORE = (
     "kl, lora",
     "self-play",
     "older copies",
+    "ppo in minibatches",
 )  # minutes that CI hasn't got
 
 
