@@ -233,10 +233,10 @@ class NanoLLM(Sampler):
         finally:
             self.engine.abort_request(list(running))
 
-    def _to_completion(self, output: Any) -> Completion:
+    def _to_completion(self, completion: Any) -> Completion:
         return to_completion(
-            self.policy, list(output.token_ids), list(output.logprobs.logprobs),
-            output.sampling_mask.token_ids if self.with_kept_ids else None,
+            self.policy, list(completion.token_ids), list(completion.logprobs.logprobs),
+            completion.sampling_mask.token_ids if self.with_kept_ids else None,
         )  # fmt: skip
 
     def sync(self) -> None:
