@@ -187,7 +187,7 @@ def test_an_opponent_whose_server_fails_fails_the_episode(policy, tmp_path):
 
 def test_an_update_in_which_the_policy_never_acts_is_skipped(command):
     class First(Nim):
-        """Whoever answers first has won."""
+        """The agent that answers first wins."""
 
         def reset(self, seed):
             self.stones = 1
