@@ -243,6 +243,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
         return _load(cfg, str(exported)), exported
     policy = _load(
         cfg, _base_of(run_dir, cfg), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
+        quantize=cfg.quantize,
         value_head=config.has_value_head(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
     if checkpoint is None:

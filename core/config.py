@@ -46,6 +46,8 @@ class ModelOptions:
     lora_rank: int = 0  # Rank of LoRA adapters on all linear layers; 0: train all weights.
     # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
     lora_alpha: float = 0.0
+    # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
+    quantize: Literal["none", "nf4"] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
     max_model_len: int | None = None
@@ -396,6 +398,19 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
+    if cfg.quantize != "none":
+        yield from _quantize_problems(cfg)
+
+
+def _quantize_problems(cfg: Config) -> Iterator[str]:
+    if cfg.sampler == "openai":
+        yield "--quantize: with --sampler openai the server has the model; remove it"
+    if cfg.lora_rank == 0:
+        yield f"--quantize {cfg.quantize}: weights in 4 bits are not trained; add --lora-rank 16"
+    if cfg.dtype == "float64":
+        yield f"--quantize {cfg.quantize}: bitsandbytes has no float64; use --dtype float32"
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield f'--quantize {cfg.quantize}: not installed; pip install -e ".[quantize]"'
 
 
 def _text_problems(cfg: Config) -> Iterator[str]:

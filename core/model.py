@@ -39,6 +39,7 @@ from core.chat_template import (
 from core.config import SMOLLM2, TINY, parse_template_options
 from core.kv_cache import prefill
 from core.prefix_sharing import ATTENTION, PackedGroups, pack_groups
+from core.quantize import compute_as_in_training, is_quantized, loading_options, num_weights
 from core.smollm2 import smollm2_folder
 from core.tiny import write_tiny
 from core.types import UsageError
@@ -92,13 +93,18 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the base weights."""
+        """Dtype of the base weights; with --quantize, the one in which they are multiplied."""
         return cast(nn.Embedding, self.causal_lm.get_input_embeddings()).weight.dtype
 
     @property
     def lora_rank(self) -> int:
         """Rank of the LoRA adapters; 0 without adapters."""
         return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
+
+    @property
+    def quantized(self) -> bool:
+        """Whether some of the base weights have 4 bits."""
+        return any(is_quantized(parameter) for parameter in self.model.parameters())
 
     @property
     def packs_groups(self) -> bool:
@@ -165,9 +171,12 @@ class Policy:
 
     def size(self) -> str:
         """Weights and device for the title line, such as '0.88M weights, 0.88M trained, cpu'."""
-        weights = sum(p.numel() for p in self.model.parameters())
+        weights = sum(num_weights(p) for p in self.model.parameters())
+        in_4_bits = sum(num_weights(p) for p in self.model.parameters() if is_quantized(p))
+        quantized = f" ({in_4_bits / 1e6:.2f}M in 4 bits)" if in_4_bits else ""
         trained = sum(p.numel() for p in self.trainable().values())
-        return f"{weights / 1e6:.2f}M weights, {trained / 1e6:.2f}M trained, {self.device}"
+        return (f"{weights / 1e6:.2f}M weights{quantized}, {trained / 1e6:.2f}M trained, "
+                f"{self.device}")  # fmt: skip
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """All trainable parameters by name, including the value head."""
@@ -184,6 +193,7 @@ def load_policy(
     dtype: str = "auto",
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
+    quantize: str = "none",
     value_head: bool = False,
     max_length: int | None = None,
     seed: int = 0,
@@ -197,7 +207,8 @@ def load_policy(
     """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
 
     "tiny" and "tiny-random" are written to `tiny_folder` unless that exists. `lora_rank` 0 trains
-    all weights; `lora_alpha` 0 means twice the rank. `max_length` lowers the model's own limit.
+    all weights; `lora_alpha` 0 means twice the rank. `quantize` "nf4" stores the base model in 4
+    bits (core/quantize.py). `max_length` lowers the model's own limit.
     `seed` determines all random weights. `fp32_head` computes the logits in float32.
     `template_options` and `template_date` are those of `Config`. Raises UsageError, in one line
     that names `flag`, if the model cannot be loaded, and if the device does not exist.
@@ -215,7 +226,10 @@ def load_policy(
         model_id = str(smollm2_folder())
     if dtype == "float64" and torch_device.type == "mps":
         raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
-    base, tokenizer = _load_files(model_id, getattr(torch, dtype), trust_remote_code, flag)
+    policy_dtype = getattr(torch, dtype)
+    options = loading_options(policy_dtype, torch_device) if quantize == "nf4" else {}
+    base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, options)
+    compute_as_in_training(base)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)
@@ -282,7 +296,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _load_files(
-    model_id: str, dtype: torch.dtype, trusted: bool, flag: str
+    model_id: str, dtype: torch.dtype, trusted: bool, flag: str, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, Tokenizer]:
     _check_folder(model_id, flag)
     with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
@@ -293,7 +307,7 @@ def _load_files(
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,
+            output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     model, report = loaded
     _check_loaded(f"{flag} {model_id}", report, tokenizer)

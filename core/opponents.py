@@ -241,7 +241,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
         base = folder / "base"
         loaded = load_policy(
             str(base) if base.is_dir() else trained.model_id, lora_rank=trained.lora_rank,
-            lora_alpha=trained.lora_alpha, **options,
+            lora_alpha=trained.lora_alpha, quantize=trained.quantize, **options,
         )  # fmt: skip
         from peft import set_peft_model_state_dict  # takes a second
 

@@ -272,9 +272,10 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
         model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
-        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, value_head=config.has_value_head(cfg),
-        max_length=cfg.max_model_len, tiny_folder=folder / "base",
-        trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head,
+        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, quantize=cfg.quantize,
+        value_head=config.has_value_head(cfg), max_length=cfg.max_model_len,
+        tiny_folder=folder / "base", trust_remote_code=cfg.trust_remote_code,
+        fp32_head=cfg.fp32_head,
         template_options=cfg.template_options, template_date=cfg.template_date,
     ))  # fmt: skip
 

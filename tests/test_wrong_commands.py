@@ -50,6 +50,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--kl-coef 0.1 --kl-in reward", "--kl-in reward"),
     ("--kl-estimator k3", "--kl-coef"),
     ("--lora-alpha 16", "--lora-rank"),
+    ("--quantize nf4", "--lora-rank"),
     ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),
     ("--tis-cap 0 --tis-mode mask", "--tis-mode"),
     ("--clip-cov-high 9", "--clip-cov"),

@@ -1,0 +1,83 @@
+"""A base model in 4 bits under float32 LoRA adapters: QLoRA, arXiv:2305.14314.
+
+    pip install -e ".[quantize]" && python train.py --lora-rank 16 --quantize nf4
+
+bitsandbytes stores each weight w of a linear layer as the nearest of 16 levels, and one scale for
+each block of 64 weights. The scales have 8 bits themselves (double quantization):
+
+    w ~ level[code] * scale(block)        4 + 8 / 64 + 32 / (64 * 256) = 4.127 bits per weight
+
+Each product dequantizes the weights of its layer to the policy's dtype and drops that copy
+afterwards. Embedding, norms, output layer and what is not an `nn.Linear`, such as fused experts,
+keep their dtype. The base is never trained, so a resumed run quantizes it to the same codes again.
+"""
+
+import copy
+import logging
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+# PEFT imports bitsandbytes, which on some CPUs warns about a kernel that we do not use
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def loading_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` that quantize each layer while it is loaded onto `device`."""
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )  # fmt: skip
+    return {"quantization_config": config, "device_map": {"": device}}
+
+
+def compute_as_in_training(model: nn.Module) -> None:
+    """Makes quantized layers compute without gradients as they do with them.
+
+    On CPUs with AVX512-BF16 the first pass without gradients would store the weights in another
+    order and multiply in bfloat16 from then on, in training too.
+    """
+    for layer in model.modules():
+        if hasattr(layer, "support_avx512bf16_for_cpu"):
+            cast(Any, layer).support_avx512bf16_for_cpu = False
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether the elements of a parameter are codes of 4 bits, two in a byte."""
+    return getattr(tensor, "quant_state", None) is not None
+
+
+def num_weights(parameter: nn.Parameter) -> int:
+    """Number of weights that a parameter stands for."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else state.shape.numel()
+
+
+def num_bytes(parameter: nn.Parameter) -> int:
+    """Bytes of a parameter, with its scales if it is quantized."""
+    state = getattr(parameter, "quant_state", None)
+    if state is None:
+        return parameter.nbytes
+    return parameter.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+
+
+def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    """A copy of a model whose quantized weights are tensors of `dtype` again, for vLLM.
+
+    Everything else, LoRA adapters included, is shared with `model`. Only the weights of the copy
+    can be used: the forward pass of its LoRA layers is still that of 4 bits.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    twin: Any = copy.deepcopy(model, shared)  # deepcopy takes these instead of copying them
+    for layer in twin.modules():
+        weight = layer._parameters.get("weight")  # a LoRA layer's `weight` is that of its base
+        if is_quantized(weight):
+            dense = dequantize_4bit(weight.data, weight.quant_state).to(dtype)
+            layer.weight = nn.Parameter(dense, requires_grad=False)
+    del twin.config.quantization_config
+    twin.hf_quantizer, twin.is_quantized = None, False
+    return twin

@@ -1,0 +1,156 @@
+"""--quantize nf4: float32 adapters on a base model in 4 bits, sampled from and trained alike."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_sampler import trainer_gap
+from test_train import metrics_of
+
+from core import chat, config
+from core.config import Config
+from core.model import load_policy
+from core.optimizer import make_optimizer
+from core.quantize import dequantized, is_quantized, num_bytes, num_weights
+from core.run_dir import read_config
+from core.sampler import SamplingParams, TorchSampler
+from core.types import UsageError
+
+pytest.importorskip("bitsandbytes", reason='needs pip install -e ".[quantize]"')
+PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
+# weights of the linear layers of one layer of tiny: q and o, k and v, gate, up and down
+IN_A_LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
+
+
+def tiny(folder, **options):
+    options = {"lora_rank": 4, "quantize": "nf4", **options}
+    return load_policy("tiny", device="cpu", tiny_folder=folder / "base", **options)
+
+
+def bits_of_base(policy):
+    """Every byte of the base model, by name."""
+    named = policy.model.named_parameters()
+    return {n: p.detach().flatten().view(torch.uint8).clone() for n, p in named if "lora" not in n}
+
+
+def train(policy, steps):
+    optimizer = make_optimizer(policy, lr=1e-2)
+    ids = torch.tensor([[5, 77, 300, 12, 9, 41, 8] * 8])
+    losses = []
+    for _ in range(steps):
+        logits = policy.to_logits(policy.hidden_states(ids)[0, :-1])
+        loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_linear_layers_take_4_bits_per_weight_and_their_scales(tmp_path):
+    policy = tiny(tmp_path)
+    quantized = [p for p in policy.model.parameters() if is_quantized(p)]
+    assert len(quantized) == 4 * 7
+    assert sum(map(num_weights, quantized)) == 4 * IN_A_LAYER == 786_432
+    # a byte per block of 64 weights, and 4 bytes per 256 blocks or fewer: 1 of each attention
+    # matrix, 3 of each of the MLP
+    scales = 786_432 // 64 + 4 * 4 * (4 * 1 + 3 * 3)
+    assert sum(map(num_bytes, quantized)) == 786_432 // 2 + scales == 405_712
+    assert policy.size() == "0.92M weights (0.79M in 4 bits), 0.04M trained, cpu"
+    base = [p for n, p in policy.model.named_parameters() if "lora" not in n]
+    kept = [p for p in base if not is_quantized(p)]
+    assert {p.dtype for p in kept} == {torch.float32}
+    assert sum(map(num_bytes, kept)) == 4 * (704 * 128 + 4 * (2 * 128 + 2 * 32) + 128)
+
+
+def test_dequantized_weights_are_near_and_have_16_levels_per_block(tmp_path):
+    exact = tiny(tmp_path, lora_rank=0, quantize="none").causal_lm.get_decoder().layers[0]
+    policy = tiny(tmp_path)
+    twin = dequantized(policy.causal_lm, torch.float32)
+    found = twin.get_decoder().layers[0].mlp.up_proj.base_layer.weight
+    blocks, expected = found.view(-1, 64), exact.mlp.up_proj.weight.view(-1, 64)
+    assert max(len(block.unique()) for block in blocks) <= 16 < len(expected[0].unique())
+    # half of the widest gap between two levels, -1 and -0.696, and the rounding of the scale
+    error = (blocks - expected).abs().amax(1) / expected.abs().amax(1)
+    assert 0.05 < error.mean() < error.max() < 0.152 + 0.02
+    # the adapters are the policy's own
+    assert {id(p) for n, p in twin.named_parameters() if "lora" in n} == {
+        id(p) for p in policy.trainable().values()
+    }
+    assert policy.quantized and not any(map(is_quantized, twin.parameters()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_float32_adapters_are_trained(tmp_path, dtype):
+    policy = tiny(tmp_path, dtype=dtype)
+    assert policy.dtype == getattr(torch, dtype)
+    assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
+    assert all("lora" in name for name in policy.trainable()) and policy.zero_adapters() == 1
+    before = bits_of_base(policy)
+    losses = train(policy, steps=5)
+    assert losses[-1] < 0.5 * losses[0] and policy.zero_adapters() == 0
+    after = bits_of_base(policy)
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.5)])
+def test_the_sampler_computes_with_the_weights_that_are_trained(tmp_path, dtype, limit):
+    """On some CPUs bitsandbytes would repack the weights as soon as nothing needs a gradient."""
+    policy = tiny(tmp_path, dtype=dtype)
+    params = SamplingParams(max_tokens=30, seed=1)
+    train(policy, steps=3)
+    before = bits_of_base(policy)
+    completions = TorchSampler(policy).sample(PROMPTS, params)
+    gaps = trainer_gap(policy, completions, 1.0, PROMPTS)
+    print(f"{dtype}: {len(gaps)} tokens, mean {gaps.mean():.1e}, max {gaps.max():.1e} nats")
+    assert len(gaps) > 100 and gaps.max() < limit and gaps.mean() < limit / 10
+    after = bits_of_base(policy)
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    train(policy, steps=1)  # after sampling, gradients still flow
+
+
+SMALL = (
+    "--quantize nf4 --lora-rank 4 --kl-coef 0.01 --num-prompts 2 --group-size 2 --max-tokens 8 "
+    "--max-turns 1 --eval-num-tasks 4 --microscope 0 --lr 1e-3 --save-every 1"
+).split()
+
+
+def test_a_resumed_run_is_the_uninterrupted_run_and_chat_loads_it(command, tmp_path):
+    code, out, _ = command(*SMALL, "--num-updates", "3", "--run-name", "whole")
+    assert code == 0 and "0.79M in 4 bits" in out
+    assert command(*SMALL, "--num-updates", "2", "--run-name", "cut")[0] == 0
+    assert command("--resume", "runs/cut", "--num-updates", "3")[0] == 0
+    whole, cut = tmp_path / "runs/whole", tmp_path / "runs/cut"
+    assert metrics_of(cut) == metrics_of(whole)
+    records = metrics_of(whole)
+    assert all(0 <= r["gap/logprob_max"] < 1e-4 for r in records if r["update"] > 0)
+    # the reference is the base in 4 bits, so the KL starts at 0
+    assert abs(records[1]["kl/reference"]) < 1e-6 < records[3]["kl/reference"]
+    # only the adapters are exported, beside the name of the model that they belong to
+    exported = load_file(whole / "model/adapter_model.safetensors")
+    assert all("lora" in name for name in exported)
+    adapter_config = json.loads((whole / "model/adapter_config.json").read_text())
+    assert adapter_config["base_model_name_or_path"] == str(whole.relative_to(tmp_path) / "base")
+    policy, _ = chat.load_trained(read_config(whole / "config.yaml"), whole)
+    assert policy.quantized
+    trained = {n.replace(".default", ""): p for n, p in policy.trainable().items()}
+    assert all(torch.equal(trained[name], tensor) for name, tensor in exported.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "installed", "message"),
+    [
+        ({}, True, "--quantize nf4: weights in 4 bits are not trained; add --lora-rank 16"),
+        ({"lora_rank": 4, "dtype": "float64"}, True, "has no float64; use --dtype float32"),
+        ({"lora_rank": 4}, False, r"not installed; pip install -e \"\.\[quantize\]\""),
+    ],
+)
+def test_a_run_that_cannot_be_quantized_is_refused_in_one_line(
+    settings, installed, message, monkeypatch
+):
+    spec = SimpleNamespace() if installed else None
+    monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(UsageError, match=message):
+        config.validate(config.resolve(Config(quantize="nf4", **settings)))
