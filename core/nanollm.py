@@ -5,8 +5,11 @@
 core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
 After `optimizer.step()` vLLM reads the new weights. `sync` copies the weights that vLLM keeps in
 another form, such as experts on a CPU, and LoRA adapters into the engine's slots; adapters are
-never merged with the base weights. The KV cache is allocated only inside `with
-sampler:`; training can use its memory while the engine sleeps.
+never merged with the base weights. The KV cache is allocated only inside `with sampler:`; training
+can use its memory while the engine sleeps.
+
+With --quantize vLLM computes with a dequantized copy of the base, because vLLM 0.32 has no code for
+bitsandbytes' format any more (vllm#39583).
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
@@ -40,6 +43,7 @@ import torch
 from core import distributed, weight_sharing
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
+from core.quantize import dequantized, is_quantized, num_weights
 from core.sampler import (
     Exchange,
     Request,
@@ -115,6 +119,10 @@ class NanoLLM(Sampler):
         """
         if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
             raise UsageError(obstacle)
+        # the model whose weights vLLM computes with
+        self.model: Any = policy.causal_lm
+        if policy.quantized:
+            self.model = dequantized(policy.causal_lm, policy.dtype)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy, self.with_kept_ids = policy, with_kept_ids
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
@@ -122,7 +130,7 @@ class NanoLLM(Sampler):
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
-        self.weights = weight_sharing.EngineWeights(policy.causal_lm)
+        self.weights = weight_sharing.EngineWeights(self.model)
         self.copies_weights = False  # some of them, after each step
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
@@ -143,6 +151,8 @@ class NanoLLM(Sampler):
                 f"{type(policy.causal_lm).__name__}: log-probs of vLLM differ by {gap:.1e} nats "
                 f"from training's, {limit:.0e} is allowed: use --sampler torch"
             )
+        if policy.quantized:
+            self.remark = _copy_remark(policy)
         if copied := self.weights.copied():
             self.copies_weights = self.weights.trained
             num_bytes = sum(parameter.nbytes for parameter in copied.values())
@@ -300,7 +310,11 @@ class NanoLLM(Sampler):
         elif "vllm.distributed.parallel_state" in sys.modules:  # the start of the engine failed
             sys.modules["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory()
         self.engine, self.slots, self.cpu_cache = None, [], []
-        self.weights.engine_model, self.weights.laid_out = None, []  # vLLM keeps our loader
+        # vLLM keeps our loader
+        self.weights.engine_model, self.weights.laid_out = None, []
+        if self.policy.quantized:
+            self.model = self.weights.model = self.policy.causal_lm
+            self.weights.shared = {}
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
@@ -318,7 +332,7 @@ class NanoLLM(Sampler):
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         # vLLM sets it for the whole process: keep the trainer's
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
-        arguments = _engine_arguments(policy, eager, memory_arguments)
+        arguments = _engine_arguments(policy, self.model.config, eager, memory_arguments)
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
         use_memory_pool = CuMemAllocator.use_memory_pool
@@ -351,7 +365,7 @@ class NanoLLM(Sampler):
                 lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
             )
             self.engine.add_lora(request)
-            self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
+            self.slots = weight_sharing.adapter_slots(self.model, engine_model)
         if policy.device.type == "cpu":  # vLLM's CPU build has no sleep()
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
@@ -398,7 +412,7 @@ def why_not_shareable(policy: Policy) -> str:
     if config.get_text_config() is not config:
         return (f"--sampler vllm supports no multimodal models such as {model_class}: "
                 f"take a text model, {alternative}")  # fmt: skip
-    if "quantization_config" in config.to_dict():
+    if "quantization_config" in config.to_dict() and not policy.quantized:
         return f"quantized weights cannot be shared with vLLM: load them in bfloat16, {alternative}"
     if policy.lora_rank > LORA_RANKS[-1]:
         return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
@@ -417,6 +431,13 @@ def why_not_shareable(policy: Policy) -> str:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
                 f"change --device, {alternative}")  # fmt: skip
     return ""
+
+
+def _copy_remark(policy: Policy) -> str:
+    quantized = [p for p in policy.causal_lm.parameters() if is_quantized(p)]
+    num_bytes = sum(map(num_weights, quantized)) * policy.dtype.itemsize
+    return (f"vLLM computes with a copy of the 4-bit weights in {policy.dtype}: it needs "
+            f"{num_bytes / 1e6:.1f} MB more than --sampler torch")  # fmt: skip
 
 
 def why_no_kept_ids(policy: Policy) -> str:
@@ -445,13 +466,13 @@ def free_cached_memory() -> None:
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
-def save_config(policy: Policy, cache_root: str) -> str:
+def save_config(config: Any, cache_root: str) -> str:
     """Writes the model's config.json into a folder named after its content; returns the folder.
 
     vLLM's compile cache depends on the folder, so models of the same config share it, wherever
     their weights come from. Several ranks may write it at the same time.
     """
-    config = copy.deepcopy(policy.causal_lm.config)
+    config = copy.deepcopy(config)
     config._name_or_path = ""
     values = config.to_json_string(use_diff=False)
     digest = hashlib.sha256(values.encode()).hexdigest()[:16]
@@ -468,14 +489,16 @@ def save_config(policy: Policy, cache_root: str) -> str:
     return folder
 
 
-def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, Any]) -> Any:
+def _engine_arguments(
+    policy: Policy, config: Any, eager: bool, memory_arguments: dict[str, Any]
+) -> Any:
     """Returns vllm.EngineArgs."""
     import vllm
 
     on_cpu = policy.device.type == "cpu"
     head = {"head_dtype": "float32"} if policy.fp32_head else {}
     return vllm.EngineArgs(
-        model=save_config(policy, vllm.envs.VLLM_CACHE_ROOT),
+        model=save_config(config, vllm.envs.VLLM_CACHE_ROOT),
         hf_overrides={"architectures": [type(policy.causal_lm).__name__], **head},
         load_format=weight_sharing.LOAD_FORMAT,
         trust_remote_code=policy.trust_remote_code,

@@ -166,6 +166,25 @@ def test_fp32_head_is_the_engines_too(qwen3, start, load):
     weight_sharing.check_bound(engine_model(sampler), sampler.weights.shared)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=MINUTES)])
+def test_a_policy_in_4_bits_is_sampled_from_a_dequantized_copy(qwen3, start, load, device, dtype):
+    pytest.importorskip("bitsandbytes")
+    if dtype == "float32" and device == "cuda":
+        pytest.skip("vLLM has no LoRA kernels for float32 on a GPU, and NanoLLM refuses it")
+    policy = load(str(qwen3), dtype=dtype, lora_rank=8, quantize="nf4")
+    sampler = start(policy)
+    assert sampler.remark.startswith("vLLM computes with a copy of the 4-bit weights")
+    for moment in ("at the start", "after 20 steps"):
+        gaps = gap(policy, sample(sampler))
+        print(f"4 bits, {dtype}, {moment}: mean {gaps.mean():.1e}, max {gaps.max():.1e} nats")
+        assert is_rounding(gaps, policy.dtype)
+        train(policy, steps=20, lr=1e-2)
+        sampler.sync()
+    assert policy.quantized and policy.zero_adapters() == 0
+    sampler.close()  # the copy is freed, and training goes on with 4 bits
+    assert sampler.model is sampler.weights.model is policy.causal_lm
+
+
 class TestEachFamily:
     """Facts that need only one engine per family."""
 
@@ -486,7 +505,7 @@ def test_models_of_equal_shape_share_a_config_folder(qwen3, tmp_path, load):
         qwen3, save_small("qwen3", tmp_path / "same", head_dim=32),
         save_small("qwen3", tmp_path / "other", head_dim=64))]  # fmt: skip
     root = str(tmp_path / "cache")
-    first, same, other = (nanollm.save_config(policy, root) for policy in policies)
+    first, same, other = (nanollm.save_config(policy.causal_lm.config, root) for policy in policies)
     assert first == same != other
     assert sorted(os.listdir(tmp_path / "cache/nanollm")) == sorted(
         map(os.path.basename, {first, other})
