@@ -24,9 +24,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core.config import FREE_ON_RESUME
+from core.files import disk_errors, flush
 from core.model import Policy
 from core.optimizer import MasterAdamW
-from core.run_dir import disk_errors, flush
 from core.types import UsageError
 
 KEEP = 2  # checkpoints

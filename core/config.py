@@ -225,6 +225,7 @@ class LoggingOptions:
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml; flags override them.
     resume: str = ""  # Resume this run folder from its last checkpoint.
+    accept_damaged_log: bool = False  # Resume even if metrics.jsonl is damaged; mark the hole.
     save_every: int = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
     microscope: int = 1024  # Sampled tokens per update that report.html shows one by one; 0: none.
@@ -267,7 +268,8 @@ class Config(
 TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 SMOLLM2 = "smollm2"  # the model of core/smollm2.py
 ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
-COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code")  # never read from a file
+# Never read from a file
+COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "accept_damaged_log")
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,

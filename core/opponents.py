@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from core import distributed
 from core.config import Config, model_and_url, older_interval, opponents
+from core.files import disk_errors, flush
 from core.model import Policy, load_policy
 from core.openai_sampler import STOPPED, OpenAISampler
 from core.rollouts import (
@@ -40,7 +41,7 @@ from core.rollouts import (
     contain_failure,
     take_seat,
 )
-from core.run_dir import disk_errors, flush, read_config
+from core.run_dir import read_config
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task

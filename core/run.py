@@ -49,6 +49,7 @@ class Run:
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
+    damage: str = ""  # of the log when the run was resumed; the next update's record says so
     stopped: bool = False  # ended before the last update
     opened_at: float = field(default_factory=perf_counter)
     page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
@@ -89,6 +90,8 @@ class Run:
         )
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
+        if self.damage:
+            warnings, self.damage = warnings | {"damaged_log": self.damage}, ""
         if warnings:
             record["warnings"] = warnings
         self.run_log.log(record)
@@ -111,7 +114,8 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
         if distributed.rank() == 0 and self.progress["skipped_in_a_row"] == 0:
-            checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, self.progress)
+            progress = self.progress | {"metrics_sha256": self.run_log.sync()}
+            checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
 
     def _write_pages(self) -> None:
         """Writes report.html and curves.png, unless that takes more than 3% of the run's time."""
@@ -235,8 +239,10 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
         future_bytes = reserved + optimizer.gradient_bytes()
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
-    run_log.rewind(log_dir, found.progress)
-    records = run_log.read_records(log_dir / run_log.METRICS)
+    damage = distributed.broadcast_from_rank_0(
+        lambda: run_log.rewind(log_dir, found.progress, cfg.accept_damaged_log)
+    )
+    records = run_log.read_metrics(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
     algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
@@ -253,7 +259,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         Display(title, quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say
-        own = [*found.remarks, policy.remark, sampler.remark, *config.remarks(cfg)]
+        own = [*found.remarks, damage, policy.remark, sampler.remark, *config.remarks(cfg)]
         for line in filter(None, [*own, *remarks]):
             display.say(line)
         display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
@@ -264,7 +270,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         )) as collector:  # fmt: skip
             collector.calls.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      progress, history)  # fmt: skip
+                      progress, history, damage)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

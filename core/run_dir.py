@@ -12,7 +12,6 @@ import reprlib
 import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,8 @@ import filelock
 import yaml
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config
-from core.types import CannotWrite, Fault, UsageError
+from core.files import disk_errors, published
+from core.types import CannotWrite, UsageError
 
 DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
@@ -118,37 +118,8 @@ def create_run(run: Path, settings: dict[str, Any]) -> None:
 
 def write_config(run: Path, settings: dict[str, Any]) -> None:
     """Replace config.yaml atomically."""
-    part = run / ".part-config.yaml"
-    part.write_text(yaml.safe_dump(settings, sort_keys=False))
-    os.replace(part, run / "config.yaml")
-
-
-@contextmanager
-def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
-    """Raise OSError for a failed write that a library reports as an error of its own.
-
-    safetensors and torch hide the error number. Writing `num_bytes`, the size of the library's
-    file, to `folder` raises the OSError again; if that succeeds, the disk is not the cause.
-    """
-    try:
-        yield
-    except (OSError, UsageError, Fault):
-        raise
-    except Exception:
-        if folder.exists():
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                for _ in range(0, num_bytes, 1 << 20):
-                    probe.write(bytes(1 << 20))
-        raise
-
-
-def flush(path: Path) -> None:
-    """Writes a file, or the entries of a folder, from the system's cache to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with published(run / "config.yaml") as part:
+        part.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
 @contextmanager

@@ -3,21 +3,32 @@
 metrics.jsonl   one object per update ("update") and per 20 warm-start steps ("sft_step")
 rollouts.jsonl  one object per rollout: messages, rewards, token traces. The file is rotated to
                 rollouts.old.jsonl at 50 MB, so the last 50 to 100 MB of rollouts are kept
+
+Both files are flushed to the disk before a checkpoint is written. The checkpoint stores the SHA-256
+of metrics.jsonl, so a resumed run knows whether all records up to the checkpoint are there.
 """
 
+import hashlib
 import importlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from core.files import flush, published
 from core.types import Rollout, UsageError
 
 METRICS, ROLLOUTS, OLD_ROLLOUTS = "metrics.jsonl", "rollouts.jsonl", "rollouts.old.jsonl"
 ROLLOUTS_BYTES = 50_000_000  # size at which rollouts.jsonl is rotated
+
+ROLLOUT_FIELDS: dict[str, Any] = {
+    "kind": str, "env": str, "agent": str, "seed": int, "group_id": int, "rewards": list,
+    "hit_token_limit": bool, "episode_truncated": bool, "info": dict, "messages": list,
+}  # fmt: skip
 
 Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 
@@ -42,6 +53,8 @@ class RunLog:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UsageError(f"--track {track}: {reason}") from error
         self.metrics_file = (run_dir / METRICS).open("a")
+        with (run_dir / METRICS).open("rb") as written:
+            self.sha256 = hashlib.file_digest(written, "sha256")
         self.rollouts_file = (run_dir / ROLLOUTS).open("a")
 
     def __enter__(self) -> "RunLog":
@@ -56,14 +69,22 @@ class RunLog:
 
     def log(self, record: Record) -> None:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
-        _append(self.metrics_file, record)
+        self.sha256.update(_append(self.metrics_file, record))
         if self.tracker is not None and "update" in record:
             scalars = {k: v for k, v in record.items() if k not in ("update", "warnings")}
             self.tracker.log(scalars, step=record["update"])
 
+    def sync(self) -> str:
+        """Flushes both files to the disk. Returns the SHA-256 of metrics.jsonl, for `rewind`."""
+        for file in (self.metrics_file, self.rollouts_file):
+            os.fsync(file.fileno())
+        flush(self.run_dir)
+        return self.sha256.hexdigest()
+
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
         """Appends `rollouts` to rollouts.jsonl. `kind` is "train" or "eval"."""
         if self.rollouts_file.tell() > ROLLOUTS_BYTES:
+            os.fsync(self.rollouts_file.fileno())
             self.rollouts_file.close()
             os.replace(self.run_dir / ROLLOUTS, self.run_dir / OLD_ROLLOUTS)
             self.rollouts_file = (self.run_dir / ROLLOUTS).open("a")
@@ -91,39 +112,152 @@ class RunLog:
             _append(self.rollouts_file, row)
 
 
-def rewind(run_dir: Path, progress: dict[str, int]) -> None:
-    """Drops all records after a checkpoint; `progress` has its last "sft_step" and "update"."""
+def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:
+    """Drops all records after a checkpoint, and every line that is not a record.
+
+    `progress` is that of the checkpoint. Returns a line about damage; "" if there is none. If the
+    records in metrics.jsonl up to the checkpoint are not those that it was saved with, raises
+    UsageError and changes nothing, unless `accept_damage`.
+    """
+    remarks = []
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
-        if not (run_dir / name).exists():
+        if name != METRICS and not (run_dir / name).exists():
             continue
-        part = run_dir / f".part-{name}"
-        with part.open("w") as file:
-            for record in iter_records(run_dir / name):
+        sha256, faults = hashlib.sha256(), Faults()
+        with published(run_dir / name) as part, part.open("wb") as file:
+            for line, record in _parsed_lines(run_dir / name, faults):
                 counter = "sft_step" if "sft_step" in record else "update"
                 if record[counter] <= progress[counter]:
-                    file.write(json.dumps(record) + "\n")
-        os.replace(part, run_dir / name)
+                    sha256.update(line)
+                    file.write(line)
+            damaged = bool(faults)
+            if name == METRICS and "metrics_sha256" in progress:
+                damaged = sha256.hexdigest() != progress["metrics_sha256"]
+            if damaged and name == METRICS and not accept_damage:
+                raise UsageError(
+                    f"--resume {run_dir}: {METRICS} is damaged: its records up to update "
+                    f"{progress['update']} are not those of the checkpoint; restore the file, or "
+                    "add --accept-damaged-log to train on and mark the hole"
+                )
+        if damaged:
+            remarks.append(f"{name} is damaged ({faults.line() or 'records are missing'})")
+    return "; ".join(remarks)
+
+
+class Faults(Counter[str]):
+    """What a reader found in the files of a run: lines that it skipped, records that are missing.
+
+    >>> Faults({"lines that are no records": 2}).line()
+    '2 lines that are no records'
+    """
+
+    def line(self) -> str:
+        return ", ".join(f"{number} {what}" for what, number in self.items())
+
+
+def read_metrics(path: Path, faults: Faults | None = None) -> list[Record]:
+    """Returns the records of a metrics.jsonl in their order, each once.
+
+    Counts in `faults` the lines that it skips, and the updates that are missing.
+    """
+    faults = Faults() if faults is None else faults
+    found: dict[tuple[bool, int], Record] = {}
+    for record in iter_records(path, faults):
+        key = ("update" in record, record["update"] if "update" in record else record["sft_step"])
+        faults["repeated records"] += key in found
+        found.setdefault(key, record)
+    updates = [number for is_update, number in found if is_update]
+    faults["missing updates"] += max(updates, default=-1) + 1 - len(updates)
+    for what in [what for what, number in faults.items() if not number]:
+        del faults[what]
+    return [found[key] for key in sorted(found)]
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the objects of a .jsonl file, as `iter_records` yields them."""
+    """Returns the records of a .jsonl file, as `iter_records` yields them."""
     return list(iter_records(path))
 
 
-def iter_records(path: Path) -> Iterator[Record]:
-    """Yields the objects of a .jsonl file up to the first line that is not one, such as a last
-    line cut short by a crash. Yields nothing if the file does not exist."""
+def iter_records(path: Path, faults: Faults | None = None) -> Iterator[Record]:
+    """Yields the records of metrics.jsonl or rollouts.jsonl; none if the file does not exist.
+
+    Skips the lines that are not records, and counts them in `faults`; a last line that was cut
+    short is not counted, as a killed run leaves one. A record has all that its readers need:
+    a metric is a number below 1e300 or None, an accuracy has its interval.
+    """
+    for _, record in _parsed_lines(path, Faults() if faults is None else faults):
+        yield record
+
+
+def _parsed_lines(path: Path, faults: Faults) -> Iterator[tuple[bytes, Record]]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open("rb") as file:
         for line in file:
             try:
-                record = json.loads(line)
-            except ValueError:
-                return
-            if not isinstance(record, dict):
-                return
-            yield record
+                record = json.loads(line.decode(), parse_constant=float)
+                if not (_is_rollout(record) if "kind" in record else _is_metrics(record)):
+                    raise ValueError
+            except (ValueError, TypeError, RecursionError):
+                faults["lines that are no records"] += line.endswith(b"\n")
+                continue
+            yield line, record
+
+
+def _is_metrics(record: Any) -> bool:
+    if not isinstance(record, dict) or ("update" in record) == ("sft_step" in record):
+        return False
+    values = dict(record)
+    warnings = values.pop("warnings", None) or {}
+    steps = [values.pop(name) for name in ("update", "sft_step") if name in values]
+    needed = [
+        name.removesuffix("accuracy") + end
+        for name in values
+        if name.startswith("eval/") and name.endswith("/accuracy")
+        for end in ("accuracy", "ci_low", "ci_high")
+    ]
+    return (
+        all(_is_count(step) for step in steps)
+        and isinstance(warnings, dict)
+        and all(isinstance(text, str) for text in warnings.values())
+        and all(name.isprintable() for name in (*values, *warnings))
+        and all(value is None or _is_number(value) for value in values.values())
+        and all(_is_number(values.get(name)) for name in needed)
+    )
+
+
+def _is_rollout(record: Any) -> bool:
+    turns, traces = record.get("messages"), record.get("token_traces", [])
+    opponents = record.get("opponents", {})
+    return (
+        all(isinstance(record.get(name), kind) for name, kind in ROLLOUT_FIELDS.items())
+        and all(_is_count(record.get(name)) for name in ("update", "tokens"))
+        and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns)
+        and all(isinstance(turn.get("role"), str) for turn in turns)
+        and _is_shallow(record["info"])
+        and isinstance(opponents, dict)
+        and all(isinstance(o, dict) and _is_shallow(o.get("player")) for o in opponents.values())
+        and isinstance(traces, list)
+        and all(isinstance(trace, dict) for trace in traces)
+        and all(isinstance(column, list) for trace in traces for column in trace.values())
+        and all(isinstance(text, str) for trace in traces for text in trace.get("text", []))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300  # below: NaN too
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_shallow(value: Any, levels: int = 20) -> bool:
+    """Whether lists and objects are nested at most `levels` deep."""
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list)):
+        return True
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
 
 
 class _TensorBoard:
@@ -142,9 +276,12 @@ class _TensorBoard:
         self.writer.close()
 
 
-def _append(file: TextIO, record: Record) -> None:
+def _append(file: TextIO, record: Record) -> bytes:
+    """Appends a line, and returns it."""
     # JSON has no NaN and no infinity: write null
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
               for k, v in record.items()}  # fmt: skip
-    file.write(json.dumps(finite) + "\n")
+    line = json.dumps(finite) + "\n"
+    file.write(line)
     file.flush()
+    return line.encode()

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from core.run_dir import disk_errors, flush
+from core.files import disk_errors, flush
 from core.types import UsageError
 
 NUM_BYTES = 270_000_000  # of the converted model

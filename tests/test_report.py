@@ -247,7 +247,7 @@ def test_first_and_last_update_are_shortened_before_they_are_left_out(
 
 
 def test_curves_are_thinned_and_keep_their_ends(tmp_path):
-    metrics = [{"update": u, "loss": u / 7, "odd": None, "name": "x"} for u in range(1, 5001)]
+    metrics = [{"update": u, "loss": u / 7, "odd": None} for u in range(1, 5001)]
     data = report_data(tmp_path, metrics)
     steps, values = data["curves"]["loss"]
     assert (steps[0], steps[-1], len(steps) <= 601) == (1, 5000, True)
@@ -266,15 +266,16 @@ def test_empty_folder_has_a_report(tmp_path):
     assert (data["results"], data["batches"], data["curves"]) == ([], [], {})
 
 
-def test_invalid_utf8_and_a_cut_line_are_tolerated(tmp_path):
-    write_run(tmp_path, trained(1), [row("train", 1, 1, "whole")])
-    line = (tmp_path / "rollouts.jsonl").read_bytes().replace(b"whole", b"\xff\xfe")
-    (tmp_path / "rollouts.jsonl").write_bytes(line + b'{"update": 1, "kind"')
+def test_damaged_lines_are_left_out(tmp_path):
+    rows = [row("train", 1, 1, text) for text in ("damaged", "whole")]
+    write_run(tmp_path, trained(1), rows)
+    lines = (tmp_path / "rollouts.jsonl").read_bytes().replace(b"damaged", b"\xff\xfe")
+    (tmp_path / "rollouts.jsonl").write_bytes(lines + b'{"update": 1, "kind"')
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write(b'{"update": 2, "\xff')
     (data,) = data_of(write_report(tmp_path, CONFIG))
     (rollout,) = data["batches"][0]["groups"][0]["rollouts"]
-    assert rollout["messages"] == [["assistant", "\ufffd\ufffd"]]
+    assert rollout["messages"] == [["assistant", "whole"]]
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from core import checkpoint
+from core.files import disk_errors
 from core.run import Run
-from core.run_dir import create_run, disk_errors, lock_run_dir, new_folder
+from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent

@@ -8,7 +8,7 @@ import pytest
 
 from core import run_log
 from core.report.page import pack_rollouts
-from core.run_log import RunLog, read_records, rewind
+from core.run_log import Faults, RunLog, read_metrics, read_records, rewind
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}
@@ -47,11 +47,115 @@ def test_non_finite_metrics_are_logged_as_null(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("line", ["[1]", "3", "null", '"update"', '{"update": 2, "rew', "\xff"])
-def test_records_end_at_a_line_that_is_no_object(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"update": 0}}\n{line}\n{{"update": 1}}\n')
-    assert read_records(tmp_path / "metrics.jsonl") == [{"update": 0}]
+NOT_METRICS = [
+    "[1]", "3", "null", '"update"', "", '{"update": 2, "rew', "\xff", "[" * 100_000, "{}",
+    '{"update": "2"}', '{"update": -1}', '{"update": true}', '{"update": 2, "sft_step": 2}',
+    '{"update": 2, "loss": "1"}', '{"update": 2, "loss": NaN}', '{"update": 2, "loss": 1e999}',
+    '{"update": 2, "loss": [1]}', '{"update": 2, "warnings": {"a": 1}}', '{"update": 2, "\\n": 1}',
+    '{"update": 2, "loss": 1%s}' % ("0" * 400), '{"update": 2, "eval/e/accuracy": 0.5}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NOT_METRICS)
+def test_a_line_that_is_no_record_is_skipped_and_counted(tmp_path, line):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(f'{{"update": 0}}\n{line}\n{{"update": 1}}\n', encoding="latin-1")
+    faults = Faults()
+    assert read_metrics(file, faults) == [{"update": 0}, {"update": 1}]
+    assert faults == {"lines that are no records": 1}
     assert read_records(tmp_path / "missing.jsonl") == []
+
+
+def test_a_last_line_that_a_killed_run_cut_short_is_no_fault(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"update": 0}\n{"update": 1, "los')
+    faults = Faults()
+    assert read_metrics(tmp_path / "metrics.jsonl", faults) == [{"update": 0}] and not faults
+
+
+def test_metrics_are_read_in_their_order_each_once_and_gaps_are_counted(tmp_path):
+    records = [{"update": n} for n in (0, 1, 3, 2, 3, 6)] + [{"sft_step": 20}]
+    write_lines(tmp_path / "metrics.jsonl", records)
+    faults = Faults()
+    found = read_metrics(tmp_path / "metrics.jsonl", faults)
+    assert found == [{"sft_step": 20}] + [{"update": n} for n in (0, 1, 2, 3, 6)]
+    assert faults == {"repeated records": 1, "missing updates": 2}
+    assert faults.line() == "1 repeated records, 2 missing updates"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("messages", {}), ("messages", ["text"]), ("messages", [{"role": "user"}]), ("info", 1),
+        ("messages", [{"role": 1, "content": ""}]), ("rewards", None), ("group_id", [1]),
+        ("tokens", 1.5), ("opponents", {"x": "o"}), ("token_traces", [[1]]), ("seed", None),
+        ("token_traces", [{"text": [1]}]), ("token_traces", [{"text": "a"}]), ("update", 1e9),
+    ],
+)  # fmt: skip
+def test_a_rollout_with_a_field_of_another_type_is_skipped(tmp_path, name, value):
+    with RunLog(tmp_path, CONFIG) as log:
+        log.log_rollouts("train", 1, [rollout()])
+    file = tmp_path / "rollouts.jsonl"
+    good = read_records(file)[0]
+    write_lines(file, [good | {name: value}, good, good | {"info": {"a": deep(30)}}])
+    assert read_records(file) == [good]
+
+
+def deep(levels):
+    return [deep(levels - 1)] if levels else 1
+
+
+DAMAGE = {
+    "tail cut": lambda data: data[:-1500],
+    "middle cut": lambda data: data[:3000] + data[4500:],
+    "zeroed": lambda data: data[:2000] + bytes(4096) + data[6096:],
+    "garbled line": lambda data: data.replace(b'{"update": 5,', b'{"upd#te": 5,'),
+    "flipped digit": lambda data: data.replace(b"0.55", b"0.56"),
+    "line twice": lambda data: data + data.splitlines(keepends=True)[-1],
+    "lines swapped": lambda data: b"".join(data.splitlines(keepends=True)[::-1]),
+    "missing": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path, damage):
+    file = tmp_path / "metrics.jsonl"
+    with RunLog(tmp_path, CONFIG) as log:
+        for update in range(12):
+            log.log({"update": update, "reward/mean": update / 10 + 0.05, "x" * 900: 1})
+        progress = {"sft_step": 0, "update": 11, "metrics_sha256": log.sync()}
+        log.log({"update": 12})
+        log.metrics_file.write('{"update": 13, "los')
+    whole = file.read_bytes()
+    assert rewind(tmp_path, progress) == ""
+    rewound = file.read_bytes()
+    assert rewound == whole[: whole.index(b'{"update": 12')] and rewind(tmp_path, progress) == ""
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGE[damage](rewound))
+        assert file.read_bytes() != rewound
+    damaged = file.read_bytes() if file.exists() else None
+    with pytest.raises(
+        UsageError, match=r"metrics.jsonl is damaged.*--accept-damaged-log"
+    ) as error:
+        rewind(tmp_path, progress)
+    assert "\n" not in str(error.value)
+    assert (file.read_bytes() if file.exists() else None) == damaged
+    assert "metrics.jsonl is damaged" in rewind(tmp_path, progress, accept_damage=True)
+    assert all(record["update"] <= 11 for record in read_records(file))
+    assert not list(tmp_path.glob(".part-*"))
+
+
+def test_a_garbled_line_of_rollouts_costs_only_itself(tmp_path):
+    with RunLog(tmp_path, CONFIG) as log:
+        log.log_rollouts("train", 1, [rollout()] * 3)
+        log.log_rollouts("train", 2, [rollout()])
+    file = tmp_path / "rollouts.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + bytes(40) + lines[1][40:] + lines[2] + lines[3])
+    found = rewind(tmp_path, {"sft_step": 0, "update": 1})
+    assert found == "rollouts.jsonl is damaged (1 lines that are no records)"
+    assert file.read_bytes() == lines[0] + lines[2]
 
 
 @pytest.mark.parametrize(("sft_step", "update", "kept"), [(20, -1, 1), (40, 1, 4)])

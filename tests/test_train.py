@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -182,6 +183,44 @@ def test_a_damaged_checkpoint_is_skipped_and_named(command, finished_run):
     assert code == 0
     assert f"{newest} is damaged" in out
     assert metrics_of(Path("runs/a")) == whole
+
+
+def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, finished_run):
+    file = Path("runs/a/metrics.jsonl")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1500])
+    flags = ["--resume", "runs/a", "--num-updates", "5"]
+    code, _, err = command(*flags)
+    assert code == 2 and err.count("\n") == 1 and "metrics.jsonl is damaged" in err
+    assert file.read_bytes() == content[:-1500]
+    assert command(*flags, "--accept-damaged-log")[0] == 0
+    assert metrics_of(Path("runs/a"))[-1]["warnings"].keys() == {"damaged_log"}
+    code, out, _ = command("--resume", "runs/a", "--num-updates", "6")
+    assert code == 0 and "damaged" in out  # in the final lines, from the record of update 5
+    assert "warnings" not in metrics_of(Path("runs/a"))[-1]
+
+
+def test_the_log_is_on_the_disk_before_the_checkpoint_has_its_name(command, monkeypatch):
+    flushed, seen = set(), []
+
+    def fsync(handle, fsync=os.fsync):
+        flushed.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def rename(source, target, rename=os.rename):
+        if Path(target).parent.name == "checkpoint":
+            logs = [Path(target).parents[1] / name for name in ("metrics.jsonl", "rollouts.jsonl")]
+            written = [*logs, logs[0].parent, *Path(source).iterdir(), Path(source)]
+            seen.append({str(path.resolve()) for path in written} <= flushed)
+            flushed.clear()
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, rename)
+    flags = ["--sft-steps", "0", "--num-updates", "2", "--save-every", "1"]
+    assert command(*SMALL, *flags, "--run-name", "a")[0] == 0
+    assert seen == [True] * 3
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

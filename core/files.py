@@ -1,0 +1,89 @@
+"""Files and folders that are complete, and on the disk, as soon as they exist.
+
+with published(run / "config.yaml") as part:     # also for a folder, which the body makes
+    part.write_text(text)
+"""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+TORCH_WRITERS = ("inline_container", "PytorchStreamWriter")  # in the messages of torch.save
+PART = ".part-"  # begins the name of everything that is not complete yet
+
+
+@contextmanager
+def published(path: Path, num_bytes: int = 1 << 20) -> Iterator[Path]:
+    """Yields a path to write to, whose file or folder then replaces `path` as a whole.
+
+    What was written is flushed to the disk before it gets its name, and has the mode that the umask
+    asks for. If anything fails, nothing is left and `path` is unchanged. Raises OSError for a write
+    that failed in a library; `num_bytes` is the size of what is written.
+    """
+    part = path.with_name(f"{PART}{path.name}")
+    remove(part)  # left by a killed process
+    try:
+        with disk_errors(path.parent, num_bytes):
+            yield part
+        is_folder = part.is_dir()
+        for file in [*part.rglob("*"), part]:
+            if file.is_file():
+                file.chmod(0o666 & ~_umask())  # safetensors makes files that only the user reads
+            flush(file)
+        if is_folder:
+            remove(path)
+        os.replace(part, path)
+        flush(path.parent)
+    except BaseException:
+        remove(part)
+        raise
+
+
+@contextmanager
+def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
+    """Raises OSError for a write that torch or safetensors failed, which hide the error number.
+
+    Writing `num_bytes`, the size of the library's file, to `folder` finds the number again; if that
+    succeeds, as after an error of the device, the number is EIO.
+    """
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        hidden = isinstance(error, SafetensorError) or any(n in str(error) for n in TORCH_WRITERS)
+        if not hidden:
+            raise
+        if folder.exists():
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                for _ in range(0, num_bytes, 1 << 20):
+                    probe.write(bytes(1 << 20))
+        reason = (str(error).strip() or "writing failed").splitlines()[0][:200]
+        raise OSError(errno.EIO, reason, str(folder)) from error
+
+
+def flush(path: Path) -> None:
+    """Writes a file, or the entries of a folder, from the system's cache to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
