@@ -1,0 +1,44 @@
+"""train.py, which also writes memory.json: the base weights' bytes, and what the process needed.
+
+python runs/qlora/measured.py --lora-rank 16 --quantize nf4 --run-name a
+"""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT))
+
+import train  # noqa: E402
+from core import run  # noqa: E402
+from core.config import Config  # noqa: E402
+from core.model import Policy  # noqa: E402
+from core.quantize import num_bytes, num_weights  # noqa: E402
+
+
+def run_command(args: list[str]) -> int:
+    load, measured = run._load_policy, dict[str, Any]()
+
+    def load_and_measure(cfg: Config, folder: Path) -> Policy:
+        policy = load(cfg, folder)
+        named = policy.model.named_parameters()
+        base = [p for name, p in named if "lora_" not in name]
+        measured["base_weights"] = sum(map(num_weights, base))
+        measured["base_bytes"] = sum(map(num_bytes, base))
+        measured["file"] = folder / "memory.json"
+        return policy
+
+    run._load_policy = load_and_measure
+    code = train.run_command(args)
+    # on Linux in units of 1024 bytes
+    measured["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if "file" in measured:
+        measured.pop("file").write_text(json.dumps(measured, indent=1) + "\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(sys.argv[1:]))
