@@ -9,7 +9,8 @@ never merged with the base weights. The KV cache is allocated only inside `with 
 can use its memory while the engine sleeps.
 
 With --quantize vLLM computes with a dequantized copy of the base, because vLLM 0.32 has no code for
-bitsandbytes' format any more (vllm#39583).
+bitsandbytes' format any more (vllm#39583). That takes more memory than an unquantized base, which
+is shared.
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
@@ -435,9 +436,9 @@ def why_not_shareable(policy: Policy) -> str:
 
 def _copy_remark(policy: Policy) -> str:
     quantized = [p for p in policy.causal_lm.parameters() if is_quantized(p)]
-    num_bytes = sum(map(num_weights, quantized)) * policy.dtype.itemsize
-    return (f"vLLM computes with a copy of the 4-bit weights in {policy.dtype}: it needs "
-            f"{num_bytes / 1e6:.1f} MB more than --sampler torch")  # fmt: skip
+    megabytes = sum(map(num_weights, quantized)) * policy.dtype.itemsize / 1e6
+    return (f"vLLM computes with a dequantized copy of the 4-bit weights, {megabytes:.1f} MB: "
+            "--quantize none needs less memory, --sampler torch least")  # fmt: skip
 
 
 def why_no_kept_ids(policy: Policy) -> str:

@@ -173,7 +173,7 @@ def test_a_policy_in_4_bits_is_sampled_from_a_dequantized_copy(qwen3, start, loa
         pytest.skip("vLLM has no LoRA kernels for float32 on a GPU, and NanoLLM refuses it")
     policy = load(str(qwen3), dtype=dtype, lora_rank=8, quantize="nf4")
     sampler = start(policy)
-    assert sampler.remark.startswith("vLLM computes with a copy of the 4-bit weights")
+    assert sampler.remark.startswith("vLLM computes with a dequantized copy of the 4-bit weights")
     for moment in ("at the start", "after 20 steps"):
         gaps = gap(policy, sample(sampler))
         print(f"4 bits, {dtype}, {moment}: mean {gaps.mean():.1e}, max {gaps.max():.1e} nats")
