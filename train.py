@@ -43,7 +43,7 @@ from core.evaluation import evaluate
 from core.memory import probe_peak_memory
 from core.metrics import UpdateStats, rollout_metrics
 from core.model import Policy
-from core.optimizer import make_optimizer
+from core.optimizer import optimizer_for
 from core.reference import freeze_reference, load_teacher
 from core.report.token_traces import trace_tokens
 from core.run import Run, open_run
@@ -224,7 +224,7 @@ def warm_start(cfg: Config, run: Run) -> None:
                 run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
                 logged_at = perf_counter()
     run.optimizer.release()
-    run.optimizer = make_optimizer(run.policy, cfg.lr, cfg.ppo.value_lr)  # Adam's moments at 0
+    run.optimizer = optimizer_for(cfg, run.policy)  # Adam's moments at 0
     run.sampler.sync()
 
 

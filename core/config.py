@@ -124,6 +124,11 @@ class OptimizationOptions:
     num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
     lr: float | None = None  # Learning rate; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
     max_grad_norm: float = 1.0  # Clip the gradient to this norm; 0: no clipping.
+    # adamw8bit: its moments in 8 bits; adamw_bf16_sr: bfloat16 weights without float32 masters,
+    # rounded stochastically. Both need less memory: runs/optimizer_memory.
+    optimizer: Literal["adamw", "adamw8bit", "adamw_bf16_sr"] = "adamw"
+    # Keep masters, gradients and moments in the host's memory and take the steps there.
+    offload_optimizer: bool = False
     # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
     max_tokens_per_micro_batch: int | None = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
@@ -275,7 +280,7 @@ FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track stop_on run_name env_path".split(),
     "env_workers",
-    *"env_instances max_tokens_per_micro_batch gradient_checkpointing".split(),
+    *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     *"gpu_memory_utilization vllm_eager".split(),
 }
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
@@ -398,6 +403,8 @@ def _problems(cfg: Config) -> Iterator[str]:
         yield "--ppo.value-warmup trains the value head alone, --sft-best the policy; remove one"
     if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
         yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
+    if cfg.optimizer != "adamw":
+        yield from _optimizer_problems(cfg)
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
     if cfg.quantize != "none":
@@ -413,6 +420,21 @@ def _quantize_problems(cfg: Config) -> Iterator[str]:
         yield f"--quantize {cfg.quantize}: bitsandbytes has no float64; use --dtype float32"
     if importlib.util.find_spec("bitsandbytes") is None:
         yield f'--quantize {cfg.quantize}: not installed; pip install -e ".[quantize]"'
+
+
+def _optimizer_problems(cfg: Config) -> Iterator[str]:
+    subject = f"--optimizer {cfg.optimizer}"
+    if cfg.optimizer == "adamw8bit" and cfg.dtype == "float64":
+        yield f"{subject} computes in float32; remove --dtype float64"
+    if cfg.optimizer == "adamw_bf16_sr":
+        if cfg.lora_rank:
+            yield f"{subject}: the adapters of LoRA are float32; use --optimizer adamw8bit"
+        if cfg.dtype not in ("auto", "bfloat16"):
+            yield f"{subject} needs bfloat16 weights; use --dtype bfloat16, not {cfg.dtype}"
+        if cfg.offload_optimizer:
+            yield f"{subject} has no masters to offload; remove one of the two options"
+    if importlib.util.find_spec("torchao") is None:
+        yield f'{subject}: torchao is not installed; pip install -e ".[memory]"'
 
 
 def _text_problems(cfg: Config) -> Iterator[str]:

@@ -2,6 +2,18 @@
 
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
+--optimizer adamw_bf16_sr has no masters and rounds stochastically (core/piecewise_adamw.py).
+
+Bytes a weight, for bfloat16 weights that are all trained; runs/optimizer_memory has measured them:
+
+    --optimizer       weight   master   gradient          moments   sum
+    adamw             2        4        4 (sum, float32)  8         18
+    adamw8bit         2        4        4 (sum, float32)  2.03      12.03
+    adamw_bf16_sr     2        -        2 (sum, bfloat16) 2 + 4     10
+
+--offload-optimizer keeps masters, gradients and moments in the host's memory and takes the step
+there (arXiv:2101.06840): 2 bytes a weight stay on the GPU. Every micro-batch sends its gradients to
+the host, and every step the new weights back.
 
 In float16, gradients below 6e-8 become 0. So losses are multiplied by `loss_scale` before the
 backward pass, and gradients divided by it afterwards (arXiv:1710.03740). A gradient that overflows
@@ -16,35 +28,49 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from core import distributed
+from core.config import Config
 from core.model import Policy
+from core.piecewise_adamw import PiecewiseAdamW
+from core.types import UsageError
 
 FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
 
 
 class MasterAdamW:
-    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights."""
+    """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    def __init__(self, groups: list[dict[str, Any]], loss_scale: float = 1.0, **options: Any):
+    `kind`: a value of --optimizer. `offload`: all weights have masters, in the host's memory.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], loss_scale: float = 1.0,
+        kind: str = "adamw", offload: bool = False, seed: int = 0, **options: Any,
+    ):  # fmt: skip
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
+        self.kind, self.offload = kind, offload
         groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
-        self.adamw = torch.optim.AdamW(groups, fused=True, **options)
-        for p in self.masters:  # before vLLM takes the memory
-            zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
+        self.adamw = make_adamw(groups, kind, seed, **options)
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        if weight.dtype in (torch.float32, torch.float64):
+        exact = weight.dtype in (torch.float32, torch.float64)
+        if (exact or self.kind == "adamw_bf16_sr") and not self.offload:
             return weight
-        master = nn.Parameter(weight.detach().float())
+        start = weight.detach() if exact else weight.detach().float()
+        on_host = torch.empty(weight.shape, dtype=start.dtype) if self.offload else None
+        master = nn.Parameter(start if on_host is None else on_host.copy_(start))
         self.pairs.append((weight, master))
 
         def collect(p: Tensor) -> None:  # adds the gradients of micro-batches up in float32
-            grad = p.grad.float()  # type: ignore[union-attr]
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            assert p.grad is not None
+            grad = _pinned_copy(p.grad, p.dtype) if self.offload else p.grad
+            if master.grad is None:
+                master.grad = torch.empty_like(master).copy_(grad)
+            else:
+                master.grad.add_(grad)
             p.grad = None
 
         self.hooks.append(weight.register_post_accumulate_grad_hook(collect))
@@ -67,8 +93,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         self.adamw.step()
-        for weight, master in self.pairs:
-            weight.copy_(master)  # in place: the sampler may share the tensor
+        for weight, master in self.pairs:  # in place: the sampler may share the tensor
+            weight.copy_(_pinned_copy(master, weight.dtype) if self.offload else master)
 
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
@@ -104,8 +130,8 @@ class MasterAdamW:
             self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
 
     def gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients, which exist only during training."""
-        return sum(4 * p.numel() for p in self.masters)
+        """Bytes of the gradients beside the weights, which exist only during training."""
+        return 0 if self.offload else sum(p.nbytes for p in self.masters)
 
     def zero_grad(self) -> None:
         """Drops all gradients, those of an interrupted backward pass included."""
@@ -113,30 +139,84 @@ class MasterAdamW:
         for weight, _ in self.pairs:
             weight.grad = None
 
+    def _low_precision(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        return [(w, master) for w, master in self.pairs if w.dtype != master.dtype]
+
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state, the masters, and the loss scale with its number of steps."""
+        """AdamW's state, the masters, and the loss scale with its number of steps.
+
+        The same with and without `offload`: masters that equal their weights are not repeated.
+        """
         return {
             "adamw": self.adamw.state_dict(),
-            "masters": [master.data for _, master in self.pairs],
+            "masters": [master.data for _, master in self._low_precision()],
             "scale": [self.loss_scale, self.steps_at_scale],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned, and copies the masters into the weights."""
+        """Restores what `state_dict` returned, and copies the masters into the weights.
+
+        Weights as precise as their masters must have been restored before.
+        """
         self.adamw.load_state_dict(state["adamw"])
-        for (weight, master), saved in zip(self.pairs, state["masters"], strict=True):
+        for (_, master), saved in zip(self._low_precision(), state["masters"], strict=True):
             master.copy_(saved)
+        for weight, master in self.pairs:
+            if weight.dtype == master.dtype:
+                master.copy_(weight)
             weight.copy_(master)
         self.loss_scale, self.steps_at_scale = state["scale"]
 
 
-def make_optimizer(policy: Policy, lr: float, value_lr: float = 0.0) -> MasterAdamW:
-    """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head."""
+def make_adamw(
+    groups: list[dict[str, Any]], kind: str, seed: int, **options: Any
+) -> torch.optim.Optimizer:
+    """The optimizer that a value of --optimizer names, over parameters that may be of any shape.
+
+    Its moments exist from the start, before vLLM takes the memory. `seed`: of the rounding.
+    """
+    if kind != "adamw":
+        return PiecewiseAdamW(groups, kind, seed, **options)
+    adamw = torch.optim.AdamW(groups, fused=True, **options)
+    for p in (p for group in groups for p in group["params"]):
+        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
+    return adamw
+
+
+def make_optimizer(
+    policy: Policy, lr: float, value_lr: float = 0.0,
+    kind: str = "adamw", offload: bool = False, seed: int = 0,
+) -> MasterAdamW:  # fmt: skip
+    """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head.
+
+    Raises UsageError if `kind` does not suit the weights, or if there is no GPU to `offload`.
+    """
+    if kind == "adamw_bf16_sr" and policy.dtype != torch.bfloat16:
+        raise UsageError(f"--optimizer {kind} needs bfloat16 weights; add --dtype bfloat16")
+    if offload and policy.device.type != "cuda":
+        raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
+                         f"remove it with --device {policy.device.type}")  # fmt: skip
     head = [] if policy.value_head is None else list(policy.value_head.parameters())
     rest = [p for p in policy.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    return MasterAdamW(groups, loss_scale, weight_decay=0.0)
+    return MasterAdamW(groups, loss_scale, kind, offload, seed, weight_decay=0.0)
+
+
+def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
+    """The optimizer of a run, with the learning rates of RL. Raises UsageError as above."""
+    return make_optimizer(
+        policy, cfg.lr, cfg.ppo.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed
+    )
+
+
+def _pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A short-lived copy in page-locked host memory, from and to which a GPU copies fast.
+
+    PyTorch rounds page-locked memory up to powers of 2, so masters are in ordinary memory.
+    """
+    return torch.empty(x.shape, dtype=dtype, pin_memory=torch.accelerator.is_available()).copy_(x)

@@ -19,7 +19,7 @@ from core.model import Policy, load_policy
 from core.nanollm import make_sampler
 from core.openai_sampler import OpenAISampler
 from core.opponents import Opponents
-from core.optimizer import MasterAdamW, make_optimizer
+from core.optimizer import MasterAdamW, optimizer_for
 from core.reference import reference_bytes
 from core.report import write_pages
 from core.report.summary import final_lines
@@ -224,7 +224,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
     memory.keep_freed_memory()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
-    advice = "Use --lora-rank 16, a lower --max-model-len, or a smaller model"
+    advice = "Use --lora-rank 16, --optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
         if policy.device.type == "cuda" and policy.dtype.itemsize == 2:
@@ -232,7 +232,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             torch.set_float32_matmul_precision("high")
         progress = checkpoint.START | found.progress
         opponents = Opponents(cfg, policy, folder, progress)
-        optimizer = make_optimizer(policy, cfg.lr, cfg.ppo.value_lr)  # warm_start sets its own
+        optimizer = optimizer_for(cfg, policy)  # warm_start sets its own
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
         reserved = reference_bytes(cfg, policy)

@@ -10,6 +10,7 @@ import numpy as np
 
 # purposes
 TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION, CLIP_COV, OPPONENTS = range(1, 8)
+ROUNDING = 8
 
 
 def derive_seed(*numbers: int) -> int:

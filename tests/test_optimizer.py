@@ -186,6 +186,25 @@ def test_a_step_without_any_gradient_moves_nothing(policy):
         assert any(moved) == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_offloaded_optimizer_takes_the_same_steps_and_keeps_nothing_beside_the_weights(dtype):
+    here, there = (weights_and_gradients(dtype)[0] for _ in range(2))
+    gradient = weights_and_gradients(dtype)[1]
+    options = {"loss_scale": 8.0, "weight_decay": 0.0}
+    optimizer = MasterAdamW([{"params": [here], "lr": LR}], **options)
+    offloaded = MasterAdamW([{"params": [there], "lr": LR}], offload=True, **options)
+    master = offloaded.masters[0]
+    assert master.dtype == torch.float32 and master.data_ptr() != there.data_ptr()
+    assert optimizer.gradient_bytes() == 4 * 4096 and offloaded.gradient_bytes() == 0
+    for _ in range(3):
+        for o, weight in ((optimizer, here), (offloaded, there)):
+            for factor in (1.0, 0.3):  # two micro-batches
+                o.backward((weight * gradient.to(dtype) * factor).sum().float())
+        assert there.grad is None and torch.equal(master.grad, optimizer.masters[0].grad)
+        assert optimizer.clip_and_step(1.0) == offloaded.clip_and_step(1.0)
+        assert torch.equal(here, there) and master.grad is None
+
+
 @pytest.mark.slow
 def test_a_resumed_float16_run_equals_the_uninterrupted_one(command):
     small = """--dtype float16 --sft-steps 6 --sft-batch-size 4 --num-updates 3 --num-prompts 2

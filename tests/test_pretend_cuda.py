@@ -292,6 +292,33 @@ def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.seeds)])
+def test_an_offloaded_optimizer_has_the_metrics_of_one_on_the_gpu(command, dtype):
+    """And resumes without the option: the checkpoint is the same."""
+    kept = []
+
+    def step(self, *args, **options):
+        tensors = [p for g in self.param_groups for p in g["params"]]
+        tensors += [p.grad for p in tensors] + [x for s in self.state.values() for x in s.values()]
+        kept.append({x.device.type for x in tensors})
+        return original(self, *args, **options)
+
+    original = torch.optim.AdamW.step
+    flags = [*SMALL, "--dtype", dtype, "--device", "cuda", "--algo", "ppo"]
+    with pretend_cuda(), patch.object(prefix_sharing, "varlen_attn", flash_attention):
+        assert command(*flags, "--run-name", "gpu")[0] == 0
+        options = ["--offload-optimizer", "--run-name", "host", "--num-updates", 1]
+        with patch.object(torch.optim.AdamW, "step", step):
+            assert command(*flags, *options)[0] == 0
+        resumed = ["--resume", "runs/host", "--num-updates", 2, "--no-offload-optimizer"]
+        assert command(*resumed)[0] == 0
+    assert kept == [{"cpu"}]
+    expected, found = metrics_of("gpu"), metrics_of("host")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert {k: v for k, v in ours.items() if k in theirs} == pytest.approx(theirs)
+
+
+@pytest.mark.slow
 def test_a_model_that_is_not_packed_has_the_metrics_of_the_cpu(command, tmp_path):
     assert_same_run(command, "--model-id", save_small("gemma3", tmp_path / "gemma3"))
 

@@ -57,6 +57,11 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--kl-cov-coef 2", "--kl-cov"),
     ("--kl-cov 0.01", "--num-minibatches"),
     ("--algo scratch --clip-cov 0.1", "--clip-cov"),
+    ("--optimizer adamw8bit --dtype float64", "--dtype float64"),
+    ("--optimizer adamw_bf16_sr --dtype float32", "--dtype bfloat16"),
+    ("--optimizer adamw_bf16_sr --lora-rank 4", "adamw8bit"),
+    ("--optimizer adamw_bf16_sr --offload-optimizer", "masters"),
+    ("--offload-optimizer --device cpu", "--offload-optimizer"),
     ("--train-difficulty 12", "12"),
     ("--train-difficulty 3 --env tic_tac_toe", "--train-difficulty"),
     ("--curriculum 0.8 --env snake", "--curriculum"),
@@ -259,7 +264,9 @@ def test_a_shell_gets_one_line_and_code_2(place):
     assert "wrong/binary" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [["--sampler", "vllm"], ["--track", "trackio"]])
+@pytest.mark.parametrize(
+    "flags", [["--sampler", "vllm"], ["--track", "trackio"], ["--optimizer", "adamw8bit"]]
+)
 def test_a_missing_package_is_named_with_the_command_to_install_it(
     command, place, monkeypatch, flags
 ):

@@ -1,0 +1,242 @@
+"""AdamW with 8-bit moments, and with stochastic rounding, against torch's AdamW in float32."""
+
+import io
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_small
+
+from core import piecewise_adamw
+from core.optimizer import MasterAdamW, make_optimizer
+from core.types import UsageError
+
+pytest.importorskip("torchao")
+KINDS = ("adamw8bit", "adamw_bf16_sr")
+KINDS_WITH_MASTERS = ("adamw", "adamw8bit")
+LR = 1e-3
+
+
+def weight_of(shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtype))
+
+
+def optimizer_of(kind, weight, lr=LR, **options):
+    return MasterAdamW([{"params": [weight], "lr": lr}], kind=kind, weight_decay=0.0, **options)
+
+
+def step(optimizer, gradient):
+    for p in optimizer.masters:
+        p.grad = gradient.to(p.dtype).view_as(p).clone()
+    optimizer.step()
+
+
+def gradients(shape, number, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for _ in range(number)]
+
+
+def moments(optimizer):
+    return optimizer.adamw.state[optimizer.masters[0]]
+
+
+def test_an_8_bit_moment_takes_a_byte_and_a_scale_for_256_weights():
+    state = moments(optimizer_of("adamw8bit", weight_of((32, 256))))
+    assert {name: (x.dtype, x.nbytes) for name, x in state.items() if x.ndim} == {
+        "exp_avg": (torch.uint8, 8192), "exp_avg_scale": (torch.float32, 128),
+        "exp_avg_sq": (torch.uint8, 8192), "exp_avg_sq_scale": (torch.float32, 128),
+    }  # fmt: skip
+    for shape in (4095, 4096 + 128):  # few weights, and a number that 256 does not divide
+        state = moments(optimizer_of("adamw8bit", weight_of(shape)))
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+
+
+def test_bfloat16_weights_without_masters_take_10_bytes_a_weight():
+    weight = weight_of(100, torch.bfloat16)
+    optimizer = optimizer_of("adamw_bf16_sr", weight)
+    assert optimizer.masters[0] is weight and not optimizer.pairs
+    state = sum(x.nbytes for x in moments(optimizer).values() if x.ndim)
+    assert weight.nbytes + optimizer.gradient_bytes() + state == 10 * 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_tensors_in_float32_have_the_steps_of_torchs_adamw(kind):
+    ours, theirs = weight_of(1000), weight_of(1000)
+    optimizer = optimizer_of(kind, ours)
+    adamw = torch.optim.AdamW([theirs], lr=LR, weight_decay=0.0)
+    for gradient in gradients(1000, 5):
+        step(optimizer, gradient)
+        theirs.grad = gradient
+        adamw.step()
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * LR)
+
+
+def test_steps_with_8_bit_moments_are_near_those_of_float32():
+    ours, theirs = weight_of((64, 256)), weight_of((64, 256))
+    start = ours.detach().clone()
+    optimizer, exact = optimizer_of("adamw8bit", ours), optimizer_of("adamw", theirs)
+    for gradient in gradients((64, 256), 50):
+        step(optimizer, gradient)
+        step(exact, gradient)
+    gap = (ours - theirs).norm() / (theirs - start).norm()
+    assert 0 < gap < 0.05
+
+
+def test_the_pieces_of_a_tensor_give_the_step_of_the_whole(monkeypatch):
+    results = []
+    for piece in (2**22, 4096):  # the last of three pieces has 256 weights
+        monkeypatch.setattr(piecewise_adamw, "PIECE", piece)
+        weight = weight_of(2 * 4096 + 256)
+        optimizer = optimizer_of("adamw8bit", weight)
+        for gradient in gradients(len(weight), 3):
+            step(optimizer, gradient)
+        results.append(weight.detach())
+    assert torch.equal(*results)
+
+
+def test_weights_that_are_not_contiguous_are_trained():
+    whole = weight_of((8, 64), torch.bfloat16)
+    columns = torch.nn.Parameter(whole.detach().t())
+    rows = torch.nn.Parameter(whole.detach().t().contiguous())
+    assert not columns.is_contiguous()
+    for weight in (columns, rows):
+        step(optimizer_of("adamw_bf16_sr", weight), gradients((64, 8), 1)[0])
+    assert torch.equal(columns, rows) and torch.equal(whole, rows.t())
+
+
+def test_stochastic_rounding_moves_weights_as_far_as_float32_on_average():
+    """100 steps of 1e-6, each far below half the distance of two bfloat16 numbers near 0.02."""
+    weight = weight_of(2**16, torch.bfloat16)
+    start, sign = weight.detach().float(), gradients(2**16, 1)[0].sign()
+    optimizer = optimizer_of("adamw_bf16_sr", weight, lr=1e-6)
+    for _ in range(100):
+        step(optimizer, sign)
+    moved = (weight.detach().float() - start) * -sign
+    assert (moved == 0).float().mean() > 0.1  # to the nearest, nearly all would stay
+    assert moved.mean().item() == pytest.approx(100 * 1e-6, rel=0.05)
+
+
+def test_the_second_moment_falls_with_the_gradients_which_bfloat16_cannot_hold():
+    falls = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        optimizer = optimizer_of("adamw_bf16_sr", weight_of(256, torch.bfloat16), lr=0.0)
+        state = moments(optimizer)
+        assert state["exp_avg_sq"].dtype == torch.float32
+        state["exp_avg_sq"] = state["exp_avg_sq"].to(dtype)
+        for _ in range(100):
+            step(optimizer, torch.ones(256))
+        before = state["exp_avg_sq"].float().mean()
+        for _ in range(500):
+            step(optimizer, torch.full((256,), 0.1))
+        falls[dtype] = (state["exp_avg_sq"].float().mean() / before).item()
+    # 0.999^500 of the old moment, and 1 - 0.999^500 of 0.01, over 1 - 0.999^100
+    expected = 0.999**500 + 0.01 * (1 - 0.999**500) / (1 - 0.999**100)
+    assert falls[torch.float32] == pytest.approx(expected, rel=1e-3)
+    assert falls[torch.bfloat16] == 1.0
+
+
+def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
+    def after(seed, before_each=lambda: None):
+        weight = weight_of(4096, torch.bfloat16)
+        optimizer = optimizer_of("adamw_bf16_sr", weight, lr=1e-5, seed=seed)
+        for gradient in gradients(4096, 3):
+            before_each()
+            step(optimizer, gradient)
+        return weight.detach()
+
+    first = after(0)
+    state = torch.get_rng_state()
+    assert torch.equal(first, after(0, before_each=lambda: torch.rand(1)))
+    assert not torch.equal(first, after(1))
+    torch.set_rng_state(state)
+    after(0)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, offload",
+    [
+        *itertools.product(KINDS_WITH_MASTERS, (torch.float32, torch.bfloat16), (False, True)),
+        ("adamw_bf16_sr", torch.bfloat16, False),
+    ],
+)
+def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
+    """Also where the one that continues is offloaded and the saved one was not, or the reverse."""
+    whole, part, resumed = (weight_of((32, 256), dtype) for _ in range(3))
+    steps = gradients((32, 256), 6)
+    optimizer = optimizer_of(kind, whole)
+    for gradient in steps:
+        step(optimizer, gradient)
+    first = optimizer_of(kind, part, offload=offload)
+    for gradient in steps[:3]:
+        step(first, gradient)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    resumed.data.copy_(part)
+    second = optimizer_of(kind, resumed, offload=not offload and kind in KINDS_WITH_MASTERS)
+    second.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    for gradient in steps[3:]:
+        step(second, gradient)
+    assert torch.equal(whole, resumed)
+
+
+def test_an_optimizer_that_does_not_suit_the_weights_is_refused(qwen3_folder):
+    with pytest.raises(UsageError, match="needs bfloat16 weights; add --dtype bfloat16"):
+        make_optimizer(load_small(qwen3_folder), LR, kind="adamw_bf16_sr")
+    policy = load_small(qwen3_folder, dtype="bfloat16")
+    make_optimizer(policy, LR, kind="adamw_bf16_sr")
+    with pytest.raises(UsageError, match=r"--offload-optimizer .* remove it with --device cpu"):
+        make_optimizer(policy, LR, offload=True)
+
+
+SMALL = "--device cpu --num-prompts 4 --group-size 4 --eval-num-tasks 0".split()
+
+
+def metrics_of(name):
+    records = map(json.loads, Path("runs", name, "metrics.jsonl").read_text().splitlines())
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, dtype",
+    [
+        pytest.param("adamw8bit", "float32", marks=pytest.mark.seeds),
+        pytest.param("adamw8bit", "bfloat16", marks=pytest.mark.seeds),
+        ("adamw_bf16_sr", "bfloat16"),
+    ],
+)
+def test_sft_follows_adamw_in_float32(command, kind, dtype):
+    sft = "--model-id tiny-random --sft-steps 21 --sft-batch-size 16 --num-updates 0".split()
+    losses = {}
+    for name, flags in {"adamw": (), kind: ("--optimizer", kind, "--dtype", dtype)}.items():
+        assert command(*SMALL, *sft, *flags, "--run-name", name)[0] == 0
+        losses[name] = [r["sft/loss"] for r in metrics_of(name) if "sft/loss" in r]
+    assert losses["adamw"][-1] < 4  # a uniform distribution over the vocabulary: ln 704 = 6.6
+    assert losses[kind] == pytest.approx(losses["adamw"], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_the_uninterrupted_one(command, kind):
+    flags = [*SMALL, "--optimizer", kind, "--dtype", "bfloat16", "--max-tokens", "16",
+             "--entropy-coef", "0.01", "--num-minibatches", "2"]  # fmt: skip
+    assert command(*flags, "--run-name", "whole", "--num-updates", "3")[0] == 0
+    assert command(*flags, "--run-name", "part", "--num-updates", "1")[0] == 0
+    assert command("--resume", "runs/part", "--num-updates", "3")[0] == 0
+    assert metrics_of("whole") == metrics_of("part")
+    assert metrics_of("whole")[-1]["update/steps"] == 2
+    assert command("--resume", "runs/part", "--num-updates", "4", "--optimizer", "adamw")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param(KINDS[0], marks=pytest.mark.seeds), KINDS[1]])
+def test_the_tiny_model_learns_to_count_letters(command, kind):
+    flags = "--device cpu --dtype bfloat16 --num-updates 10 --eval-num-tasks 0 --optimizer".split()
+    assert command(*flags, kind, "--run-name", "learns")[0] == 0
+    rewards = [r["reward/mean"] for r in metrics_of("learns") if r.get("update", 0) > 0]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
