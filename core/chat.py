@@ -116,7 +116,7 @@ from core.memory import out_of_memory_as_one_line
 from core.model import Policy, load_policy
 from core.report.summary import num_updates
 from core.rollouts import AgentState, RolloutCollector
-from core.run_log import METRICS, read_records
+from core.run_log import METRICS, read_metrics
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -234,7 +234,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     If a finished run is resumed with more updates, its model/ is out of date until it finishes
     again; until then the newest checkpoint answers.
     """
-    exported, updates = run_dir / "model", num_updates(read_records(run_dir / METRICS))
+    exported, updates = run_dir / "model", num_updates(read_metrics(run_dir / METRICS))
     is_finished = exported.is_dir() and updates >= cfg.num_updates
     checkpoint = None if is_finished else find_checkpoint(run_dir).folder
     if checkpoint is None and not exported.is_dir():

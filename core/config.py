@@ -8,7 +8,6 @@ The module imports neither torch nor transformers, so --help and errors are answ
 """
 
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -468,7 +467,7 @@ def _range_problems(cfg: Config) -> Iterator[str]:
     ):
         for name in names:
             value = attrgetter(name)(cfg)
-            if value is not None and not (math.isfinite(value) and valid(value)):
+            if value is not None and not (abs(value) < 2**63 and valid(value)):  # nor NaN
                 yield f"{flag(name)} must be {what}, not {value}"
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [

@@ -272,11 +272,11 @@ def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
 
 def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
     """For each environment evaluated: its name, and the first and last records that evaluate it."""
-    evaluated = [r for r in records if any(key.startswith("eval/") for key in r)]
+    evaluated = [r for r in records if "update" in r and any(k.startswith("eval/") for k in r)]
     if not evaluated:
         return []
     both = [k for k in evaluated[0] if k.endswith("/accuracy") and k in evaluated[-1]]
-    names = [k[len("eval/") : -len("/accuracy")] for k in both]
+    names = [k[len("eval/") : -len("/accuracy")] for k in both if k.startswith("eval/")]
     return [(name, evaluated[0], evaluated[-1]) for name in names]
 
 

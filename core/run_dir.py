@@ -25,6 +25,7 @@ from core.files import disk_errors, published
 from core.types import CannotWrite, UsageError
 
 DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
+KINDS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
 
@@ -40,6 +41,19 @@ def read_config(file: Path, trust_remote_code: bool = False) -> Config:
 
     A file may set `trust_remote_code` only if the argument, from the command line, is True as well.
     """
+    values = read_settings(file)
+    if values.pop("trust_remote_code", False) and not trust_remote_code:
+        raise UsageError(f"{file}: a file cannot set trust_remote_code; if you trust the code of "
+                         "this model, add the flag --trust-remote-code")  # fmt: skip
+    own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
+    return Config(**(values | own))
+
+
+def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
+    """The settings in a config.yaml, with the types of `Config`. Raises UsageError.
+
+    `skip_unknown`: leave out the names that only another version knows.
+    """
     try:  # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except OSError as error:
@@ -48,11 +62,7 @@ def read_config(file: Path, trust_remote_code: bool = False) -> Config:
         raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
-    trusted = values.pop("trust_remote_code", "no")
-    if trusted not in ("no", "false") and not trust_remote_code:
-        raise UsageError(f"{file}: a file cannot set trust_remote_code; if you trust the code of "
-                         "this model, add the flag --trust-remote-code")  # fmt: skip
-    return Config(**_typed(Config, values, f"{file}: "))
+    return _typed(KINDS, values, f"{file}: ", skip_unknown)
 
 
 def train_command(*flags: str) -> str:
@@ -138,15 +148,19 @@ def _locked(run: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _typed(cls: Any, values: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """The texts of a file as the types of the fields of `cls`; `prefix` begins the messages."""
-    kinds: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(cls)}
+def _typed(
+    kinds: dict[str, Any], values: dict[Any, Any], prefix: str, skip_unknown: bool
+) -> dict[str, Any]:
+    """The texts of a file as the types in `kinds`; `prefix` begins the messages."""
     typed: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in kinds or name in COMMAND_LINE_ONLY:
-            raise UsageError(f"{prefix}{name} is not a setting for a file")
+        if name not in kinds or (name in COMMAND_LINE_ONLY and name != "trust_remote_code"):
+            if skip_unknown:
+                continue
+            raise UsageError(f"{prefix}{reprlib.repr(name)[1:-1]} is not a setting for a file")
         if name in ALGORITHMS and isinstance(value, dict):
-            typed[name] = kinds[name](**_typed(kinds[name], value, f"{prefix}{name}."))
+            own = {f.name: f.type for f in dataclasses.fields(kinds[name])}
+            typed[name] = _typed(own, value, f"{prefix}{name}.", skip_unknown)
             continue
         try:
             typed[name] = _convert(kinds[name], value)
@@ -158,7 +172,8 @@ def _typed(cls: Any, values: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _convert(kind: Any, value: Any) -> Any:
     """A text, or a list of texts, as the type of its setting. Raises ValueError or KeyError."""
     if get_origin(kind) is tuple:
-        return tuple(map(str, value if isinstance(value, list) else [value]))
+        items = value if isinstance(value, list) else [value]
+        return tuple(_convert(str, item) for item in items)
     if not isinstance(value, str) or dataclasses.is_dataclass(kind):
         raise ValueError
     choices = get_args(kind)  # of a Literal of texts, or of X | None

@@ -125,11 +125,9 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
             continue
         sha256, faults = hashlib.sha256(), Faults()
         with published(run_dir / name) as part, part.open("wb") as file:
-            for line, record in _parsed_lines(run_dir / name, faults):
-                counter = "sft_step" if "sft_step" in record else "update"
-                if record[counter] <= progress[counter]:
-                    sha256.update(line)
-                    file.write(line)
+            for line in _lines_before(progress, run_dir / name, faults):
+                sha256.update(line)
+                file.write(line)
             damaged = bool(faults)
             if name == METRICS and "metrics_sha256" in progress:
                 damaged = sha256.hexdigest() != progress["metrics_sha256"]
@@ -142,6 +140,23 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
         if damaged:
             remarks.append(f"{name} is damaged ({faults.line() or 'records are missing'})")
     return "; ".join(remarks)
+
+
+def damage_of(run_dir: Path) -> str:
+    """A line about damage of a run's metrics.jsonl; "" if there is none.
+
+    Damage: lines that are no records, missing updates, records that differ from those with which
+    the newest checkpoint was saved.
+    """
+    faults = Faults()
+    read_metrics(run_dir / METRICS, faults)
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+        newest = max(run_dir.glob("checkpoint/[0-9]*/state.json"))
+        progress = json.loads(newest.read_bytes())["progress"]
+        lines = _lines_before(progress, run_dir / METRICS, Faults())
+        if hashlib.sha256(b"".join(lines)).hexdigest() != progress["metrics_sha256"]:
+            faults["difference to the newest checkpoint"] += 1
+    return f"{METRICS} is damaged ({faults.line()})" if faults else ""
 
 
 class Faults(Counter[str]):
@@ -163,11 +178,14 @@ def read_metrics(path: Path, faults: Faults | None = None) -> list[Record]:
     faults = Faults() if faults is None else faults
     found: dict[tuple[bool, int], Record] = {}
     for record in iter_records(path, faults):
+        if "kind" in record:
+            faults["lines that are no records"] += 1
+            continue
         key = ("update" in record, record["update"] if "update" in record else record["sft_step"])
         faults["repeated records"] += key in found
         found.setdefault(key, record)
     updates = [number for is_update, number in found if is_update]
-    faults["missing updates"] += max(updates, default=-1) + 1 - len(updates)
+    faults["missing updates"] += max(updates) - min(updates) + 1 - len(updates) if updates else 0
     for what in [what for what, number in faults.items() if not number]:
         del faults[what]
     return [found[key] for key in sorted(found)]
@@ -187,6 +205,14 @@ def iter_records(path: Path, faults: Faults | None = None) -> Iterator[Record]:
     """
     for _, record in _parsed_lines(path, Faults() if faults is None else faults):
         yield record
+
+
+def _lines_before(progress: dict[str, Any], path: Path, faults: Faults) -> Iterator[bytes]:
+    """The lines of the records up to a checkpoint."""
+    for line, record in _parsed_lines(path, faults):
+        counter = "sft_step" if "sft_step" in record else "update"
+        if record[counter] <= progress[counter]:
+            yield line
 
 
 def _parsed_lines(path: Path, faults: Faults) -> Iterator[tuple[bytes, Record]]:
@@ -241,6 +267,7 @@ def _is_rollout(record: Any) -> bool:
         and all(isinstance(trace, dict) for trace in traces)
         and all(isinstance(column, list) for trace in traces for column in trace.values())
         and all(isinstance(text, str) for trace in traces for text in trace.get("text", []))
+        and isinstance(record.get("error", ""), str)
     )
 
 

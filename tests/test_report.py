@@ -1,6 +1,9 @@
 """Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
 
+import contextlib
+import hashlib
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -410,3 +413,61 @@ def test_compare_rejects_what_is_not_a_run(two_runs, tmp_path, capsys):
         out, err = capsys.readouterr()
         assert out == "" and message in err and err.count("\n") == 1
     assert not (tmp_path / "compare.html").exists()
+
+
+def test_compare_says_what_is_missing_or_differs_from_the_checkpoint(two_runs, tmp_path, capsys):
+    file = two_runs[0] / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    saved = tmp_path / "a/checkpoint/000000-000003/state.json"
+    saved.parent.mkdir(parents=True)
+    sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
+    progress = {"sft_step": 0, "update": 2, "metrics_sha256": sha256}
+    saved.write_text(json.dumps({"progress": progress}))
+
+    def damage():
+        assert compare.main([str(run) for run in two_runs]) == 0
+        notes = [line for line in capsys.readouterr().out.splitlines() if "damaged" in line]
+        shown = data_of(tmp_path / "compare.html")[0]["left_out"]
+        assert [line in notes[0] for line in shown] == [True] * len(notes)
+        return notes
+
+    assert damage() == []
+    file.write_text(lines[0] + lines[2])
+    assert "1 missing updates, 1 difference to the newest checkpoint" in damage()[0]
+    file.write_text("".join(lines).replace("90.0", "91.0"))
+    assert "damaged (1 difference to the newest checkpoint)" in damage()[0]
+    for state in ('{"progress": {"update": "2"}}', "[]", "[" * 100_000, '{"progress": 1}', "\xff"):
+        saved.write_bytes(state.encode("latin-1"))  # then nothing is known about a difference
+        assert damage() == []
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["seed: 2020-99-99", "seed: [0]", "env: [[a]]", "num_minibatches: x", "grpo: {clip_low: []}",
+     "seed: 1e400", "seed: " + "9" * 5000, "model_id: {}", "kl_coef: 0x", "? [a]\n: 1", "[" * 9999],
+)  # fmt: skip
+def test_settings_of_another_type_are_a_usage_error(tmp_path, setting):
+    run = write_run(tmp_path / "a", trained(1))
+    file = run / "config.yaml"
+    lines = [line for line in file.read_text().splitlines() if line[:4] != setting[:4]]
+    file.write_text("\n".join([*lines, "of_another_version: [[1]]"]))
+    with contextlib.suppress(UsageError):  # without the line, if a run needs it
+        assert "of_another_version" not in compare.read_config(run)
+    file.write_text("\n".join([*lines, setting]))
+    with pytest.raises(UsageError, match=r"config\.yaml") as error:
+        compare.read_config(run)
+    assert len(str(error.value)) < 500
+
+
+def test_settings_that_no_json_can_hold_do_not_stop_the_report(tmp_path):
+    config = CONFIG | {"tis_cap": math.inf, "gamma": math.nan}
+    loss = report_data(tmp_path, trained(1), config=config)["loss"]
+    assert (loss["options"]["tis_cap"], loss["gamma"]) == (None, None)
+
+
+def test_curves_of_an_evaluation_that_lacks_an_environment_are_drawn(tmp_path):
+    two = {f"eval/$b$/{k}": 0.5 for k in ("accuracy", "ci_low", "ci_high")}
+    records = [evaluated(0, 0.2) | two, evaluated(1, 0.3), evaluated(2, 0.4) | two]
+    records += [{"sft_step": 1, "reward/mean": 1.0}, {"update": 3, "sft/loss": 1e299}]
+    curves.draw_curves(tmp_path / "curves.png", records, "$x_$")
+    assert (tmp_path / "curves.png").exists()

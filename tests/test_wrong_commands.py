@@ -27,6 +27,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--num-updates -5", "--num-updates"),
     ("--lr nan", "--lr"),
     ("--temperature inf", "--temperature"),
+    ("--sft-steps 1" + "0" * 400, "--sft-steps"),
     ("--gamma 99", "--gamma"),
     ("--algo ppo --ppo.gae-lambda 95", "--ppo.gae-lambda"),
     ("--grpo.clip-high inf", "--grpo.clip-high"),

@@ -12,9 +12,9 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> None:
     from core.report.curves import draw_curves  # imports matplotlib, which takes a second
     from core.report.page import write_report
     from core.report.summary import write_readme
-    from core.run_log import METRICS, read_records
+    from core.run_log import METRICS, read_metrics
 
-    records = read_records(run_dir / METRICS)
+    records = read_metrics(run_dir / METRICS)
     write_readme(run_dir, config, records)
     if any("update" in record for record in records):
         title = f"{config['algo']} on {' '.join(config['env'])} · {config['model_id']}"

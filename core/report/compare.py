@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-import yaml
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -21,7 +20,8 @@ from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
-from core.run_log import METRICS, Record, read_records
+from core.run_dir import read_settings
+from core.run_log import METRICS, Record, damage_of, read_metrics
 from core.types import UsageError
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
@@ -40,7 +40,7 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
     configs = [read_config(run) for run in runs]
-    records = [read_records(run / METRICS) for run in runs]
+    records = [read_metrics(run / METRICS) for run in runs]
     table = Table(box=None, header_style="bold")
     for i, header in enumerate(HEADERS):
         table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
@@ -54,6 +54,9 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
     Console().print(table)
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
+    for run in runs:
+        if damage := damage_of(run):
+            print(f"{run}: {damage}: its row has what is left")
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
@@ -67,13 +70,10 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     for file in (path, run_dir / METRICS):
         if not file.is_file():
             raise UsageError(f"{run_dir}: not the folder of a run (it has no {file.name})")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError):
-        raise UsageError(f"{path}: not valid YAML") from None
-    if not isinstance(config, dict) or {"algo", "env", "model_id", "seed"} - config.keys():
+    config = read_settings(path, skip_unknown=True)
+    if {"algo", "env", "model_id", "seed"} - config.keys():
         raise UsageError(f"{path}: not the settings of a run")
-    return config
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
 
 
 def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[list[str]]:

@@ -22,6 +22,7 @@ STYLE: Any = {
     "font.size": 11, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "grid.color": GRID, "axes.axisbelow": True,
+    "text.parse_math": False,
 }  # fmt: skip
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
@@ -30,8 +31,8 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
     """Draws accuracy, reward, completion length and a fourth panel: the metrics of the environment
     (info/*) or else the loss of the warm start. Thin vertical lines mark warnings. The file is
     replaced as a whole."""
-    updates = [r for r in records if "reward/mean" in r]
-    warm_start = [r for r in records if "sft/loss" in r]
+    updates = [r for r in records if "update" in r and "reward/mean" in r]
+    warm_start = [r for r in records if "sft_step" in r and "sft/loss" in r]
     info = sorted({k for r in updates for k in r if k.startswith("info/")})
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="none")  # constrained draws twice
@@ -89,10 +90,12 @@ def _label(axis: Axes, title: str, x: str = "update") -> None:
 
 def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
     _label(axis, "Held-out accuracy, 95% interval")
-    evaluated = [r for r in records if "update" in r and any(k.endswith("/accuracy") for k in r)]
-    names = [k.removesuffix("/accuracy") for k in (evaluated or [{}])[0] if k.endswith("/accuracy")]
-    updates = [r["update"] for r in evaluated]
-    for name, color in zip(names, [BLUE, ORANGE, GREEN, PURPLE], strict=False):
+    names = [name for name, *_ in before_after(records)]
+    for name, color in zip(
+        (f"eval/{n}" for n in names), [BLUE, ORANGE, GREEN, PURPLE], strict=False
+    ):
+        evaluated = [r for r in records if "update" in r and f"{name}/accuracy" in r]
+        updates = [r["update"] for r in evaluated]
         values, low, high = (
             [r[f"{name}/{key}"] for r in evaluated] for key in ("accuracy", "ci_low", "ci_high")
         )

@@ -24,7 +24,15 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
+from core.run_log import (
+    METRICS,
+    OLD_ROLLOUTS,
+    ROLLOUTS,
+    Record,
+    damage_of,
+    iter_records,
+    read_metrics,
+)
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE_BYTES = 9_500_000
@@ -143,11 +151,11 @@ def loss_settings(config: dict[str, Any]) -> Record:
               "mask_truncated_completions": False}  # fmt: skip
     return {
         "options": {
-            key: _number(value) if isinstance(value, float) else value
+            key: _finite(value)
             for key, value in (options | {"tis_cap": config.get("tis_cap", 2.0)}).items()
         },
         "missing": missing,
-        **{key: config.get(key, default) for key, default in shared.items()},
+        **{key: _finite(config.get(key, default)) for key, default in shared.items()},
     }
 
 
@@ -168,7 +176,7 @@ def shorten(text: str, limit: int) -> str:
 
 def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     """The JSON object of a run in at most `room` bytes."""
-    records = read_records(run_dir / METRICS)
+    records = read_metrics(run_dir / METRICS)
     curves, num_dropped = _curves(records, room // 4)
     data: Record = {
         "name": run_dir.name,
@@ -205,6 +213,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
         "loss": loss_settings(config),
     }
     data["batches"], left_out = pack_rollouts(run_dir, room - len(to_json(data)) - 4000)
+    left_out += [damage] if (damage := damage_of(run_dir)) else []
     data["left_out"] = ([f"{num_dropped} metrics"] if num_dropped else []) + left_out
     return data
 
@@ -219,7 +228,7 @@ def _league(file: Path) -> Record | None:
             for row in table["players"][:50]
         ]
         return {"env": shorten(str(table["env"]), 200), "rows": rows}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -265,7 +274,12 @@ def _curves(records: list[Record], room: int) -> tuple[dict[str, list[list[Any]]
 
 def _read_batches(run_dir: Path) -> Iterator[tuple[BatchKey, list[Record]]]:
     """The rollouts of each update and each evaluation, in the order of the files."""
-    rows = itertools.chain(iter_records(run_dir / OLD_ROLLOUTS), iter_records(run_dir / ROLLOUTS))
+    rows = (
+        row
+        for name in (OLD_ROLLOUTS, ROLLOUTS)
+        for row in iter_records(run_dir / name)
+        if "kind" in row
+    )
     for key, batch in itertools.groupby(rows, lambda row: (row["kind"], row["update"])):
         yield key, list(batch)
 
@@ -365,6 +379,11 @@ def _number(value: Any) -> float | None:
     if not isinstance(value, (bool, int, float)) or not abs(value) < 1e300:
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+def _finite(value: Any) -> Any:
+    """A setting, or None instead of a float without a place in JSON."""
+    return _number(value) if isinstance(value, float) else value
 
 
 def _ranges(numbers: Iterable[int]) -> str:
