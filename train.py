@@ -137,10 +137,9 @@ def main(cfg: Config) -> int:
                     )
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
-                    stats.add(
-                        micro, loss, old_logprobs, entropy, sampler_ratio,
-                        sums | kl_sums | rejected_sums,
-                    )  # fmt: skip
+                    sums = sums | kl_sums | rejected_sums
+                    stats.add(micro, loss, old_logprobs, entropy, sampler_ratio, sums)
+                run.optimizer.sum_gradients()  # over all ranks
                 stats.end_minibatch(epoch)
                 if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
                     run.optimizer.zero_grad()  # the steps before it moved the policy too far
@@ -375,6 +374,7 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
         loss, _ = sft.compute_loss(logprobs, micro.completion_mask, batch.num_tokens)
         run.optimizer.backward(loss)
         total += loss.item()
+    run.optimizer.sum_gradients()
     total = distributed.all_reduce_metrics({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total

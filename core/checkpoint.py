@@ -23,6 +23,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from core import distributed
 from core.config import FREE_ON_RESUME
 from core.files import disk_errors, flush
 from core.model import Policy
@@ -50,11 +51,14 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
-    `progress` has at least "sft_step" and "update". Raises OSError if the disk is full or
-    read-only; then the earlier checkpoints are unchanged.
+    `progress` has at least "sft_step" and "update". All ranks call it, and rank 0 writes. Raises
+    OSError if the disk is full or read-only; then the earlier checkpoints are unchanged.
     """
+    optimizer_state = optimizer.state_dict()  # from all ranks
     root = run / "checkpoint"
     target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
+    if distributed.rank() > 0:
+        return target
     part = root / f".part-{target.name}"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -62,7 +66,7 @@ def save_checkpoint(
     try:
         with disk_errors(part, sum(tensor.nbytes for tensor in tensors.values())):
             save_file(tensors, part / FILES[0])
-            torch.save(optimizer.state_dict(), part / FILES[1])
+            torch.save(optimizer_state, part / FILES[1])
         state: dict[str, Any] = {"progress": progress, "settings": _fixed_settings(run)}
         state["sha256"] = {name: _sha256(part / name) for name in FILES}
         state["whole"] = _json_sha256(state)
@@ -107,7 +111,8 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     Raises UsageError as `load_weights` does.
     """
     load_weights(folder, policy)
-    state = torch.load(folder / FILES[1], map_location="cpu", weights_only=True)
+    in_parts = distributed.num_ranks() > 1  # then a rank reads only what it owns
+    state = torch.load(folder / FILES[1], map_location="cpu", weights_only=True, mmap=in_parts)
     optimizer.load_state_dict(state)
 
 

@@ -132,6 +132,9 @@ class OptimizationOptions:
     max_tokens_per_micro_batch: int | None = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
+    # Divide gradients and optimizer state among the ranks of torchrun; auto: if there are several
+    # and --optimizer is adamw.
+    shard_optimizer: Literal["auto", "on", "off"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,7 @@ FREE_ON_RESUME = {
     *"num_updates max_sampled_tokens save_every track stop_on run_name env_path".split(),
     "env_workers",
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
+    "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
 }
 POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
@@ -425,6 +429,8 @@ def _optimizer_problems(cfg: Config) -> Iterator[str]:
     subject = f"--optimizer {cfg.optimizer}"
     if cfg.optimizer == "adamw8bit" and cfg.dtype == "float64":
         yield f"{subject} computes in float32; remove --dtype float64"
+    if cfg.shard_optimizer == "on" and cfg.optimizer != "adamw":
+        yield f"--shard-optimizer on works with --optimizer adamw, not {cfg.optimizer}"
     if cfg.optimizer == "adamw_bf16_sr":
         if cfg.lora_rank:
             yield f"{subject}: the adapters of LoRA are float32; use --optimizer adamw8bit"

@@ -27,6 +27,9 @@ from core.types import Fault, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
+# PyTorch 2.13 renamed them, and warns when the old names are used
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 PATIENCE = timedelta(hours=1)  # how long one rank waits for another
 
 
@@ -70,7 +73,7 @@ def process_group(device: str) -> Iterator[None]:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    with _rank_lost():
+    with rank_lost():
         store, number, count = next(rendezvous("env://"))
         # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -100,7 +103,7 @@ def all_gather(mine: list[T]) -> list[T]:
     if num_ranks() == 1:
         return mine
     parts: list[list[T]] = [[] for _ in range(num_ranks())]
-    with _rank_lost():
+    with rank_lost():
         dist.all_gather_object(parts, mine)
     return [item for part in parts for item in part]
 
@@ -115,7 +118,7 @@ def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
             result = [decide()]
         except UsageError as error:
             result = [error]
-    with _rank_lost():
+    with rank_lost():
         dist.broadcast_object_list(result)
     if isinstance(result[0], UsageError):
         raise result[0]
@@ -133,7 +136,7 @@ def all_reduce_sum(tensors: list[Tensor]) -> None:
     """Replaces each tensor by its sum over the ranks."""
     if num_ranks() == 1:
         return
-    with _rank_lost():
+    with rank_lost():
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
@@ -161,7 +164,8 @@ def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
 
 
 @contextmanager
-def _rank_lost() -> Iterator[None]:
+def rank_lost() -> Iterator[None]:
+    """Turns the error of a collective inside into a Fault of one line."""
     try:
         yield
     except RuntimeError as error:

@@ -116,7 +116,7 @@ def probe_peak_memory(
 def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int, forward: Forward) -> None:
     for micro in micro_batches(policy, largest_batch(longest, policy.micro_batch_tokens)):
         logprobs, _, _ = forward(policy, micro, 1.0)
-        optimizer.backward(logprobs.mean())
+        optimizer.backward(logprobs.mean(), reduce=False)  # another rank may run out of memory
 
 
 def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: str) -> str:

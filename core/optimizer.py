@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from core import distributed
 from core.config import Config
@@ -49,14 +49,17 @@ class MasterAdamW:
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
         self.kind, self.offload = kind, offload
-        groups = [{**g, "params": [self._master(p) for p in g["params"]]} for g in groups]
+        groups = [{**g, "params": self._make_masters(g["params"])} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
         self.adamw = make_adamw(groups, kind, seed, **options)
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
+    def _make_masters(self, weights: list[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._master(weight) for weight in weights]
+
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
-        exact = weight.dtype in (torch.float32, torch.float64)
+        exact = weight.dtype == dtype_of_master(weight)
         if (exact or self.kind == "adamw_bf16_sr") and not self.offload:
             return weight
         start = weight.detach() if exact else weight.detach().float()
@@ -86,12 +89,24 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = lr
 
-    def backward(self, loss: Tensor) -> None:
-        """Adds the gradient of `loss` to the gradients of the current step."""
+    def backward(self, loss: Tensor, reduce: bool = True) -> None:
+        """Adds the gradient of `loss` to the gradients of the current step.
+
+        `reduce`: whether the gradient may be summed over the ranks already (ShardedAdamW).
+        """
         (loss * self.loss_scale).backward()
+
+    def sum_gradients(self) -> None:
+        """Replaces the gradients by their sums over the ranks."""
+        distributed.all_reduce_gradients(self.masters)
+
+    def total_norm(self) -> Tensor:
+        """Norm of the gradients."""
+        return get_total_norm([p.grad for p in self.masters if p.grad is not None])
 
     @torch.no_grad()
     def step(self) -> None:
+        """A step of AdamW on the masters, and its result in the weights."""
         self.adamw.step()
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
             weight.copy_(_pinned_copy(master, weight.dtype) if self.offload else master)
@@ -99,7 +114,7 @@ class MasterAdamW:
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
     ) -> tuple[float, bool]:
-        """Sums the gradients over all ranks, clips them to `max_norm` (0: no clipping), and steps.
+        """Clips the gradients to `max_norm` (0: no clipping), and steps.
 
         Skips the step if the loss or a gradient is not finite, and if all gradients are 0: AdamW's
         moments would move the weights all the same. `only_value_head`: step the value head alone.
@@ -108,11 +123,12 @@ class MasterAdamW:
         if only_value_head:
             for p in self.adamw.param_groups[0]["params"]:
                 p.grad = None
-        distributed.all_reduce_gradients(self.masters)
         if self.loss_scale != 1:
             for p in self.masters:
                 p.grad = None if p.grad is None else p.grad / self.loss_scale
-        norm = float(clip_grad_norm_(self.masters, max_norm or math.inf))
+        total_norm = self.total_norm()
+        clip_grads_with_norm_(self.masters, max_norm or math.inf, total_norm)
+        norm = float(total_norm)
         finite = finite_loss and math.isfinite(norm)
         stepped = finite and norm > 0
         if stepped:
@@ -169,6 +185,11 @@ class MasterAdamW:
         self.loss_scale, self.steps_at_scale = state["scale"]
 
 
+def dtype_of_master(weight: Tensor) -> torch.dtype:
+    """float32, or the dtype of the weight if that is more precise."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
 def make_adamw(
     groups: list[dict[str, Any]], kind: str, seed: int, **options: Any
 ) -> torch.optim.Optimizer:
@@ -187,10 +208,11 @@ def make_adamw(
 
 def make_optimizer(
     policy: Policy, lr: float, value_lr: float = 0.0,
-    kind: str = "adamw", offload: bool = False, seed: int = 0,
+    kind: str = "adamw", offload: bool = False, seed: int = 0, shard: bool = False,
 ) -> MasterAdamW:  # fmt: skip
     """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head.
 
+    `shard`: several ranks divide its state among them, if `kind` is adamw.
     Raises UsageError if `kind` does not suit the weights, or if there is no GPU to `offload`.
     """
     if kind == "adamw_bf16_sr" and policy.dtype != torch.bfloat16:
@@ -204,14 +226,19 @@ def make_optimizer(
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    return MasterAdamW(groups, loss_scale, kind, offload, seed, weight_decay=0.0)
+    from core.sharded_optimizer import ShardedAdamW  # it imports MasterAdamW
+
+    sharded = shard and kind == "adamw" and distributed.num_ranks() > 1
+    make = ShardedAdamW if sharded else MasterAdamW
+    return make(groups, loss_scale, kind, offload, seed, weight_decay=0.0)
 
 
 def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     """The optimizer of a run, with the learning rates of RL. Raises UsageError as above."""
     return make_optimizer(
-        policy, cfg.lr, cfg.ppo.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed
-    )
+        policy, cfg.lr, cfg.ppo.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed,
+        cfg.shard_optimizer != "off",
+    )  # fmt: skip
 
 
 def _pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:

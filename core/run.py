@@ -113,7 +113,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
-        if distributed.rank() == 0 and self.progress["skipped_in_a_row"] == 0:
+        if self.progress["skipped_in_a_row"] == 0:
             progress = self.progress | {"metrics_sha256": self.run_log.sync()}
             checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
 
@@ -232,7 +232,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             torch.set_float32_matmul_precision("high")
         progress = checkpoint.START | found.progress
         opponents = Opponents(cfg, policy, folder, progress)
-        optimizer = optimizer_for(cfg, policy)  # warm_start sets its own
+        optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
         reserved = reference_bytes(cfg, policy)

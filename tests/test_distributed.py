@@ -57,6 +57,8 @@ CASES = {
     "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4 --overlong-buffer 8",
     "self-play": "--env tic_tac_toe:opponent=self --sft-steps 0 --max-turns 2",
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
+    "bfloat16": "--dtype bfloat16 --num-minibatches 2",
+    "optimizer not sharded": "--shard-optimizer off",
 }
 
 
@@ -66,21 +68,24 @@ MORE = (
     "self-play",
     "older copies",
     "ppo in minibatches",
+    "bfloat16",
+    "optimizer not sharded",
 )  # minutes that CI hasn't got
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.seeds)])
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.seeds if c in MORE else ()) for c in CASES]
 )
-def test_two_ranks_train_as_one(tmp_path, case):
+def test_several_ranks_train_as_one(tmp_path, case, ranks):
     flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]
-    for ranks in (1, 2):
-        (tmp_path / str(ranks)).mkdir()
-        code, out, err = finish(launch(tmp_path / str(ranks), *flags, ranks=ranks))
+    for number in (1, ranks):
+        (tmp_path / str(number)).mkdir()
+        code, out, err = finish(launch(tmp_path / str(number), *flags, ranks=number))
         assert code == 0, err
         assert out.count("update    1") == 1  # rank 0 alone speaks
-    one, two = (tmp_path / ranks / "runs" / "a" for ranks in ("1", "2"))
+    one, two = (tmp_path / str(number) / "runs" / "a" for number in (1, ranks))
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
     assert_alike(metrics_of(one), metrics_of(two))
     seen = [

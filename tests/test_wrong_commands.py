@@ -62,6 +62,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--optimizer adamw_bf16_sr --dtype float32", "--dtype bfloat16"),
     ("--optimizer adamw_bf16_sr --lora-rank 4", "adamw8bit"),
     ("--optimizer adamw_bf16_sr --offload-optimizer", "masters"),
+    ("--optimizer adamw8bit --shard-optimizer on", "--shard-optimizer on"),
     ("--offload-optimizer --device cpu", "--offload-optimizer"),
     ("--train-difficulty 12", "12"),
     ("--train-difficulty 3 --env tic_tac_toe", "--train-difficulty"),

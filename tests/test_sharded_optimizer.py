@@ -1,0 +1,207 @@
+"""Ranks that divide the optimizer among them train as one rank that has all of it.
+
+Real processes of torchrun run this file; the tests compare what they saved with one rank.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from core import distributed
+from core.optimizer import MasterAdamW
+from core.sharded_optimizer import MAX_BUCKET, ShardedAdamW, cut_into_buckets
+
+ROOT = Path(__file__).parent.parent
+SHAPES = [(300, 256), (7, 3), (1,), (300, 256), (13,), (70_000,), (2, 5, 11), (65_537,)]
+UNUSED, HEAD_FROM, STEPS = 4, 6, 6  # a weight without gradient; the first of the second group
+DTYPES = {
+    "float32": (torch.float32,),
+    "bfloat16": (torch.bfloat16,),
+    "mixed": (torch.bfloat16, torch.float32),
+    "float16": (torch.float16,),
+}
+
+
+def make_weights(kind):
+    generator = torch.Generator().manual_seed(0)
+    dtypes = DTYPES[kind]
+    return [
+        nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtypes[n % len(dtypes)]))
+        for n, shape in enumerate(SHAPES)
+    ]
+
+
+def groups_of(weights):
+    return [
+        {"params": weights[:HEAD_FROM], "lr": 1e-3},
+        {"params": weights[HEAD_FROM:], "lr": 1e-2},
+    ]
+
+
+def options_of(kind):
+    return {"loss_scale": 2.0**10 if kind == "float16" else 1.0, "weight_decay": 0.0}
+
+
+def passes(step):
+    """Losses of one step: gradients differ from step to step and from pass to pass."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        [torch.randn(shape, generator=generator) for shape in SHAPES] for _ in range(5 + step % 2)
+    ]
+
+
+def train(optimizer, weights, steps, mine=lambda losses: losses):
+    """Takes `steps`; `mine` chooses this rank's passes. Returns norms and whether it stepped."""
+    results = []
+    for step in steps:
+        for directions in mine(passes(step)):
+            terms = [
+                (weight.float() * direction).sum()
+                for n, (weight, direction) in enumerate(zip(weights, directions, strict=True))
+                if n != UNUSED and not (step == 2 and n >= HEAD_FROM)
+            ]
+            optimizer.backward(sum(terms) * (torch.inf if step == 3 else 1.0))
+        optimizer.sum_gradients()
+        results.append(optimizer.clip_and_step(50.0, only_value_head=step == 4))
+    return results
+
+
+def uneven(losses):
+    """All passes of a step in uneven parts: with three ranks, the last rank has none."""
+    rank, ranks = distributed.rank(), distributed.num_ranks()
+    ends = [0, 3, *[len(losses)] * (ranks - 1)]
+    return losses[ends[rank] : ends[rank + 1]]
+
+
+def worker(folder):
+    """What one process of torchrun does."""
+    with distributed.process_group("cpu"):
+        for kind in DTYPES:
+            train_kind(folder / kind, kind)
+
+
+def train_kind(folder, kind):
+    weights = make_weights(kind)
+    optimizer = ShardedAdamW(groups_of(weights), **options_of(kind))
+    optimizer.backward(sum(w.float().sum() for w in weights), reduce=False)
+    optimizer.zero_grad()
+    results = train(optimizer, weights, range(STEPS), uneven)
+    owned = sum(m.numel() for m in optimizer.masters)
+    moments = [t for s in optimizer.adamw.state.values() for t in s.values() if t.ndim]
+    saved = optimizer.state_dict()
+    # a second optimizer goes on from the state of one rank without shards
+    again = make_weights(kind)
+    other = ShardedAdamW(groups_of(again), **options_of(kind))
+    start = torch.load(folder / "one.pt", weights_only=True)
+    with torch.no_grad():
+        for weight, value in zip(again, start["weights"], strict=True):
+            weight.copy_(value)
+    other.load_state_dict(start["optimizer"])
+    train(other, again, range(STEPS, STEPS + 2), uneven)
+    torch.save(
+        {
+            "weights": [w.data for w in weights],
+            "results": results,
+            "optimizer": saved,
+            "resumed": [w.data for w in again],
+            "owned": owned,
+            "moments": sum(t.numel() for t in moments),
+        },
+        folder / f"rank-{distributed.rank()}.pt",
+    )
+
+
+def close(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float(), rtol=1e-2, atol=1e-5)
+        # a rounding may differ here and there; the rest is equal
+        assert (a.float() - b.float()).abs().mean() < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_with_parts_of_the_optimizer_train_as_one(tmp_path, ranks):
+    one_rank = {kind: train_one_rank(tmp_path / kind, kind) for kind in DTYPES}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(ranks), __file__, str(tmp_path)],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for kind in DTYPES:
+        saved = [torch.load(tmp_path / kind / f"rank-{r}.pt") for r in range(ranks)]
+        check(kind, saved, *one_rank[kind])
+
+
+def train_one_rank(folder, kind):
+    folder.mkdir()
+    weights = make_weights(kind)
+    before = [w.detach().clone() for w in weights]
+    one = MasterAdamW(groups_of(weights), **options_of(kind))
+    results = train(one, weights, range(STEPS))
+    assert [stepped for _, stepped in results] == [True, True, True, False, True, True]
+    state = {"weights": [w.detach().clone() for w in weights], "optimizer": one.state_dict()}
+    torch.save(state, folder / "one.pt")
+    train(one, weights, range(STEPS, STEPS + 2))
+    return results, before[UNUSED], state["weights"], [w.detach() for w in weights]
+
+
+def check(kind, saved, results, unused, trained, resumed):
+    ranks, weights = len(saved), trained
+    total = sum(w.numel() for w in weights)
+    assert sum(s["owned"] for s in saved) == total
+    assert all(s["moments"] == 2 * s["owned"] for s in saved)
+    assert max(s["owned"] for s in saved) <= total / ranks + 8 * ranks  # padding of the buckets
+    for rank in saved:
+        for (norm, stepped), (expected, also) in zip(rank["results"], results, strict=True):
+            assert stepped == also and norm == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        close(rank["weights"], trained)
+        close(rank["resumed"], resumed)
+        assert all(map(torch.equal, rank["weights"], saved[0]["weights"]))
+        assert torch.equal(rank["weights"][UNUSED], unused)
+
+    # the state of several ranks is one that a single rank goes on with
+    assert all(s["optimizer"] == {} for s in saved[1:])
+    again = make_weights(kind)
+    with torch.no_grad():
+        for weight, value in zip(again, saved[0]["weights"], strict=True):
+            weight.copy_(value)
+    other = MasterAdamW(groups_of(again), **options_of(kind))
+    other.load_state_dict(saved[0]["optimizer"])
+    train(other, again, range(STEPS, STEPS + 2))
+    close([w.data for w in again], resumed)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("kind", ["float32", "mixed"])
+def test_each_element_has_one_owner(kind, ranks):
+    weights = make_weights(kind)
+    owners = {w: torch.zeros(w.numel(), dtype=torch.int64) for w in weights}
+    for rank in range(ranks):
+        for bucket in cut_into_buckets(weights, rank, ranks):
+            assert len({w.dtype for w in bucket.weights}) == 1
+            assert bucket.size % ranks == 0 and bucket.size <= MAX_BUCKET
+            assert sum(m.numel() for m in bucket.masters) <= bucket.size // ranks
+            for weight, owned, master in zip(
+                bucket.weights, bucket.owned, bucket.masters, strict=True
+            ):
+                owners[weight][owned] += 1
+                assert torch.equal(weight.detach().flatten()[owned].float(), master.detach())
+    assert all((count == 1).all() for count in owners.values())
+
+
+def test_buckets_follow_the_backward_pass_and_are_reduced_while_it_goes_on():
+    weights = make_weights("float32")
+    buckets = cut_into_buckets(weights, 0, 2)
+    assert [w for bucket in buckets for w in bucket.weights] == weights[::-1]
+    assert len(buckets) > 2  # the first is complete long before the last
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))
