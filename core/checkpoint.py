@@ -13,6 +13,7 @@ states are not saved: every update derives its seeds from --seed and its own num
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -108,12 +110,44 @@ def find_checkpoint(run: Path) -> ResumePoint:
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
     """Copy the saved weights into the policy and the saved state into the optimizer.
 
-    Raises UsageError as `load_weights` does.
+    Raises UsageError as `load_weights` does, and if the state is not one of this optimizer.
     """
     load_weights(folder, policy)
-    in_parts = distributed.num_ranks() > 1  # then a rank reads only what it owns
-    state = torch.load(folder / FILES[1], map_location="cpu", weights_only=True, mmap=in_parts)
+    file, in_parts = folder / FILES[1], distributed.num_ranks() > 1
+    try:  # with several ranks, each reads only what it owns
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=in_parts)
+    except Exception as error:  # any, as the file may contain anything
+        raise UsageError(f"--resume: {file} is not a state that torch saved") from error
+    own = optimizer.state_dict()  # from all ranks, for rank 0
+    distributed.broadcast_from_rank_0(lambda: check_state(state, own, str(file)))
     optimizer.load_state_dict(state)
+
+
+def check_state(saved: Any, own: Any, place: str) -> None:
+    """Raises UsageError unless `saved` could be a later state of the optimizer with state `own`.
+
+    It must have the same names, lengths, types, shapes and dtypes, the same parameters in each
+    group, and no NaN. A fused step checks none of this, and would read beyond a tensor. `place` is
+    what the message calls `saved`.
+    """
+    inner: list[Any] = []
+    if isinstance(own, dict):
+        fits = isinstance(saved, dict) and saved.keys() == own.keys()
+        fits = fits and saved.get("params") == own.get("params")
+        inner = list(own)
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        inner = list(range(len(own)))
+    elif isinstance(own, Tensor):
+        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
+        fits = fits and not saved.isnan().any()
+    else:
+        fits = isinstance(saved, type(own)) and saved == saved  # False for NaN
+    if not fits:
+        raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
+                         "use the one before it")  # fmt: skip
+    for key in inner:
+        check_state(saved[key], own[key], f"{place} {key}")
 
 
 def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
@@ -125,7 +159,10 @@ def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
     def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
-    saved, trainable = load_file(folder / FILES[0]), policy.trainable()
+    try:
+        saved, trainable = load_file(folder / FILES[0]), policy.trainable()
+    except SafetensorError as error:
+        raise UsageError(f"--resume: {folder / FILES[0]}: {error}") from error
     if {n: kind(t) for n, t in saved.items()} != {n: kind(p) for n, p in trainable.items()}:
         raise UsageError(f"--resume: the model in {folder} differs from the one configured")
     with torch.no_grad():
@@ -157,14 +194,17 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, An
         if any(state["settings"][key] != settings[key] for key in shared):
             return {}, "has other settings than config.yaml"
         return state["progress"], ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {}, f"cannot be read ({error})"
 
 
 def _fixed_settings(run: Path) -> dict[str, Any]:
     """The settings in config.yaml that a resumed run must not change."""
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
+    try:
+        settings = yaml.safe_load((run / "config.yaml").read_text())
+        return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
+    except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{run / 'config.yaml'}: {reprlib.repr(str(error))}") from None
 
 
 def _newest_first(root: Path) -> list[Path]:

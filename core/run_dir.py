@@ -86,9 +86,13 @@ def new_folder(runs: Path, name: str, stem: str) -> Path:
 def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
     """Hold the lock of the folder `run`; if `new`, create it with `settings` as its config.yaml.
 
-    Raises UsageError if another process holds the lock, CannotWrite if the disk is full or
-    read-only. If a UsageError ends a new run before its first record, removes the folder.
+    Raises UsageError if another process holds the lock or if the folder contains a link, through
+    which the run would write elsewhere; CannotWrite if the disk is full or read-only. If a
+    UsageError ends a new run before its first record, removes the folder.
     """
+    if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
+        raise UsageError(f"{link} is a link, and a run writes into its own folder only: replace "
+                         "the link by what it leads to, or remove it")  # fmt: skip
     try:
         if new:
             create_run(run, settings)

@@ -1,5 +1,8 @@
 """A checkpoint is complete or absent, and a damaged one is skipped."""
 
+import copy
+import math
+
 import pytest
 import torch
 from conftest import save_small
@@ -120,3 +123,54 @@ def test_weights_of_another_shape_are_rejected(run, tmp_path_factory):
     other = save_small("qwen3", tmp_path_factory.mktemp("wide"), hidden_size=64)
     with pytest.raises(UsageError, match="differs"):
         load_checkpoint(saved, load_policy(str(other), device="cpu"), run[2])
+
+
+def set_moment(value):
+    def change(state):
+        state["adamw"]["state"][0]["exp_avg"] = value
+
+    return change
+
+
+STATES = {
+    "shape": set_moment(torch.zeros(2)),
+    "empty": set_moment(torch.zeros(0)),
+    "dtype": set_moment(torch.zeros(704, 32, dtype=torch.float64)),
+    "NaN": set_moment(torch.full((704, 32), torch.nan)),
+    "text": set_moment("x"),
+    "no moment": lambda state: state["adamw"]["state"][0].pop("exp_avg"),
+    "no parameter": lambda state: state["adamw"]["state"].pop(3),
+    "other parameters": lambda state: state["adamw"]["param_groups"][0]["params"].reverse(),
+    "learning rate": lambda state: state["adamw"]["param_groups"][0].update(lr=math.nan),
+    "no groups": lambda state: state["adamw"]["param_groups"].clear(),
+    "masters": lambda state: state["masters"].append(torch.zeros(1)),
+    "scale": lambda state: state.update(scale=["x", 0]),
+    "no AdamW": lambda state: state.pop("adamw"),
+}
+
+
+@pytest.mark.parametrize("change", STATES)
+def test_a_state_of_another_optimizer_is_rejected_before_it_is_loaded(run, change):
+    """Its checksums are right. The fused step of torch reads beyond moments that are too small."""
+    _, policy, optimizer, save = run
+    saved = save(1)
+    assert optimizer.state_dict()["adamw"]["state"][0]["exp_avg"].shape == (704, 32)
+    state = torch.load(saved / "optimizer.pt", weights_only=True)
+    STATES[change](state)
+    torch.save(state, saved / "optimizer.pt")
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(UsageError, match=r"optimizer\.pt.* is not of this optimizer") as error:
+        load_checkpoint(saved, policy, optimizer)
+    assert "\n" not in str(error.value)
+    checkpoint.check_state(optimizer.state_dict(), before, "unchanged")
+
+
+def test_a_file_that_is_no_state_is_rejected(run):
+    _, policy, optimizer, save = run
+    saved = save(1)
+    (saved / "optimizer.pt").write_bytes(b"no state")
+    with pytest.raises(UsageError, match=r"optimizer\.pt is not a state"):
+        load_checkpoint(saved, policy, optimizer)
+    (saved / "weights.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UsageError, match=r"weights\.safetensors: "):
+        load_checkpoint(saved, policy, optimizer)
