@@ -7,15 +7,20 @@ All ranks run the same loop. Each rank samples the rollouts of its shard of the 
 then exchange their rollouts, so every rank computes the advantages and metrics of the whole batch.
 Each rank computes the gradient of its shard of the sequences. Losses are sums over a denominator of
 the whole batch, so the sum of the ranks' gradients is the gradient of the batch, however many
-ranks there are. Only rank 0 writes files and prints. Without torchrun there is one rank.
+ranks there are. Only rank 0 writes files and prints. Without torchrun there is one rank. Several
+machines: core/README.md.
 """
 
 import itertools
 import os
+import socket
+import time
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +36,8 @@ LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 PATIENCE = timedelta(hours=1)  # how long one rank waits for another
+JOIN_MINUTES = 10  # for all ranks to start
+LOST_LINK_S = 60  # without any answer of another machine, even of its kernel
 
 
 def rank() -> int:
@@ -44,8 +51,9 @@ def num_ranks() -> int:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun restarted this run after a rank died."""
-    return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
+    """Whether torchrun restarted this run after a rank died. All ranks must call this together."""
+    own = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if LAUNCHED in os.environ else 0
+    return any(all_gather([own > 0]))  # the torchrun of a machine that was replaced counts from 0
 
 
 def may_restart() -> bool:
@@ -74,13 +82,14 @@ def process_group(device: str) -> Iterator[None]:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
     with rank_lost():
-        store, number, count = next(rendezvous("env://"))
+        store, number, count = next(rendezvous("env://", timeout=timedelta(minutes=JOIN_MINUTES)))
         # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        store = dist.PrefixStore(_agree_on_prefix(store), store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=number, world_size=count,
             timeout=PATIENCE,
         )  # fmt: skip
+        _notice_lost_links()
     try:
         yield
     finally:
@@ -161,6 +170,67 @@ def all_reduce_metrics(numbers: dict[str, float]) -> dict[str, float]:
         for name, value in part.items():
             sums[name] += value
     return sums
+
+
+def check_shared(folder: Path) -> None:
+    """Raises UsageError unless all ranks see the folder that rank 0 sees."""
+    if num_ranks() == 1:
+        return
+    mark = folder / broadcast_from_rank_0(lambda: f".seen-by-{uuid.uuid4().hex}")
+    if rank() == 0:
+        mark.touch()
+    all_gather([0])  # now it exists
+    seen = all_gather([mark.exists()])
+    if rank() == 0:
+        mark.unlink()
+    if not all(seen):
+        raise UsageError(
+            f"rank {seen.index(False)} does not see the folder {folder} of rank 0: start torchrun "
+            "on every machine in the same folder, on a disk that the machines share"
+        )
+
+
+def _agree_on_prefix(store: dist.Store) -> str:
+    """A text that all ranks of this start share, and no earlier start.
+
+    torchrun's counts of restarts differ between machines after one was replaced. The store may have
+    entries of dead ranks, so each rank asks under a name that no other rank has had, and rank 0
+    answers until all ranks of this start have confirmed.
+    """
+    name = uuid.uuid4().hex
+    store.set(f"picorl/name/{rank()}", name)
+    if rank() > 0:
+        prefix = store.get(f"picorl/prefix/{name}").decode()  # waits for it
+        store.add(f"picorl/confirmed/{prefix}", 1)
+        return prefix
+    deadline = time.monotonic() + 60 * JOIN_MINUTES
+    while store.add(f"picorl/confirmed/{name}", 0) < num_ranks() - 1:
+        if time.monotonic() > deadline:
+            raise Fault(f"not all ranks started within {JOIN_MINUTES} minutes")
+        for other in range(1, num_ranks()):
+            asking = store.get(f"picorl/name/{other}").decode()
+            store.set(f"picorl/prefix/{asking}", name)
+        time.sleep(0.05)
+    return name
+
+
+def _notice_lost_links() -> None:
+    """Ends a connection whose other machine's kernel has not answered for LOST_LINK_S seconds.
+
+    Gloo sets no such limit, so over a lost link it would wait for PATIENCE. Linux only.
+    """
+    options = {
+        (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
+        (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): LOST_LINK_S // 3,
+        (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): LOST_LINK_S // 6,
+        (socket.IPPROTO_TCP, "TCP_KEEPCNT"): 4,
+        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): LOST_LINK_S * 1000,  # of data sent
+    }
+    for entry in Path("/proc/self/fd").glob("*"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
+                for (level, option), value in options.items():
+                    connection.setsockopt(level, getattr(socket, option), value)
 
 
 @contextmanager

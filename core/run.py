@@ -164,11 +164,13 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     settings; then no new folder is left behind.
     """
     with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
-        folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg))
+        restarted = distributed.is_restarted()
+        folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
         settings = run_dir.config_to_dict(cfg)
         is_writer = distributed.rank() == 0
         with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
+            distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else Path(scratch_dir)
             with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
@@ -194,13 +196,13 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                 print("\n".join(final_lines(run.folder, settings)))
 
 
-def folder_of(cfg: Config) -> tuple[Path, bool]:
+def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
     """The run's folder, and whether it is new. Raises UsageError for a name that is taken."""
     if cfg.resume:
         return Path(cfg.resume), False
     if distributed.may_restart() and not cfg.run_name:
         raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
-    if distributed.is_restarted() and (RUNS / cfg.run_name).exists():
+    if restarted and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
     names = [split_spec(spec)[0].rpartition(":")[2] for spec in cfg.env]  # of module:Class, Class
     stem = f"{cfg.algo}-{'+'.join(names)}"
