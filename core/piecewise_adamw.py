@@ -42,10 +42,10 @@ class PiecewiseAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], kind: str, seed: int,
+        self, groups: list[dict[str, Any]], kind: str, seed: int, lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
     ):  # fmt: skip
-        defaults = {"lr": 1e-3, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(groups, defaults)
         from torchao.optim import adam, subclass_8bit  # an optional package
 

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from algorithms.common import token_logprobs
 from core import cli, config
 from core.optimizer import MasterAdamW
+from core.piecewise_adamw import PIECE
 
 FOLDER = Path(__file__).parent.parent / "runs/which_model"
 sys.path.append(str(FOLDER))
@@ -157,11 +158,19 @@ def test_the_optimizer_allocates_what_the_terms_say(rank):
     gradients = sum(p.grad.nbytes for p in parameters)
     assert gradients == optimizer.gradient_bytes() == pytest.approx(terms["gradients"] * fit.GB)
     optimizer.step()
-    assert peak_bytes(optimizer.step) <= 1.01 * terms["step"] * fit.GB
-    on_cuda = torch.optim.AdamW(parameters, weight_decay=0.0, foreach=True)
-    on_cuda.step()
-    expected = fit.memory(m, "cuda", rank, 1024)["step"] * fit.GB
-    assert peak_bytes(on_cuda.step) == pytest.approx(expected, rel=0.02)
+    assert terms["step"] == 0 and peak_bytes(optimizer.step) < 100  # three numbers
+
+
+@pytest.mark.parametrize(
+    "kind, dtype", [("adamw8bit", torch.float32), ("adamw_bf16_sr", torch.bfloat16)]
+)
+def test_steps_in_pieces_allocate_what_the_terms_say(kind, dtype):
+    pytest.importorskip("torchao")
+    weight = torch.nn.Parameter(torch.zeros(PIECE + 4096, dtype=dtype))
+    optimizer = MasterAdamW([{"params": [weight]}], kind=kind, lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert peak_bytes(optimizer.step) == pytest.approx(fit.TEMPORARIES[kind] * PIECE, rel=0.01)
 
 
 def test_weights_below_float32_have_float32_masters_and_gradients():

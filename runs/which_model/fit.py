@@ -17,11 +17,21 @@ weight; GB = 2^30 bytes. Bytes of each term:
                   + (4 + 3s) D t    the last norm, its output, and its rows that predict a token
     logits        16 min(V t, l)    at most 4 float32 copies of one chunk, in the backward pass;
                                     l = 2^25, on a GPU 1/256 of its bytes (at most 2^28)
-    step          4 N or 8 V D      temporaries of AdamW: for all weights on CUDA, otherwise for the
-                                    largest
+    step          0                 the fused AdamW has no temporaries
     cache         2 K L s B T       keys and values of all tokens (prefill needs less than this)
                   + 2 (K + A) s B T one layer more while the cache grows, repeated for all heads
     drawing       16 V B            logits of the next token and the temporaries of sampling
+
+Options of `memory` change these terms; runs/optimizer_memory has their table:
+
+    adamw8bit     moments           2 (1 + 4/256) bytes instead of 8; step 53 min(piece, largest)
+    adamw_bf16_sr masters 0         moments s + 4 bytes, gradients s; step 41 min(piece, largest)
+    offload       0                 masters, moments, gradients and step: they are in host memory
+    ranks n       1/n               masters, moments and gradients; and 8 V D for the gradients of
+                                    two buckets, each as large as the embedding
+    nf4           0.516             bytes per weight of the layers, s for the embeddings; and s D F
+                                    for the layer that is dequantized
+    checkpointing activations       L s D t, the inputs of the layers, and saved t for one layer
 
 Weights, masters, adapters and moments are always in memory. Gradients, activations and logits are
 added while training; gradients and temporaries in the optimizer step; cache and drawing while
@@ -50,6 +60,7 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 from record import write_table  # noqa: E402
 
 from core.model import max_logits  # noqa: E402
+from core.piecewise_adamw import BLOCK, PIECE  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
@@ -57,6 +68,9 @@ LENGTH = 1280  # tokens of prompt and completions: --max-model-len
 NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
 RESERVE = 1.0  # GB for Python, PyTorch and the environments, on a CPU or Mac
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight and its scales: core/quantize.py
+MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / BLOCK), "adamw_bf16_sr": 8}  # bytes, of float32
+TEMPORARIES = {"adamw": 0, "adamw8bit": 53, "adamw_bf16_sr": 41}  # bytes per weight of a piece
 MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster
 
 
@@ -118,12 +132,16 @@ MACHINES = [
 
 def num_weights(m: Model) -> int:
     """Returns N, with tied embeddings counted once."""
-    linear = 2 * m.width * (m.queries + m.keys) + 3 * m.width * m.mlp
     biases = m.queries + 2 * m.keys if m.family == "qwen2" else 0
     per_layer, of_heads = NORMS[m.family]
     norms = per_layer * m.width + 2 * m.head_dim * of_heads
     embeddings = m.vocab * m.width * (1 if m.tied else 2)
-    return embeddings + m.layers * (linear + biases + norms) + m.width
+    return embeddings + num_linear_weights(m) + m.layers * (biases + norms) + m.width
+
+
+def num_linear_weights(m: Model) -> int:
+    """Returns the number of weights of q, k, v, o, gate, up and down in all layers."""
+    return m.layers * (2 * m.width * (m.queries + m.keys) + 3 * m.width * m.mlp)
 
 
 def num_adapter_weights(m: Model, rank: int) -> int:
@@ -151,34 +169,44 @@ def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = T
 
 def memory(
     m: Model, device: str, rank: int, micro: int, gpu: int = 0,
-    length: int = LENGTH, rollouts: int = NUM_PROMPTS * GROUP_SIZE,
+    length: int = LENGTH, rollouts: int = NUM_PROMPTS * GROUP_SIZE, size: int = 0,
+    optimizer: str = "adamw", offload: bool = False, ranks: int = 1, nf4: bool = False,
+    checkpointing: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Returns the GB of each term and phase.
 
     `rank` 0: no LoRA; `micro`: tokens in a micro-batch; `gpu`: GB of the GPU, which decide the size
-    of a chunk of logits; `length`: tokens of the longest sequence.
+    of a chunk of logits; `length`: tokens of the longest sequence; `size`: bytes per weight, by
+    default those of --dtype auto; `ranks`: number of ranks that share the optimizer's state.
     """
-    size, cuda = (2, True) if device == "cuda" else (4, False)
+    cuda = device == "cuda"
+    size = size or (2 if cuda else 4)
     weights, adapters = num_weights(m), num_adapter_weights(m, rank)
     trained, largest = adapters if rank else weights, m.vocab * m.width
     tokens = max(micro, length)
     layer = saved_per_token(m, size, rank, length, fused=device != "mps")
+    saved = m.layers * size * m.width + layer if checkpointing else (m.layers + 1) * layer
+    in_nf4 = num_linear_weights(m) if nf4 else 0
+    rounds = optimizer == "adamw_bf16_sr"  # bfloat16 weights, which have no masters
+    share = 0 if offload else 1 / ranks
     terms = {
-        "weights": size * weights,
-        "masters": 4 * weights if size < 4 and not rank else 0,
+        "weights": size * (weights - in_nf4) + NF4 * in_nf4,
+        "masters": 4 * weights * share if size < 4 and not rank and not rounds else 0,
         "adapters": (4 + size * cuda) * adapters,
-        "moments": 8 * trained,
-        "gradients": 4 * trained,
-        "one gradient": 0 if rank else (size + 4) * largest,
-        "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
+        "moments": (size + 4 if rounds else MOMENTS[optimizer]) * trained * share,
+        "gradients": (size if rounds else 4) * trained * share,
+        "one gradient": 0 if rank else (size + 4 + 8 * (ranks > 1)) * largest,
+        "activations": (saved + (4 + 3 * size) * m.width) * tokens,
+        "dequantized": size * m.width * m.mlp * nf4,
         "logits": 16 * min(m.vocab * tokens, max_logits(gpu * GB)),
-        "step": 4 * trained if cuda else 8 * min(trained, largest),
+        "step": 0 if offload else TEMPORARIES[optimizer] * min(PIECE, largest),
         "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * length * rollouts,
         "drawing": 16 * m.vocab * rollouts,
     }
     gb = {name: num_bytes / GB for name, num_bytes in terms.items()}
     gb["always"] = sum(gb[n] for n in ("weights", "masters", "adapters", "moments"))
-    gb["training"] = sum(gb[n] for n in ("gradients", "one gradient", "activations", "logits"))
+    during = ("gradients", "one gradient", "activations", "dequantized", "logits")
+    gb["training"] = sum(gb[n] for n in during)
     gb["stepping"] = gb["gradients"] + gb["step"]
     gb["sampling"] = gb["cache"] + gb["drawing"]
     gb["peak"] = gb["always"] + max(gb["training"], gb["stepping"], gb["sampling"])

@@ -1,0 +1,225 @@
+"""Bytes a weight of each optimizer: computed, measured, and which model then fits which GPU. Linux.
+
+    python runs/optimizer_memory/table.py           # measures tiny and smollm2: four minutes
+    python runs/optimizer_memory/table.py --draw    # only the computed table, one second
+
+Counted are the weights, and the masters, gradients and moments of what is trained. Computed are the
+terms of runs/which_model/fit.py. Measured are the bytes of all these tensors after a step and
+another backward pass on the CPU. For smollm2 also the resident memory of the process: each row is a
+fresh one, and what it had before it loaded the model is subtracted. "Offloaded" runs on the CPU
+too: the tensors are those that would be in host memory, but both memories are the same.
+"""
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter_ns
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parent.parent), str(HERE.parent / "which_model")]
+
+import fit  # noqa: E402
+from record import commit, machine, write_table  # noqa: E402
+
+TINY = fit.Model("tiny", "qwen3", 4, 128, 384, 4, 2, 32, 704, True)
+MEASURED = {"tiny": TINY, "smollm2": fit.MODELS[0]}
+QWEN3 = {
+    "0.6B": fit.Model("Qwen/Qwen3-0.6B", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
+    "1.7B": fit.Model("Qwen/Qwen3-1.7B", "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
+    "4B": fit.Model("Qwen/Qwen3-4B", "qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
+    "8B": fit.Model("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
+    "14B": fit.Model("Qwen/Qwen3-14B", "qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False),
+    "32B": fit.Model("Qwen/Qwen3-32B", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False),
+}
+GPUS = (16, 24, 48, 80)  # GB
+STATE = ("weights", "masters", "adapters", "moments", "gradients")  # terms of fit.py
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One way to train: the flags of train.py, and the arguments of fit.memory."""
+
+    flags: str
+    dtype: str = "bfloat16"
+    optimizer: str = "adamw"
+    offload: bool = False
+    rank: int = 0  # of LoRA
+    nf4: bool = False
+    ranks: int = 1
+
+    def memory(self, m: fit.Model, device: str, gpu: int = 0, **options: bool) -> dict[str, float]:
+        """Returns the terms of fit.py, with a micro-batch of one sequence."""
+        return fit.memory(
+            m, device, self.rank, fit.LENGTH, gpu, size=4 if self.dtype == "float32" else 2,
+            optimizer=self.optimizer, offload=self.offload, ranks=self.ranks, nf4=self.nf4,
+            **options,
+        )  # fmt: skip
+
+    def bytes_a_weight(self, m: fit.Model, device: str = "cpu") -> float:
+        """Returns the computed bytes of all tensors on the GPU, over the number of weights."""
+        terms = self.memory(m, device)
+        return sum(terms[name] for name in STATE) * fit.GB / fit.num_weights(m)
+
+    def on_host(self, m: fit.Model) -> float:
+        """Returns the computed bytes a weight in host memory."""
+        if not self.offload:
+            return 0.0
+        weights, trained = fit.num_weights(m), fit.num_adapter_weights(m, self.rank) or None
+        return (4 + 4 + fit.MOMENTS[self.optimizer]) * (trained or weights) / weights
+
+
+COMBINATIONS = [
+    Combination("adamw", dtype="float32"),
+    Combination("adamw8bit", dtype="float32", optimizer="adamw8bit"),
+    Combination("adamw, offloaded", dtype="float32", offload=True),
+    Combination("LoRA, rank 32", dtype="float32", rank=fit.RANK),
+    Combination("adamw"),
+    Combination("adamw8bit", optimizer="adamw8bit"),
+    Combination("adamw_bf16_sr", optimizer="adamw_bf16_sr"),
+    Combination("adamw, offloaded", offload=True),
+    Combination("adamw8bit, offloaded", optimizer="adamw8bit", offload=True),
+    Combination("LoRA, rank 32", rank=fit.RANK),
+    Combination("LoRA, rank 32, nf4", rank=fit.RANK, nf4=True),
+]
+SHARDED = Combination("adamw, 8 ranks", ranks=8)  # core/sharded_optimizer.py
+
+
+def main() -> None:
+    write_table(HERE, computed_lines(), "computed")
+    print("\n".join(computed_lines()))
+    if "--draw" in sys.argv:
+        return
+    table = [
+        "| model | weights | trained with | computed | measured | difference | of that in host "
+        "memory | resident | first step, ns a trained weight |",
+        "|" + " --- |" * 9,
+    ]
+    for name in MEASURED:
+        for number, combination in enumerate(COMBINATIONS):
+            table.append(measured_row(name, combination, in_fresh_process(name, number)))
+            print(table[-1], flush=True)
+    made_with = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchao"))
+    measured_on = f"Measured at commit {commit()} on {machine()}; {made_with}."
+    write_table(HERE, [*table, "", measured_on], "measured")
+
+
+def computed_lines() -> list[str]:
+    """Returns the table of what fits where, for bfloat16 weights on GPUs."""
+    table = [
+        "| trained with | bytes a weight, GPU | host | " + " | ".join(QWEN3) + " |",
+        "|" + " --- |" * (3 + len(QWEN3)),
+    ]
+    for c in [*(c for c in COMBINATIONS if c.dtype == "bfloat16"), SHARDED]:
+        host = f"{c.on_host(QWEN3['8B']):.2f}" if c.offload else "0"
+        cells = [c.flags, f"{c.bytes_a_weight(QWEN3['8B'], 'cuda'):.2f}", host]
+        table.append(f"| {' | '.join([*cells, *(smallest_gpu(c, m) for m in QWEN3.values())])} |")
+    return table
+
+
+def smallest_gpu(c: Combination, m: fit.Model) -> str:
+    """Returns the GB at the peak and the smallest GPU that has them; c: with checkpointing."""
+    count = f"{c.ranks} x " if c.ranks > 1 else ""
+    for gpu in GPUS:
+        for checkpointing in (False, True):
+            peak = c.memory(m, "cuda", gpu, checkpointing=checkpointing)["peak"]
+            if peak <= 0.9 * gpu - 1.5:  # as in runs/which_model
+                return f"{peak:.1f}: {count}{gpu}{' c' * checkpointing}"
+    return f"{peak:.0f}: none"
+
+
+def measured_row(name: str, c: Combination, found: dict[str, int]) -> str:
+    """A row of the measured table; `found`: bytes, as `measure` returns them."""
+    m = MEASURED[name]
+    weights = fit.num_weights(m)
+    computed = c.bytes_a_weight(m) + c.on_host(m)
+    measured = (found["device"] + found["host"]) / weights
+    trained = fit.num_adapter_weights(m, c.rank) if c.rank else weights
+    resident_and_time = [
+        f"{found['resident'] / weights:.2f}", f"{found['nanoseconds'] / trained:.1f}"
+    ]  # fmt: skip
+    cells = [
+        name, c.dtype, c.flags, f"{computed:.3f}", f"{measured:.3f}",
+        f"{100 * (measured / computed - 1):+.2f}%", f"{found['host'] / weights:.3f}",
+        *(2 * [""] if name == "tiny" else resident_and_time),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def in_fresh_process(name: str, number: int) -> dict[str, int]:
+    """Returns what `measure` finds in a process of its own."""
+    command = [sys.executable, __file__, "--child", name, str(number)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(name: str, c: Combination) -> dict[str, int]:
+    """Returns the bytes of a policy and its optimizer after a step and another backward pass.
+
+    device: weights, gradients, moments and masters that are not offloaded; host: those that are;
+    resident: by how much the memory of this process has grown; nanoseconds: of the step.
+    """
+    from core.model import load_policy
+    from core.optimizer import MasterAdamW, make_optimizer
+
+    before = resident()
+    with tempfile.TemporaryDirectory() as folder:
+        policy = load_policy(
+            name, device="cpu", dtype=c.dtype, lora_rank=c.rank, tiny_folder=f"{folder}/tiny",
+            quantize="nf4" if c.nf4 else "none",
+        )  # fmt: skip
+    if c.offload:  # make_optimizer refuses it without a GPU
+        groups = [{"params": list(policy.trainable().values()), "lr": 1e-6}]
+        optimizer = MasterAdamW(groups, 1.0, c.optimizer, offload=True, weight_decay=0.0)
+    else:
+        optimizer = make_optimizer(policy, 1e-6, kind=c.optimizer)
+    backward(policy, optimizer)
+    started = perf_counter_ns()
+    assert optimizer.clip_and_step(1.0)[1]
+    nanoseconds = perf_counter_ns() - started
+    backward(policy, optimizer)
+    device, host = state_bytes(policy, optimizer)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    grown = resident() - before
+    return {"device": device, "host": host, "resident": grown, "nanoseconds": nanoseconds}
+
+
+def backward(policy, optimizer) -> None:
+    """Adds the gradient of a short sequence, with a loss whose gradient reaches every weight."""
+    import torch
+
+    hidden = policy.hidden_states(torch.arange(3, 19)[None])[0]
+    optimizer.backward(-policy.to_logits(hidden).log_softmax(-1)[:, 5].mean())
+
+
+def state_bytes(policy, optimizer) -> tuple[int, int]:
+    """Returns the bytes of all weights, masters, gradients and moments: of the device, the host."""
+    from core.quantize import num_bytes
+
+    weights = sum(num_bytes(p) for p in policy.model.parameters())
+    shared = {p.data_ptr() for p in policy.model.parameters()}
+    states = [x for s in optimizer.adamw.state.values() for x in s.values()]
+    gradients = [p.grad for p in [*policy.model.parameters(), *optimizer.masters]]
+    tensors = [p for p in optimizer.masters if p.data_ptr() not in shared] + states
+    rest = {g.data_ptr(): g.nbytes for g in [*tensors, *gradients] if g is not None}
+    total = sum(rest.values())
+    return (weights, total) if optimizer.offload else (weights + total, 0)
+
+
+def resident() -> int:
+    """Returns the bytes of this process in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        print(json.dumps(measure(sys.argv[2], COMBINATIONS[int(sys.argv[3])])))
+    else:
+        main()
