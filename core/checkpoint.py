@@ -10,11 +10,9 @@ as it exists. The two newest are kept, and a damaged one is skipped when a run r
 states are not saved: every update derives its seeds from --seed and its own number.
 """
 
-import hashlib
-import json
-import os
 import reprlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +25,13 @@ from torch import Tensor
 
 from core import distributed
 from core.config import FREE_ON_RESUME
-from core.files import disk_errors, flush
+from core.files import published, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
-FILES = ("weights.safetensors", "optimizer.pt")
+WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.pt"
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
          "best": []}  # fmt: skip
@@ -61,27 +59,14 @@ def save_checkpoint(
     target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
     if distributed.rank() > 0:
         return target
-    part = root / f".part-{target.name}"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    tensors = {n: p.detach().cpu().contiguous() for n, p in policy.trainable().items()}
-    try:
-        with disk_errors(part, sum(tensor.nbytes for tensor in tensors.values())):
-            save_file(tensors, part / FILES[0])
-            torch.save(optimizer_state, part / FILES[1])
-        state: dict[str, Any] = {"progress": progress, "settings": _fixed_settings(run)}
-        state["sha256"] = {name: _sha256(part / name) for name in FILES}
-        state["whole"] = _json_sha256(state)
-        (part / "state.json").write_text(json.dumps(state, indent=1) + "\n")
-        for path in [*part.iterdir(), part]:
-            flush(path)
-    except OSError:
-        shutil.rmtree(part, ignore_errors=True)  # free the space
-        raise
-    if target.exists():  # it is damaged, or the run was stopped right after it was saved
-        shutil.rmtree(target)
-    os.rename(part, target)
-    flush(root)
+    weights = policy.trainable()
+    num_bytes = sum(weight.nbytes for weight in weights.values())
+    root.mkdir(parents=True, exist_ok=True)
+    facts = {"progress": progress, "settings": _fixed_settings(run)}
+    # a `target` that exists is damaged, or the run was stopped right after it was saved
+    with sealed(target, facts, num_bytes) as part:
+        save_weights(part, weights)
+        torch.save(optimizer_state, part / OPTIMIZER)
     for old in _newest_first(root)[KEEP:]:
         shutil.rmtree(old)
     return target
@@ -113,7 +98,7 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     Raises UsageError as `load_weights` does, and if the state is not one of this optimizer.
     """
     load_weights(folder, policy)
-    file, in_parts = folder / FILES[1], distributed.num_ranks() > 1
+    file, in_parts = folder / OPTIMIZER, distributed.num_ranks() > 1
     try:  # with several ranks, each reads only what it owns
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=in_parts)
     except Exception as error:  # any, as the file may contain anything
@@ -153,49 +138,57 @@ def check_state(saved: Any, own: Any, place: str) -> None:
 def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
     """Copy the saved weights into the policy; without `same_dtype`, convert them to its dtypes.
 
-    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ from the policy's.
+    Raises UsageError as `copy_weights` does.
+    """
+    copy_weights(folder, policy.trainable(), same_dtype)
+
+
+def save_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write tensors by their names to a folder, for `copy_weights`."""
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(tensors, folder / WEIGHTS)
+
+
+@torch.no_grad()
+def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
+    """Copy what `save_weights` wrote to `folder` into `weights`.
+
+    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ, and if the file cannot
+    be read.
     """
 
     def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
     try:
-        saved, trainable = load_file(folder / FILES[0]), policy.trainable()
-    except SafetensorError as error:
-        raise UsageError(f"--resume: {folder / FILES[0]}: {error}") from error
-    if {n: kind(t) for n, t in saved.items()} != {n: kind(p) for n, p in trainable.items()}:
+        saved = load_file(folder / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
         raise UsageError(f"--resume: the model in {folder} differs from the one configured")
-    with torch.no_grad():
-        for name, parameter in trainable.items():
-            parameter.copy_(saved[name])
+    for name, weight in weights.items():
+        weight.copy_(saved[name])
 
 
 def export_model(run: Path, policy: Policy) -> Path:
     """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load."""
-    part, target = run / ".part-model", run / "model"
-    shutil.rmtree(part, ignore_errors=True)
-    policy.model.save_pretrained(part)
-    policy.tokenizer.save_pretrained(part)
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(part, target)
+    target = run / "model"
+    num_bytes = sum(p.nbytes for p in policy.model.parameters())
+    with published(target, num_bytes) as part:
+        policy.model.save_pretrained(part)
+        policy.tokenizer.save_pretrained(part)
     return target
 
 
 def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The progress of a checkpoint, and what is wrong with it; "": nothing."""
-    try:
-        state = json.loads((folder / "state.json").read_text())
-        damaged = [name for name in FILES if _sha256(folder / name) != state["sha256"][name]]
-        if state.pop("whole") != _json_sha256(state):
-            damaged.append("state.json")
-        if damaged:
-            return {}, f"is damaged ({', '.join(damaged)})"
-        shared = settings.keys() & state["settings"].keys()  # other versions have other settings
-        if any(state["settings"][key] != settings[key] for key in shared):
-            return {}, "has other settings than config.yaml"
-        return state["progress"], ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return {}, f"cannot be read ({error})"
+    facts, fault = unseal(folder)
+    if fault:
+        return {}, fault
+    shared = settings.keys() & facts["settings"].keys()  # other versions have other settings
+    if any(facts["settings"][key] != settings[key] for key in shared):
+        return {}, "has other settings than config.yaml"
+    return facts["progress"], ""
 
 
 def _fixed_settings(run: Path) -> dict[str, Any]:
@@ -209,12 +202,3 @@ def _fixed_settings(run: Path) -> dict[str, Any]:
 
 def _newest_first(root: Path) -> list[Path]:
     return sorted((p for p in root.glob("[0-9]*-*") if p.is_dir()), reverse=True)
-
-
-def _json_sha256(data: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

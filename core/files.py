@@ -2,19 +2,26 @@
 
 with published(run / "config.yaml") as part:     # also for a folder, which the body makes
     part.write_text(text)
+with sealed(run / "reference", {}) as part:      # a new folder, with checksums of its files
+    save_file(tensors, part / "weights.safetensors")
+facts, fault = unseal(run / "reference")         # fault "": every byte is as it was written
 """
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
 TORCH_WRITERS = ("inline_container", "PytorchStreamWriter")  # in the messages of torch.save
+SEAL = "state.json"  # of a sealed folder
 PART = ".part-"  # begins the name of everything that is not complete yet
 
 
@@ -43,6 +50,32 @@ def published(path: Path, num_bytes: int = 1 << 20) -> Iterator[Path]:
     except BaseException:
         remove(part)
         raise
+
+
+@contextmanager
+def sealed(path: Path, facts: dict[str, Any], num_bytes: int = 1 << 20) -> Iterator[Path]:
+    """As `published`, for a new folder with state.json: `facts`, and the checksums of all files."""
+    with published(path, num_bytes) as part:
+        part.mkdir(parents=True)
+        yield part
+        files = sorted(file for file in part.iterdir() if file.is_file())
+        state = facts | {"sha256": {file.name: _sha256(file) for file in files}}
+        state["whole"] = _json_sha256(state)
+        (part / SEAL).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def unseal(folder: Path) -> tuple[dict[str, Any], str]:
+    """The facts of a sealed folder, and what is wrong with it; "": nothing."""
+    try:
+        state = json.loads((folder / SEAL).read_text())
+        sums = state["sha256"]
+        damaged = [name for name in sums if _sha256(folder / name) != sums[name]]
+        if state.pop("whole") != _json_sha256(state):
+            damaged.append(SEAL)
+        del state["sha256"]
+        return state, f"is damaged ({', '.join(damaged)})" if damaged else ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {}, f"cannot be read ({error})"
 
 
 @contextmanager
@@ -81,6 +114,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _json_sha256(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _umask() -> int:

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from core import cli
 from core.config import Config, resolve
+from core.files import published
 from core.opponents import Opponents, copies_in, load_model, load_opponent
 from core.report.page import write_report
 from core.rollouts import Episode, RolloutCollector, Waiting
@@ -97,9 +98,8 @@ def main(flags: Flags) -> int:
     ratings = rate([player.name for player in players], won, drawn)
     table = {"env": game, "games": flags.games, "prior": PRIOR}
     rows = [asdict(rating) for rating in ratings]
-    part = run / f".part-{FILE}"
-    part.write_text(json.dumps(table | {"players": rows}, indent=1) + "\n")
-    part.replace(run / FILE)
+    with published(run / FILE) as part:
+        part.write_text(json.dumps(table | {"players": rows}, indent=1) + "\n")
     write_report(run, config_to_dict(cfg))
     shown = Table("player", "Elo [95%]", "won", "drawn", "lost", title=f"{game}, mean 0")
     for r in ratings:

@@ -11,6 +11,7 @@ one. Weights have the given dtype; LoRA adapters and the value head are always f
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ from core.chat_template import (
     set_template_options,
 )
 from core.config import SMOLLM2, TINY, parse_template_options
+from core.files import sealed, unseal
 from core.kv_cache import prefill
 from core.prefix_sharing import ATTENTION, PackedGroups, pack_groups
 from core.quantize import compute_as_in_training, is_quantized, loading_options, num_weights
@@ -206,7 +208,7 @@ def load_policy(
 ) -> Policy:
     """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
 
-    "tiny" and "tiny-random" are written to `tiny_folder` unless that exists. `lora_rank` 0 trains
+    "tiny" and "tiny-random" are written to `tiny_folder` unless that has them. `lora_rank` 0 trains
     all weights; `lora_alpha` 0 means twice the rank. `quantize` "nf4" stores the base model in 4
     bits (core/quantize.py). `max_length` lowers the model's own limit.
     `seed` determines all random weights. `fp32_head` computes the logits in float32.
@@ -217,10 +219,13 @@ def load_policy(
     if dtype == "auto":
         dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     if model_id in TINY:
-        if not Path(tiny_folder).exists():
-            unfinished = Path(tiny_folder).with_name(".part-tiny")
-            write_tiny(model_id, unfinished, seed)
-            os.rename(unfinished, tiny_folder)  # an interrupted run leaves no half-written model
+        folder = Path(tiny_folder)
+        _, fault = unseal(folder)
+        if fault:
+            if folder.exists():
+                print(f"{folder} {fault}: making it again", file=sys.stderr)
+            with sealed(folder, {}) as part:
+                write_tiny(model_id, part, seed)
         model_id = str(tiny_folder)
     elif model_id == SMOLLM2:
         model_id = str(smollm2_folder())

@@ -12,12 +12,11 @@ that wait for one opponent in one batch. Nothing of theirs is trained on, counte
 
 `older:k` draws a copy for each task from the last `KEEP`, evenly: the policy as it was after update
 0, k, 2k, .. Evaluations play against the copy of update 0, the policy before RL, so that they can
-be compared with each other. The copies are <run>/opponents/<update>.safetensors: the trained
+be compared with each other. The copies are <run>/opponents/<update>/: the trained
 weights, with LoRA only the adapters. A resumed run finds those that it needs and writes the others
 again.
 """
 
-import os
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from core import distributed
+from core.checkpoint import copy_weights, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
-from core.files import disk_errors, flush
+from core.files import remove, sealed, unseal
 from core.model import Policy, load_policy
 from core.openai_sampler import STOPPED, OpenAISampler
 from core.rollouts import (
@@ -65,6 +65,7 @@ class Opponents:
         self.policy, self.folder, self.progress = policy, folder, progress
         self.own_sampler = TorchSampler(policy)  # for older copies
         self.intervals = {k for o in opponents(cfg) if (k := older_interval(o))}
+        self.intact: set[int] = set()  # copies whose checksums this process has compared
         self.saved = -1  # the last update whose copy this process has written
         self.samplers: dict[str, Sampler] = {o: s for o in opponents(cfg)
                                              if (s := _sampler(o, cfg, policy))}  # fmt: skip
@@ -151,44 +152,38 @@ class Opponents:
     def weights_of(self, copy: int) -> Iterator[None]:
         """Inside, the policy has the weights of a copy; on exit its own, bit for bit.
 
-        Raises UsageError if the file of the copy is missing or damaged.
+        Raises UsageError if the folder of the copy is missing or damaged.
         """
-        file = self._file(copy)
-        try:
-            weights = load_file(file)
-        except Exception as error:
-            raise UsageError(f"{file}: this older copy cannot be read: {error}") from None
+        folder = self._folder(copy)
+        fault = "" if copy in self.intact else unseal(folder)[1]
+        if fault:
+            raise UsageError(f"{folder}: this older copy {fault}")
+        self.intact.add(copy)
         parameters = replace(self.policy, value_head=None).trainable()
         own = {name: p.detach().to("cpu", copy=True) for name, p in parameters.items()}
         try:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(weights[name])
+            copy_weights(folder, parameters)
             yield
         finally:
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(own[name])
 
-    def _file(self, copy: int) -> Path:
-        return self.folder / "opponents" / f"{copy:06d}.safetensors"
+    def _folder(self, copy: int) -> Path:
+        return self.folder / "opponents" / f"{copy:06d}"
 
     def _save(self, update: int) -> None:
-        file = self._file(update)
-        file.parent.mkdir(exist_ok=True)
-        part = file.with_name(f".part-{file.name}")
         parameters = replace(self.policy, value_head=None).trainable()
-        tensors = {name: p.detach().cpu().contiguous() for name, p in parameters.items()}
-        with disk_errors(file.parent, sum(tensor.nbytes for tensor in tensors.values())):
-            save_file(tensors, part)
-        flush(part)
-        os.replace(part, file)
+        folder = self._folder(update)
+        folder.parent.mkdir(exist_ok=True)
+        with sealed(folder, {}, sum(p.nbytes for p in parameters.values())) as part:
+            save_weights(part, parameters)
         needed = {0, update}
         for start in (update, *saved_updates(self.folder)):  # a resumed run starts at one of these
             needed |= {n for k in self.intervals for n in copies_at(start, k)}
-        for old in file.parent.glob("[0-9]*.safetensors"):
-            if int(old.stem) not in needed:
-                old.unlink()
+        for old in copies_in(self.folder):
+            if old not in needed:
+                remove(self._folder(old))
 
 
 def copies_at(update: int, interval: int) -> list[int]:
@@ -203,12 +198,14 @@ def copies_at(update: int, interval: int) -> list[int]:
 
 def saved_updates(run: Path) -> list[int]:
     """The last finished update of each checkpoint."""
-    return [int(p.name.rpartition("-")[2]) - 1 for p in (run / "checkpoint").glob("[0-9]*-*")]
+    names = [p.name.rpartition("-")[2] for p in (run / "checkpoint").glob("[0-9]*-*")]
+    return [int(name) - 1 for name in names if name.isdecimal()]
 
 
 def copies_in(run: Path) -> list[int]:
     """The updates of the older copies in the folder of a run."""
-    return sorted(int(file.stem) for file in (run / "opponents").glob("[0-9]*.safetensors"))
+    names = [folder.name for folder in (run / "opponents").glob("[0-9]*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:

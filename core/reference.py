@@ -8,41 +8,42 @@ distillation (arXiv:2306.13649).
 """
 
 import copy
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
+from core.checkpoint import copy_weights, save_weights
 from core.config import SMOLLM2, Config
+from core.files import sealed, unseal
 from core.model import Policy, load_policy
 from core.smollm2 import smollm2_folder
 from core.tiny import PRETRAINED
 from core.types import UsageError
 
-FILE = "reference.safetensors"
+FOLDER = "reference"
 
 
 def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
     """The reference of a run: copied from `policy` before update 1, loaded from then on.
 
-    Raises UsageError if `next_update` is a later one and the file of the reference is missing.
+    Raises UsageError if `next_update` is a later one and its folder is missing or damaged.
     """
     if policy.lora_rank:
         return replace(policy, value_head=None, disables_adapters=True)
     frozen = copy.deepcopy(policy.model).requires_grad_(False)
-    if (run_dir / FILE).exists():
-        frozen.load_state_dict(load_file(run_dir / FILE), strict=False)
+    folder, weights = run_dir / FOLDER, dict(frozen.named_parameters())  # tied ones once
+    _, fault = unseal(folder)
+    if not fault:
+        copy_weights(folder, weights)
     elif next_update > 1:
-        raise UsageError(f"--resume {run_dir}: {FILE}, the reference of the KL, is missing")
+        raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
+                         "folder, or start again with another --run-name")  # fmt: skip
     elif distributed.rank() == 0:
-        parameters = dict(frozen.named_parameters())  # tied ones once
-        part = run_dir / f".part-{FILE}"
-        save_file({name: p.detach().cpu().contiguous() for name, p in parameters.items()}, part)
-        os.replace(part, run_dir / FILE)
+        with sealed(folder, {}, sum(weight.nbytes for weight in weights.values())) as part:
+            save_weights(part, weights)
     return replace(policy, model=frozen, value_head=None)
 
 

@@ -11,7 +11,6 @@ out llama-cpp-python, which is not needed here and which pip would have to compi
 
 import os
 import re
-import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from core.files import disk_errors, flush
+from core.files import sealed, unseal
 from core.types import UsageError
 
 NUM_BYTES = 270_000_000  # of the converted model
@@ -42,28 +41,28 @@ CONTROL = 3  # GGUF's type of special tokens
 
 
 def smollm2_folder() -> Path:
-    """The folder of the converted model; converts it if the cache does not have it yet.
+    """The folder of the converted model; converts it if the cache does not have it yet,
+    or has a damaged one.
 
     Processes that call this at the same time wait for the first. Raises UsageError if a package is
     missing or the cache cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "picorl"
-    folder, part = cache / "smollm2", cache / ".part-smollm2"
-    if folder.exists():
+    folder = cache / "smollm2"
+    if not unseal(folder)[1]:
         return folder
     file = _gguf_file()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(cache / ".smollm2.lock"):
-            if not folder.exists():
-                print(f"converting {file.name} once, to {NUM_BYTES / 1e6:.0f} MB in {folder}",
+            _, fault = unseal(folder)
+            if fault:
+                why = f" again, as it {fault}" if folder.exists() else " once"
+                print(f"converting {file.name} to {NUM_BYTES / 1e6:.0f} MB in {folder}{why}",
                       file=sys.stderr)  # fmt: skip
-                shutil.rmtree(part, ignore_errors=True)  # of an interrupted conversion
-                _convert(file, part)
-                os.rename(part, folder)
-                flush(cache)
+                with sealed(folder, {}, NUM_BYTES) as part:
+                    _convert(file, part)
     except OSError as error:
-        shutil.rmtree(part, ignore_errors=True)
         raise UsageError(f"smollm2: cannot write {NUM_BYTES / 1e6:.0f} MB to {cache}: "
                          f"{error.strerror}; set XDG_CACHE_HOME") from error  # fmt: skip
     return folder
@@ -80,7 +79,7 @@ def _gguf_file() -> Path:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Writes weights, config, tokenizer and chat template to the new `folder`, and to the disk."""
+    """Writes weights, config, tokenizer and chat template to `folder`."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
@@ -93,13 +92,9 @@ def _convert(file: Path, folder: Path) -> None:
         tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
-    folder.mkdir()
-    with disk_errors(folder, NUM_BYTES):
-        config.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        save_file(_weights(reader.tensors), folder / "model.safetensors", {"format": "pt"})
-    for path in [*folder.iterdir(), folder]:
-        flush(path)
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    save_file(_weights(reader.tensors), folder / "model.safetensors", {"format": "pt"})
 
 
 def _weights(tensors: list[Any]) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ PRETRAINED = Path(__file__).parent / "tiny_weights"
 def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None:
     """Writes the weights, config and tokenizer of "tiny" or "tiny-random" to `folder`.
 
-    `seed` decides the random weights. Replaces files that an interrupted call has left there.
+    `seed` decides the random weights.
     """
     if model_id == "tiny":
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -49,18 +49,29 @@ def test_tiny_and_tiny_random_are_the_same_qwen3_with_other_weights(tmp_path):
     assert files < 8_000_000  # in the repository
 
 
-def test_a_run_copies_tiny_once_and_keeps_its_copy(tmp_path):
+@pytest.mark.parametrize("name", ["tiny", "tiny-random"])
+def test_a_damaged_copy_of_tiny_is_made_again_with_one_line(tmp_path, capsys, name):
+    load_policy(name, device="cpu", tiny_folder=tmp_path / "base", seed=3)
+    made = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
+    for file in ("model.safetensors", "tokenizer.json", "state.json"):
+        (tmp_path / "base" / file).write_bytes(made[file][:-20] + bytes(20))
+        load_policy(name, device="cpu", tiny_folder=tmp_path / "base", seed=3)
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "making it again" in err
+        assert {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()} == made
+
+
+def test_a_run_copies_tiny_once_and_keeps_its_copy(tmp_path, monkeypatch):
     load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
     copied = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
     assert copied["model.safetensors"] == (PRETRAINED / "model.safetensors").read_bytes()
-    (tmp_path / "base/model.safetensors").unlink()
-    with pytest.raises(UsageError):  # the copy counts, not the package's files
-        load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+    monkeypatch.setattr("core.model.write_tiny", None)  # the copy counts, not the package's files
+    load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
 
 
 def test_a_copy_of_tiny_that_a_killed_run_left_is_replaced(tmp_path):
-    (tmp_path / ".part-tiny").mkdir()
-    (tmp_path / ".part-tiny/model.safetensors").write_bytes(b"half")
+    (tmp_path / ".part-base").mkdir()
+    (tmp_path / ".part-base/model.safetensors").write_bytes(b"half")
     load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
@@ -71,8 +82,8 @@ def test_a_full_disk_while_tiny_is_copied_has_its_error_number(tmp_path, monkeyp
 
     monkeypatch.setattr(shutil, "copyfile", copyfile)
     with pytest.raises(OSError, match="No space left") as error:
-        write_tiny("tiny", tmp_path / "a", seed=0)
-    assert error.value.errno == errno.ENOSPC
+        load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+    assert error.value.errno == errno.ENOSPC and not list(tmp_path.iterdir())
 
 
 def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):

@@ -236,9 +236,10 @@ def test_an_older_copy_plays_with_its_weights_and_leaves_those_of_the_policy(
     collector.collect(tasks, Scripted(policy, "<move>1</move>"), PARAMS)
     assert all(torch.equal(policy.trainable()[name], p) for name, p in now.items())
     assert all(p.grad is None for p in policy.trainable().values())
-    (tmp_path / "opponents/000000.safetensors").write_bytes(b"damaged")
-    with pytest.raises(UsageError, match="this older copy cannot be read"):
-        made.weights_of(0).__enter__()
+    (tmp_path / "opponents/000000/weights.safetensors").write_bytes(b"damaged")
+    again = joined(policy, tmp_path, "older:2", progress={"update": 0}).opponents
+    with pytest.raises(UsageError, match="this older copy is damaged"):
+        again.weights_of(0).__enter__()
 
 
 def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path):
@@ -247,11 +248,11 @@ def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path)
     (tmp_path / "checkpoint/000000-000005").mkdir(parents=True)  # after update 4
     for progress["update"] in range(15):
         made.update_copies([Task("nim", 1, 0)])
-    kept = sorted(int(path.stem) for path in (tmp_path / "opponents").glob("*.safetensors"))
+    kept = sorted(int(path.stem) for path in (tmp_path / "opponents").iterdir())
     assert kept == [0, 2, 4, 8, 10, 12, 14]
     progress["update"] = 16
     made.update_copies([Task("nim", EVAL_SEEDS[0], 0)])  # the policy is that of update 17 by now
-    assert not (tmp_path / "opponents/000016.safetensors").exists()
+    assert not (tmp_path / "opponents/000016").exists()
 
 
 def test_the_model_of_a_lora_run_is_its_base_with_its_adapters(qwen3_folder, tmp_path):

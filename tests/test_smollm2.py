@@ -74,7 +74,6 @@ def test_a_cache_that_cannot_be_written_is_one_line_and_leaves_nothing(
     failure, tmp_path, monkeypatch
 ):
     def convert(file, folder):
-        folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
@@ -97,8 +96,27 @@ def test_an_interrupted_conversion_starts_again(tmp_path, monkeypatch):
     (left / "half").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "_gguf_file", lambda: Path("model.gguf"))
-    monkeypatch.setattr(smollm2, "_convert", lambda file, folder: folder.mkdir())
-    assert list(smollm2.smollm2_folder().iterdir()) == [] and not left.exists()
+    monkeypatch.setattr(smollm2, "_convert", lambda file, folder: (folder / "x").touch())
+    assert {path.name for path in smollm2.smollm2_folder().iterdir()} == {"x", "state.json"}
+    assert not left.exists()
+
+
+def test_a_damaged_cache_is_made_again_with_one_line(tmp_path, monkeypatch, capsys):
+    def convert(file, folder):
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_gguf_file", lambda: Path("model.gguf"))
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    weights = smollm2.smollm2_folder() / "model.safetensors"
+    assert "once" in capsys.readouterr().err
+    for damaged in (b"weighty", b"weight", b"", None):
+        weights.unlink() if damaged is None else weights.write_bytes(damaged)
+        assert smollm2.smollm2_folder() == weights.parent and weights.read_bytes() == b"weights"
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "again" in err and ("model.safetensors" in err)
+    smollm2.smollm2_folder()
+    assert capsys.readouterr().err == ""
 
 
 @real

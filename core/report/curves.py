@@ -11,6 +11,7 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from core.files import published
 from core.metrics import before_after
 from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings
 from core.run_log import Record
@@ -50,9 +51,8 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
             axes[1, 1].plot(steps, losses, color=PURPLE)
             _label(axes[1, 1], "Warm start: loss, nats per token", "step")
         _mark_warnings(list(axes.flat)[: 4 if info else 3], records)
-        part = path.with_name(f".part-{path.name}")
-        figure.savefig(part, dpi=110, format="png")
-        part.replace(path)
+        with published(path) as part:
+            figure.savefig(part, dpi=110, format="png")
         plt.close(figure)
 
 
@@ -79,7 +79,8 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
             axis.set_ylim(-0.03, 1.05)
             axis.xaxis.set_major_formatter("{x:,.0f}")
             axis.legend(frameon=False, loc="lower right")
-        figure.savefig(path, dpi=110, bbox_inches="tight")
+        with published(path) as part:
+            figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
         plt.close(figure)
 
 

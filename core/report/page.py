@@ -16,6 +16,7 @@ from typing import Any
 
 from algorithms import grpo
 from core import diagnostics
+from core.files import published
 from core.metrics import before_after
 from core.report.summary import (
     logged_warnings,
@@ -68,9 +69,9 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
         "runs": [_run_data(run_dir, config, room) for run_dir, config in runs],
         "loss_types": grpo.LOSS_TYPES,
     }
-    part = path.with_name(f".part-{path.name}")
-    part.write_text(before + to_json(data) + after, encoding="utf-8")
-    return part.replace(path)
+    with published(path) as part:
+        part.write_text(before + to_json(data) + after, encoding="utf-8")
+    return path
 
 
 def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], list[str]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.files import published
 from core.metrics import before_after, describe
 from core.run_dir import train_command
 from core.run_log import METRICS, Record, read_metrics
@@ -58,7 +59,8 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         run_dir=run_dir,
         system_prompt=SYSTEM_PROMPT.format("\n    ".join(prompt.splitlines())) if prompt else "",
     )
-    (run_dir / "README.md").write_text(text)
+    with published(run_dir / "README.md") as part:
+        part.write_text(text)
 
 
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
