@@ -139,7 +139,8 @@ class NanoLLM(Sampler):
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments, eager)
-            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype]
+            # PEFT rounds the output of an adapter once more if its layer has 4 bits
+            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype] * (1 + policy.quantized)
         except Exception as error:
             self.close()
             if isinstance(error, UsageError):

@@ -28,15 +28,16 @@ def run_command(args: list[str]) -> int:
         base = [p for name, p in named if "lora_" not in name]
         measured["base_weights"] = sum(map(num_weights, base))
         measured["base_bytes"] = sum(map(num_bytes, base))
-        measured["file"] = folder / "memory.json"
+        measured["folder"] = folder
         return policy
 
     run._load_policy = load_and_measure
     code = train.run_command(args)
     # on Linux in units of 1024 bytes
     measured["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if "file" in measured:
-        measured.pop("file").write_text(json.dumps(measured, indent=1) + "\n")
+    folder = measured.pop("folder", None)
+    if code == 0 and folder:
+        (folder / "memory.json").write_text(json.dumps(measured, indent=1) + "\n")
     return code
 
 
