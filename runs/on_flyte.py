@@ -3,11 +3,16 @@
     python runs/on_flyte.py --algo ppo --num-updates 20                     # one run on the cluster
     python runs/on_flyte.py --sweep seed=0,1,2 algo=grpo,ppo -- --lr 5e-5   # six runs
     python runs/on_flyte.py --local --sweep seed=0,1,2 -- --num-updates 10  # without Flyte
+    python runs/on_flyte.py --gpu --nodes 2 --pod-template shared -- --env countdown    # torchrun
 
 A sweep runs all combinations of the values. Separate values that contain commas by semicolons:
 'env=reverse;gymnasium:id=CartPole-v1,repeat=3'. Switches take true or false. The cluster is that
 of .flyte/config.yaml (`flyte create config`). A run that fails is a row of the table that says
 why; the other runs continue. Exit code: 1 if a run failed, 2 for invalid input.
+
+With --nodes, or several GPUs in the resources below, Flyte's plugin for PyTorch starts each run as
+torchrun would, one process per GPU. The processes share the run's folder, so --pod-template has to
+name a PodTemplate of the cluster that mounts a disk of all nodes (ReadWriteMany) at /shared.
 """
 
 import argparse
@@ -17,6 +22,7 @@ import os
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -46,8 +52,29 @@ GPU: dict[str, Any] = {
     "extras": ["vllm"],
     "resources": {"cpu": 8, "memory": "48Gi", "gpu": "L40s:1"},
 }
-MACHINE_NAME = "gpu" if "--gpu" in sys.argv else os.environ.get("PICORL_ON", "cpu")
+# the command reads its flags when it imports this file; a container reads its environment
+TASK_FLAGS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+TASK_FLAGS.add_argument(
+    "--gpu", action="store_true", default=os.environ.get("PICORL_ON") == "gpu",
+    help="use machines with a GPU",
+)  # fmt: skip
+TASK_FLAGS.add_argument(
+    "--nodes", type=int, default=int(os.environ.get("PICORL_NODES", "1")), help="machines per run"
+)
+TASK_FLAGS.add_argument(
+    "--pod-template", default=os.environ.get("PICORL_POD_TEMPLATE", ""), metavar="NAME",
+    help="PodTemplate that mounts a disk of all nodes at /shared",
+)  # fmt: skip
+ASKED = TASK_FLAGS.parse_known_args()[0]
+MACHINE_NAME = "gpu" if ASKED.gpu else "cpu"
 MACHINE = {"cpu": CPU, "gpu": GPU}[MACHINE_NAME]
+PER_NODE = int(MACHINE["resources"].get("gpu", ":1").partition(":")[2])  # processes, one per GPU
+PROCESSES = ASKED.nodes * PER_NODE
+RESTARTS = 3  # from the last checkpoint, if a process or a node dies
+Elastic: Any = None
+if PROCESSES > 1:
+    with suppress(ImportError):
+        from flyteplugins.pytorch import Elastic  # imports torch
 SWEEP_RESOURCES: dict[str, Any] = {"cpu": 1, "memory": "2Gi"}  # of the task that waits for the runs
 CONCURRENCY = 8  # runs at the same time on the cluster; locally one
 COLUMNS = ["run", "environment", "before RL [95%]", "after RL [95%]", "minutes", "folder"]
@@ -57,9 +84,10 @@ Rows = list[list[str]]  # of the table, without its first column
 def main(args: list[str]) -> int:
     """Makes the runs, prints their table and returns the exit code."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(None, None, __doc__, formatter_class=style, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=style, allow_abbrev=False, parents=[TASK_FLAGS]
+    )
     parser.add_argument("--sweep", nargs="*", metavar="FLAG=VALUE,VALUE", help="all combinations")
-    parser.add_argument("--gpu", action="store_true", help="use machines with a GPU")
     parser.add_argument("--local", action="store_true", help="run here, without Flyte")
     parser.add_argument(
         "--flyte-local", action="store_true", help="run here, in Flyte's local mode"
@@ -67,6 +95,8 @@ def main(args: list[str]) -> int:
     end = args.index("--") if "--" in args else len(args)
     options, flags = parser.parse_known_args(args[:end])
     try:
+        if PROCESSES != 1:
+            check_nodes(options.local)
         labels, runs = plan(options.sweep, flags + args[end + 1 :])
         results = run_here(runs) if options.local else run_on_flyte(runs, options.flyte_local)
     except UsageError as error:
@@ -106,6 +136,16 @@ def plan(sweep: list[str] | None, flags: list[str]) -> tuple[list[str], list[lis
     return [" ".join(label for label, _ in choice) or stem for choice in choices], named
 
 
+def check_nodes(local: bool) -> None:
+    """Raises UsageError if runs of several processes are not possible."""
+    if PROCESSES < 1 or local:
+        raise UsageError(f"--nodes {ASKED.nodes}: use 1 or more, and not with --local")
+    if not ASKED.pod_template:
+        raise UsageError("--nodes needs --pod-template NAME, to share the run's folder")
+    if flyte is not None and Elastic is None:
+        raise UsageError('--nodes needs flyteplugins-pytorch: pip install -e ".[flyte]"')
+
+
 def axis_of(text: str) -> list[tuple[str, list[str]]]:
     """Returns the label and the flags of each value of a --sweep argument.
 
@@ -138,7 +178,13 @@ def train_once(flags: list[str]) -> Rows:
 
     Raises RuntimeError with the reason if the run failed.
     """
-    started, folder = time.monotonic(), Path("runs", flags[-1])
+    started = time.monotonic()
+    run_train(flags)
+    return rows_of(flags, time.monotonic() - started)
+
+
+def run_train(flags: list[str]) -> None:
+    """Runs `python train.py FLAGS`. Raises RuntimeError with the reason if it failed."""
     process = Popen([sys.executable, ROOT / "train.py", *flags], stderr=PIPE, text=True)
     try:
         stderr = process.communicate()[1]
@@ -149,9 +195,14 @@ def train_once(flags: list[str]) -> Rows:
         lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
         lines += stderr.splitlines()[-1:] if "Traceback" in stderr else []
         raise RuntimeError([*lines, f"exit code {process.returncode}"][0])
+
+
+def rows_of(flags: list[str], seconds: float) -> Rows:
+    """Returns a row for each environment that a finished run evaluated."""
+    folder = Path("runs", flags[-1])
     evaluated = before_after(read_records(folder / "metrics.jsonl"))
     results = [[env, describe(env, first), describe(env, last)] for env, first, last in evaluated]
-    minutes = f"{(time.monotonic() - started) / 60:.1f}"
+    minutes = f"{seconds / 60:.1f}"
     return [[*row, minutes, str(folder)] for row in results or [["", "not evaluated", ""]]]
 
 
@@ -170,7 +221,7 @@ def run_on_flyte(runs: list[list[str]], local: bool) -> list[Rows]:
             raise UsageError("no Flyte cluster is configured: flyte create config, or use --local")
     try:
         context = flyte.with_runcontext(mode="local" if local else "remote", copy_style="all")
-        run = context.run(sweep.override(resources=flyte.Resources(**SWEEP_RESOURCES)), runs)
+        run = context.run(sweep.override(resources=waiting), runs)
         print(f"Flyte: {run.url}")
         run.wait()
         return [json.loads(rows) for rows in run.outputs()[0]]
@@ -180,19 +231,58 @@ def run_on_flyte(runs: list[list[str]], local: bool) -> list[Rows]:
 
 if flyte is not None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][name] for name in MACHINE["extras"]]
+    needed = [*MACHINE["extras"], "flyte"] if PROCESSES > 1 else MACHINE["extras"]
+    extras = [project["optional-dependencies"][name] for name in needed]
     image = flyte.Image.from_debian_base(name="picorl")
+    common: dict[str, Any] = {
+        "image": image.with_pip_packages(*project["dependencies"], *itertools.chain(*extras)),
+        "pod_template": ASKED.pod_template or None,
+        "env_vars": {
+            "PICORL_ON": MACHINE_NAME,
+            "PICORL_NODES": str(ASKED.nodes),
+            "PICORL_POD_TEMPLATE": ASKED.pod_template,
+            "OMP_NUM_THREADS": str(MACHINE["resources"]["cpu"] // PER_NODE),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a new node can take a dead one's place
+        },
+    }
+    resources = flyte.Resources(**MACHINE["resources"])
+    waiting = flyte.Resources(**SWEEP_RESOURCES)
+    several = PROCESSES > 1 and Elastic is not None
+    if several:
+        nodes = flyte.TaskEnvironment(
+            name="picorl_nodes",
+            resources=resources,
+            plugin_config=Elastic(ASKED.nodes, PER_NODE, max_restarts=RESTARTS),
+            **common,
+        )
+
+        @nodes.task
+        def train_on_nodes(flags: list[str], folder: str) -> None:
+            """One process of a run. It returns nothing: every node would write the outputs."""
+            os.chdir(folder)
+            run_train(flags)
+
     environment = flyte.TaskEnvironment(
         name="picorl",
-        image=image.with_pip_packages(*project["dependencies"], *itertools.chain(*extras)),
-        resources=flyte.Resources(**MACHINE["resources"]),
-        env_vars={"PICORL_ON": MACHINE_NAME, "OMP_NUM_THREADS": str(MACHINE["resources"]["cpu"])},
+        resources=waiting if several else resources,
+        depends_on=[nodes] if several else [],
+        **common,
     )
 
     @environment.task
     def train(flags: list[str]) -> tuple[str, str, Dir]:
         """Returns the rows of the table as JSON, metrics.jsonl, and the folder of the run."""
-        rows, folder = train_once(flags), Path("runs", flags[-1])
+        if several:
+            started, context = time.monotonic(), flyte.ctx()
+            if context.mode != "local":
+                shared = Path("/shared", context.action.run_name)
+                shared.mkdir(parents=True, exist_ok=True)
+                os.chdir(shared)
+            train_on_nodes(flags, os.getcwd())
+            rows = rows_of(flags, time.monotonic() - started)
+        else:
+            rows = train_once(flags)
+        folder = Path("runs", flags[-1])
         uploaded = Dir.from_local_sync(folder)
         text = json.dumps([[*row[:-1], uploaded.path] for row in rows])
         return text, (folder / "metrics.jsonl").read_text(), uploaded

@@ -1,8 +1,11 @@
 """runs/on_flyte.py: the runs of a sweep, failed runs, and the table, here and on Flyte."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,31 @@ from core import cli
 from core.metrics import describe
 from core.run_log import read_records
 
+SPECIFICATION = """
+import json
+import on_flyte
+from flyte._internal.runtime.task_serde import translate_task_to_wire
+from flyte.models import SerializationContext
+from google.protobuf.json_format import MessageToDict
+context = SerializationContext(version="1", root_dir=on_flyte.ROOT)
+for task in (on_flyte.train_on_nodes, on_flyte.train, on_flyte.sweep):
+    template = MessageToDict(translate_task_to_wire(task, context))["taskTemplate"]
+    print(json.dumps([template, str(task.image._layers)]))
+"""
+NODE = """
+import asyncio, sys
+import on_flyte
+from flyte._context import internal_ctx
+from flyte.models import ActionID, RawDataPath, TaskContext
+from flyte.report import Report
+context = TaskContext(
+    action=ActionID(name="a0", run_name="run"), version="1", output_path="out",
+    raw_data_path=RawDataPath(path="raw"), run_base_dir=".", report=Report("a0"), mode="remote",
+)
+folder, *flags = sys.argv[1:]
+with internal_ctx().replace_task_context(context):
+    asyncio.run(on_flyte.train_on_nodes.execute(flags=flags, folder=folder))
+"""
 MISSING = 'Flyte is not installed: pip install -e ".[flyte]"'
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "runs"))
@@ -188,3 +216,80 @@ def test_flyte_tasks_request_the_resources_in_the_file():
     assert "'vllm>=" in tasks["gpu"] and "'vllm>=" not in tasks["cpu"]
     assert all("'transformers>=" in text for text in tasks.values())
     assert all(f"'PICORL_ON': '{name}'" in text for name, text in tasks.items())
+
+
+def on_two_nodes(machine):
+    """The environment variables of a container of a run on two nodes."""
+    paths = f"{ROOT}:{ROOT / 'runs'}"
+    asked = {"PICORL_ON": machine, "PICORL_NODES": "2", "PICORL_POD_TEMPLATE": "shared"}
+    return os.environ | asked | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.slow
+def test_the_specification_of_a_run_on_two_nodes_has_an_elastic_job():
+    pytest.importorskip("flyteplugins.pytorch", reason=MISSING)
+    command = [sys.executable, "-c", SPECIFICATION]
+    text = subprocess.check_output(command, env=on_two_nodes("gpu"), text=True)
+    specifications = [json.loads(line) for line in text.splitlines()]
+    (nodes, layers), (train, _), (sweep, _) = specifications
+    assert nodes["type"] == "pytorch" and train["type"] == sweep["type"] == "python"
+    assert nodes["custom"] == {
+        "elasticConfig": {"rdzvBackend": "c10d", "maxRestarts": 3, "nprocPerNode": 1,
+                          "minReplicas": 2, "maxReplicas": 2},
+        "workerReplicas": {"replicas": 2},
+    }  # fmt: skip
+    assert nodes["interface"]["outputs"] == {}  # every node would write them
+    requests = {r["name"]: r["value"] for r in nodes["container"]["resources"]["requests"]}
+    assert requests == {"CPU": "8", "MEMORY": "48Gi", "GPU": "1"}
+    assert "GPU" not in str(train["container"]["resources"])  # it waits for the nodes
+    assert all(name in layers for name in ("'torch>=", "'vllm>=", "'flyteplugins-pytorch>="))
+    for template, _ in specifications:
+        assert template["metadata"]["podTemplateName"] == "shared"
+        variables = {pair["key"]: pair["value"] for pair in template["container"]["env"]}
+        assert variables["PICORL_NODES"] == "2" and variables["PICORL_ON"] == "gpu"
+
+
+@pytest.mark.seeds
+def test_two_nodes_train_one_run(folder):
+    """As the containers of the job do, with the endpoint that its operator sets."""
+    pytest.importorskip("flyteplugins.pytorch", reason=MISSING)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = on_two_nodes("cpu") | {"PET_RDZV_ENDPOINT": f"localhost:{port}"}
+    command = [sys.executable, "-c", NODE, str(folder), *TINY, "--run-name", "run"]
+    both = [
+        subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE,
+                         stdout=subprocess.PIPE) for _ in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum(out.count("update    1") for out, _ in said) == 1
+    assert any("x 2" in out for out, _ in said)  # ranks, in the title
+    assert on_flyte.rows_of(["run"], 60.0)[0][0] == "letter_counting"
+
+
+@pytest.mark.seeds
+def test_flyte_local_mode_trains_in_one_process(folder):
+    pytest.importorskip("flyteplugins.pytorch", reason=MISSING)
+    command = [sys.executable, str(ROOT / "runs/on_flyte.py"), "--flyte-local", "--nodes", "2"]
+    command += ["--pod-template", "shared", "--sweep", "seed=0", "--", *TINY]
+    done = subprocess.run(command, env=on_two_nodes("cpu"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [row[:2] for row in table_of("sweep-1")] == [["seed=0", "letter_counting"]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "template", "args", "message"),
+    [
+        (0, "shared", [], "--nodes 0: use 1 or more"),
+        (2, "shared", ["--local"], "not with --local"),
+        (2, "", [], "--nodes needs --pod-template"),
+    ],
+)
+def test_invalid_nodes_exit_with_code_2(
+    folder, capsys, monkeypatch, nodes, template, args, message
+):
+    monkeypatch.setattr(on_flyte, "PROCESSES", nodes)
+    monkeypatch.setattr(on_flyte, "ASKED", Namespace(nodes=nodes, pod_template=template))
+    assert on_flyte.main(args) == 2
+    assert message in capsys.readouterr().err
