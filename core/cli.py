@@ -8,6 +8,7 @@ import dataclasses
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
@@ -49,6 +50,7 @@ def run(
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line."""
     try:
+        _check_temporary_folder()
         return main(parse(args))
     except (UsageError, Fault) as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -82,6 +84,14 @@ def use_expandable_segments() -> None:
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks and control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+
+
+def _check_temporary_folder() -> None:
+    """Raises UsageError if no place for temporary files is writable; torch may not import then."""
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
 
 
 def _flat(cfg: Config) -> dict[str, Any]:

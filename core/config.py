@@ -593,7 +593,7 @@ def _opponent_problems(cfg: Config) -> Iterator[str]:
             if importlib.util.find_spec("openai") is None:
                 yield f'{subject}: not installed; pip install -e ".[openai]"'
         elif opponent not in ("guess", "demonstrate"):
-            folder = Path(find_folder(opponent)).expanduser()
+            folder = Path(os.path.expanduser(find_folder(opponent)))
             if not folder.is_dir():
                 yield f"{subject}: there is no such folder"
             if cfg.sampler == "openai":

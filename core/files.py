@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,8 @@ def published(path: Path, num_bytes: int = 1 << 20) -> Iterator[Path]:
         os.replace(part, path)
         flush(path.parent)
     except BaseException:
-        remove(part)
+        with suppress(OSError):  # the first error says more
+            remove(part)
         raise
 
 

@@ -119,7 +119,13 @@ def create_run(run: Path, settings: dict[str, Any]) -> None:
     """Create the folder of a new run with its config.yaml. Raises UsageError if it exists."""
     part = run.with_name(f".part-{run.name}-{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)  # left by a killed process with the same id
-    part.mkdir(parents=True)
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        if error.errno in DISK_ERRORS:
+            raise
+        raise UsageError(f"{run.parent} is not a folder, and cannot be made: {error.strerror}; "
+                         "remove what has its name") from None  # fmt: skip
     write_config(part, settings)
     try:
         os.rename(part, run)  # fails if `run` is a folder that is not empty

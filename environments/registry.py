@@ -343,7 +343,7 @@ def describe_error(error: BaseException) -> str:
 def find_file(path: str) -> Path:
     """Returns the absolute path of a file in FOLDERS or the current folder."""
     for folder in (*FOLDERS, ""):
-        if (file := Path(folder, path).expanduser()).is_file():
+        if (file := Path(os.path.expanduser(Path(folder, path)))).is_file():
             return file.resolve()
     raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
 
@@ -369,7 +369,7 @@ def _plays_itself(build: Constructor, game: str) -> bool:
 
 def find_folder(path: str) -> str:
     """Returns the absolute path of a folder in FOLDERS or the current one; `path` if none is."""
-    folders = (Path(folder, path).expanduser() for folder in (*FOLDERS, ""))
+    folders = (Path(os.path.expanduser(Path(folder, path))) for folder in (*FOLDERS, ""))
     return next((str(found.resolve()) for found in folders if found.is_dir()), path)
 
 

@@ -2,19 +2,15 @@
 
 import errno
 import os
-import resource
-import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from core import checkpoint
-from core.files import disk_errors
 from core.run import Run
 from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
@@ -114,26 +110,31 @@ def test_other_errors_are_raised_as_they_are(tmp_path):
     assert [p.name for p in run.iterdir()] == ["config.yaml"]
 
 
-def test_a_disk_error_inside_a_library_is_an_os_error(tmp_path):
-    """torch and safetensors hide the error number, here that of the limit on a file's size."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        for save in (torch.save, save_file):
-            with pytest.raises(OSError, match="File too large"), disk_errors(tmp_path):
-                save({"x": torch.zeros(100_000)}, tmp_path / "x")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert not list(tmp_path.glob(".part*"))
+@pytest.mark.parametrize("kind", ["file", "dangling link", "file above"])
+def test_runs_that_is_no_folder_is_one_line(command, kind):
+    if kind == "file":
+        Path("runs").touch()
+    elif kind == "dangling link":
+        Path("runs").symlink_to("nowhere")
+    else:
+        Path("file").touch()
+        Path("runs").symlink_to("file/runs")
+    code, _, err = command(*SMALL)
+    assert code == 2 and err.count("\n") == 1 and "runs is not a folder" in err
+
+
+def test_no_place_for_temporary_files_is_one_line(command, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc", "/nowhere"])
+    code, out, err = command(*SMALL)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "set TMPDIR" in err
 
 
 # Runs `python train.py` in a namespace of its own, in which it may mount a small or read-only disk.
 MOUNTED = """
 set -e
 mkdir -p runs
-mount -t tmpfs -o size=SIZEk none runs
+mount -t tmpfs -o size=SIZEk,nr_inodes=INODES none runs
 cp -r kept/. runs 2> /dev/null || true
 [ SIZE = 0 ] || mount -o remount,MODE runs
 python=$1; shift
@@ -145,8 +146,9 @@ exit $code
 """
 
 
-def run_mounted(tmp_path, size, mode, *args):
+def run_mounted(tmp_path, size, mode, *args, inodes=0):  # 0: without a limit
     script = MOUNTED.replace("SIZE", str(size)).replace("MODE", mode)
+    script = script.replace("INODES", str(inodes))
     (tmp_path / "after").mkdir(exist_ok=True)
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "-",
@@ -176,6 +178,15 @@ def test_a_full_disk_stops_the_run_and_leaves_its_checkpoint(tmp_path, kib):
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.seeds
+def test_a_disk_without_inodes_stops_the_run_and_leaves_its_checkpoint(tmp_path):
+    code, err = run_mounted(tmp_path, 50_000, "rw", *SMALL, inodes=26)
+    assert code == 1 and err.count("\n") == 1 and "No space left on device" in err, err
+    left = tmp_path / "after" / "a"
+    assert checkpoint.find_checkpoint(left).folder is not None
+    assert not list(left.glob("**/.part*"))
 
 
 @pytest.mark.slow

@@ -101,6 +101,13 @@ def test_an_interrupted_conversion_starts_again(tmp_path, monkeypatch):
     assert not left.exists()
 
 
+def test_an_unknown_home_folder_is_one_line(monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry
+    with pytest.raises(UsageError, match="set HOME or XDG_CACHE_HOME"):
+        smollm2.smollm2_folder()
+
+
 def test_a_damaged_cache_is_made_again_with_one_line(tmp_path, monkeypatch, capsys):
     def convert(file, folder):
         (folder / "model.safetensors").write_bytes(b"weights")
