@@ -107,6 +107,9 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """A step of AdamW on the masters, and its result in the weights."""
+        for group in self.adamw.param_groups:
+            if "fused" in group:  # takes elements in the order of their memory; vLLM may change it
+                group["fused"] = all(p.is_contiguous() for p in group["params"])
         self.adamw.step()
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
             weight.copy_(_pinned_copy(master, weight.dtype) if self.offload else master)
@@ -176,6 +179,8 @@ class MasterAdamW:
         Weights as precise as their masters must have been restored before.
         """
         self.adamw.load_state_dict(state["adamw"])
+        for moments in self.adamw.state.values():  # may come from weights in another layout
+            moments |= {name: tensor.contiguous() for name, tensor in moments.items()}
         for (_, master), saved in zip(self._low_precision(), state["masters"], strict=True):
             master.copy_(saved)
         for weight, master in self.pairs:

@@ -2,7 +2,7 @@
 
 Every rank samples and computes gradients with all weights, but one rank is enough to update a
 weight. So each of N ranks owns 1/N of the elements, and has gradients, masters and moments for
-those alone. Weights are put into buckets in the order in which the backward pass reaches them:
+those alone. The weights are cut into buckets, in the order in which the backward pass reaches them:
 
     backward    last layer ................. first layer
     bucket 0         |reduce_scatter|                    while the backward pass goes on
@@ -17,10 +17,9 @@ PyTorch's FSDP2 shards the weights too, so there would be none for vLLM to share
 ZeroRedundancyOptimizer keeps whole gradients on each rank and has no masters.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -30,28 +29,31 @@ from torch import Tensor, nn
 from core import distributed
 from core.optimizer import MasterAdamW, dtype_of_master
 
-MIN_BUCKET, MAX_BUCKET = 2**16, 2**23  # elements; a larger weight has a bucket of its own
-NUM_BUCKETS = 8  # at least, if that makes them no smaller than MIN_BUCKET
+MIN_BUCKET, MAX_BUCKET = 2**18, 2**23  # elements
+NUM_BUCKETS = 64  # unless they would be smaller or larger than that
 UNDER_WAY = 2  # reductions at the same time; each holds a bucket of float32 gradients
 
 
 @dataclass
+class Piece:
+    """The elements of one weight, flattened, that are in a bucket."""
+
+    weight: nn.Parameter
+    part: slice  # these elements
+    owned: slice  # those of them that this rank updates; may be none
+    master: nn.Parameter  # in float32; of a float32 weight a view
+
+
+@dataclass
 class Bucket:
-    """Flattened weights of one dtype, one after another, padded to a multiple of N elements."""
+    """Consecutive elements of weights of one dtype, padded to a multiple of N elements."""
 
-    weights: list[nn.Parameter]
+    pieces: list[Piece]
     size: int  # elements, padding included
-    owned: list[slice]  # the elements of each weight that this rank updates; may be none
-    masters: list[nn.Parameter]  # these elements in float32; of float32 weights a view
     gradients: Tensor | None = None  # [size] of the current backward pass
-    arrived: int = 0  # weights that have their gradient
+    arrived: int = 0  # pieces that have their gradient
     used: bool = False  # whether a backward pass of this step gave a gradient
-    summed: Tensor | None = None  # [size / N] this rank's part, summed over ranks and passes
-
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """[size] elements as views with the shapes of the weights."""
-        parts = _split(whole, self.weights)
-        return [part.view(w.shape) for part, w in zip(parts, self.weights, strict=True)]
+    summed: Tensor | None = None  # [size / N] this rank's, summed over ranks and passes
 
 
 class ShardedAdamW(MasterAdamW):
@@ -72,16 +74,15 @@ class ShardedAdamW(MasterAdamW):
         super().__init__(groups, *args, **options)
 
     def _make_masters(self, weights: list[nn.Parameter]) -> list[nn.Parameter]:
-        buckets = cut_into_buckets(weights, distributed.rank(), distributed.num_ranks())
-        if self.offload:
-            for bucket in buckets:
-                bucket.masters = [nn.Parameter(m.detach().cpu()) for m in bucket.masters]
+        device = torch.device("cpu") if self.offload else None
+        buckets = cut_into_buckets(weights, distributed.rank(), distributed.num_ranks(), device)
         self.buckets += buckets
-        for bucket in buckets:
-            for number, weight in enumerate(bucket.weights):
-                hook = partial(self._add, bucket, number)
-                self.hooks.append(weight.register_post_accumulate_grad_hook(hook))
-        return [master for bucket in buckets for master in bucket.masters]
+        for weight in weights:
+            hook = partial(
+                self._add, [b for b in buckets if any(p.weight is weight for p in b.pieces)]
+            )
+            self.hooks.append(weight.register_post_accumulate_grad_hook(hook))
+        return [piece.master for bucket in buckets for piece in bucket.pieces]
 
     def backward(self, loss: Tensor, reduce: bool = True) -> None:
         """Adds the gradient of `loss`. Without `reduce`, drops it and waits for no other rank."""
@@ -104,9 +105,9 @@ class ShardedAdamW(MasterAdamW):
         self.announced.clear()
         for bucket, users in zip(self.buckets, totals[1:], strict=True):
             if bucket.summed is not None and users > 0:
-                parts = _split(bucket.summed, bucket.masters)
-                for master, part in zip(bucket.masters, parts, strict=True):
-                    master.grad = part
+                parts = _split(bucket.summed, [piece.owned for piece in bucket.pieces])
+                for piece, part in zip(bucket.pieces, parts, strict=True):
+                    piece.master.grad = part
 
     def total_norm(self) -> Tensor:
         """Norm of the gradients of all ranks together."""
@@ -118,16 +119,18 @@ class ShardedAdamW(MasterAdamW):
     def step(self) -> None:
         """A step of AdamW on this rank's masters, whose results all ranks exchange."""
         for bucket in self.buckets:
-            bucket_parts = zip(bucket.weights, bucket.owned, bucket.masters, strict=True)
-            for weight, owned, master in bucket_parts:
+            for piece in bucket.pieces:
                 # a view of the weight, which a sampler may have moved
-                if weight.dtype == master.dtype and not self.offload:
-                    master.data = weight.data.flatten()[owned]
+                if piece.master.dtype == piece.weight.dtype and not self.offload:
+                    piece.master.data = piece.weight.detach().flatten()[piece.owned]
         self.adamw.step()
         for bucket in self.buckets:
-            whole = _gather(bucket, bucket.masters, bucket.weights[0].dtype)
-            for weight, values in zip(bucket.weights, bucket.split(whole), strict=True):
-                weight.copy_(values)  # in place: the sampler may share the tensor
+            dtype = bucket.pieces[0].weight.dtype
+            for piece, values in _gather(bucket, [p.master for p in bucket.pieces], dtype):
+                flat = piece.weight.detach().flatten()  # a view, so the sampler may share it
+                flat[piece.part] = values
+                if not piece.weight.is_contiguous():
+                    piece.weight.copy_(flat.view_as(piece.weight))
 
     def zero_grad(self) -> None:
         """Drops all gradients, those of an interrupted backward pass included."""
@@ -135,8 +138,8 @@ class ShardedAdamW(MasterAdamW):
         self.launched, self.reduces = 0, True
         for bucket in self.buckets:
             bucket.gradients, bucket.arrived, bucket.used, bucket.summed = None, 0, False, None
-            for weight in bucket.weights:
-                weight.grad = None
+        for weight in self.weights:
+            weight.grad = None
 
     def gradient_bytes(self) -> int:
         """Bytes of this rank's gradients, and of the buckets that are being reduced."""
@@ -147,14 +150,15 @@ class ShardedAdamW(MasterAdamW):
         """What `MasterAdamW.state_dict` returns with one rank; {} on the ranks other than 0."""
         saved: dict[nn.Parameter, dict[str, Tensor]] = {weight: {} for weight in self.weights}
         for bucket in self.buckets:
-            states = [self.adamw.state[m] | {"master": m} for m in bucket.masters]
+            states = [self.adamw.state[p.master] | {"master": p.master} for p in bucket.pieces]
             for name in ("exp_avg", "exp_avg_sq", "master"):
-                parts = [state[name] for state in states]
-                whole = _gather(bucket, parts, bucket.masters[0].dtype)
-                for weight, values in zip(bucket.weights, bucket.split(whole), strict=True):
+                values = [state[name] for state in states]
+                for piece, some in _gather(bucket, values, values[0].dtype):
                     if distributed.rank() == 0:
-                        saved[weight]["step"] = states[0]["step"].clone()
-                        saved[weight][name] = values.cpu().clone()
+                        full = torch.empty(piece.weight.shape, dtype=some.dtype)
+                        own = saved[piece.weight]
+                        own.setdefault("step", states[0]["step"].clone())
+                        own.setdefault(name, full).view(-1)[piece.part] = some.cpu()
         if distributed.rank() > 0:
             return {}
         masters = [(weight, saved[weight].pop("master")) for weight in self.weights]
@@ -182,23 +186,25 @@ class ShardedAdamW(MasterAdamW):
             if weight.dtype != dtype_of_master(weight):
                 restored[weight]["master"] = next(masters)
                 weight.copy_(restored[weight]["master"])
-        for bucket in self.buckets:
-            bucket_parts = zip(bucket.weights, bucket.owned, bucket.masters, strict=True)
-            for weight, owned, master in bucket_parts:
-                own = self.adamw.state[master] | {"master": master}
-                for name, values in restored[weight].items():
-                    own[name].copy_(values if name == "step" else values.flatten()[owned])
+        for piece in (piece for bucket in self.buckets for piece in bucket.pieces):
+            own = self.adamw.state[piece.master] | {"master": piece.master}
+            for name, values in restored[piece.weight].items():
+                own[name].copy_(values if name == "step" else values.flatten()[piece.owned])
         self.loss_scale, self.steps_at_scale = state["scale"]
 
-    def _add(self, bucket: Bucket, number: int, weight: Tensor) -> None:
-        """Moves a gradient into its bucket as soon as the backward pass has computed it."""
+    def _add(self, buckets: list[Bucket], weight: Tensor) -> None:
+        """Moves a gradient into its buckets as soon as the backward pass has computed it."""
         grad: Any = weight.grad
+        for bucket in buckets:
+            if bucket.gradients is None:
+                bucket.gradients = grad.new_zeros(bucket.size, dtype=dtype_of_master(weight))
+            places = _split(bucket.gradients, [piece.part for piece in bucket.pieces])
+            for piece, place in zip(bucket.pieces, places, strict=True):
+                if piece.weight is weight:
+                    place.copy_(grad.flatten()[piece.part])
+            bucket.arrived, bucket.used = bucket.arrived + 1, True
+            self._launch()
         weight.grad = None
-        if bucket.gradients is None:
-            bucket.gradients = grad.new_zeros(bucket.size, dtype=dtype_of_master(weight))
-        bucket.split(bucket.gradients)[number].copy_(grad)
-        bucket.arrived, bucket.used = bucket.arrived + 1, True
-        self._launch()
 
     def _launch(self, end_of_pass: bool = False) -> None:
         """Starts to reduce the next complete buckets, in the same order on all ranks.
@@ -206,7 +212,7 @@ class ShardedAdamW(MasterAdamW):
         `end_of_pass`: all that are left; a weight that the pass did not reach has gradient 0.
         """
         for bucket in self.buckets[self.launched :]:
-            if bucket.arrived < len(bucket.weights) and not end_of_pass:
+            if bucket.arrived < len(bucket.pieces) and not end_of_pass:
                 return
             self.launched += 1
             if self.reduces:
@@ -217,7 +223,9 @@ class ShardedAdamW(MasterAdamW):
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.gradients is None:
-            bucket.gradients = bucket.masters[0].new_zeros(bucket.size)
+            bucket.gradients = bucket.pieces[0].weight.new_zeros(
+                bucket.size, dtype=bucket.pieces[0].master.dtype
+            )
         part = bucket.gradients.new_empty(bucket.size // distributed.num_ranks())
         with distributed.rank_lost():
             work = distributed.reduce_scatter(part, bucket.gradients, async_op=True)
@@ -230,7 +238,7 @@ class ShardedAdamW(MasterAdamW):
         work, bucket, _, part = self.under_way.pop(0)
         with distributed.rank_lost():
             work.wait()
-        part = part.to(bucket.masters[0].device)
+        part = part.to(bucket.pieces[0].master.device)
         bucket.summed = part if bucket.summed is None else bucket.summed.add_(part)
 
     def _announce(self, passes: int) -> Tensor:
@@ -247,44 +255,65 @@ class ShardedAdamW(MasterAdamW):
         return totals
 
 
-def cut_into_buckets(weights: list[nn.Parameter], rank: int, num_ranks: int) -> list[Bucket]:
-    """Buckets of `weights`, the last weight first, with the elements and masters of `rank`."""
+def cut_into_buckets(
+    weights: list[nn.Parameter], rank: int, num_ranks: int, device: torch.device | None = None
+) -> list[Bucket]:
+    """Buckets of `weights`, in about the order of the backward pass, with the masters of `rank`.
+
+    `device`: of the masters; None: that of the weights.
+    """
     total = sum(weight.numel() for weight in weights)
     limit = min(MAX_BUCKET, max(MIN_BUCKET, total // NUM_BUCKETS))
-    members: list[list[nn.Parameter]] = []
-    for weight in reversed(weights):
-        filled = sum(w.numel() for w in members[-1]) if members else limit
-        if filled + weight.numel() > limit or members[-1][0].dtype != weight.dtype:
-            members.append([])
-        members[-1].append(weight)
-    buckets = []
-    for part in members:
-        share = -(-sum(w.numel() for w in part) // num_ranks)  # of each rank, rounded up
-        bucket = Bucket(part, share * num_ranks, [], [])
-        first = -rank * share  # of a weight's elements in this rank's share
-        for weight in part:
-            start, end = max(0, -first), min(weight.numel(), share - first)
-            bucket.owned.append(slice(start, max(start, end)))
-            values = weight.detach().flatten()[bucket.owned[-1]].to(dtype_of_master(weight))
-            bucket.masters.append(nn.Parameter(values))
-            first += weight.numel()
-        buckets.append(bucket)
-    return buckets
+    parts: list[list[tuple[nn.Parameter, slice]]] = []  # of each bucket
+    room, last_first = 0, weights[::-1]
+    # the backward pass reaches a layer's first norm after its matrices, so norms come last
+    for weight in sorted(last_first, key=lambda weight: weight.ndim < 2):
+        start = 0
+        while start < weight.numel():
+            if room == 0 or parts[-1][0][0].dtype != weight.dtype:
+                parts.append([])
+                room = limit
+            part = slice(start, min(weight.numel(), start + room))
+            parts[-1].append((weight, part))
+            room -= part.stop - start
+            start = part.stop
+    return [_make_bucket(own, rank, num_ranks, device) for own in parts]
+
+
+def _make_bucket(
+    parts: list[tuple[nn.Parameter, slice]], rank: int, num_ranks: int, device: torch.device | None
+) -> Bucket:
+    share = -(-sum(part.stop - part.start for _, part in parts) // num_ranks)  # rounded up
+    bucket = Bucket([], share * num_ranks)
+    first = -rank * share  # of a part, counted from the first element that this rank owns
+    for weight, part in parts:
+        length = part.stop - part.start
+        begin = min(max(0, -first), length)
+        end = max(begin, min(length, share - first))
+        owned = slice(part.start + begin, part.start + end)
+        values = weight.detach().flatten()[owned].to(device, dtype_of_master(weight))
+        bucket.pieces.append(Piece(weight, part, owned, nn.Parameter(values)))
+        first += length
+    return bucket
 
 
 @torch.no_grad()
-def _gather(bucket: Bucket, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """[size] of what all ranks have for the elements that they own; `parts` are this rank's."""
-    whole = torch.zeros(bucket.size, dtype=dtype, device=bucket.weights[0].device)
+def _gather(
+    bucket: Bucket, values: Sequence[Tensor], dtype: torch.dtype
+) -> Iterator[tuple[Piece, Tensor]]:
+    """Each piece with what its owners have for its elements; `values` are this rank's."""
+    whole = torch.zeros(bucket.size, dtype=dtype, device=bucket.pieces[0].weight.device)
     mine = whole.new_zeros(bucket.size // distributed.num_ranks())
-    for place, part in zip(_split(mine, parts), parts, strict=True):
-        place.copy_(part)
+    places = _split(mine, [piece.owned for piece in bucket.pieces])
+    for place, some in zip(places, values, strict=True):
+        place.copy_(some)
     with distributed.rank_lost():
         distributed.all_gather_tensor(whole, mine)
-    return whole
+    parts = _split(whole, [piece.part for piece in bucket.pieces])
+    return zip(bucket.pieces, parts, strict=True)
 
 
-def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Consecutive parts of `flat` with as many elements as the tensors in `like`."""
-    ends = list(accumulate(tensor.numel() for tensor in like))
-    return [flat[end - t.numel() : end] for end, t in zip(ends, like, strict=True)]
+def _split(flat: Tensor, parts: list[slice]) -> list[Tensor]:
+    """Consecutive pieces of `flat`, as long as `parts`."""
+    lengths = [part.stop - part.start for part in parts]
+    return list(flat[: sum(lengths)].split(lengths))

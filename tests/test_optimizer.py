@@ -1,5 +1,6 @@
 """Low-precision weights lose no update: float32 masters, and loss scaling for float16."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_small
+from torch import nn
 
 from core import checkpoint
 from core.model import load_policy
@@ -44,6 +46,32 @@ def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6():
     assert (moved != 0).float().mean() > 0.4
     assert (moved - expected).abs().max() <= (start.abs() / 128).max()
     assert (moved * -gradient).mean().item() == pytest.approx(100 * LR, rel=0.1)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "padded"])
+def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(layout):
+    start, gradient = torch.arange(6.0).view(2, 3), torch.tensor([[1.0, -2, 0.1], [3, 5, -0.5]])
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    optimizer = MasterAdamW([{"params": [ours], "lr": 0.1}], weight_decay=0.0)
+    adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
+    place = torch.zeros(3, 2).t() if layout == "transposed" else torch.zeros(2, 4)[:, :3]
+    ours.data = place.copy_(start)
+    for number in range(3):
+        optimizer.backward((ours * gradient * (number + ours.detach())).sum())
+        (theirs * gradient * (number + theirs.detach())).sum().backward()
+        optimizer.clip_and_step(max_norm=0)
+        adamw.step()
+        adamw.zero_grad()
+    torch.testing.assert_close(ours, theirs)
+    assert ours.data_ptr() == place.data_ptr()
+
+    resumed = nn.Parameter(ours.detach().clone(memory_format=torch.contiguous_format))
+    again = MasterAdamW([{"params": [resumed], "lr": 0.1}], weight_decay=0.0)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for weight, each in ((ours, optimizer), (resumed, again)):
+        each.backward((weight * gradient).sum())
+        each.clip_and_step(max_norm=0)
+    torch.testing.assert_close(resumed, ours)
 
 
 def test_moments_exist_from_the_start_and_the_steps_are_adams():

@@ -14,10 +14,10 @@ from torch import nn
 
 from core import distributed
 from core.optimizer import MasterAdamW
-from core.sharded_optimizer import MAX_BUCKET, ShardedAdamW, cut_into_buckets
+from core.sharded_optimizer import MIN_BUCKET, ShardedAdamW, cut_into_buckets
 
 ROOT = Path(__file__).parent.parent
-SHAPES = [(300, 256), (7, 3), (1,), (300, 256), (13,), (70_000,), (2, 5, 11), (65_537,)]
+SHAPES = [(300, 256), (7, 3), (1,), (900, 256), (13,), (70_000,), (2, 5, 11), (265_537,)]
 UNUSED, HEAD_FROM, STEPS = 4, 6, 6  # a weight without gradient; the first of the second group
 DTYPES = {
     "float32": (torch.float32,),
@@ -30,10 +30,12 @@ DTYPES = {
 def make_weights(kind):
     generator = torch.Generator().manual_seed(0)
     dtypes = DTYPES[kind]
-    return [
+    weights = [
         nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(dtypes[n % len(dtypes)]))
         for n, shape in enumerate(SHAPES)
     ]
+    weights[3] = nn.Parameter(weights[3].detach().t().contiguous().t())  # rows are not contiguous
+    return weights
 
 
 def groups_of(weights):
@@ -185,22 +187,24 @@ def test_each_element_has_one_owner(kind, ranks):
     owners = {w: torch.zeros(w.numel(), dtype=torch.int64) for w in weights}
     for rank in range(ranks):
         for bucket in cut_into_buckets(weights, rank, ranks):
-            assert len({w.dtype for w in bucket.weights}) == 1
-            assert bucket.size % ranks == 0 and bucket.size <= MAX_BUCKET
-            assert sum(m.numel() for m in bucket.masters) <= bucket.size // ranks
-            for weight, owned, master in zip(
-                bucket.weights, bucket.owned, bucket.masters, strict=True
-            ):
-                owners[weight][owned] += 1
-                assert torch.equal(weight.detach().flatten()[owned].float(), master.detach())
+            assert len({piece.weight.dtype for piece in bucket.pieces}) == 1
+            assert bucket.size % ranks == 0 and bucket.size < MIN_BUCKET + ranks
+            assert sum(p.master.numel() for p in bucket.pieces) <= bucket.size // ranks
+            for piece in bucket.pieces:
+                assert piece.part.start <= piece.owned.start <= piece.owned.stop <= piece.part.stop
+                owners[piece.weight][piece.owned] += 1
+                values = piece.weight.detach().flatten()[piece.owned].float()
+                assert torch.equal(values, piece.master.detach())
     assert all((count == 1).all() for count in owners.values())
 
 
-def test_buckets_follow_the_backward_pass_and_are_reduced_while_it_goes_on():
+def test_buckets_follow_the_backward_pass():
+    """The last weights are complete first, and are reduced while it goes on."""
     weights = make_weights("float32")
     buckets = cut_into_buckets(weights, 0, 2)
-    assert [w for bucket in buckets for w in bucket.weights] == weights[::-1]
-    assert len(buckets) > 2  # the first is complete long before the last
+    order = list(dict.fromkeys(p.weight for b in buckets for p in b.pieces))
+    assert [w.shape for w in order] == [SHAPES[n] for n in (6, 3, 1, 0, 7, 5, 4, 2)]  # norms last
+    assert len(buckets) > 2 and sum(len(b.pieces) for b in buckets) > len(weights)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
-"""Peak memory of a training pass, forward and backward: picoRL and a pass that keeps all logits.
+"""Peak memory: of a training pass, and of a rank that shares the optimizer with others.
 
     python runs/benchmarks/memory.py  # 8 minutes on two cores; needs 16 GB
     python runs/benchmarks/memory.py --vocab 384 8000 --completion-tokens 32 --no-write
+    python runs/benchmarks/memory.py ranks  # 3 minutes; needs 12 GB
+
+pass: forward and backward, picoRL and a pass that keeps all logits.
 
 One group in one micro-batch, the same token ids on both sides, and a model so small that the
 vocabulary takes the share of memory that it takes in a large model. picoRL runs
@@ -9,23 +12,34 @@ vocabulary takes the share of memory that it takes in a large model. picoRL runs
 every position, `log_softmax`, `gather`. The loss of both is the mean log-prob of the sampled
 tokens. Memory is the peak during the pass minus what was in use before it: resident memory of a
 fresh process on the CPU (Linux), what PyTorch allocated on a GPU. It includes the gradients.
+
+ranks: weights, gradients and optimizer of one of N ranks, --shard-optimizer on and off. The model
+has 109M weights, 9% of them in the embedding, as in models of 4B. Memory is the peak of a fresh
+process during two steps of two short backward passes each, minus what was in use before the model
+was made; the largest of all ranks. It includes activations and gradients on their way.
 """
 
+import json
+import os
+import re
 import statistics
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
-from pairs import Side, alternate, in_child, publish, ratios, run_child, spread, verdict
+from pairs import ANSWER, Side, alternate, in_child, publish, ratios, run_child, spread, verdict
 
 if TYPE_CHECKING:
     from core.model import Policy
     from core.types import Rollout
 
+DTYPES = ("bfloat16", "float32")
+SHARDED_GOAL = 0.45  # maximum of a rank's memory with / without shards, with 4 ranks
 GOAL, GOAL_VOCAB = 0.35, 150_000  # maximum of picoRL's / the plain pass's memory; from this V on
 MB = 2**20
 
@@ -34,16 +48,22 @@ MB = 2**20
 class Args:
     """What to measure. One setting changes at a time; the others keep their first value."""
 
+    what: tyro.conf.Positional[Literal["pass", "ranks"]] = "pass"
     rounds: int = 5  # pairs of fresh processes with the first value of every setting
     other_rounds: int = 1  # pairs for the other cases
     vocab: tuple[int, ...] = (150_000, 384, 8_000, 32_000)
     group_size: tuple[int, ...] = (8, 4, 16)
     completion_tokens: tuple[int, ...] = (64, 128, 256)
     prompt_tokens: tuple[int, ...] = (200, 50)
+    ranks: int = 4
+    layers: int = 14  # of the model of `ranks`
     write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
+    if args.what == "ranks":
+        publish("ranks_memory", [measure_ranks(args, x) for x in DTYPES], ranks_table, args.write)
+        return
     cases = []
     for number, case in enumerate(grid(args)):
         print(case, flush=True)
@@ -81,6 +101,86 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
             str(case["completion_tokens"]), spread(ours, ",.0f"), spread(plain, ",.0f"),
             spread(ratio), verdict(statistics.median(ratio), GOAL) if has_goal else "",
         ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+# --- ranks ---------------------------------------------------------------------------------------
+
+
+def measure_ranks(args: Args, dtype: str) -> dict[str, Any]:
+    """Runs N ranks with and without shards in turn; the peak of the largest rank in each."""
+    sides: dict[str, Side] = {
+        mode: lambda mode=mode: launch_ranks(args.ranks, dtype, mode, args.layers)
+        for mode in ("on", "off")
+    }
+    print(f"{args.ranks} ranks, {dtype}", flush=True)
+    results = alternate(sides, args.rounds, "peak_mb")
+    return {"dtype": dtype, "ranks": args.ranks, "layers": args.layers, "sides": results}
+
+
+def launch_ranks(ranks: int, dtype: str, mode: str, layers: int) -> dict[str, Any]:
+    """The answer of the rank that needed most memory."""
+    settings = {"part": "rank", "dtype": dtype, "mode": mode, "layers": layers}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        str(ranks), __file__, "--child", json.dumps(settings),
+    ]  # fmt: skip
+    # glibc returns freed blocks of a megabyte to the system, so the peak is what is needed
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MB)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    answers = [json.loads(x) for x in re.findall(rf"{ANSWER}(\{{.*?\}})", done.stdout)]
+    if done.returncode or len(answers) != ranks:
+        raise RuntimeError(f"the ranks failed: {done.stderr[-2000:]}")
+    if len({answer["sum"] for answer in answers}) != 1:
+        raise RuntimeError(f"the ranks have different weights: {answers}")
+    return max(answers, key=lambda answer: answer["peak_mb"])
+
+
+def rank(dtype: str, mode: str, layers: int) -> dict[str, Any]:
+    """In a process of torchrun: peak memory in MB, weights, and a sum that all ranks must share."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from core import distributed
+    from core.optimizer import MasterAdamW
+    from core.sharded_optimizer import ShardedAdamW
+
+    config = LlamaConfig(
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        vocab_size=12288, tie_word_embeddings=True,
+    )  # fmt: skip
+    with distributed.process_group("cpu"):
+        before = memory_in_use()
+        torch.manual_seed(0)
+        torch.set_default_dtype(getattr(torch, dtype))
+        model = LlamaForCausalLM(config)
+        kind = ShardedAdamW if mode == "on" else MasterAdamW
+        optimizer = kind([{"params": list(model.parameters()), "lr": 1e-4}], weight_decay=0.0)
+        ids = torch.arange(4)[None] + distributed.rank()
+        for _ in range(2):
+            for _ in range(2):
+                optimizer.backward(model(input_ids=ids).logits.float().logsumexp(-1).sum())
+            optimizer.sum_gradients()
+            assert optimizer.clip_and_step(1.0)[1]
+        total = sum(float(p.double().sum()) for p in model.parameters())
+        weights = sum(p.numel() for p in model.parameters())
+        return {"peak_mb": (peak() - before) / MB, "weights": weights, "sum": total}
+
+
+def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
+    """One row per dtype, as Markdown."""
+    lines = ["| weights | ranks | sharded, MB a rank | bytes a weight | not sharded, MB a rank | "
+             "bytes a weight | sharded / not | goal |", "| --- |" + " --- |" * 7]  # fmt: skip
+    for case in cases:
+        sides = [case["sides"][mode] for mode in ("on", "off")]
+        cells = [f"{sides[0][0]['weights'] / 1e6:.0f}M {case['dtype']}", str(case["ranks"])]
+        for answers in sides:
+            cells.append(spread([answer["peak_mb"] for answer in answers], ",.0f"))
+            sizes = [answer["peak_mb"] * MB / answer["weights"] for answer in answers]
+            cells.append(f"{statistics.median(sizes):.1f}")
+        ratio = ratios(*([answer["peak_mb"] for answer in answers] for answers in sides))
+        cells += [spread(ratio), verdict(statistics.median(ratio), SHARDED_GOAL)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -182,7 +282,7 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
-PARTS = {"measure": measure}
+PARTS = {"measure": measure, "rank": rank}
 
 if __name__ == "__main__" and not run_child(PARTS):
     main(tyro.cli(Args, description=__doc__))
