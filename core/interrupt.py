@@ -1,5 +1,6 @@
 """Ctrl-C at safe points only, and time limits for calls into environments."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,15 +13,21 @@ from core.types import Stopped
 
 
 class Interrupt:
-    """Delays SIGINT and SIGTERM: the first sets a flag for `check`, the second acts as usual."""
+    """Delays SIGINT, SIGTERM and SIGHUP: the first sets a flag for `check`, the next acts as usual.
+
+    SIGHUP says that the terminal is gone; what is printed from then on is lost. A SIGHUP that is
+    ignored, as under nohup, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.previous: dict[int, Any] = {}  # the handler of each signal outside this context
 
     def __enter__(self) -> "Interrupt":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.previous[number] = signal.signal(number, self._request)
+        self.terminals = [handle for handle in (1, 2) if os.isatty(handle)]
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self.previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -40,6 +47,9 @@ class Interrupt:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         signal.signal(number, self.previous[number])
+        for handle in self.terminals:
+            if not os.isatty(handle):  # it is gone: a write would raise
+                os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
 
 
 class _TimeLimit(BaseException):

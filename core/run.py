@@ -159,9 +159,9 @@ class Run:
 def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
-    Ctrl-C and SIGTERM save the run and raise Stopped. On exit, writes report.html, curves.png,
-    README.md and, for a run that reached its last update, the model. Raises UsageError for invalid
-    settings; then no new folder is left behind.
+    Ctrl-C, SIGTERM and SIGHUP save the run and raise Stopped. On exit, writes report.html,
+    curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
+    for invalid settings; then no new folder is left behind.
     """
     with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
         restarted = distributed.is_restarted()

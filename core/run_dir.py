@@ -6,12 +6,14 @@ name and then renamed. It is removed again if invalid input ends the run before 
 
 import dataclasses
 import errno
+import fcntl
 import itertools
 import os
 import reprlib
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +23,7 @@ import filelock
 import yaml
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config
-from core.files import disk_errors, published
+from core.files import PART, disk_errors, published, remove
 from core.types import CannotWrite, UsageError
 
 DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
@@ -97,6 +99,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
         if new:
             create_run(run, settings)
         with _locked(run), disk_errors(run):
+            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
+                remove(left)
             try:
                 yield
             except UsageError:
@@ -117,9 +121,12 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
 
 def create_run(run: Path, settings: dict[str, Any]) -> None:
     """Create the folder of a new run with its config.yaml. Raises UsageError if it exists."""
-    part = run.with_name(f".part-{run.name}-{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)  # left by a killed process with the same id
+    part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
     try:
+        for left in run.parent.glob(f"{PART}*"):  # by a killed process
+            with suppress(FileNotFoundError):  # that process has just finished its folder
+                if left == part or time.time() - left.stat().st_mtime > 3600:
+                    remove(left)
         part.mkdir(parents=True)
     except OSError as error:
         if error.errno in DISK_ERRORS:
@@ -144,8 +151,25 @@ def write_config(run: Path, settings: dict[str, Any]) -> None:
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """The operating system releases the lock if this process dies."""
+    """The operating system releases the lock if this process dies.
+
+    filelock would do without the operating system where it has no locks, and a killed run would
+    then block its folder, or two processes use it.
+    """
     path = run / ".lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pass  # another process holds it
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise UsageError(
+            f"{run} is on a file system without locks ({error.strerror}), so two processes could "
+            "use it: start the run in a folder of another disk"
+        ) from None
+    finally:
+        os.close(handle)
     try:
         lock = filelock.FileLock(path, timeout=0).acquire()
     except filelock.Timeout:

@@ -30,7 +30,7 @@ class OutOfMemory(Fault):
 
 
 class Stopped(Exception):
-    """Ctrl-C or SIGTERM stopped the run at a safe point; exit code 130."""
+    """Ctrl-C, SIGTERM or SIGHUP stopped the run at a safe point; exit code 130."""
 
 
 class Message(TypedDict):

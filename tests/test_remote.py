@@ -1,7 +1,10 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +19,8 @@ from core.types import UsageError
 from environments.adapters.remote import Remote, RemoteAgents, RemoteError
 from environments.base import EnvFailure
 from environments.registry import make
+
+ROOT = Path(__file__).parent.parent
 
 # answers the reset, then misbehaves on the first step
 SERVER = """
@@ -206,3 +211,39 @@ def test_agents_in_the_wrong_form_fail_the_episode(tmp_path):
     env = make(f"remote:command={sys.executable} {program},agents=true")
     with pytest.raises(EnvFailure, match="the messages are no list"):
         env.reset(1)
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from environments.adapters.remote import Remote
+env = Remote(command=f"{sys.executable} slow.py", timeout=0.6)
+env.reset(1)  # the server runs from here on
+Path("ready").touch()
+print(env.step("x").reward)
+"""
+SLOW = """
+import sys, time
+for line in sys.stdin:
+    step = '"do": "step"' in line
+    time.sleep(0.3 * step)
+    answer = '{"message": null, "reward": 0.5, "done": true}' if step else '{"messages": []}'
+    print(answer, flush=True)
+"""
+
+
+def test_time_in_which_the_run_is_stopped_is_not_the_servers(tmp_path):
+    """SIGSTOP, as from Ctrl-Z, for longer than the timeout changes no result."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    process = subprocess.Popen(
+        [sys.executable, "-c", STOPPED], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
+    assert process.communicate(timeout=30)[0] == "0.5\n"

@@ -1,6 +1,7 @@
 """A run folder is complete or absent, belongs to one process, and survives a full disk."""
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -72,6 +73,32 @@ with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("locked", flush=Tru
     first.wait()
     with lock_run_dir(run, {}, new=False):
         pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch, number):
+    def flock(handle, operation):
+        raise OSError(number, os.strerror(number))
+
+    create_run(tmp_path / "a", SETTINGS)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match="without locks"), lock_run_dir(tmp_path / "a", {}, False):
+        raise AssertionError("two processes could be here")
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["config.yaml"]
+
+
+def test_what_killed_processes_left_is_removed(tmp_path):
+    run = tmp_path / "a"
+    for part in (".part-b-1", ".part-c-2"):  # of an old creation, and of one that may go on
+        (tmp_path / part).mkdir()
+    os.utime(tmp_path / ".part-b-1", (0, 0))
+    with lock_run_dir(run, SETTINGS, new=True):
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".part-c-2", "a"]
+    (run / ".part-model").mkdir()
+    (run / ".part-metrics.jsonl").touch()
+    (run / "checkpoint/.part-000000-000001").mkdir(parents=True)
+    with lock_run_dir(run, {}, new=False):
+        assert not list(run.glob("**/.part-*"))
 
 
 def test_a_run_in_use_is_not_resumed(command):

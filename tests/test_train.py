@@ -223,7 +223,7 @@ def test_the_log_is_on_the_disk_before_the_checkpoint_has_its_name(command, monk
     assert seen == [True] * 3
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_saves_the_run_and_names_the_command_that_resumes_it(command, monkeypatch, number):
     def step(*args, step=train.sft_step):
         signal.raise_signal(number)

@@ -56,6 +56,7 @@ from environments.tools import schemas
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
 SHOWN_LINES, SHOWN_BYTES = 3, 1000  # of the server's stderr
+SLICE = 0.1  # seconds
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
 
 
@@ -119,7 +120,7 @@ class _Connection:
             if self.process is None or self.process.poll() is not None:
                 self.process = self._start()
                 timeout *= STARTUP_FACTOR
-            answer = _exchange(self.process, request, time.monotonic() + timeout)
+            answer = _exchange(self.process, request, timeout)
             if "error" in answer:
                 raise RemoteError(f"{answer['error']}"[:500])
             return read(answer)
@@ -214,18 +215,22 @@ def _answer_agents(env: MultiAgentEnv, request: dict[str, Any]) -> dict[str, Any
     return {"text": env.guess(request["agent"], random.Random(request["seed"]))}
 
 
-def _exchange(
-    process: subprocess.Popen, request: dict[str, Any], deadline: float
-) -> dict[str, Any]:
-    """Sends one line and returns the answer; EnvFailure after `deadline` (time.monotonic)."""
+def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Sends one line and returns the answer; EnvFailure after so many `seconds` of waiting.
+
+    Waits in slices, and counts a slice as at most twice its length: time in which this process was
+    stopped (Ctrl-Z, a suspended machine) is not the server's.
+    """
     assert process.stdin and process.stdout
     outgoing, incoming = json.dumps(request).encode() + b"\n", bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdin, selectors.EVENT_WRITE)
         selector.register(process.stdout, selectors.EVENT_READ)
         while b"\n" not in incoming or outgoing:
-            ready = selector.select(deadline - time.monotonic())
-            if not ready or time.monotonic() > deadline:
+            started = time.monotonic()
+            ready = selector.select(min(seconds, SLICE))
+            seconds -= min(time.monotonic() - started, 2 * SLICE)
+            if seconds <= 0:
                 raise EnvFailure("no answer within the timeout")
             for key, _ in ready:
                 if key.fileobj is process.stdin:
