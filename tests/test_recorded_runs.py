@@ -58,6 +58,19 @@ def test_a_policy_learns_to_call_the_calculator():
         assert last[f"eval/{env}/called"] > 0.9
 
 
+def test_a_model_in_4_bits_learns_and_its_sampler_differs_by_rounding():
+    for name in ("letters-nf4-seed0", "letters-nf4-seed1", "sums-nf4"):
+        records = read_records(RUNS / f"qlora/{name}.jsonl")
+        ((env, first, last),) = before_after(records)
+        assert first[f"eval/{env}/ci_high"] < last[f"eval/{env}/ci_low"]
+        assert max(r.get("gap/logprob_max", 0) for r in records) < 1e-3
+        memory = json.loads((RUNS / f"qlora/{name}.memory.json").read_text())
+        plain = name.replace("nf4", "lora")
+        whole = json.loads((RUNS / f"qlora/{plain}.memory.json").read_text())
+        assert memory["base_weights"] == whole["base_weights"] == whole["base_bytes"] / 4
+        assert memory["base_bytes"] < 0.32 * whole["base_bytes"]
+
+
 def test_too_high_a_learning_rate_ends_below_the_trivial_baseline():
     after = last_evaluation(RUNS / "what_goes_wrong/high_rate.jsonl")
     assert after["ci_high"] < ALWAYS_1
@@ -67,8 +80,8 @@ def test_too_high_a_learning_rate_ends_below_the_trivial_baseline():
 @pytest.mark.parametrize(
     "name",
     ["letter_counting_tiny", "algorithms_tiny", "environments_tiny", "letter_counting_vllm",
-     "opponents_tiny", "own_environments", "pretrain_tiny", "precision", "tools_tiny",
-     "what_goes_wrong"],
+     "opponents_tiny", "own_environments", "pretrain_tiny", "precision", "qlora",
+     "tools_tiny", "what_goes_wrong"],
 )  # fmt: skip
 def test_page_has_the_table_of_its_script(name, monkeypatch):
     monkeypatch.syspath_prepend(str(RUNS / name))
