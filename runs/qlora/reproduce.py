@@ -33,7 +33,6 @@ RUNS = {
     for method, flags in METHODS.items()
     for seed in (0, 1)
 } | {f"sums-{method}": f"{SUMS} {flags} --seed 0" for method, flags in METHODS.items()}
-RUNS["sums-nf4-longer"] = f"{RUNS['sums-nf4']} --num-updates 30"
 VLLM = {"sums-nf4-vllm": f"{SUMS} --quantize nf4 --dtype bfloat16 --sampler vllm --seed 0"}
 
 
@@ -77,7 +76,7 @@ def table() -> list[str]:
     commands = {"letters": LETTERS, "sums": SUMS}
     for task, flags in commands.items():
         rows += ["", f"{task}: `python {TRAIN} {flags}`, `--quantize nf4` and `--seed`."]
-    return [*rows, "longer: `--num-updates 30`; vllm: `--dtype bfloat16 --sampler vllm`."]
+    return [*rows, "vllm: `--dtype bfloat16 --sampler vllm`."]
 
 
 def draw() -> None:
