@@ -1,5 +1,6 @@
 """runs/benchmarks: what it counts, by hand, and that both sides do the same work."""
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ FOLDER = Path(__file__).parent.parent / "runs/benchmarks"
 sys.path.append(str(FOLDER))
 import continuous  # noqa: E402
 import floor  # noqa: E402
+import large_scale  # noqa: E402
 import memory  # noqa: E402
 import nanollm  # noqa: E402
 import pairs  # noqa: E402
@@ -89,27 +91,91 @@ def test_shape_has_the_weights_of_the_model(model, name, tmp_path):
     assert shape.width * shape.vocab == built.get_input_embeddings().weight.numel()
 
 
-def test_all_reduce_seconds_by_hand():
-    links = scaling.Links(8, inside_gb_s=2.0, outside_gb_s=1.0, latency_s=0.01)
-    assert scaling.all_reduce_seconds(8e9, 1, links) == 0.0
-    # 8 GPUs: each sends 7/8 of 8 GB twice at 2 GB/s; 14 messages
-    assert scaling.all_reduce_seconds(8e9, 8, links) == pytest.approx(7.0 + 0.14)
-    # 64 GPUs: besides, 7/8 of the 1 GB of each GPU twice at 1 GB/s; 14 more messages
-    assert scaling.all_reduce_seconds(8e9, 64, links) == pytest.approx(7.0 + 1.75 + 0.28)
+def test_scatter_seconds_by_hand():
+    links = large_scale.Assumptions(inside_gb_s=2.0, outside_gb_s=1.0, latency_s=0.01)
+    assert large_scale.scatter_seconds(8e9, 1, links) == 0.0
+    # 8 GPUs: each sends 7/8 of 8 GB at 2 GB/s; 7 messages
+    assert large_scale.scatter_seconds(8e9, 8, links) == pytest.approx(3.5 + 0.07)
+    # 64 GPUs: besides, 7/8 of the 1 GB of each GPU at 1 GB/s; 7 more messages
+    assert large_scale.scatter_seconds(8e9, 64, links) == pytest.approx(3.5 + 0.875 + 0.14)
     with pytest.raises(ValueError, match="do not fill nodes"):
-        scaling.all_reduce_seconds(8e9, 12, links)
+        large_scale.scatter_seconds(8e9, 12, links)
 
 
-def test_scaling_update_adds_stragglers_and_all_reduce():
-    links = scaling.Links(8, inside_gb_s=2.0, latency_s=0.0, straggling=1.25)
-    assert scaling.update_seconds(8.0, 4.0, 8e9, 1, links)["update"] == 12.0
-    assert scaling.update_seconds(2.0, 0.5, 8e9, 8, links)["update"] == pytest.approx(10.0)
+# HAND has 44 weights and caches 2 * 2 bytes of 1 * 2 keys = 8 bytes per token
+SLOW = large_scale.Assumptions(
+    gpus_per_node=2, peak_tflops=1e-10, compute_share=1.0, memory_gb_s=1e-7, memory_share=1.0,
+    decode_overhead_s=0.5, cache_gb=2 * 8e-9 * 6.5, inside_gb_s=1e-7, latency_s=0.0,
+    rollouts_gb_s=1e-9, disk_gb_s=1e-9, save_every=2,
+)  # fmt: skip
+SHORT = large_scale.Batch(2, 2, prompt_tokens=4, micro_batch_tokens=8)
 
 
-def test_scaling_counts_the_adapter_weights_of_peft(model):
-    policy = load_policy(model.folder, lora_rank=4)
-    trained = sum(p.numel() for p in policy.trainable().values())
-    assert scaling.adapters(model.folder, 4) == trained
+def test_sampling_starts_the_next_completion_where_one_ends():
+    # 2 fit: (4 + (1 + 2 + 4.5) / 3 = 2.5) tokens each. Lengths 1 and 2 start, the third follows.
+    # step 0-1: 2 rows hold 9 tokens; 1-2: 5.5 and 4.5; 2-4: the last alone holds 4 + 2
+    assert weights_by_hand == large_scale.weights_of(HAND)
+    moved = [88 + 8 * 9, 88 + 8 * 10, 88 + 8 * 6, 88 + 8 * 6]  # bytes, at 100 per second
+    computed = [2 * 44 * 2 / 100, 2 * 44 * 2 / 100, 0.88, 0.88]
+    expected = sum(0.5 + max(m / 100, c) for m, c in zip(moved, computed, strict=True))
+    seconds = large_scale.sampling_seconds([1, 2, 3], SHORT, HAND, SLOW)
+    assert seconds == pytest.approx(expected)
+
+
+weights_by_hand = 34 + 2 * 5
+
+
+def test_update_counts_training_and_what_the_backward_pass_does_not_hide(monkeypatch):
+    monkeypatch.setattr(large_scale, "lengths_of", lambda batch: [2, 2, 2, 2])
+    monkeypatch.setitem(large_scale.SHAPES, "hand", HAND)
+    scale = large_scale.Scale((2,), "hand", 1, False, SHORT, SLOW)
+    parts = large_scale.update_seconds(2, scale, dict.fromkeys(COSTS, 0.0))
+    # 8 completion tokens and 2 prompts of 4 on 2 GPUs: 8 tokens each, one pass
+    training = 8 * 44 * 8 / 100
+    assert parts["training"] == pytest.approx(training)
+    scatter = 0.5 * 4 * 44 / 100
+    assert scatter < training * 6 / 8  # hidden
+    assert parts["communication"] == pytest.approx(0.5 * 2 * 44 / 100)
+    slower = dataclasses.replace(SLOW, inside_gb_s=1e-9)
+    scale = dataclasses.replace(scale, assumptions=slower)
+    parts = large_scale.update_seconds(2, scale, dict.fromkeys(COSTS, 0.0))
+    assert parts["communication"] == pytest.approx(88 - training * 6 / 8 + 44)
+    assert parts["stragglers"] == 0.0  # all lengths are equal
+
+
+COSTS = "bytes pickle_s unpickle_s batch_s advantages_s metrics_s write_s".split()
+
+
+def test_controller_handles_all_rollouts_on_every_rank():
+    costs = dict(zip(COSTS, (2.0, 8.0, 0.25, 0.5, 0.125, 3.0, 1.0), strict=True))
+    seconds = large_scale.controller_seconds(2, 44, [1, 2, 3, 4], SLOW, costs)
+    exchange = (8.0 / 2 + 2.0 + 0.25) * 10
+    assert seconds == exchange + 0.625 * 10 + 4.0 * 4 + 14 * 44 / 2
+    alone = large_scale.controller_seconds(1, 44, [1, 2, 3, 4], SLOW, costs)
+    assert alone == seconds - exchange
+
+
+def test_half_is_wasted_where_an_update_takes_half_the_time_of_linear_scaling(monkeypatch):
+    seconds = {8: 80.0, 16: 50.0, 32: 39.0, 64: 30.0}  # half of linear: 160 / 2 ^ k
+    monkeypatch.setattr(large_scale, "update_seconds", lambda n, *_: {"sampling": seconds[n]})
+    scale = large_scale.Scale(gpus=(8,))
+    assert large_scale.half_wasted_at(scale, {}) == 64  # 32: 80 / 39 / 4 = 0.51
+    growing = dataclasses.replace(scale, grows=True)
+    seconds |= {16: 90.0, 32: 161.0}
+    assert large_scale.half_wasted_at(growing, {}) == 32
+
+
+def test_the_largest_loss_is_what_grows_most_against_linear_scaling():
+    one = dict(zip(large_scale.PARTS, (80.0, 0.0, 80.0, 0.0, 6.0), strict=True))
+    many = dict(zip(large_scale.PARTS, (30.0, 9.0, 10.0, 0.0, 5.0), strict=True))
+    case = {"gpus": [8, 64], "grows": False, "updates": {"8": one, "64": many}}
+    assert large_scale.largest_loss(case) == "sampling"  # 20 s more than 10
+    assert large_scale.largest_loss(case | {"grows": True}) == "stragglers"
+
+
+def test_controller_measures_all_its_costs():
+    costs = large_scale.controller(1, large_scale.Batch(2, 2, median_tokens=20), count=4)
+    assert list(costs) == ["bytes", *COSTS[1:]] and all(value > 0 for value in costs.values())
 
 
 def test_scaling_reads_times_without_the_first_update(tmp_path):
@@ -213,7 +279,7 @@ def test_profile_divides_the_time_by_kind_of_operation():
 SCRIPTS = {
     "vs_trl": vs_trl.table, "vs_generate": vs_generate.table, "memory": memory.table,
     "floor": floor.table, "startup": startup.table, "scaling_ranks": scaling.ranks_table,
-    "scaling_model": scaling.model_table, "continuous": continuous.table,
+    "scaling_model": large_scale.table, "continuous": continuous.table,
 }  # fmt: skip
 
 

@@ -1,23 +1,13 @@
-"""Data parallel: an update on 2 ranks, measured, and on 8 and 64 GPUs, computed.
+"""Data parallel: an update on 2 ranks, measured, and on 8, 64 and 512 GPUs, computed.
 
     python runs/benchmarks/scaling.py ranks  # 1 against 2 ranks, a core each; 4 minutes
-    python runs/benchmarks/scaling.py model  # on a GPU: computed from the times of one device
-    python runs/benchmarks/scaling.py model --gpus 2  # on a CPU, beside `ranks`
+    python runs/benchmarks/scaling.py model  # computed; measures the CPU's part; 1 minute
 
 ranks: `torchrun --nproc-per-node N train.py`, each rank on one CPU core, the same global batch.
 The time of an update is time/rollout_s + time/train_s of metrics.jsonl, without the first update.
 
-model: each rank samples and trains on its share of the rollouts, then the ranks sum their
-gradients. The time of a share is measured on one device (it includes the fixed cost of a decoding
-step, which does not shrink with the share). The model adds:
-
-    within a node    ring all-reduce of S bytes over k GPUs: 2 (k-1)/k S / bandwidth
-    between nodes    reduce-scatter inside, all-reduce of the parts between m nodes, all-gather:
-                     2 (k-1)/k S / inside + 2 (m-1)/m (S/k) / outside
-    per message      `latency_s` for each of the 2 (k-1) + 2 (m-1) messages
-    stragglers       a factor: sampling time of the slowest rank / mean of the ranks
-
-Nothing overlaps in the model. Bandwidths are assumptions, printed below the table.
+model: large_scale.py has the equations and the assumptions; --model.assumptions.compute-share and
+the like change them.
 """
 
 import json
@@ -33,23 +23,13 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import large_scale
 import tyro
-from pairs import Side, alternate, in_child, publish, ratios, spread
+from pairs import RESULTS, Side, alternate, in_child, publish, ratios, spread
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
 PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # one core per rank
-
-
-@dataclass(frozen=True)
-class Links:
-    """Assumptions about the machines; bandwidths of one GPU in one direction."""
-
-    gpus_per_node: int = 8
-    inside_gb_s: float = 300.0  # NVLink of an H100 or H200: two thirds of the nominal 450
-    outside_gb_s: float = 35.0  # a 400 Gbit/s adapter per GPU: 70% of the nominal 50
-    latency_s: float = 2e-5  # per message
-    straggling: float = 1.1  # sampling time: slowest rank / mean
 
 
 @dataclass
@@ -57,21 +37,24 @@ class Args:
     """What to measure or compute."""
 
     what: tyro.conf.Positional[Literal["ranks", "model"]]
-    rounds: int = 5  # pairs of launches, or processes per share
+    rounds: int = 5  # pairs of launches
     updates: int = 5  # per launch; the first is left out
     ranks: int = 2  # compared with 1
-    gpus: tuple[int, ...] = (8, 64)  # for `model`
     num_prompts: int = 0  # in the global batch; 0: 64 on a GPU, 8 on a CPU
     group_size: int = 8
-    prompt_tokens: int = 200  # for `model`; `ranks` runs letter_counting
     max_tokens: int = 0  # per completion; 0: 512 on a GPU, 64 on a CPU
     shape: str = ""  # see workload.py; empty: 1.7B on a GPU, 4M on a CPU
-    lora_rank: int = 0
-    links: Links = field(default_factory=Links)
+    model: large_scale.Scale = field(default_factory=large_scale.Scale)
     write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
+    if args.what == "model":
+        cases = model(args.model)
+        publish("scaling_model", cases, large_scale.table, args.write)
+        if args.write:
+            large_scale.draw(cases, RESULTS / "large_scale.png")
+        return
     import torch
 
     gpu = torch.cuda.is_available()
@@ -80,128 +63,20 @@ def main(args: Args) -> None:
     max_tokens = args.max_tokens or (512 if gpu else 64)
     with tempfile.TemporaryDirectory() as folder:
         dtype = "bfloat16" if gpu else "float32"
-        made = in_child(VS_TRL, "make", folder=f"{folder}/model", size=shape, dtype=dtype)
+        in_child(VS_TRL, "make", folder=f"{folder}/model", size=shape, dtype=dtype)
         work = {"shape": shape, "max_tokens": max_tokens, "num_prompts": args.num_prompts,
                 "group_size": args.group_size}  # fmt: skip
-        if args.what == "ranks":
-            publish("scaling_ranks", [work | ranks(args, folder, max_tokens)], ranks_table,
-                    args.write)  # fmt: skip
-        else:
-            work |= {"weights": made["weights"], "prompt_tokens": args.prompt_tokens}
-            cases = [work | model(args, f"{folder}/model", gpu, max_tokens, made["weights"])]
-            publish("scaling_model", cases, model_table, args.write)
+        cases = [work | ranks(args, folder, max_tokens)]
+        publish("scaling_ranks", cases, ranks_table, args.write)
 
 
 # --- model: computed -----------------------------------------------------------------------------
 
 
-def update_seconds(
-    sampling_s: float, learning_s: float, gradient_bytes: float, gpus: int, links: Links
-) -> dict[str, float]:
-    """Returns the seconds of each part of an update, from the times of one device for a share.
-
-    >>> links = Links(8, inside_gb_s=1.0, outside_gb_s=1.0, latency_s=0.0, straggling=1.5)
-    >>> update_seconds(2.0, 1.0, 4e9, 2, links)
-    {'sampling': 3.0, 'learning': 1.0, 'all-reduce': 4.0, 'update': 8.0}
-    """
-    parts = {
-        "sampling": sampling_s * (links.straggling if gpus > 1 else 1.0),
-        "learning": learning_s,
-        "all-reduce": all_reduce_seconds(gradient_bytes, gpus, links),
-    }
-    return parts | {"update": sum(parts.values())}
-
-
-def all_reduce_seconds(num_bytes: float, gpus: int, links: Links) -> float:
-    """Returns the seconds to sum `num_bytes` over all GPUs; see the docstring of this file.
-
-    Raises ValueError if the GPUs do not fill their nodes.
-    """
-    inside = min(gpus, links.gpus_per_node)
-    if gpus % inside:
-        raise ValueError(f"{gpus} GPUs do not fill nodes of {links.gpus_per_node}")
-    nodes = gpus // inside
-    within = 2 * (inside - 1) / inside * num_bytes / (links.inside_gb_s * 1e9)
-    between = 2 * (nodes - 1) / nodes * num_bytes / inside / (links.outside_gb_s * 1e9)
-    return within + between + links.latency_s * (2 * (inside - 1) + 2 * (nodes - 1))
-
-
-def model(args: Args, folder: str, gpu: bool, max_tokens: int, weights: int) -> dict[str, Any]:
-    """Measures one device with the share of each number of GPUs."""
-    devices: dict[int, list[dict[str, Any]]] = {}
-    for gpus in (1, *args.gpus):
-        if args.num_prompts % gpus:
-            raise ValueError(f"--num-prompts {args.num_prompts} is not divisible by {gpus} GPUs")
-        devices[gpus] = [
-            in_child(
-                VS_TRL,
-                "picorl",
-                folder=folder,
-                gpu=gpu,
-                tokens=8192 if gpu else 2048,
-                lora_rank=args.lora_rank,
-                num_prompts=args.num_prompts // gpus,
-                group_size=args.group_size,
-                prompt_tokens=args.prompt_tokens,
-                max_tokens=max_tokens,
-                steps=3,
-            )
-            for _ in range(args.rounds)
-        ]
-        took = statistics.median(answer["step_s"] for answer in devices[gpus])
-        print(f"one device with the share of one of {gpus}: {took:.2f} s", flush=True)
-    trained = adapters(folder, args.lora_rank) if args.lora_rank else weights
-    return {
-        "devices": devices,
-        "gradient_bytes": 4 * trained,  # float32, see core/optimizer.py
-        "lora_rank": args.lora_rank,
-        "links": vars(args.links),
-    }
-
-
-def adapters(folder: str, rank: int) -> int:
-    """Returns the number of adapter weights: A and B of seven matrices per layer."""
-    c = json.loads(Path(folder, "config.json").read_text())
-    width, mlp, head = c["hidden_size"], c["intermediate_size"], c["head_dim"]
-    queries, keys = head * c["num_attention_heads"], head * c["num_key_value_heads"]
-    ends = 2 * (width + queries) + 2 * (width + keys) + 3 * (width + mlp)
-    return rank * c["num_hidden_layers"] * ends
-
-
-def model_table(cases: list[dict[str, Any]]) -> list[str]:
-    """One row per number of devices, and the assumptions, as Markdown."""
-    lines: list[str] = []
-    for case in cases:
-        links = Links(**case["links"])
-        trained = f"LoRA {case['lora_rank']}" if case["lora_rank"] else "all weights"
-        lines += [
-            f"{case['shape']}, {trained}; {case['num_prompts']} prompts of "
-            f"{case['prompt_tokens']}, {case['group_size']} completions of {case['max_tokens']} "
-            f"each; all-reduce of {case['gradient_bytes'] / 1e6:,.0f} MB.", "",
-            "| devices | sampling, s | learning, s | all-reduce, s | update, s | speed-up | "
-            "efficiency | |", "| --- |" + " --- |" * 7,
-        ]  # fmt: skip
-        alone = 0.0
-        for text, answers in case["devices"].items():
-            number = int(text)
-            sampling = statistics.median(answer["sampling_s"] for answer in answers)
-            step = statistics.median(answer["step_s"] for answer in answers)
-            parts = update_seconds(
-                sampling, step - sampling, case["gradient_bytes"], number, links
-            )  # fmt: skip
-            alone = alone or parts["update"]
-            gain = alone / parts["update"]
-            numbers = " | ".join(f"{seconds:.3f}" for seconds in parts.values())
-            how = "computed" if number > 1 else "measured"
-            lines.append(f"| {number} | {numbers} | {gain:.2f} | {gain / number:.0%} | {how} |")
-        lines += [
-            "",
-            f"Assumptions: {links.gpus_per_node} GPUs per node; {links.inside_gb_s:g} GB/s inside "
-            f"and {links.outside_gb_s:g} GB/s between nodes, per GPU; {links.latency_s * 1e6:g} "
-            f"microseconds per message; the slowest rank samples {links.straggling:g} times as "
-            "long as the mean; nothing overlaps.",
-        ]
-    return lines
+def model(scale: large_scale.Scale) -> list[dict[str, Any]]:
+    """Measures the controller's costs; an update of the same batch, and of one that grows."""
+    costs = large_scale.controller(scale.rounds, scale.batch)
+    return [large_scale.compute(replace(scale, grows=grows), costs) for grows in (False, True)]
 
 
 # --- ranks: measured -----------------------------------------------------------------------------
