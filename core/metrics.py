@@ -17,7 +17,6 @@ from core.config import Config
 from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
-MAX_INFO_VALUE = 1e300  # larger ones, infinite too, are left out: their sum could overflow
 
 
 class UpdateStats:
@@ -323,8 +322,7 @@ def _info_means(rollouts: list[Rollout]) -> dict[str, float]:
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for key, value in rollout.info.items():
-            is_number = isinstance(value, (bool, int, float)) and abs(value) < MAX_INFO_VALUE
-            if key != "correct" and is_number:
+            if key != "correct" and isinstance(value, (bool, int, float)):
                 values[key].append(float(value))
     means = {f"info/{key}": statistics.fmean(column) for key, column in values.items()}
     few = {key: column for key, column in values.items() if len(column) < len(rollouts)}

@@ -20,7 +20,6 @@ limit, changes the working directory or returns something invalid costs only its
 """
 
 import json
-import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +27,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from core import distributed, tools
 from core.chat_template import (
@@ -47,7 +44,7 @@ from core.sampler import Exchange, Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
 from environments.registry import constructor, make, split_opponent
 from environments.tools import ToolEnv, messages_of
 
@@ -55,8 +52,6 @@ if TYPE_CHECKING:
     from core.opponents import Opponents
 
 PLAYER = "player"  # name of the agent in a single-agent environment
-MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
-MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_OPENINGS = 1000  # prompts that are kept
 POLL = 0.05  # seconds that a sampler without prompts waits for one, at most, before it asks again
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
@@ -453,7 +448,7 @@ class RolloutCollector:
         """Adds the reward to the agent's last turn, and makes a prompt of the next message."""
         agent.has_step = True
         if agent.rollout.turns:
-            agent.rollout.turns[-1].reward += float(step.reward)
+            agent.rollout.turns[-1].reward += step.reward
         agent.rollout.info = step.info or agent.rollout.info
         agent.rollout.episode_truncated = step.truncated or not step.done
         if step.message is None:
@@ -707,50 +702,12 @@ def steps_of(group: list[Episode], responses: list[dict[str, str]]) -> list[Outc
     outcomes: list[Outcome] = []
     for env, steps in zip(envs, stepped, strict=True):
         try:
-            outcomes.append((_checked(steps, isinstance(env, _SingleAgentEnv)), None))
+            is_single = isinstance(env, _SingleAgentEnv)
+            checked = {a: checked_step(step, a, is_single) for a, step in steps.items()}
+            outcomes.append((checked, None))
         except Exception as error:
             outcomes.append((None, error))
     return outcomes
-
-
-def _checked(steps: dict[str, Step], is_single: bool) -> dict[str, Step]:
-    """The steps of an environment, with their info as JSON would restore it.
-
-    Raises TypeError or ValueError if one is invalid.
-    """
-    for agent, step in steps.items():
-        if not isinstance(step, Step):
-            raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
-        if is_single and step.message is None and not step.done:
-            raise ValueError("step() returned no message, and done is False")
-        if not math.isfinite(step.reward):
-            raise ValueError(f"the reward of {agent} is {step.reward}")
-        if abs(step.reward) > MAX_REWARD:
-            raise ValueError(f"the reward of {agent} is {step.reward}, beyond {MAX_REWARD:g}")
-        if step.message is not None and not isinstance(step.message.get("content"), str):
-            raise TypeError(f"the message to {agent} has no text")
-        if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
-            raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
-        if not isinstance(step.info, dict):
-            raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
-    return {agent: replace(step, info=_plain(agent, step.info)) for agent, step in steps.items()}
-
-
-def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
-    """The info of a step with NumPy's numbers as Python's; raises if it is too long or no JSON."""
-
-    def number(value: Any) -> Any:
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"the info of {agent} has a {type(value).__name__}, which is not JSON")
-
-    try:
-        text = json.dumps(info, default=number, allow_nan=False)
-    except ValueError as error:  # NaN, infinite, or contains itself
-        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
-    if len(text) > MAX_INFO:
-        raise ValueError(f"the info of {agent} has more than {MAX_INFO} characters")
-    return json.loads(text)
 
 
 def _check_seats(episode: Episode) -> None:

@@ -10,11 +10,12 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 [0, 1000000000, 1500000000]
 """
 
+import json
 import random
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core.types import Message
@@ -22,6 +23,9 @@ from core.types import Message
 TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
 EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
+MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
+MAX_REWARD = 1e15  # float32 can represent sums of its square
+MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can represent sums
 
 
 def is_held_out(text: str) -> bool:
@@ -62,6 +66,53 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
     truncated: bool = False
+
+
+def checked_step(step: Any, agent: str, is_single: bool) -> Step:
+    """The step that an environment returned, with its reward and info as JSON would restore them.
+
+    `is_single`: the environment has one agent, which must act or be done. Raises TypeError or
+    ValueError if the step is invalid; then training drops the episode.
+    """
+    if not isinstance(step, Step):
+        raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
+    if is_single and step.message is None and not step.done:
+        raise ValueError("step() returned no message, and done is False")
+    if not abs(step.reward) <= MAX_REWARD:  # nor NaN
+        shown = f"{step.reward}"[:20]
+        raise ValueError(f"the reward of {agent} is {shown}, not within ±{MAX_REWARD:g}")
+    if step.message is not None and not isinstance(step.message.get("content"), str):
+        raise TypeError(f"the message to {agent} has no text")
+    if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
+        raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
+    if not isinstance(step.info, dict):
+        raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
+    return replace(step, reward=float(step.reward), info=_plain(agent, step.info))
+
+
+def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
+    """The info of a step with NumPy's numbers as Python's; raises if it is too long or no JSON."""
+
+    def from_numpy(value: Any) -> Any:
+        import numpy as np  # takes time, so not for --help
+
+        if isinstance(value, np.generic):
+            return value.item()
+        raise TypeError(f"the info of {agent} has a {type(value).__name__}, which is not JSON")
+
+    def within_float32(text: str) -> float:
+        number = float(text) if set(text) & set(".eE") else int(text)
+        if abs(number) > MAX_INFO_NUMBER:
+            raise ValueError(f"a number is beyond {MAX_INFO_NUMBER:g}")
+        return number
+
+    try:
+        text = json.dumps(info, default=from_numpy, allow_nan=False)
+        if len(text) > MAX_INFO:
+            raise ValueError(f"it has more than {MAX_INFO} characters")
+        return json.loads(text, parse_int=within_float32, parse_float=within_float32)
+    except (ValueError, RecursionError) as error:  # NaN, infinite, or contains itself
+        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
 
 
 class Instance:

@@ -18,7 +18,6 @@ and the range of the rewards, the number of distinct openings, and times.
 
 import hashlib
 import itertools
-import json
 import math
 import os
 import random
@@ -30,13 +29,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from core.types import Message
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step, checked_step
 from environments.registry import describe_error, make, start_elsewhere
 from environments.tools import hostile_calls, with_tools
 
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
 MAX_TURNS = 500  # of an episode
-MAX_REWARD = 1e15  # as in training
 NUM_OPENINGS = 700  # seeds of training, of demonstrations and of evaluation that are compared
 MAX_SHARED = 0.02  # fraction of the openings of evaluation that training may have by chance
 FEW_PROBLEMS = 5  # after which a check stops
@@ -319,20 +317,14 @@ def _step(report: Report, env: Env | MultiAgentEnv, responses: dict[str, str]) -
         steps = env.step(responses)
     report.seconds["step"].append(time.perf_counter() - started)
     for agent, step in steps.items():
-        if not isinstance(step, Step):
-            raise Problem(f"step() returned {type(step).__name__} for {agent}, not a Step")
-        if not math.isfinite(step.reward) or abs(step.reward) > MAX_REWARD:
-            raise Problem(f"the reward of {agent} is {step.reward}")
+        try:
+            steps[agent] = step = checked_step(step, agent, isinstance(env, Env))
+        except Exception as error:
+            raise Problem(str(error)) from None
         if step.message is not None:
             _check_message(step.message)
-        elif isinstance(env, Env) and not step.done:
-            raise Problem("step() returned no message, and done is False")
-        try:
-            json.dumps(step.info, allow_nan=False, default=lambda value: value.item())
-        except Exception as error:
-            raise Problem(f"the info of {agent} is not JSON: {error}") from None
         low, high = report.rewards
-        report.rewards = min(low, float(step.reward)), max(high, float(step.reward))
+        report.rewards = min(low, step.reward), max(high, step.reward)
     return steps
 
 

@@ -72,6 +72,16 @@ class Infinite(Echo):
         return Step(None, float("inf") if "NaN" in response else 0.0, True, {"correct": True})
 
 
+class Huge(Echo):
+    def step(self, response):
+        return Step(None, 10**400 if "NaN" in response else 0.0, True, {"correct": True})
+
+
+class HugeInfo(Echo):
+    def step(self, response):
+        return Step(None, 0.0, True, {"correct": True, "x": 10**400})
+
+
 class Slow(Echo):
     def step(self, response):
         started = time.process_time()
@@ -154,6 +164,7 @@ PROBLEMS = [
     (Clock, "does not determine"), (GlobalGenerator, "does not determine"),
     (Shared, "reserve tasks"), (Counting, "another text the second time"),
     (Raising, "could not convert string"), (Infinite, "reward of player is inf"),
+    (Huge, "reward of player is 1000"), (HugeInfo, "beyond 3.4e+38"),
     (Slow, "step took 0.6 s"), (NoStep, "tuple for player, not a Step"),
     (NoMessage, "no message, and done is False"), (NotJson, "not JSON"),
     (Moving, "working directory"), (Exiting, "SystemExit"), (Empty, "no list of messages"),

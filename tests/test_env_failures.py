@@ -26,6 +26,12 @@ def unprintable():
     raise Unprintable
 
 
+def in_itself():
+    info = {}
+    info["info"] = info
+    return Step(None, 1.0, True, info)
+
+
 class OneTurn(Env):
     """Ends after one response with the Step that `result` returns; fails in `reset` if asked."""
 
@@ -61,7 +67,15 @@ FAULTS = {
     "exits with code 0": (lambda: sys.exit(0), "SystemExit: 0"),
     "error without text": (unprintable, "Unprintable: its message cannot be read"),
     "reward beyond float32": (lambda: Step(None, 1e300, True), "reward of player is 1e.300"),
-    "reward with an infinite square": (lambda: Step(None, -1e20, True), "-1e.20, beyond 1e.15"),
+    "reward with an infinite square": (
+        lambda: Step(None, -1e20, True),
+        "-1e.20, not within .1e.15",
+    ),
+    "reward beyond float64": (lambda: Step(None, 10**400, True), "reward of player is 1000000"),
+    "reward that is a list": (lambda: Step(None, [1.0], True), "TypeError"),
+    "info beyond float64": (lambda: Step(None, 1.0, True, {"x": 10**400}), "not JSON: .*3.4e.38"),
+    "nested info": (lambda: Step(None, 1.0, True, {"x": [{"y": -1e308}]}), "not JSON: .*3.4e.38"),
+    "info in itself": (in_itself, "not JSON"),
     "nan in info": (lambda: Step(None, 1.0, True, {"x": float("nan")}), "not JSON: .*float"),
     "numpy nan in info": (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "not JSON"),
     "neither message nor done": (lambda: Step(None, 1.0, False), "no message, and done is False"),

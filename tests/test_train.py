@@ -17,7 +17,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 import train
-from core import checkpoint, rollouts
+from core import checkpoint
 from core import run as run_module
 from core.config import ALGORITHMS, Config
 from core.interrupt import Interrupt
@@ -256,7 +256,7 @@ def test_ctrl_c_after_a_skipped_update_names_the_last_checkpoint(command, monkey
 @pytest.fixture
 def poisoned(monkeypatch):
     """An environment with rewards so large, on some training seeds, that gradients overflow."""
-    monkeypatch.setattr(rollouts, "MAX_REWARD", math.inf)  # it would refuse them
+    monkeypatch.setattr(base, "MAX_REWARD", math.inf)  # it would refuse them
     known = dict(registry.ENVIRONMENTS)
 
     @register("poisoned")
