@@ -222,7 +222,8 @@ def _parsed_lines(path: Path, faults: Faults) -> Iterator[tuple[bytes, Record]]:
         for line in file:
             try:
                 record = json.loads(line.decode(), parse_constant=float)
-                if not (_is_rollout(record) if "kind" in record else _is_metrics(record)):
+                is_record = _is_rollout if "kind" in record else _is_metrics
+                if not (isinstance(record, dict) and is_record(record)):
                     raise ValueError
             except (ValueError, TypeError, RecursionError):
                 faults["lines that are no records"] += line.endswith(b"\n")
@@ -230,8 +231,8 @@ def _parsed_lines(path: Path, faults: Faults) -> Iterator[tuple[bytes, Record]]:
             yield line, record
 
 
-def _is_metrics(record: Any) -> bool:
-    if not isinstance(record, dict) or ("update" in record) == ("sft_step" in record):
+def _is_metrics(record: Record) -> bool:
+    if ("update" in record) == ("sft_step" in record):
         return False
     values = dict(record)
     warnings = values.pop("warnings", None) or {}
@@ -252,8 +253,8 @@ def _is_metrics(record: Any) -> bool:
     )
 
 
-def _is_rollout(record: Any) -> bool:
-    turns, traces = record.get("messages"), record.get("token_traces", [])
+def _is_rollout(record: Record) -> bool:
+    turns, traces = record.get("messages", []), record.get("token_traces", [])
     opponents = record.get("opponents", {})
     return (
         all(isinstance(record.get(name), kind) for name, kind in ROLLOUT_FIELDS.items())

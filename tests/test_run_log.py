@@ -48,7 +48,8 @@ def test_non_finite_metrics_are_logged_as_null(tmp_path):
 
 
 NOT_METRICS = [
-    "[1]", "3", "null", '"update"', "", '{"update": 2, "rew', "\xff", "[" * 100_000, "{}",
+    "[1]", "3", "null", '"kind"', '["kind"]', '"update"', "",
+    '{"update": 2, "rew', "\xff", "[" * 100_000, "{}",
     '{"update": "2"}', '{"update": -1}', '{"update": true}', '{"update": 2, "sft_step": 2}',
     '{"update": 2, "loss": "1"}', '{"update": 2, "loss": NaN}', '{"update": 2, "loss": 1e999}',
     '{"update": 2, "loss": [1]}', '{"update": 2, "warnings": {"a": 1}}', '{"update": 2, "\\n": 1}',
