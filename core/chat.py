@@ -31,9 +31,8 @@ from rich.text import Text
 
 from core import cli, config, tasks
 from core.config import TINY, Config
-from core.console import printable
 from core.run_dir import read_config
-from core.types import Completion, Fault, Message, Rollout, UsageError
+from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
@@ -175,7 +174,7 @@ def main(flags: Flags, cfg: Config) -> int:
         except (UsageError, Fault, KeyboardInterrupt) as error:
             if not interactive:
                 raise
-            _note(cli.one_line(error) or "stopped")
+            _note(one_line(error) or "stopped")
     return 0
 
 
@@ -334,7 +333,7 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         _note(f"held-out task of {task.env}, seed {task.seed}{agent}")
         for message in rollout.messages:
             role = speaker.label if message["role"] == "assistant" else message["role"]
-            OUT.print(f"{role}: ", style=STYLES.get(role, "bold"), end="")
+            OUT.print(Text(printable(f"{role}: "), STYLES.get(role, "bold")), end="")
             print(printable(message["content"]))
         rewards = " ".join(f"{turn.reward:+g}" for turn in rollout.turns)
         facts = [f"reward {rollout.episode_return:g}"]
@@ -380,7 +379,7 @@ def _base_of(run_dir: Path, cfg: Config) -> str:
 
 
 def _note(text: str) -> None:
-    NOTES.print(Text(text, "dim"), soft_wrap=True)
+    NOTES.print(Text(printable(text), "dim"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,7 @@ import tyro
 
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
 from core.run_dir import read_config
-from core.types import Fault, Stopped, UsageError
+from core.types import Fault, Stopped, UsageError, one_line, printable
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
@@ -49,6 +50,7 @@ def run(
     program: str = "train.py",
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line."""
+    sys.excepthook = _show_traceback
     try:
         _check_temporary_folder()
         return main(parse(args))
@@ -81,9 +83,9 @@ def use_expandable_segments() -> None:
         os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks and control characters."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
+def _show_traceback(*error: Any) -> None:
+    """As Python's own, without the control characters that the message of an error may contain."""
+    print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
 
 
 def _check_temporary_folder() -> None:

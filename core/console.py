@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,11 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from core.types import Rollout
+from core.types import Rollout, printable
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 10  # per phase, without a live display
-CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\ud7ff\ue000-\U0010ffff]")  # and surrogates
 MAX_SHOWN = 600  # characters of a message
 METRICS = {  # metrics on display: label and format
     "reward/mean": ("reward", ".3f"),
@@ -40,12 +38,12 @@ class Display:
     def __init__(self, title: str, console: Console | None = None, quiet: bool = False) -> None:
         self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
-        self.title = title
+        self.title = printable(title)
         self.bars: dict[str, progress.TaskID] = {}
         self.history: dict[str, list[float]] = {}
         self.completion: RenderableType = ""
         self.progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(elapsed_when_finished=True),
@@ -74,7 +72,9 @@ class Display:
         if name in self.bars:
             self.progress.reset(self.bars[name], total=total, completed=done)
         else:
-            self.bars[name] = self.progress.add_task(name, total=total, completed=done, detail="")
+            self.bars[name] = self.progress.add_task(
+                printable(name), total=total, completed=done, detail=""
+            )
         yield Phase(self, name, total, done)
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
@@ -100,7 +100,9 @@ class Display:
         for name, values in self.history.items():
             label, spec = _label_and_format(name)
             bars = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
-            table.add_row(label, bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}"))
+            table.add_row(
+                Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}")
+            )
         metrics = Panel(table, title="updates", title_align="left") if self.history else ""
         return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
 
@@ -130,15 +132,6 @@ class Phase:
             check()
 
         return tick
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which would act on the terminal.
-
-    >>> printable("a\\x1b[2J\\nb")
-    'a�[2J\\nb'
-    """
-    return CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
 def sparkline(values: list[float], width: int) -> str:

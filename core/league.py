@@ -25,6 +25,7 @@ import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from core import cli
 from core.config import Config, resolve
@@ -35,7 +36,7 @@ from core.rollouts import Episode, RolloutCollector, Waiting
 from core.run_dir import config_to_dict, read_config
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.types import Completion, UsageError
+from core.types import Completion, UsageError, printable
 from environments.base import EVAL_SEEDS, MultiAgentEnv
 from environments.registry import make, split_opponent
 
@@ -101,10 +102,12 @@ def main(flags: Flags) -> int:
     with published(run / FILE) as part:
         part.write_text(json.dumps(table | {"players": rows}, indent=1) + "\n")
     write_report(run, config_to_dict(cfg))
-    shown = Table("player", "Elo [95%]", "won", "drawn", "lost", title=f"{game}, mean 0")
+    shown = Table(
+        "player", "Elo [95%]", "won", "drawn", "lost", title=Text(printable(f"{game}, mean 0"))
+    )
     for r in ratings:
         counts = map(str, (r.won, r.drawn, r.lost))
-        shown.add_row(r.name, f"{r.elo:.0f} [{r.low:.0f}, {r.high:.0f}]", *counts)
+        shown.add_row(Text(printable(r.name)), f"{r.elo:.0f} [{r.low:.0f}, {r.high:.0f}]", *counts)
     Console().print(shown)
     return 0
 

@@ -26,7 +26,7 @@ from core.report.summary import final_lines
 from core.rollouts import RolloutCollector
 from core.sampler import Sampler, TorchSampler
 from core.selection import drop_failed
-from core.types import Rollout, Stopped, UsageError
+from core.types import Rollout, Stopped, UsageError, printable
 from environments.registry import split_spec
 
 RUNS = Path("runs")
@@ -124,7 +124,8 @@ class Run:
         too_long = spent + longest > MAX_PAGES * (started - self.opened_at)
         if distributed.rank() > 0 or (self.page_seconds and too_long):
             return
-        write_pages(self.folder, run_dir.config_to_dict(self.cfg))
+        for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg)):
+            self.say(line)
         self.page_seconds.append(perf_counter() - started)
 
     def _stops_on(self, warnings: list[str]) -> bool:
@@ -185,7 +186,8 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
             if interrupted and cfg.sampler == "openai":  # the pages would take seconds
                 raise Stopped(f"stopped; the episodes that ended are in {folder}/rollouts.jsonl")
             if is_writer:
-                write_pages(run.folder, settings)
+                for line in write_pages(run.folder, settings):
+                    run.say(line)
             if interrupted:
                 saved = run.progress["skipped_in_a_row"] == 0  # as in `save`
                 what = " and saved; resume" if saved else "; resume from the last checkpoint"
@@ -193,7 +195,7 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
             if is_writer and not run.stopped:
                 if cfg.sampler != "openai":
                     checkpoint.export_model(run.folder, run.policy)
-                print("\n".join(final_lines(run.folder, settings)))
+                print(printable("\n".join(final_lines(run.folder, settings))))
 
 
 def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:

@@ -7,10 +7,27 @@
 1.0
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
+# All but line breaks, tabs and text: also surrogates, and marks that reorder what is on the screen
+CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+
+
+def printable(text: str) -> str:
+    """`text` without control characters, which would act on the terminal: for all foreign text.
+
+    >>> printable("a\\x1b[2J\\nb")
+    'a�[2J\\nb'
+    """
+    return CONTROL_CHARACTERS.sub("\ufffd", text)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks and control characters."""
+    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 
 class UsageError(ValueError):

@@ -15,10 +15,10 @@ from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from core.types import UsageError
+from core.types import UsageError, one_line, printable
 from environments import check
 from environments.base import Env, MultiAgentEnv, Step
 from environments.registry import constructor, list_envs, make
@@ -72,7 +72,8 @@ def overview() -> Table:
         )
         module = sys.modules.get(build.__module__)  # None if a script registered it
         doc = inspect.getdoc(module or build) or ""
-        table.add_row(name, escape(options), escape(doc.partition("\n")[0]))
+        cells = (name, options, doc.partition("\n")[0])
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table
 
 
@@ -86,26 +87,26 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
     env = with_tools(env)
     pending = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
     for line in describe(env):
-        _print_as("[bold]tool:[/]", line)
+        _print_as("tool", line)
     for _ in range(MAX_TURNS):
         responses = {}
         for agent, messages in pending.items():
             for message in messages:
-                _print_as(f"[bold]{escape(agent or message['role'])}:[/]", message["content"])
+                _print_as(agent or message["role"], message["content"])
             received.setdefault(agent, []).extend(message["content"] for message in messages)
             if interactive:
                 responses[agent] = CONSOLE.input("[bold green]you:[/] ")
             else:
                 player, responses[agent] = automatic_response(env, agent, received[agent], rng)
-                _print_as(f"[bold green]{player}:[/]", responses[agent])
+                _print_as(player, responses[agent], "bold green")
         steps: dict[str, Step]
         steps = {"": env.step(responses[""])} if isinstance(env, Env) else env.step(responses)
         for agent, step in steps.items():
             episode_return += step.reward
-            CONSOLE.print(f"[dim]{escape(agent)} reward {step.reward:+g}[/]")
+            CONSOLE.print(Text(printable(f"{agent} reward {step.reward:+g}"), "dim"))
             if step.done:
                 last = [] if step.message is None else [step.message["content"]]
-                CONSOLE.print(escape("\n".join([*last, f"the end: {step.info}"])))
+                CONSOLE.print(Text(printable("\n".join([*last, f"the end: {step.info}"]))))
         pending = {a: messages_of(s) for a, s in steps.items() if s.message and not s.done}
         if not pending:
             break
@@ -151,14 +152,14 @@ def run_command(args: list[str]) -> int:
     try:
         return tyro.cli(main, prog="python -m environments", args=args)
     except UsageError as error:
-        print(f"environments: {error}", file=sys.stderr)
+        print(f"environments: {one_line(error)}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, EOFError):
         return 130
 
 
-def _print_as(speaker: str, text: str) -> None:
-    CONSOLE.print(speaker, escape(text))
+def _print_as(speaker: str, text: str, style: str = "bold") -> None:
+    CONSOLE.print(Text.assemble((printable(f"{speaker}: "), style), printable(text)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from core.types import Message
+from core.types import Message, printable
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step, checked_step
 from environments.registry import describe_error, make, start_elsewhere
 from environments.tools import hostile_calls, with_tools
@@ -165,7 +165,7 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
 def main(spec: str, num_seeds: int = 20, seconds: float = 60.0) -> int:
     """Prints what `check_env` found; returns the exit code."""
     report = check_env(spec, num_seeds, seconds)
-    print("\n".join(report.lines()))
+    print(printable("\n".join(report.lines())))
     return int(bool(report.problems))
 
 

@@ -28,8 +28,8 @@ from subprocess import PIPE, Popen
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
@@ -38,7 +38,7 @@ from core import cli  # noqa: E402
 from core.metrics import before_after, describe  # noqa: E402
 from core.run_dir import new_folder  # noqa: E402
 from core.run_log import read_records  # noqa: E402
-from core.types import UsageError  # noqa: E402
+from core.types import UsageError, one_line, printable  # noqa: E402
 
 try:
     import flyte
@@ -100,12 +100,12 @@ def main(args: list[str]) -> int:
         labels, runs = plan(options.sweep, flags + args[end + 1 :])
         results = run_here(runs) if options.local else run_on_flyte(runs, options.flyte_local)
     except UsageError as error:
-        print(f"on_flyte.py: {error}", file=sys.stderr)
+        print(f"on_flyte.py: {one_line(error)}", file=sys.stderr)
         return 2
     rows = [[label, *row] for label, of_run in zip(labels, results, strict=True) for row in of_run]
     table = Table(*COLUMNS[:-1], box=None)  # the folder would make it too wide
     for row in rows:
-        table.add_row(*map(escape, row[:-1]))
+        table.add_row(*(Text(printable(cell)) for cell in row[:-1]))
     Console().print(table)
     if options.sweep:
         file = Path("runs", runs[0][-1].rpartition("-")[0], "table.md")

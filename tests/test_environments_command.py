@@ -127,4 +127,4 @@ def test_list_contains_an_environment_that_a_script_registered(monkeypatch):
     scripted = type("Scripted", (NoPlayer,), {"__doc__": "From a script.", "__module__": "gone"})
     monkeypatch.setitem(ENVIRONMENTS, "scripted", scripted)
     columns = command.overview().columns
-    assert "From a script." in list(columns[2].cells)
+    assert "From a script." in map(str, columns[2].cells)

@@ -13,8 +13,8 @@ from typing import Any
 
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
@@ -22,7 +22,7 @@ from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
 from core.run_dir import read_settings
 from core.run_log import METRICS, Record, damage_of, read_metrics
-from core.types import UsageError
+from core.types import UsageError, one_line, printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
@@ -45,7 +45,7 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
     for i, header in enumerate(HEADERS):
         table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
     for row in table_rows(list(zip(runs, configs, records, strict=True))):
-        table.add_row(*map(escape, row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     folder = runs[0].resolve().parent
     write_page(folder / "compare.html", list(zip(runs, configs, strict=True)))
     draw_comparison(folder / "compare.png", [
@@ -56,7 +56,7 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
     for run in runs:
         if damage := damage_of(run):
-            print(f"{run}: {damage}: its row has what is left")
+            print(printable(f"{run}: {damage}: its row has what is left"))
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
@@ -108,7 +108,7 @@ def main(args: list[str]) -> int:
     try:
         tyro.cli(compare, args=args, prog="python -m core.report.compare")
     except UsageError as error:
-        print(f"core.report.compare: {error}", file=sys.stderr)
+        print(f"core.report.compare: {one_line(error)}", file=sys.stderr)
         return 2
     return 0
 

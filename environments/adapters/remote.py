@@ -48,7 +48,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import IO, Any, TypeVar
 
-from core.types import Message, UsageError
+from core.types import Message, UsageError, one_line
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import make, start_elsewhere
 from environments.tools import schemas
@@ -302,5 +302,5 @@ if __name__ == "__main__":
     try:
         serve(" ".join(sys.argv[1:]))
     except UsageError as error:
-        print(f"environments.adapters.remote: {error}", file=sys.stderr)
+        print(f"environments.adapters.remote: {one_line(error)}", file=sys.stderr)
         sys.exit(2)
