@@ -52,6 +52,10 @@ class OpenAISampler(Sampler):
     ):
         if importlib.util.find_spec("openai") is None:
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
+        if not (_api_key().isascii() and _api_key().isprintable()):
+            raise UsageError(
+                "OPENAI_API_KEY has characters that a header cannot hold; set it again"
+            )
         self.policy, self.base_url, self.model = policy, base_url, model
         self.concurrency, self.timeout = concurrency, timeout
         self.works = False  # whether a request has succeeded
@@ -95,7 +99,7 @@ class OpenAISampler(Sampler):
         errors: list[str] = []
         async with openai.AsyncOpenAI(
             base_url=self.base_url,
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",  # the client requires one
+            api_key=_api_key() or "none",  # the client requires one
             timeout=self.timeout,
             max_retries=MAX_RETRIES,
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
@@ -179,11 +183,13 @@ class OpenAISampler(Sampler):
                 for choice in chunk.choices or []:
                     text += choice.delta.content or ""
                     finish_reason = choice.finish_reason or finish_reason
-                self.latest = text[-80:]
+                self.latest = _without_key(text)[-80:]
                 if len(text) > MAX_CHARACTERS:
                     return text[:MAX_CHARACTERS], "length"
         if not finish_reason:
-            raise RequestError(f"the stream ended without a finish reason after: {text[-80:]!r}")
+            raise RequestError(
+                f"the stream ended without a finish reason after: {_without_key(text)[-80:]!r}"
+            )
         return text, finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
@@ -193,18 +199,25 @@ class OpenAISampler(Sampler):
         return _failed(reason)
 
 
+def _api_key() -> str:
+    return os.environ.get("OPENAI_API_KEY", "").strip()
+
+
 def _failed(reason: str) -> Completion:
-    return Completion([], [], "", "stop", error=reason)
+    return Completion([], [], "", "stop", error=_without_key(reason))
+
+
+def _without_key(text: str) -> str:
+    """`text` without the API key, which a server may repeat."""
+    return text.replace(_api_key(), "[key]") if _api_key() else text
 
 
 def _one_line(error: Exception) -> str:
-    """Says why a request failed, in one line and without the API key that a server may repeat."""
+    """Says why a request failed, in one line and without the API key."""
     import openai
 
     if isinstance(error, openai.APIStatusError):
         reason = f"status {error.status_code}: {error.response.text}"
     else:  # the cause of a connection error says more than the error itself
         reason = str(error.__cause__ or "") or str(error) or type(error).__name__
-    if key := os.environ.get("OPENAI_API_KEY"):
-        reason = reason.replace(key, "[key]")
-    return " ".join(reason.split())[:200]
+    return " ".join(_without_key(reason).split())[:200]

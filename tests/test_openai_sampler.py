@@ -153,6 +153,19 @@ def test_api_key_is_sent_from_the_environment(server, policy, monkeypatch):
     assert server.asked[0][2] == "Bearer secret-7"
 
 
+def test_api_key_appears_in_no_message(server, policy, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7\n")  # as `$(cat file)` in a .env may leave it
+    server.finish = "secret-7"
+    with pytest.raises(UsageError, match=r"finish reason '\[key\]'$"):
+        sample(server, policy, [chat("pear")])
+    assert server.asked[0][2] == "Bearer secret-7"
+    for key in ("secret-7\nsecret-8", "secret-7\x1b", "secret-\u00e9"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(UsageError, match="OPENAI_API_KEY has characters") as error:
+            sample(server, policy, [chat("pear")])
+        assert "secret" not in str(error.value)
+
+
 def test_busy_server_is_asked_again(server, policy):
     server.failures = [503, 429, 500]
     [completion] = sample(server, policy, [chat("pear")])
