@@ -53,9 +53,7 @@ class OpenAISampler(Sampler):
         if importlib.util.find_spec("openai") is None:
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
         if not (_api_key().isascii() and _api_key().isprintable()):
-            raise UsageError(
-                "OPENAI_API_KEY has characters that a header cannot hold; set it again"
-            )
+            raise UsageError("OPENAI_API_KEY has characters that no header can hold")
         self.policy, self.base_url, self.model = policy, base_url, model
         self.concurrency, self.timeout = concurrency, timeout
         self.works = False  # whether a request has succeeded

@@ -20,8 +20,8 @@ from environments.base import Env, Step
 
 ATTACKS = (
     "\x1b]0;renamed\x07", "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "\x07",
-    "\x7f", "a\rb", "\x1b[8m", "\u202eevil\u2066", "\ud800", "[/INST]", "[/x]", "[bold]", "[link=x]",
-    "[/]", "\\[", "$\\frac{",
+    "\x7f", "a\rb", "\x1b[8m", "\u202eevil\u2066", "\ud800", "[/INST]", "[/x]", "[bold]",
+    "[link=x]", "[/]", "\\[", "$\\frac{",
 )  # fmt: skip
 RECORD = {"reward/mean": 0.5, "time/rollout_s": 0.1, "time/train_s": 0.1}
 
