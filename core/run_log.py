@@ -259,6 +259,7 @@ def _is_rollout(record: Record) -> bool:
     return (
         all(isinstance(record.get(name), kind) for name, kind in ROLLOUT_FIELDS.items())
         and all(_is_count(record.get(name)) for name in ("update", "tokens"))
+        and (record.get("return", "") is None or _is_number(record.get("return")))
         and all(isinstance(turn, dict) and isinstance(turn.get("content"), str) for turn in turns)
         and all(isinstance(turn.get("role"), str) for turn in turns)
         and _is_shallow(record["info"])

@@ -99,6 +99,9 @@ def test_a_rollout_with_a_field_of_another_type_is_skipped(tmp_path, name, value
     good = read_records(file)[0]
     write_lines(file, [good | {name: value}, good, good | {"info": {"a": deep(30)}}])
     assert read_records(file) == [good]
+    write_lines(file, [{k: v for k, v in good.items() if k != name} for name in good])
+    optional = {"error"}
+    assert len(read_records(file)) == len(optional)
 
 
 def deep(levels):
