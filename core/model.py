@@ -47,7 +47,7 @@ from core.tiny import write_tiny
 from core.types import UsageError
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
-MAX_PACKING_GAP = 1e-4  # nats, in float32
+MAX_PACKING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 MAX_REASON = 200  # characters of another library's error message that are shown
 
