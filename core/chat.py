@@ -70,10 +70,11 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     flags: Flags = tyro.cli(
         tyro.conf.FlagCreatePairsOff[Flags], prog="python -m core.chat", args=args
     )
-    if not (flags.temperature >= 0 and min(flags.top_k, flags.seed, flags.max_tokens) >= 0):
-        raise UsageError("--temperature, --top-k, --seed and --max-tokens must be 0 or more")
-    if not 0 < flags.top_p <= 1:
-        raise UsageError("--top-p must be above 0 and at most 1")
+    for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+        value = getattr(flags, name)
+        off = name in ("temperature", "max_tokens") and value == 0
+        if not off and (problem := config.range_problem(name, value)):
+            raise UsageError(problem)
     if flags.port and not flags.web:
         raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):

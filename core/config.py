@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
@@ -286,24 +285,42 @@ FREE_ON_RESUME = {
     "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
 }
-POSITIVE = """num_prompts group_size num_epochs num_minibatches lr temperature max_tokens max_turns
-    env_workers env_instances max_tokens_per_micro_batch max_model_len sft_batch_size sft_lr top_p
-    gpu_memory_utilization api_concurrency api_timeout""".split()
-NON_NEGATIVE = """num_updates max_sampled_tokens max_grad_norm tis_cap lora_rank
-    lora_alpha sft_steps seed reject_low reject_high opsm train_difficulty eval_every
-    eval_num_tasks eval_samples save_every top_k entropy_coef kl_coef reward_coef filter_groups
-    overlong_buffer sft_best microscope env_timeout clip_cov_low clip_cov_high kl_cov_coef
-    grpo.clip_low grpo.clip_high grpo.dual_clip
-    ppo.clip ppo.target_kl ppo.value_clip ppo.value_coef ppo.value_lr ppo.value_warmup""".split()
-FRACTIONS = """sft_hasty top_p gpu_memory_utilization gamma curriculum clip_cov kl_cov
-    ppo.gae_lambda ppo.value_lambda""".split()
+# Lowest and highest value of every number. The upper limits are far above what has a use, and far
+# below what overflows float32, a timer or a list of all tasks.
+RANGES: list[tuple[float, float, str]] = [
+    (1, 10**4, "num_epochs max_turns env_workers env_instances api_concurrency"),
+    (1, 10**6, "num_prompts group_size num_minibatches sft_batch_size max_tokens"),
+    (1, 10**7, "max_tokens_per_micro_batch"),
+    (1, 10**12, "max_model_len"),
+    (1e-12, 100, "lr sft_lr"),
+    (0.01, 100, "temperature"),  # vLLM raises lower ones to 0.01
+    (0.01, 1, "gpu_memory_utilization"),
+    (1e-6, 1, "top_p"),
+    (1e-6, 10**12, "max_grad_norm"),
+    (0.001, 10**6, "env_timeout api_timeout"),
+    (1, 10**6, "tis_cap reject_high"),
+    (1.01, 1000, "grpo.dual_clip"),
+    (0, 1, """sft_hasty gamma curriculum clip_cov kl_cov reject_low grpo.clip_low ppo.clip
+        ppo.gae_lambda ppo.value_lambda"""),
+    (0, 100, "ppo.value_lr"),
+    (0, 1000, """entropy_coef kl_coef kl_cov_coef reward_coef opsm filter_groups grpo.clip_high
+        ppo.target_kl ppo.value_coef"""),
+    (0, 4096, "lora_rank"),
+    (0, 10**6, """lora_alpha train_difficulty clip_cov_low clip_cov_high overlong_buffer top_k
+        sft_best eval_num_tasks eval_samples microscope"""),
+    (0, 10**9, "num_updates sft_steps eval_every save_every ppo.value_warmup"),
+    (0, 2**32 - 1, "seed"),
+    (0, 10**15, "max_sampled_tokens ppo.value_clip"),
+]  # fmt: skip
+RANGE_OF = {name: (low, high) for low, high, names in RANGES for name in names.split()}
+OR_ZERO = "env_timeout max_grad_norm tis_cap reject_high grpo.dual_clip".split()  # 0: off
 NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
     "kl_estimator": "kl_coef", "kl_in": "kl_coef", "teacher": "kl_coef",
     "tis_level": "tis_cap", "tis_mode": "tis_cap", "lora_alpha": "lora_rank",
     "clip_cov_low": "clip_cov", "clip_cov_high": "clip_cov", "kl_cov_coef": "kl_cov",
     "eval_env": "eval_num_tasks", "eval_samples": "eval_num_tasks",
 }  # fmt: skip
-MAX_SEED = 2**32 - 1
+MAX_ROLLOUTS = 1_000_000  # of an update
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -465,34 +482,39 @@ def _text_problems(cfg: Config) -> Iterator[str]:
         yield f"--template-date must be a date like 2026-11-23, not {cfg.template_date!r}"
 
 
+def range_problem(name: str, value: float) -> str:
+    """What is wrong with the number of a setting; empty: nothing.
+
+    >>> range_problem("tis_cap", 0.5)
+    '--tis-cap must be 0 or from 1 to 1,000,000, not 0.5'
+    """
+    low, high = RANGE_OF[name]
+    if low <= value <= high or (value == 0 and name in OR_ZERO):  # NaN is neither
+        return ""
+    zero = "0 or " if name in OR_ZERO else ""
+    return f"{flag(name)} must be {zero}from {low:,} to {high:,}, not {f'{value}':.30}"
+
+
 def _range_problems(cfg: Config) -> Iterator[str]:
-    for names, what, valid in (
-        (POSITIVE, "more than 0", lambda x: x > 0),
-        (NON_NEGATIVE, "0 or more", lambda x: x >= 0),
-        (FRACTIONS, "from 0 to 1", lambda x: 0 <= x <= 1),
-    ):
-        for name in names:
-            value = attrgetter(name)(cfg)
-            if value is not None and not (abs(value) < 2**63 and valid(value)):  # nor NaN
-                yield f"{flag(name)} must be {what}, not {value}"
+    for name in RANGE_OF:
+        group, _, key = name.rpartition(".")
+        value = getattr(getattr(cfg, group) if group else cfg, key)
+        if value is not None and (problem := range_problem(name, value)):
+            yield problem
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
-        ("seed", cfg.seed <= MAX_SEED, f"at most {MAX_SEED}"),
+        ("num_prompts", rollouts <= MAX_ROLLOUTS, f"at most {MAX_ROLLOUTS:,} / --group-size"),
         ("num_minibatches", cfg.num_minibatches <= rollouts,
          f"at most --num-prompts * --group-size = {rollouts}"),
         ("overlong_buffer", cfg.overlong_buffer <= cfg.max_tokens,
          f"at most --max-tokens = {cfg.max_tokens}"),
         ("max_model_len", cfg.max_model_len > cfg.max_tokens,
          f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
-        ("tis_cap", not 0 < cfg.tis_cap < 1, "1 or more, or 0 for no importance weights"),
-        ("grpo.dual_clip", not 0 < cfg.grpo.dual_clip <= 1, "more than 1, or 0 for none"),
         ("clip_cov_low", cfg.clip_cov_low <= cfg.clip_cov_high,
          f"at most --clip-cov-high = {cfg.clip_cov_high}"),
-        ("reject_low", cfg.reject_low <= 1, "at most 1, the weight without a gap"),
-        ("reject_high", cfg.reject_high == 0 or cfg.reject_high >= 1, "1 or more, or 0 for none"),
     ]:  # fmt: skip
         if not valid_value:
-            yield f"{flag(name)} must be {what}, not {attrgetter(name)(cfg)}"
+            yield f"{flag(name)} must be {what}, not {getattr(cfg, name)}"
 
 
 def _settings_without_effect(cfg: Config) -> Iterator[str]:

@@ -88,12 +88,20 @@ def probe_peak_memory(
     """
     longest = min(cfg.max_model_len, policy.max_length)
     trains = cfg.num_updates > 0 or cfg.sft_steps > 0
-    # no micro-batch holds more than all rollouts of an update
-    rollouts = max(cfg.num_prompts * cfg.group_size, cfg.sft_batch_size)
+    # no micro-batch holds more than all rollouts of a gradient step
+    rollouts = -(-cfg.num_prompts * cfg.group_size // cfg.num_minibatches) if cfg.num_updates else 1
+    rollouts = max(rollouts, cfg.sft_batch_size if cfg.sft_steps else 1)
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
-    tokens = max(longest, policy.micro_batch_tokens)
     free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
-    scarce = free is not None and tokens * bytes_per_token(policy, cfg.group_size) > free / 4
+    # packed suffixes have a bool and a float32 mask where FlashAttention does not take them
+    per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.packs_groups
+    if free and (fitting := max(longest, int(free / 4 / per_token))) < policy.micro_batch_tokens:
+        # not tried: Linux kills a process instead of raising
+        say(f"micro-batches of {policy.micro_batch_tokens} tokens may not fit in memory: "
+            f"taking {fitting}")  # fmt: skip
+        policy.micro_batch_tokens = fitting
+    tokens = max(longest, policy.micro_batch_tokens)
+    scarce = free is not None and tokens * per_token > free / 4
     if not trains or not any(distributed.all_gather([scarce])):
         return
     while True:

@@ -240,6 +240,23 @@ def scarce_host(monkeypatch):
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 0)
 
 
+def test_a_budget_beyond_the_hosts_memory_or_a_gradient_step_is_lowered_without_a_trial(
+    policy, monkeypatch
+):
+    sizes = scarce(monkeypatch, 10**6)
+    free = 4 * 100 * (memory.bytes_per_token(policy, 8) + 5 * 50)
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: free)
+    policy.micro_batch_tokens = 10**6
+    _, said = probe(policy, longest=50)
+    assert policy.micro_batch_tokens == 100 and max(sizes) == memory.PROBE_TOKENS
+    # 128 rollouts of 50 tokens
+    assert said == ["micro-batches of 6400 tokens may not fit in memory: taking 100"]
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 3 * free)
+    policy.micro_batch_tokens = 10**6
+    _, said = probe(policy, longest=50, num_minibatches=43)  # of 2 or 3 rollouts
+    assert policy.micro_batch_tokens == 150 and not said
+
+
 @pytest.mark.parametrize("whose", RAN_OUT)
 def test_the_probe_halves_the_budget_until_the_largest_micro_batch_fits(
     policy, monkeypatch, scarce_host, whose

@@ -44,6 +44,14 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--overlong-buffer 65", "--overlong-buffer"),
     ("--max-model-len 64", "--max-model-len"),
     ("--stop-on nonsense", "--stop-on"),
+    ("--temperature 1e-300", "--temperature must be from 0.01 to 100, not 1e-300"),
+    ("--lr 1e308", "--lr must be from 1e-12 to 100, not 1e+308"),
+    ("--grpo.clip-low 5", "--grpo.clip-low must be from 0 to 1, not 5.0"),
+    ("--max-tokens 1000000000000000000000", "--max-tokens must be from 1 to 1,000,000, not 10000"),
+    ("--group-size 1000000000000000000000", "--group-size must be from 1 to 1,000,000, not 10000"),
+    ("--num-prompts 1000000 --group-size 2", "--num-prompts must be at most 1,000,000 / --group"),
+    ("--env-timeout 1e-8", "--env-timeout must be 0 or from 0.001 to 1,000,000, not 1e-08"),
+    ("--env-timeout 3e38", "--env-timeout"),
     # settings that contradict others, or have no effect
     ("--config a.yaml --resume runs/there", "--resume"),
     ("--algo reinforce --ppo.clip 0.3", "--ppo.*"),
@@ -118,7 +126,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--base-url http://127.0.0.1:9", "--sampler openai"),
     ("--api-concurrency 4", "--sampler openai"),
     ("--api-timeout 60", "--sampler openai"),
-    ("--sampler openai --base-url http://a --num-updates 0 --api-timeout 0", "more than 0"),
+    ("--sampler openai --base-url http://a --num-updates 0 --api-timeout 0", "--api-timeout"),
     ("--sampler torch --vllm-eager", "--sampler vllm"),
     # the chat template
     ("--template-options thinking", "key=value"),
