@@ -59,6 +59,7 @@ class Flags:
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust: bool = False  # Run the code that the run names, or that comes with its model.
     trust_remote_code: bool = False  # Run the Python code that comes with the model.
 
 
@@ -81,7 +82,9 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
     if file.exists():
-        cfg = read_config(file, flags.trust_remote_code)
+        cfg = read_config(file)
+        if not flags.trust:
+            config.check_trust(vars(cfg), file)
     elif flags.before:
         raise UsageError(f"--before needs the folder of a run; {file} does not exist")
     if cfg.sampler == "openai":
@@ -94,7 +97,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
         dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
         eval_env=(flags.env,) if flags.env else cfg.eval_env,
-        trust_remote_code=flags.trust_remote_code,
+        trust_remote_code=flags.trust or flags.trust_remote_code,
     )  # fmt: skip
 
 

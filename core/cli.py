@@ -12,15 +12,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
 from core.run_dir import read_config
 from core.types import Fault, Stopped, UsageError, one_line, printable
+from environments.registry import runs_code
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
@@ -31,16 +34,31 @@ def parse(args: list[str]) -> Config:
     if cfg.config and cfg.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     if not cfg.config and not cfg.resume:
+        if cfg.trust:
+            raise UsageError("--trust has no effect without --config or --resume; remove it")
         return cfg
     file = Path(cfg.resume, "config.yaml") if cfg.resume else Path(cfg.config)
-    saved = read_config(file, cfg.trust_remote_code)
+    saved, given = read_config(file), cfg
     cfg = _parse_flags(args, saved)
     after = _flat(cfg)
     for name, value in _flat(saved).items() if cfg.resume else ():
         if value != after[name] and name not in FREE_ON_RESUME:
             raise UsageError(f"--resume {cfg.resume}: {name} is {value} in this run, "
                              f"not {after[name]}")  # fmt: skip
-    return cfg
+    return _trusted(cfg, given, file)
+
+
+def _trusted(cfg: Config, given: Config, file: Path) -> Config:
+    """Raises UsageError if values of `file`, those that the flags `given` leave, need --trust."""
+    if cfg.trust:
+        return replace(cfg, trust_remote_code=cfg.trust)
+    own = {name for name in ("env", "eval_env", "base_url", "env_path")
+           if getattr(given, name) != getattr(Config, name)}  # fmt: skip
+    from_file = {name: value for name, value in vars(cfg).items() if name not in own}
+    config.check_trust(from_file | {"trust_remote_code": False}, file)
+    # what is left is named by flags: a file may not choose the folder in which to find it
+    named = any(map(runs_code, (*cfg.env, *cfg.eval_env)))
+    return replace(cfg, env_path="") if named and "env_path" not in own else cfg
 
 
 def run(

@@ -10,7 +10,7 @@ The module imports neither torch nor transformers, so --help and errors are answ
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import date
 from pathlib import Path
@@ -26,6 +26,7 @@ from environments.registry import (
     key_value_pairs,
     names_folder,
     read_literal,
+    runs_code,
     search_in,
     split_opponent,
 )
@@ -231,6 +232,9 @@ class LoggingOptions:
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml; flags override them.
     resume: str = ""  # Resume this run folder from its last checkpoint.
+    # Run code that the file of --config or --resume names, or that comes with its model, and send
+    # OPENAI_API_KEY to its server. Read from the command line only.
+    trust: bool = False
     accept_damaged_log: bool = False  # Resume even if metrics.jsonl is damaged; mark the hole.
     save_every: int = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
@@ -275,7 +279,7 @@ TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 SMOLLM2 = "smollm2"  # the model of core/smollm2.py
 ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust_remote_code", "accept_damaged_log")
+COMMAND_LINE_ONLY = ("config", "resume", "trust", "trust_remote_code", "accept_damaged_log")
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
@@ -342,13 +346,42 @@ def resolve(cfg: Config) -> Config:
     specs = (*cfg.env, *cfg.eval_env)
     if any(map(is_imported, specs)) or any(map(names_folder, specs)):
         cfg = replace(cfg, env_path=str(Path(cfg.env_path).resolve()))
-        search_in(cfg.env_path)
+        search_in(cfg.env_path, modules=any(map(is_imported, specs)))
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
     if cfg.algo == "scratch" and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
+
+
+def needs_trust(settings: Mapping[str, Any]) -> str:
+    """What the settings would do that a file may ask for only with --trust; "" if nothing.
+
+    >>> needs_trust({"env": ["snake", "my.py:Maze"]})
+    'run my.py:Maze'
+    """
+    specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
+    urls = [settings.get("base_url", "")] if settings.get("sampler") == "openai" else []
+    # a backslash: JSON may hide the address
+    urls += [s for s in specs if "opponent" in s and {"@", "\\"} & {*s}]
+    found = [f"run {spec}" for spec in specs if runs_code(spec)]
+    if os.environ.get("OPENAI_API_KEY"):
+        found += [f"send OPENAI_API_KEY to {url}" for url in urls if url]
+    if settings.get("trust_remote_code"):
+        found.append(f"run the code of {settings['model_id']}")
+    return " and ".join(dict.fromkeys(found))
+
+
+def check_trust(settings: Mapping[str, Any], file: Path) -> None:
+    """Raises UsageError if settings of `file` need --trust."""
+    if found := needs_trust(settings):
+        raise UsageError(f"{file} would {found}: if you trust it, add --trust")
+
+
+def trust_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags that a command needs that reads these settings from a file."""
+    return ["--trust"] if needs_trust(settings) else []
 
 
 def validate(cfg: Config) -> None:

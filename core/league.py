@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core import cli
-from core.config import Config, resolve
+from core.config import Config, check_trust, resolve
 from core.files import published
 from core.opponents import Opponents, copies_in, load_model, load_opponent
 from core.report.page import write_report
@@ -56,6 +56,7 @@ class Flags:
     env: str = ""  # Game of two agents; empty: that of the first run.
     games: int = 32  # Games of each pair in each seat.
     seed: int = 0  # Random seed of the players' draws.
+    trust: bool = False  # Run the code that the first run names.
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,10 @@ def main(flags: Flags) -> int:
     run = Path(runs[0])
     if not (run / "model").is_dir() or not (run / "config.yaml").exists():
         raise UsageError(f"{run}: not the folder of a finished run")
-    cfg = resolve(read_config(run / "config.yaml"))
+    saved = read_config(run / "config.yaml")
+    if not flags.trust:
+        check_trust(vars(saved), run / "config.yaml")
+    cfg = resolve(saved)
     game = split_opponent(flags.env or cfg.env[0])[0]
     env = make(game)
     if not isinstance(env, MultiAgentEnv) or len(env.agents) != 2:

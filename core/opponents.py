@@ -235,7 +235,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
     model = folder / "model" if is_run else folder
     adapters = model / "adapter_model.safetensors"
     if is_run and adapters.exists():
-        trained = read_config(folder / "config.yaml", cfg.trust_remote_code)
+        trained = read_config(folder / "config.yaml")
         base = folder / "base"
         loaded = load_policy(
             str(base) if base.is_dir() else trained.model_id, lora_rank=trained.lora_rank,

@@ -147,7 +147,8 @@ class Run:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        return run_dir.train_command("--resume", str(self.folder))
+        trust = config.trust_flags(vars(self.cfg))
+        return run_dir.train_command("--resume", str(self.folder), *trust)
 
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""

@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin
 import filelock
 import yaml
 
-from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config
+from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, trust_flags
 from core.files import PART, disk_errors, published, remove
 from core.types import CannotWrite, UsageError
 
@@ -38,15 +38,12 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def read_config(file: Path, trust_remote_code: bool = False) -> Config:
+def read_config(file: Path) -> Config:
     """Read a config.yaml. Raises UsageError, which names the file.
 
-    A file may set `trust_remote_code` only if the argument, from the command line, is True as well.
+    Who then runs what the settings name calls `config.check_trust` first.
     """
     values = read_settings(file)
-    if values.pop("trust_remote_code", False) and not trust_remote_code:
-        raise UsageError(f"{file}: a file cannot set trust_remote_code; if you trust the code of "
-                         "this model, add the flag --trust-remote-code")  # fmt: skip
     own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
     return Config(**(values | own))
 
@@ -113,7 +110,7 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        resume = train_command("--resume", str(run))
+        resume = train_command("--resume", str(run), *trust_flags(settings))
         command = resume if run.exists() else "the same command"
         raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
                           f"intact: fix this, then run {command}") from None  # fmt: skip
@@ -188,7 +185,7 @@ def _typed(
     """The texts of a file as the types in `kinds`; `prefix` begins the messages."""
     typed: dict[str, Any] = {}
     for name, value in values.items():
-        if name not in kinds or (name in COMMAND_LINE_ONLY and name != "trust_remote_code"):
+        if name not in kinds or name in COMMAND_LINE_ONLY:
             if skip_unknown:
                 continue
             raise UsageError(f"{prefix}{reprlib.repr(name)[1:-1]} is not a setting for a file")

@@ -218,16 +218,33 @@ def is_imported(spec: str) -> bool:
     return ":" in name or name == "rewarded"
 
 
+def runs_code(spec: str) -> bool:
+    """Whether `make` would run code or a command that `spec` itself names. Imports nothing.
+
+    >>> [runs_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
+    [False, False, True]
+    """
+    name, options = split_spec(spec)
+    adapter = str(ENVIRONMENTS.get(name, "")).startswith("environments.adapters.")
+    try:
+        pairs = key_value_pairs(options, spec) if adapter else {}
+    except UsageError:
+        return True
+    named = {value for key, value in pairs.items() if key not in ("url", "opponent")}
+    # a backslash: JSON may hide a colon
+    return is_imported(spec) or "command" in pairs or any({":", "\\"} & {*v} for v in named)
+
+
 def names_folder(spec: str) -> bool:
     """Whether the opponent of `spec` is a folder."""
     opponent = split_opponent(spec)[1]
     return "/" in opponent.partition(":")[0] or opponent.startswith((".", "~"))
 
 
-def search_in(folder: str) -> None:
-    """Looks for modules and files in `folder`, too: for files first, for modules last."""
+def search_in(folder: str, modules: bool = True) -> None:
+    """Looks for files, and for `modules`, in `folder`, too: for files first, for modules last."""
     FOLDERS[:] = [folder]
-    if folder not in sys.path:
+    if modules and folder not in sys.path:
         sys.path.append(folder)
 
 

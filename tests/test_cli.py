@@ -89,10 +89,13 @@ def test_trust_remote_code_comes_from_the_command_line_only(tmp_path):
     cfg = cli.parse(["--trust-remote-code"])
     assert cfg.trust_remote_code and "trust_remote_code" not in config_to_dict(cfg)
     file = str(written(tmp_path, "trust_remote_code: true\n"))
-    with pytest.raises(UsageError, match="--trust-remote-code"):
-        cli.parse(["--config", file])
+    for flags in ([], ["--trust-remote-code"], ["--trust"]):
+        with pytest.raises(UsageError, match="trust_remote_code is not a setting for a file"):
+            cli.parse(["--config", file, *flags])
+    file = str(written(tmp_path, "lr: 1\n"))
+    assert cli.parse(["--config", file, "--trust"]).trust_remote_code
     assert cli.parse(["--config", file, "--trust-remote-code"]).trust_remote_code
-    assert not cli.parse(["--config", str(written(tmp_path, "trust_remote_code: false\n"))]).resume
+    assert not cli.parse(["--config", file]).trust_remote_code
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path):

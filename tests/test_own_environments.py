@@ -139,17 +139,17 @@ def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
     other = tmp_path / "other"
     other.mkdir()
     (other / "parity.py").write_text("raise OSError('the wrong file')\n")
-    again = ["--resume", run, "--num-updates", "2"]
+    again = ["--resume", run, "--num-updates", "2", "--trust"]
     code, out, err = train_in(other, monkeypatch, command, *again)
     assert code == 0, err
     assert "2 updates" in out and f"--env-path {place}" in out
-    repeated = ["--config", run / "config.yaml", "--run-name", "b"]
+    repeated = ["--config", run / "config.yaml", "--run-name", "b", "--trust"]
     assert train_in(other, monkeypatch, command, *repeated)[0] == 0
-    parsed = chat.parse([str(run)])[1]  # its /task plays held-out tasks
+    parsed = chat.parse([str(run), "--trust"])[1]  # its /task plays held-out tasks
     assert parsed.env_path == str(place)
     place.rename(tmp_path / "moved")
     run = tmp_path / "moved/runs/grpo-Parity-1"
-    again = ["--resume", run, "--num-updates", "3"]
+    again = ["--resume", run, "--num-updates", "3", "--trust"]
     code, _, err = train_in(other, monkeypatch, command, *again)
     assert code == 2 and "the wrong file" in err
     code, _, err = train_in(other, monkeypatch, command, *again, "--env-path", tmp_path / "moved")
@@ -160,7 +160,8 @@ def test_a_run_of_a_module_is_resumed_from_another_folder(place, command, tmp_pa
     code, _, err = command("--env", "my_envs.games:Maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
     run = place / "runs/a"
-    code, _, err = train_in(tmp_path, monkeypatch, command, "--resume", run, "--num-updates", "2")
+    again = ["--resume", run, "--num-updates", "2", "--trust"]
+    code, _, err = train_in(tmp_path, monkeypatch, command, *again)
     assert code == 0, err
 
 

@@ -247,6 +247,6 @@ def test_a_run_stores_the_folder_and_is_resumed_from_another_one(place, command,
     code, _, err = command("--env", spec, *flags.split())
     assert code == 0, err
     monkeypatch.chdir("/")
-    assert command("--resume", place / "runs/a", "--num-updates", "2")[0] == 0
+    assert command("--resume", place / "runs/a", "--num-updates", "2", "--trust")[0] == 0
     records = (place / "runs/a/metrics.jsonl").read_text().splitlines()
     assert "info/reward_brief" in json.loads(records[-1])

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from core import checkpoint
+from core.config import Config
 from core.run import Run
 from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
@@ -125,7 +126,10 @@ def test_commands_quote_the_folder(tmp_path):
     with pytest.raises(CannotWrite) as error, lock_run_dir(run, SETTINGS, new=True):
         raise OSError(errno.ENOSPC, "no space")
     assert f"--resume '{run}'" in str(error.value)
-    assert Run.resume_command(SimpleNamespace(folder=run)) == f"python train.py --resume '{run}'"
+    assert (
+        Run.resume_command(SimpleNamespace(folder=run, cfg=Config()))
+        == f"python train.py --resume '{run}'"
+    )
 
 
 def test_other_errors_are_raised_as_they_are(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.config import trust_flags
 from core.files import published
 from core.metrics import before_after, describe
 from core.run_dir import train_command
@@ -75,7 +76,8 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
         lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
     if config["sampler"] != "openai":
-        lines.append(f"talk to it: python -m core.chat {shlex.quote(str(run_dir))} --before")
+        trust = "".join(f" {flag}" for flag in trust_flags(config))
+        lines.append(f"talk to it: python -m core.chat {shlex.quote(str(run_dir))} --before{trust}")
     if config["algo"] == "scratch":
         return [*lines, "next: python scratch.py"]
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []

@@ -76,7 +76,7 @@ def train_and_resume(folder: Path, flags: list[str]) -> Path:
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130, "the run was not stopped by Ctrl-C"
-    resume = [sys.executable, "-m", "train", "--resume", str(run)]
+    resume = [sys.executable, "-m", "train", "--resume", str(run), "--trust"]
     subprocess.run(resume, cwd="/", env=environment(), check=True)
     updates = [line["update"] for line in read_records(run / METRICS) if "update" in line]
     assert updates == list(range(2 * half + 1)), updates

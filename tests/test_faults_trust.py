@@ -1,0 +1,77 @@
+"""A file runs no code and sends no key without --trust on the command line of this start."""
+
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core import cli, config, league
+from core.config import Config
+from core.types import UsageError
+from runs.faults import trust
+
+
+def test_no_file_runs_code_or_sends_the_key_without_trust():
+    found = {name: check() for name, check in trust.cases(random.Random(0))}
+    assert len(found) > 100 and not {name: line for name, line in found.items() if line}
+
+
+def test_the_cases_notice_code_that_runs(monkeypatch):
+    monkeypatch.setattr(config, "check_trust", lambda *_: None)
+    settings = {"env": ["{file}:Maze:opponent=guess"], "env_path": "{folder}"}
+    assert "its code has run" in trust.attack(settings, "--config", "would run")
+
+
+def parse(tmp_path, flags, **settings):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return cli.parse(["--config", str(file), *flags])
+
+
+def test_what_the_command_line_names_needs_no_trust(tmp_path):
+    saved = {"env": ["evil.py:Maze"], "env_path": "/there", "base_url": "http://there/v1"}
+    cfg = parse(tmp_path, ["--env", "my.py:Game"], **saved)
+    assert cfg.env == ("my.py:Game",) and cfg.env_path == ""  # not the folder that the file names
+    assert parse(tmp_path, ["--env", "snake"], **saved).env == ("snake",)
+    assert parse(tmp_path, ["--trust"], **saved).env_path == "/there"
+    with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
+        parse(tmp_path, ["--eval-env", "snake"], **saved)
+    with pytest.raises(UsageError, match="no effect without --config or --resume"):
+        cli.parse(["--trust"])
+
+
+def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
+    server = {"base_url": "http://there/v1", "num_updates": 0}
+    evaluate = ["--sampler", "openai"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert parse(tmp_path, evaluate, **server).base_url == "http://there/v1"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    with pytest.raises(UsageError, match="would send OPENAI_API_KEY to http://there/v1"):
+        parse(tmp_path, evaluate, **server)
+    here = [*evaluate, "--base-url", "http://here/v1"]
+    assert parse(tmp_path, here, **server).base_url == "http://here/v1"
+
+
+@pytest.mark.parametrize("spec", [
+    "snake:size=5", "gymnasium:id=CartPole-v1,repeat=2", "openenv:url=http://127.0.0.1:8000",
+    "remote:env=letter_counting", "tic_tac_toe:opponent=runs/x", "textworld:level=2",
+])  # fmt: skip
+def test_registered_environments_need_no_trust(tmp_path, spec, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    assert parse(tmp_path, [], env=[spec]).env == (spec,)
+
+
+def test_a_printed_command_contains_trust_if_the_run_needs_it():
+    assert config.trust_flags(vars(Config(env=("my.py:Game",)))) == ["--trust"]
+    assert config.trust_flags(vars(Config(trust_remote_code=True))) == ["--trust"]
+    assert config.trust_flags({"env": ["snake"], "sampler": "torch"}) == []
+
+
+def test_a_league_asks_for_trust(tmp_path):
+    run = tmp_path / "a"
+    (run / "model").mkdir(parents=True)
+    (run / "config.yaml").write_text("env: [evil.py:Maze]\n")
+    with pytest.raises(UsageError, match=r"would run evil\.py:Maze"):
+        league.main(league.Flags((str(run),)))
+    assert not Path(run / "league.json").exists()
