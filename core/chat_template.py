@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.types import Message, UsageError
 
+ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
 COMPLETION = "\ufdd1"  # stands for a completion while the template is rendered
@@ -156,7 +157,9 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def clean_message(message: Message) -> Message:
-    """Keeps role and content; replaces invalid characters by U+FFFD. Raises TypeError if not text.
+    """Keeps role and content; replaces invalid characters by U+FFFD.
+
+    Raises TypeError if the role is not one of ROLES, or the content no text.
 
     >>> clean_message({"role": "user", "content": "\\ud83d\\ude00 \\ud83d", "name": "Ann"})
     {'role': 'user', 'content': '😀 �'}
@@ -167,6 +170,9 @@ def clean_message(message: Message) -> Message:
         raise TypeError(
             f"a message needs a role and a content of text, not {message!r:.200}"
         ) from None
+    if message["role"] not in ROLES:
+        raise TypeError(f"a message has one of the roles {', '.join(ROLES)}, not "
+                        f"{message['role']!r:.80}")  # fmt: skip
     role, content = (t.decode("utf-16", "replace").translate(NONCHARACTERS) for t in texts)
     return {"role": role, "content": content}
 
@@ -175,10 +181,9 @@ def _split_turn_tokens(
     tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
 ) -> list[Message]:
     """Clean messages with a SPLIT inside every turn token that they quote."""
-    tokens, cleaned = _turn_tokens(tokenizer, bool(tools)), map(clean_message, messages)
+    cleaned, with_tools = map(clean_message, messages), bool(tools)
     return [
-        {"role": _split(m["role"], tokens), "content": _split(m["content"], tokens)}
-        for m in cleaned
+        {"role": m["role"], "content": _split(tokenizer, m["content"], with_tools)} for m in cleaned
     ]
 
 
@@ -192,21 +197,49 @@ def _split_schemas(tokenizer: Tokenizer, tools: Sequence[Schema]) -> list[Schema
             return [split(item) for item in value]
         if not isinstance(value, str):
             return value
-        return _split(clean_message({"role": "tool", "content": value})["content"], tokens)
+        cleaned = clean_message({"role": "tool", "content": value})["content"]
+        return _split(tokenizer, cleaned, with_tools=True)
 
-    tokens = _turn_tokens(tokenizer, True) if tools else []
     return [split(schema) for schema in tools]
 
 
-def _split(text: str, tokens: list[str]) -> str:
+@lru_cache(maxsize=4096)  # a chat comes back with each turn
+def _split(tokenizer: Tokenizer, text: str, with_tools: bool) -> str:
+    """`text` with a SPLIT inside every turn token, also one that the normalizer makes of it."""
+    tokens = _turn_tokens(tokenizer, with_tools)
     for token in tokens:
         while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
             text = text.replace(token, token[0] + SPLIT + token[1:])
+    # a normalizer may map fullwidth or capital letters to those of a token
+    if tokenizer.is_fast:
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        if not normalizer or all(normalizer.normalize_str(t) == t for t in (text, *tokens)):
+            return text
+    ids = {*tokens.values()}
+    while ids & {*_encode(tokenizer, text)}:
+        split = SPLIT.join(_split_ids(tokenizer, piece, ids) for piece in text.split(SPLIT))
+        text = split if split != text else "\ufffd" * len(text)
+    return text
+
+
+def _split_ids(tokenizer: Tokenizer, text: str, ids: set[int]) -> str:
+    """`text` with a SPLIT after the first character of each token in `ids`, or without the
+    character, if it is the only one."""
+    if not tokenizer.is_fast:  # without offsets
+        found = [(i, i + 1) for i in range(len(text))]
+        bad = [ids & {*tokenizer.encode(text[a:b], add_special_tokens=False)} for a, b in found]
+        return SPLIT.join("\ufffd" if b else text[i] for i, b in enumerate(bad))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    for i, (start, end) in reversed([*zip(encoded.input_ids, encoded.offset_mapping, strict=True)]):
+        if i in ids and end - start > 1:
+            text = f"{text[: start + 1]}{SPLIT}{text[start + 1 :]}"
+        elif i in ids:
+            text = f"{text[:start]}\ufffd{text[start + 1 :]}"
     return text
 
 
 @lru_cache(maxsize=8)
-def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
+def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, int]:
     """The special tokens, and other added tokens that the template writes, as DeepSeek's does.
 
     `with_tools`: those that it writes around schemas, calls and results, too, as Qwen's does.
@@ -216,8 +249,14 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> list[str]:
     if with_tools:
         written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
     added = tokenizer.added_tokens_decoder.items()
-    tokens = (token.content for i, token in added if token.special or i in written)
-    return [token for token in tokens if len(token.strip()) > 1]
+    tokens = {token.content: i for i, token in added if token.special or i in written}
+    # a token with a SPLIT cannot occur; <unk> stands for characters that the tokenizer lacks
+    unknown = {tokenizer.unk_token_id} - {*written}
+    return {
+        token: -1 if i in unknown else i
+        for token, i in tokens.items()
+        if len(token.strip()) > 1 and SPLIT not in token
+    }
 
 
 @lru_cache(maxsize=8)

@@ -288,7 +288,10 @@ def _read_step(answer: Any) -> Step:
 def _read_message(value: Any) -> Message:
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
         raise EnvFailure("a message has no text")
-    return {"role": str(value.get("role", "user")), "content": value["content"]}
+    role = value.get("role", "user")
+    if role not in ("system", "user", "assistant"):
+        raise EnvFailure(f"a message has the role {role!r:.80}, not system, user or assistant")
+    return {"role": role, "content": value["content"]}
 
 
 def _field(answer: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
