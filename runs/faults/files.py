@@ -1,27 +1,21 @@
 """Damages the files of a recorded run, and calls what reads them.
 
-    python runs/faults/files.py --tries 400 --seed 0        # prints the seed, failures and counts
+    python runs/faults/reproduce.py --only files --tries 400
 
-A failure is a traceback, more than LIMIT seconds, or another result without a word about damage.
+A failure is a traceback, more than 30 seconds, or another result without a word about damage.
 `cases` makes a run of three updates in a temporary folder, and then yields tries without end, until
 the generator is closed.
 """
 
-import argparse
 import contextlib
 import io
 import itertools
 import json
-import os
 import random
 import re
 import shutil
-import signal
 import sys
 import tempfile
-import time
-import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +36,6 @@ from core.report import compare, write_pages  # noqa: E402
 from core.types import UsageError  # noqa: E402
 
 Case = tuple[str, Callable[[], str]]  # a name, and what returns "" or says in a line what failed
-LIMIT = 30  # seconds for one try
 FLAGS = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2
     --group-size 2 --eval-num-tasks 2 --eval-every 1 --save-every 1 --max-tokens 10
     --kl-coef 0.1 --max-model-len 256 --device cpu""".split()
@@ -51,10 +44,6 @@ FOREIGN: list[str] = [  # JSON values
     "1" + "0" * 400, "9" * 6000, "[" * 60 + "]" * 60, "[" * 50_000, '"\\ud800"', '"$x_$ {} %s"',
     str(2**63), '"' + "A" * 100_000 + '"', "[1]", '[{"role": 1}]', '{"player": {}}', "1e-320",
 ]  # fmt: skip
-
-
-class TookTooLong(BaseException):
-    """Not an Exception, which the code under test might catch."""
 
 
 def cases(rng: random.Random) -> Iterator[Case]:
@@ -354,58 +343,3 @@ def quiet() -> Iterator[None]:
     """Hides what is printed."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
-
-
-def try_once(call: Callable[[], str]) -> str:
-    """What `call` returns; a line for an exception, or if it takes more than LIMIT seconds."""
-
-    def too_long(*args: object) -> None:
-        raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(LIMIT)
-    try:
-        return call()
-    except TookTooLong:
-        return f"no end after {LIMIT} seconds"
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        return f"{type(error).__name__} at {place}: {str(error)[:200]!r}"
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def main() -> int:
-    """Makes the tries, prints each failure and the counts. Returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--tries", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--only", default="", help="part of the name of the tries to make")
-    args = parser.parse_args()
-    print(f"seed {args.seed}", flush=True)
-    counts: Counter[str] = Counter()
-    started = time.monotonic()
-    for name, call in cases(random.Random(args.seed)):
-        if args.only not in name:
-            continue
-        failure = try_once(call)
-        kind = name.split()[0]
-        counts[f"{kind}: tries"] += 1
-        if failure:
-            counts[f"{kind}: failures"] += 1
-            print(f"{name}: {failure}", flush=True)
-        tries = sum(n for what, n in counts.items() if what.endswith("tries"))
-        if tries == args.tries or time.monotonic() - started > args.seconds:
-            break
-    for what in sorted(counts):
-        print(f"{what} {counts[what]}")
-    print(f"{time.monotonic() - started:.0f} s")
-    return int(any(what.endswith("failures") for what in counts))
-
-
-if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.exit(main())
