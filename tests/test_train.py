@@ -454,6 +454,7 @@ def test_pages_take_at_most_3_percent_of_the_time_of_a_run(tmp_path, monkeypatch
     def write_pages(folder, settings):
         written.append(clock[0])
         clock[0] += 2.0
+        return []
 
     monkeypatch.setattr(run_module, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(run_module, "write_pages", write_pages)
