@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
@@ -27,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from core.chat_template import (
     ANSWER,
@@ -316,6 +317,7 @@ def _load_files(
         )  # fmt: skip
     model, report = loaded
     _check_loaded(f"{flag} {model_id}", report, tokenizer)
+    check_model(f"{flag} {model_id}", model, cast(str, cached_file(model_id, "config.json")))
     model.config.use_cache = False  # in training; sampling passes its own cache
     return model, tokenizer
 
@@ -343,6 +345,38 @@ def _check_loaded(subject: str, report: dict[str, Any], tokenizer: Tokenizer) ->
         raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
 
 
+@torch.no_grad()
+def check_model(subject: str, model: PreTrainedModel, config_file: str) -> None:
+    """Raises UsageError for a model that loads but has no layers, or weights that are no numbers.
+
+    `config_file`: its config.json, beside the files of its weights. NaN in one row of the embedding
+    would not show before the token is sampled. min and max need 0.7 s per 10^9 weights on a CPU.
+    """
+    config = model.config.get_text_config()
+    for name, default in [("num_hidden_layers", 1), ("max_position_embeddings", None)]:
+        value = getattr(config, name, default)
+        if value is not None and not (type(value) is int and value > 0):
+            raise UsageError(f"{subject}: {name} in config.json is {value!r}")
+    generation = model.generation_config
+    for source, found in [("config.json", config), ("generation_config.json", generation)]:
+        listed = getattr(found, "eos_token_id", None)
+        for value in listed if isinstance(listed, list) else [] if listed is None else [listed]:
+            if type(value) is not int or value < 0:
+                raise UsageError(f"{subject}: eos_token_id in {source} is {value!r}, not an id")
+    parameters = dict(model.named_parameters())
+    for name, weight in parameters.items():
+        is_plain = weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel()
+        if is_plain and not all(map(math.isfinite, weight.aminmax())):
+            raise UsageError(f"{subject}: its weight {name} contains NaN or infinity")
+    if "quantization_config" in Path(config_file).read_text():
+        return  # its files may have weights as integers, with their scales
+    for file in Path(config_file).parent.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in parameters.keys() & {*tensors.keys()}:
+                if (dtype := tensors.get_slice(name).get_dtype())[0] in "IUB" and dtype != "BF16":
+                    raise UsageError(f"{subject}: its weight {name} has the dtype {dtype}")
+
+
 def _check_ids(subject: str, policy: Policy) -> None:
     """Raises UsageError if a token that may be read or sampled is beyond the embedding."""
     tokenizer, written = policy.tokenizer, [QUESTION, ANSWER, QUESTION]
@@ -366,6 +400,8 @@ def _check_logits(subject: str, policy: Policy) -> None:
     with _one_line_errors(subject):
         expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
         ours = policy.to_logits(policy.hidden_states(input_ids)[0])
+    if not expected.isfinite().all():
+        raise UsageError(f"{subject}: its logits are not finite")
     gap = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
     if not gap < (MAX_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT):
         raise UsageError(f"{subject}: this kind of model is not supported: log-probs "

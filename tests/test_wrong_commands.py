@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import save_small
 from safetensors.torch import load_file, save_file
 
@@ -153,7 +154,15 @@ MODELS = [  # a folder of the fixture `wrong`, and what the message names
     ("template_without_header", "ignores add_generation_prompt"),
     ("template_in_capitals", "leaves out or rewrites"),
     ("stop_beyond_embeddings", "stop token 9999 "),
-    ("nothing_to_adapt", "--lora-rank 4"),
+    ("no_layers", "num_hidden_layers in config.json is 0"),
+    ("stop_that_is_a_text", "eos_token_id in generation_config.json is '</s>', not an id"),
+    ("negative_stop", "eos_token_id in config.json is -1, not an id"),
+    ("nan_in_a_row", "model.embed_tokens.weight contains NaN or infinity"),
+    ("infinite_weight", "up_proj.weight contains NaN or infinity"),
+    ("integers", "up_proj.weight has the dtype I8"),
+    ("booleans", "up_proj.weight has the dtype BOOL"),
+    ("huge_weights", "its logits are not finite"),
+    ("no_positions", "max_position_embeddings in config.json is 0"),
 ]
 
 
@@ -168,6 +177,10 @@ def wrong(tmp_path_factory):
     of_no_layer = {k: v for k, v in weights.items() if ".layers." not in k}
     template = (good / "chat_template.jinja").read_text()
     without_layers = {**settings, "num_hidden_layers": 0, "layer_types": []}
+
+    up, embedding = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
+    with_nan, with_inf = weights[embedding].clone(), weights[up].clone()
+    with_nan[5], with_inf[3, 4] = torch.nan, -torch.inf
 
     changes = {  # files of the good model and their new content; None: delete the file
         "broken_config": {"config.json": b"{"},
@@ -186,8 +199,16 @@ def wrong(tmp_path_factory):
         "template_in_capitals": {
             "chat_template.jinja": template.replace("m.content", "m.content | upper").encode()
         },
+        "stop_that_is_a_text": {"generation_config.json": {"eos_token_id": [1, "</s>"]}},
+        "negative_stop": {"config.json": {**settings, "eos_token_id": -1}},
+        "nan_in_a_row": {data: weights | {embedding: with_nan}},
+        "infinite_weight": {data: weights | {up: with_inf}},
+        "integers": {data: weights | {up: (10 * weights[up]).to(torch.int8)}},
+        "booleans": {data: weights | {up: weights[up] > 0}},
+        "huge_weights": {data: weights | {up: weights[up] * 1e38}},
+        "no_positions": {"config.json": {**settings, "max_position_embeddings": 0}},
         "stop_beyond_embeddings": {"generation_config.json": {"eos_token_id": [9999]}},
-        "nothing_to_adapt": {"config.json": without_layers, data: of_no_layer},
+        "no_layers": {"config.json": without_layers, data: of_no_layer},
     }
     for name, files in changes.items():
         shutil.copytree(good, root / name)
@@ -253,7 +274,6 @@ def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, lin
 @pytest.mark.parametrize(("folder", "named"), MODELS)
 def test_an_unusable_model_is_one_line_and_code_2(command, place, folder, named):
     flags = ["--model-id", f"./wrong/{folder}", "--device", "cpu"]
-    flags += ["--lora-rank", "4"] if folder == "nothing_to_adapt" else []
     check_rejected(command, place, flags, named)
 
 
