@@ -306,17 +306,22 @@ def _load_files(
 ) -> tuple[PreTrainedModel, Tokenizer]:
     _check_folder(model_id, flag)
     with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
-        AutoConfig.from_pretrained(model_id, trust_remote_code=trusted)
+        config = AutoConfig.from_pretrained(model_id, trust_remote_code=trusted).get_text_config()
+        for name, most in [("num_hidden_layers", 1000), ("max_position_embeddings", 2**40)]:
+            value = getattr(config, name, None)
+            if value is not None and not 1 <= value <= most:
+                raise ValueError(f"{name} in config.json is {value}")
         if not trusted and "auto_map" in get_tokenizer_config(model_id):
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
+        has_tokens = bool(tokenizer.encode("a", add_special_tokens=False))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     model, report = loaded
-    _check_loaded(f"{flag} {model_id}", report, tokenizer)
+    _check_loaded(f"{flag} {model_id}", report, has_tokens)
     check_model(f"{flag} {model_id}", model, cast(str, cached_file(model_id, "config.json")))
     model.config.use_cache = False  # in training; sampling passes its own cache
     return model, tokenizer
@@ -335,34 +340,32 @@ def _check_folder(model_id: str, flag: str) -> None:
     raise UsageError(f"{flag} {model_id}: {problem}")
 
 
-def _check_loaded(subject: str, report: dict[str, Any], tokenizer: Tokenizer) -> None:
+def _check_loaded(subject: str, report: dict[str, Any], has_tokens: bool) -> None:
     """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty."""
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
         raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
                          f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
-    if not tokenizer.encode("a", add_special_tokens=False):
+    if not has_tokens:
         raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
 
 
 @torch.no_grad()
 def check_model(subject: str, model: PreTrainedModel, config_file: str) -> None:
-    """Raises UsageError for a model that loads but has no layers, or weights that are no numbers.
+    """Raises UsageError for a model that loads but has invalid stop tokens or weights.
 
     `config_file`: its config.json, beside the files of its weights. NaN in one row of the embedding
     would not show before the token is sampled. min and max need 0.7 s per 10^9 weights on a CPU.
     """
     config = model.config.get_text_config()
-    for name, default in [("num_hidden_layers", 1), ("max_position_embeddings", None)]:
-        value = getattr(config, name, default)
-        if value is not None and not (type(value) is int and value > 0):
-            raise UsageError(f"{subject}: {name} in config.json is {value!r}")
     generation = model.generation_config
     for source, found in [("config.json", config), ("generation_config.json", generation)]:
         listed = getattr(found, "eos_token_id", None)
         for value in listed if isinstance(listed, list) else [] if listed is None else [listed]:
             if type(value) is not int or value < 0:
-                raise UsageError(f"{subject}: eos_token_id in {source} is {value!r}, not an id")
+                raise UsageError(
+                    f"{subject}: eos_token_id in {source} is {f'{value!r}':.40}, not an id"
+                )
     parameters = dict(model.named_parameters())
     for name, weight in parameters.items():
         is_plain = weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.numel()

@@ -156,6 +156,7 @@ MODELS = [  # a folder of the fixture `wrong`, and what the message names
     ("stop_beyond_embeddings", "stop token 9999 "),
     ("no_layers", "num_hidden_layers in config.json is 0"),
     ("stop_that_is_a_text", "eos_token_id in generation_config.json is '</s>', not an id"),
+    ("tokenizer_with_a_wrong_limit", "can't be loaded"),
     ("negative_stop", "eos_token_id in config.json is -1, not an id"),
     ("nan_in_a_row", "model.embed_tokens.weight contains NaN or infinity"),
     ("infinite_weight", "up_proj.weight contains NaN or infinity"),
@@ -173,6 +174,7 @@ def wrong(tmp_path_factory):
     good = Path(save_small("qwen3", root / "good"))
     settings, data = json.loads((good / "config.json").read_text()), "model.safetensors"
     weights = load_file(good / data)
+    of_tokenizer = json.loads((good / "tokenizer_config.json").read_text())
     of_layer_0 = {k: v for k, v in weights.items() if "layers.1." not in k}
     of_no_layer = {k: v for k, v in weights.items() if ".layers." not in k}
     template = (good / "chat_template.jinja").read_text()
@@ -200,6 +202,9 @@ def wrong(tmp_path_factory):
             "chat_template.jinja": template.replace("m.content", "m.content | upper").encode()
         },
         "stop_that_is_a_text": {"generation_config.json": {"eos_token_id": [1, "</s>"]}},
+        "tokenizer_with_a_wrong_limit": {
+            "tokenizer_config.json": {**limits, "model_max_length": []}
+        },
         "negative_stop": {"config.json": {**settings, "eos_token_id": -1}},
         "nan_in_a_row": {data: weights | {embedding: with_nan}},
         "infinite_weight": {data: weights | {up: with_inf}},
