@@ -1,5 +1,6 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
+import gc
 import os
 import random
 import re
@@ -37,6 +38,7 @@ MISDEEDS = {
     "list": "print('[]', flush=True); time.sleep(60)",
     "wrong": 'print(\'{"message": null, "reward": "much", "done": true}\', flush=True)',
     "nan": 'print(\'{"message": null, "reward": NaN, "done": true}\', flush=True)',
+    "huge": f'print(\'{{"message": null, "reward": {10**400}, "done": true}}\', flush=True)',
     "twice": "print('{}\\n{}', flush=True); time.sleep(60)",
     "error": 'print(\'{"error": "no such door"}\', flush=True); time.sleep(60)',
 }
@@ -48,6 +50,7 @@ REASONS = {
     "list": "not a JSON object",
     "wrong": "'reward' is missing or has the wrong type",
     "nan": "the reward of player is nan",
+    "huge": "int too large to convert to float",
     "twice": "more than one answer",
     "error": "no such door",
 }
@@ -58,6 +61,19 @@ def start(tmp_path, misdeed):
     program = tmp_path / f"{misdeed}.py"
     program.write_text(SERVER.format(misdeed=MISDEEDS[misdeed]))
     return Remote(command=f"{sys.executable} {program}", timeout=2.0)
+
+
+def wait_for_the_end_of(pid):
+    """Fails if the process, which nobody may have reaped, still runs after 5 seconds."""
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.1)
+    pytest.fail("the child process still runs")
 
 
 def test_episode_equals_that_of_the_served_environment():
@@ -134,6 +150,7 @@ def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, pol
         ("remote:env=chess", "unknown environment 'chess'"),
         ("remote:env=letter_counting:difficulty=99", "difficulty .*99"),
         ("remote:command=cat,timeout=0", "timeout must be more than 0"),
+        ("remote:command=cat,timeout=1e300", "at most 1,000,000 seconds"),
     ],
 )
 def test_bad_option_is_a_usage_error(spec, culprit):
@@ -144,6 +161,38 @@ def test_bad_option_is_a_usage_error(spec, culprit):
 def test_missing_program_is_a_usage_error():
     with pytest.raises(UsageError, match="can't start 'no-such-program'"):
         make("remote:command=no-such-program --fast").reset(1)
+
+
+def test_a_server_that_ends_after_each_answer_is_replaced_without_traces(tmp_path, monkeypatch):
+    """Each server leaves a child behind, whose pid it writes."""
+    program, pids = tmp_path / "program.py", tmp_path / "pids"
+    program.write_text(f"""
+import json, subprocess, sys
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
+open({str(pids)!r}, "a").write(f"{{child.pid}} ")
+sys.stdin.readline()
+print(json.dumps({{"messages": [{{"role": "user", "content": "?"}}]}}), flush=True)
+""")
+    signalled, killpg = [], os.killpg
+
+    def record(pid, number):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it was reaped
+        signalled.append(pid)
+        killpg(pid, number)
+
+    monkeypatch.setattr(os, "killpg", record)
+    env, counts = Remote(command=f"{sys.executable} {program}"), []
+    for seed in range(4):
+        env.reset(seed)
+        os.waitid(os.P_PID, env.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended
+        counts.append(len(os.listdir("/dev/fd")))
+    assert counts[-1] <= counts[0]  # no open pipes; less: of another test
+    env.close()
+    del env
+    gc.collect()
+    assert len(signalled) == len(set(signalled)) == 4
+    for pid in pids.read_text().split():
+        wait_for_the_end_of(pid)
 
 
 def test_close_kills_the_process_and_its_children(tmp_path):
@@ -157,16 +206,7 @@ def test_close_kills_the_process_and_its_children(tmp_path):
     env = Remote(command=f"{sys.executable} {program}")
     child = int(env.reset(1)[0]["content"])
     env.close()
-    for _ in range(50):
-        try:
-            state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            break
-        if state == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        pytest.fail("the child process still runs")
+    wait_for_the_end_of(child)
 
 
 def test_several_agents_play_as_in_this_process():

@@ -55,6 +55,7 @@ from environments.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20
+MAX_TIMEOUT = 1_000_000  # seconds
 SHOWN_LINES, SHOWN_BYTES = 3, 1000  # of the server's stderr
 SLICE = 0.1  # seconds
 STARTUP_FACTOR = 3  # the first answer may take this many timeouts: a container has to start
@@ -89,8 +90,9 @@ class _Connection:
     def __init__(self, env: str = "", command: str = "", timeout: float = 10.0) -> None:
         if bool(env) == bool(command):
             raise UsageError("name either env=.. (one of ours) or command=.. (any program)")
-        if timeout <= 0:
-            raise UsageError(f"timeout must be more than 0 seconds, not {timeout:g}")
+        if not 0 < timeout <= MAX_TIMEOUT:  # nor NaN
+            raise UsageError(f"timeout must be more than 0 and at most {MAX_TIMEOUT:,} seconds, "
+                             f"not {timeout:g}")  # fmt: skip
         self.arguments = shlex.split(command)
         self.variables: dict[str, str] | None = None  # those of this process
         if env:
@@ -105,9 +107,9 @@ class _Connection:
         self.stderr: IO[bytes] | None = None
 
     def close(self) -> None:
-        """Kills the server process, if it runs."""
+        """Kills the server process and its children, if it runs, and closes its pipes."""
         if self.process is not None:
-            _kill(self.process)
+            self.kill()  # works once: later its pid may be that of another process
             self.process = None
 
     def _request(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
@@ -117,14 +119,16 @@ class _Connection:
         """
         try:
             timeout = self.timeout
-            if self.process is None or self.process.poll() is not None:
+            if self.process is not None and _has_ended(self.process):
+                self.close()
+            if self.process is None:
                 self.process = self._start()
                 timeout *= STARTUP_FACTOR
             answer = _exchange(self.process, request, timeout)
             if "error" in answer:
                 raise RemoteError(f"{answer['error']}"[:500])
             return read(answer)
-        except (RemoteError, EnvFailure, OSError) as error:
+        except (RemoteError, EnvFailure, OSError, OverflowError) as error:
             self.close()
             kind = RemoteError if isinstance(error, RemoteError) else EnvFailure
             raise kind(f"remote environment: {error}{self._last_lines()}") from None
@@ -149,10 +153,10 @@ class _Connection:
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
+        self.kill = weakref.finalize(self, _kill, process)
         assert process.stdin and process.stdout
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)
-        weakref.finalize(self, _kill, process)
         return process
 
 
@@ -255,10 +259,23 @@ def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float
     return answer
 
 
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Whether it has ended. Does not reap it where the system can tell without: see `_kill`."""
+    if hasattr(os, "waitid"):
+        with contextlib.suppress(ChildProcessError):
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            return os.waitid(os.P_PID, process.pid, options) is not None
+    return process.poll() is not None
+
+
 def _kill(process: subprocess.Popen) -> None:
-    """Kills the process and its children, closes its pipes and waits for it."""
-    with contextlib.suppress(ProcessLookupError), process:
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kills the process and its children, closes its pipes and waits for it.
+
+    The process group has its pid. Once it is reaped, that may be the pid of somebody else's.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError), process:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
