@@ -203,7 +203,7 @@ def wrong(tmp_path_factory):
         },
         "stop_that_is_a_text": {"generation_config.json": {"eos_token_id": [1, "</s>"]}},
         "tokenizer_with_a_wrong_limit": {
-            "tokenizer_config.json": {**limits, "model_max_length": []}
+            "tokenizer_config.json": {**of_tokenizer, "model_max_length": []}
         },
         "negative_stop": {"config.json": {**settings, "eos_token_id": -1}},
         "nan_in_a_row": {data: weights | {embedding: with_nan}},
