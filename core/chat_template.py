@@ -21,8 +21,10 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.types import Message, UsageError
+from core.interrupt import time_limit
+from core.types import Message, UsageError, one_line
 
+MAX_SECONDS, MAX_ADDED = 10, 1 << 20  # of the chat template for one text; characters
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
@@ -314,19 +316,26 @@ def render(
 ) -> str:
     """The chat as text; `open_turn`: ending where the assistant begins to write.
 
-    Raises UsageError if there is no template, and if it refuses the messages.
+    Raises UsageError if there is no template, and if it refuses the messages, fails, takes over
+    MAX_SECONDS or adds over MAX_ADDED characters to 8 for each of the messages.
     """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     dicts = cast(list[dict[str, str]], [m | CALL_ID if m["role"] == "tool" else m for m in chat])
     try:
-        text = tokenizer.apply_chat_template(
-            dicts, tokenize=False, add_generation_prompt=open_turn, **options
-        )
-    except TemplateError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UsageError(f"the chat template refuses these messages: {reason}") from None
+        with time_limit(MAX_SECONDS):
+            text = tokenizer.apply_chat_template(
+                dicts, tokenize=False, add_generation_prompt=open_turn, **options
+            )
+    except TimeoutError:
+        raise UsageError(f"the chat template takes over {MAX_SECONDS} seconds") from None
+    except Exception as error:
+        kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
+        reason = one_line(error)[:200]
+        raise UsageError(f"the chat template refuses these messages: {kind}{reason}") from None
+    if len(text) > MAX_ADDED + 8 * sum(len(m["content"]) for m in chat):
+        raise UsageError(f"the chat template writes {len(text):,} characters")
     return cast(str, text)
 
 

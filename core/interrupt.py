@@ -74,12 +74,14 @@ def time_limit(seconds: float) -> Iterator[None]:
             raise _TimeLimit
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # every second, if the body catches it
+    outer = signal.setitimer(
+        signal.ITIMER_REAL, seconds, 1.0
+    )  # every second, if the body catches it
     try:
         yield
         finished = True
     except _TimeLimit:
         raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *outer)

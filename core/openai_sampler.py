@@ -29,6 +29,7 @@ MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further req
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
 PROGRESS_INTERVAL_S = 0.05
 STOPPED = "stopped"
+UNREADABLE = ValueError, TypeError, AttributeError, RecursionError  # an answer of another form
 
 
 class RequestError(RuntimeError):
@@ -153,7 +154,7 @@ class OpenAISampler(Sampler):
                     text, finish_reason = await self._stream(client, chat, params, seed)
             except TimeoutError:
                 return self._count_failure(f"not complete in {self.timeout:g} s (--api-timeout)")
-            except (openai.OpenAIError, RequestError, ValueError, TypeError, AttributeError) as e:
+            except (openai.OpenAIError, RequestError, *UNREADABLE) as e:
                 return self._count_failure(_one_line(e))
         self.failures = 0
         if finish_reason not in ("stop", "length"):

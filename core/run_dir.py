@@ -28,6 +28,7 @@ from core.types import CannotWrite, UsageError
 
 DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
 KINDS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
+MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
 
@@ -53,7 +54,10 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
 
     `skip_unknown`: leave out the names that only another version knows.
     """
-    try:  # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
+    try:
+        if file.is_fifo() or file.stat().st_size > MAX_CONFIG_BYTES:
+            raise OSError(errno.EFBIG, f"a pipe, or over {MAX_CONFIG_BYTES} bytes")
+        # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
