@@ -310,11 +310,11 @@ RANGES: list[tuple[float, float, str]] = [
     (0, 1000, """entropy_coef kl_coef kl_cov_coef reward_coef opsm filter_groups grpo.clip_high
         ppo.target_kl ppo.value_coef"""),
     (0, 4096, "lora_rank"),
-    (0, 10**6, """lora_alpha train_difficulty clip_cov_low clip_cov_high overlong_buffer top_k
+    (0, 10**6, """lora_alpha train_difficulty overlong_buffer top_k
         sft_best eval_num_tasks eval_samples microscope"""),
     (0, 10**9, "num_updates sft_steps eval_every save_every ppo.value_warmup"),
     (0, 2**32 - 1, "seed"),
-    (0, 10**15, "max_sampled_tokens ppo.value_clip"),
+    (0, 10**15, "max_sampled_tokens ppo.value_clip clip_cov_low clip_cov_high"),
 ]  # fmt: skip
 RANGE_OF = {name: (low, high) for low, high, names in RANGES for name in names.split()}
 OR_ZERO = "env_timeout max_grad_norm tis_cap reject_high grpo.dual_clip".split()  # 0: off
