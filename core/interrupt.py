@@ -74,9 +74,8 @@ def time_limit(seconds: float) -> Iterator[None]:
             raise _TimeLimit
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    outer = signal.setitimer(
-        signal.ITIMER_REAL, seconds, 1.0
-    )  # every second, if the body catches it
+    # every second, if the body catches it
+    outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
     try:
         yield
         finished = True

@@ -160,6 +160,8 @@ def test_a_run_of_a_module_is_resumed_from_another_folder(place, command, tmp_pa
     code, _, err = command("--env", "my_envs.games:Maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
     run = place / "runs/a"
+    code, _, err = train_in(tmp_path, monkeypatch, command, "--resume", run)
+    assert code == 2 and "would run my_envs.games:Maze:size=4: if you trust it, add --trust" in err
     again = ["--resume", run, "--num-updates", "2", "--trust"]
     code, _, err = train_in(tmp_path, monkeypatch, command, *again)
     assert code == 0, err
