@@ -123,12 +123,13 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
         if name != METRICS and not (run_dir / name).exists():
             continue
-        sha256, faults = hashlib.sha256(), Faults()
+        sha256, faults, damage = hashlib.sha256(), Faults(), ""
         with published(run_dir / name) as part, part.open("wb") as file:
             for line in _lines_before(progress, run_dir / name, faults):
                 sha256.update(line)
                 file.write(line)
-            damaged = bool(faults)
+                damage = faults.line()  # after the last record: power was lost, nothing is missing
+            damaged = bool(damage)
             if name == METRICS and "metrics_sha256" in progress:
                 damaged = sha256.hexdigest() != progress["metrics_sha256"]
             if damaged and name == METRICS and not accept_damage:
@@ -138,7 +139,7 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
                     "add --accept-damaged-log to train on and mark the hole"
                 )
         if damaged:
-            remarks.append(f"{name} is damaged ({faults.line() or 'records are missing'})")
+            remarks.append(f"{name} is damaged ({damage or 'records are missing'})")
     return "; ".join(remarks)
 
 
@@ -226,7 +227,8 @@ def _parsed_lines(path: Path, faults: Faults) -> Iterator[tuple[bytes, Record]]:
                 if not (isinstance(record, dict) and is_record(record)):
                     raise ValueError
             except (ValueError, TypeError, RecursionError):
-                faults["lines that are no records"] += line.endswith(b"\n")
+                if line.endswith(b"\n"):
+                    faults["lines that are no records"] += 1
                 continue
             yield line, record
 

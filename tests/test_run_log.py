@@ -172,6 +172,17 @@ def test_rewind_drops_the_records_after_a_checkpoint(tmp_path, sft_step, update,
         assert read_records(tmp_path / name) == records[:kept]
 
 
+@pytest.mark.parametrize("tail", [b"\0" * 500, b"\0\n\0\n", b'{"update": 3, "re'])
+def test_rewind_says_nothing_about_what_lost_power_left_after_the_checkpoint(tmp_path, tail):
+    records = [{"update": 0}, {"update": 1}, {"update": 2}]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        write_lines(tmp_path / name, records)
+        with (tmp_path / name).open("ab") as file:
+            file.write(tail)
+    assert rewind(tmp_path, {"sft_step": 0, "update": 1}) == ""
+    assert read_records(tmp_path / "rollouts.jsonl") == records[:2]
+
+
 def test_rollouts_are_rotated_read_and_rewound_across_both_files(tmp_path, monkeypatch):
     monkeypatch.setattr(run_log, "ROLLOUTS_BYTES", 2000)
     with RunLog(tmp_path, CONFIG) as log:
