@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin
 import filelock
 import yaml
 
-from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, trust_flags
+from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
 from core.files import PART, disk_errors, published, remove
 from core.types import CannotWrite, UsageError
 
@@ -192,7 +192,10 @@ def _typed(
         if name not in kinds or name in COMMAND_LINE_ONLY:
             if skip_unknown:
                 continue
-            raise UsageError(f"{prefix}{reprlib.repr(name)[1:-1]} is not a setting for a file")
+            known = name in COMMAND_LINE_ONLY
+            advice = f"give {flag(name)} on the command line" if known else "remove it"
+            text = reprlib.repr(name)[1:-1]
+            raise UsageError(f"{prefix}{text} is not a setting for a file; {advice}")
         if name in ALGORITHMS and isinstance(value, dict):
             own = {f.name: f.type for f in dataclasses.fields(kinds[name])}
             typed[name] = _typed(own, value, f"{prefix}{name}.", skip_unknown)
