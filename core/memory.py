@@ -94,7 +94,9 @@ def probe_peak_memory(
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
     free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
     # packed suffixes have a bool and a float32 mask where FlashAttention does not take them
-    per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.packs_groups
+    per_token = 0.0
+    if free is not None:
+        per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.packs_groups
     if free and (fitting := max(longest, int(free / 4 / per_token))) < policy.micro_batch_tokens:
         # not tried: Linux kills a process instead of raising
         say(f"micro-batches of {policy.micro_batch_tokens} tokens may not fit in memory: "

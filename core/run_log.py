@@ -249,7 +249,6 @@ def _is_metrics(record: Record) -> bool:
         all(_is_count(step) for step in steps)
         and isinstance(warnings, dict)
         and all(isinstance(text, str) for text in warnings.values())
-        and all(name.isprintable() for name in (*values, *warnings))
         and all(value is None or _is_number(value) for value in values.values())
         and all(_is_number(values.get(name)) for name in needed)
     )

@@ -47,12 +47,20 @@ def test_non_finite_metrics_are_logged_as_null(tmp_path):
     ]
 
 
+def test_any_name_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):
+    record = {"update": 0, "info/a\nb\u2028\ud800</script>": 1.0, "warnings": {"\t": "x"}}
+    with RunLog(tmp_path, CONFIG) as log:
+        log.log(record)
+        progress = {"sft_step": 0, "update": 0, "metrics_sha256": log.sync()}
+    assert rewind(tmp_path, progress) == "" and read_records(tmp_path / "metrics.jsonl") == [record]
+
+
 NOT_METRICS = [
     "[1]", "3", "null", '"kind"', '["kind"]', '"update"', "",
     '{"update": 2, "rew', "\xff", "[" * 100_000, "{}",
     '{"update": "2"}', '{"update": -1}', '{"update": true}', '{"update": 2, "sft_step": 2}',
     '{"update": 2, "loss": "1"}', '{"update": 2, "loss": NaN}', '{"update": 2, "loss": 1e999}',
-    '{"update": 2, "loss": [1]}', '{"update": 2, "warnings": {"a": 1}}', '{"update": 2, "\\n": 1}',
+    '{"update": 2, "loss": [1]}', '{"update": 2, "warnings": {"a": 1}}',
     '{"update": 2, "loss": 1%s}' % ("0" * 400), '{"update": 2, "eval/e/accuracy": 0.5}',
 ]  # fmt: skip
 
