@@ -59,7 +59,8 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
-MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # nats per token
+# nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors, with nf4 0.068
+MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
 PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
@@ -139,8 +140,7 @@ class NanoLLM(Sampler):
         try:
             with preserve_process_state(**ENVIRONMENT):
                 self._start(memory_arguments, eager)
-            # PEFT rounds the output of an adapter once more if its layer has 4 bits
-            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype] * (1 + policy.quantized)
+            gap, limit = self._measure_gap(), MAX_GAP[policy.dtype]
         except Exception as error:
             self.close()
             if isinstance(error, UsageError):
