@@ -13,17 +13,18 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 from conftest import save_small
+
+sys.path.append(str(Path(__file__).parent.parent / "runs/faults"))
+from kills import end_in_a_write, watch_changes
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2
     --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
@@ -36,7 +37,6 @@ SETTINGS = {
     "two ranks": "--algo grpo",
     "two ranks, ppo and lora": "--algo ppo --lora-rank 2",
 }
-CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 TIMEOUT = 120  # seconds for one process
 GRACE = 3  # seconds for the other ranks to end after one was killed
 
@@ -50,36 +50,19 @@ def train_in_child(args, folder, environment, death, changes):
     sys.stdout = sys.stderr = open("output.txt", "a")  # noqa: SIM115
     count = 0
 
-    def watch(event, arguments):
+    def note(change):
         nonlocal count
-        if event not in CHANGES or threading.current_thread() is not threading.main_thread():
-            return
-        path = str(arguments[0])
-        if not (path.startswith("runs") or "/runs/" in path):
-            return
-        if event == "open" and not _writes(arguments):
-            return
         count += 1
-        changes.append(f"{event} {path}")
+        changes.append(change)
         if count == death.get("change"):
             if "bytes" not in death:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # the kernel ends the process while it writes the first file that exceeds this size
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (death["bytes"], death["bytes"]))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            end_in_a_write(death["bytes"])
 
     import train
 
-    sys.addaudithook(watch)
+    watch_changes(note)
     sys.exit(train.run_command(args))
-
-
-def _writes(arguments):
-    mode, flags = arguments[1], arguments[2]
-    if isinstance(mode, str):
-        return any(letter in mode for letter in "wax+")
-    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
 @pytest.fixture(scope="module")

@@ -169,24 +169,14 @@ def train_in_child(args: list[str], folder: str, death: Death) -> None:
     synced = os.open("synced", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     count = 0
 
-    def watch(event: str, arguments: Any) -> None:
+    def note(change: str) -> None:
         nonlocal count
-        if event not in CHANGES or threading.current_thread() is not threading.main_thread():
-            return
-        path = str(arguments[0])
-        if not (path.startswith("runs") or "/runs/" in path):
-            return
-        if event == "open" and not writes(arguments):
-            return
         count += 1
-        os.write(changes, f"{event} {path}\n".encode())
+        os.write(changes, f"{change}\n".encode())
         if count == death.change and death.way in ("kill", "power"):
             os.kill(os.getpid(), signal.SIGKILL)
         if count == death.change and death.way == "write":
-            # the kernel ends the process while it writes the first file that exceeds this size
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            end_in_a_write(death.size)
 
     fsync = os.fsync
 
@@ -198,8 +188,29 @@ def train_in_child(args: list[str], folder: str, death: Death) -> None:
     os.fsync = noted_fsync
     import train
 
-    sys.addaudithook(watch)
+    watch_changes(note)
     sys.exit(train.run_command(args))
+
+
+def watch_changes(note: Callable[[str], None]) -> None:
+    """Calls `note` before each change to a file of a run by the main thread of this process."""
+
+    def watch(event: str, arguments: Any) -> None:
+        if event not in CHANGES or threading.current_thread() is not threading.main_thread():
+            return
+        path = str(arguments[0])
+        in_run = path.startswith("runs") or "/runs/" in path
+        if in_run and (event != "open" or writes(arguments)):
+            note(f"{event} {path}")
+
+    sys.addaudithook(watch)
+
+
+def end_in_a_write(size: int) -> None:
+    """Lets the kernel end this process while it writes the first file that exceeds `size` bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def writes(arguments: Any) -> bool:
