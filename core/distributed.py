@@ -13,7 +13,9 @@ machines: core/README.md.
 
 import itertools
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -235,9 +237,16 @@ def _notice_lost_links() -> None:
 
 @contextmanager
 def rank_lost() -> Iterator[None]:
-    """Turns the error of a collective inside into a Fault of one line."""
+    """Turns the error of a collective inside into a Fault of one line.
+
+    torchrun sends SIGTERM to the ranks that are left, so the rank of a machine that prints the line
+    ignores it from then on. If it does not end, torchrun kills it after 30 seconds.
+    """
     try:
         yield
     except RuntimeError as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and os.environ.get("LOCAL_RANK") == "0":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = str(error).strip().splitlines()[0][:200]
         raise Fault(f"another rank died, so this rank ends: {reason}") from error

@@ -32,7 +32,8 @@ class Interrupt:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self.previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._request:  # not if `rank_lost` ignores it
+                signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise Stopped if any rank received a signal. All ranks must call this together."""

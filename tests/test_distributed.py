@@ -131,6 +131,30 @@ def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path
     assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
 
 
+LOST = """
+import os, signal
+from core import cli, distributed
+from core.interrupt import Interrupt
+
+def main(_):
+    try:
+        with Interrupt(), distributed.rank_lost():
+            raise RuntimeError("Connection closed by peer")
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+raise SystemExit(cli.run(main, [], parse=lambda args: None))
+"""
+
+
+def test_sigterm_of_torchrun_does_not_swallow_the_line_of_a_lost_rank():
+    environment = os.environ | {"LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", LOST], env=environment, text=True,
+                          capture_output=True, timeout=60)  # fmt: skip
+    line = "train.py: another rank died, so this rank ends: Connection closed by peer\n"
+    assert (done.returncode, done.stderr) == (1, line)
+
+
 def kill_a_rank(run, launched):
     """Kill the second rank once the first update is saved."""
     for _ in range(1200):
