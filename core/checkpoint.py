@@ -10,6 +10,7 @@ as it exists. The two newest are kept, and a damaged one is skipped when a run r
 states are not saved: every update derives its seeds from --seed and its own number.
 """
 
+import math
 import reprlib
 import shutil
 from collections.abc import Mapping
@@ -112,8 +113,8 @@ def check_state(saved: Any, own: Any, place: str) -> None:
     """Raises UsageError unless `saved` could be a later state of the optimizer with state `own`.
 
     It must have the same names, lengths, types, shapes and dtypes, the same parameters in each
-    group, and no NaN. A fused step checks none of this, and would read beyond a tensor. `place` is
-    what the message calls `saved`.
+    group, and only finite numbers: a step whose gradient overflows is skipped. A fused step checks
+    none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
     """
     inner: list[Any] = []
     if isinstance(own, dict):
@@ -125,9 +126,10 @@ def check_state(saved: Any, own: Any, place: str) -> None:
         inner = list(range(len(own)))
     elif isinstance(own, Tensor):
         fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
-        fits = fits and not saved.isnan().any()
+        fits = fits and bool(saved.isfinite().all())
     else:
-        fits = isinstance(saved, type(own)) and saved == saved  # False for NaN
+        fits = isinstance(saved, type(own))
+        fits = fits and (not isinstance(saved, float) or math.isfinite(saved))
     if not fits:
         raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
                          "use the one before it")  # fmt: skip

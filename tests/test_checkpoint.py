@@ -137,6 +137,11 @@ STATES = {
     "empty": set_moment(torch.zeros(0)),
     "dtype": set_moment(torch.zeros(704, 32, dtype=torch.float64)),
     "NaN": set_moment(torch.full((704, 32), torch.nan)),
+    "infinity": set_moment(torch.full((704, 32), -torch.inf)),
+    "one infinity": lambda state: (
+        state["adamw"]["state"][1]["exp_avg_sq"].view(-1)[-1].fill_(torch.inf)
+    ),
+    "infinite step": lambda state: state["adamw"]["state"][1]["step"].fill_(torch.inf),
     "text": set_moment("x"),
     "no moment": lambda state: state["adamw"]["state"][0].pop("exp_avg"),
     "no parameter": lambda state: state["adamw"]["state"].pop(3),
@@ -145,6 +150,7 @@ STATES = {
     "no groups": lambda state: state["adamw"]["param_groups"].clear(),
     "masters": lambda state: state["masters"].append(torch.zeros(1)),
     "scale": lambda state: state.update(scale=["x", 0]),
+    "infinite scale": lambda state: state.update(scale=[math.inf, 0]),
     "no AdamW": lambda state: state.pop("adamw"),
 }
 

@@ -148,6 +148,18 @@ def test_an_overflow_skips_the_step_and_halves_the_scale():
     assert optimizer.loss_scale == 2.0**9  # the largest power of two below 65504 / 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "stepped"), [(1e19, True), (2e19, False)])
+def test_a_gradient_whose_square_overflows_is_skipped_so_moments_stay_finite(dtype, size, stepped):
+    """float32 ends at 3.4e38, the square of 1.84e19; a checkpoint with more is refused."""
+    weight = nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = MasterAdamW([{"params": [weight], "lr": 0.1}])
+    optimizer.backward((weight.float() * torch.tensor([size, 1.0])).sum())
+    assert optimizer.clip_and_step(max_norm=0)[1] is stepped
+    [moments] = optimizer.adamw.state.values()
+    assert all(moment.isfinite().all() for moment in moments.values())
+
+
 def test_the_scale_of_float16_never_falls_below_1():
     weight, optimizer = float16_weight()
     optimizer.loss_scale = MIN_SCALE

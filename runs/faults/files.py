@@ -213,6 +213,7 @@ def change_state(state: dict[str, Any], rng: random.Random) -> str:
         "empty": lambda: moments[key].update({name: torch.zeros(0)}),
         "dtype": lambda: moments[key].update({name: tensor.double()}),
         "NaN": lambda: moments[key].update({name: torch.full_like(tensor, torch.nan)}),
+        "infinity": lambda: moments[key].update({name: torch.full_like(tensor, torch.inf)}),
         "text": lambda: moments[key].update({name: "x"}),
         "missing moment": lambda: moments[key].pop(name),
         "missing parameter": lambda: moments.pop(key),
