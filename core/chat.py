@@ -31,6 +31,7 @@ from rich.text import Text
 
 from core import cli, config, tasks
 from core.config import TINY, Config
+from core.files import check_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
 
@@ -81,6 +82,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
+    check_folder(file.parent)
     if file.exists():
         cfg = read_config(file)
         if not flags.trust:
@@ -364,6 +366,7 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 
 def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
+    check_folder(Path(model_id))
     with tempfile.TemporaryDirectory() as folder:  # for tiny
         return load_policy(
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,

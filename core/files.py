@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,9 +21,51 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from core.types import UsageError
+
 TORCH_WRITERS = ("inline_container", "PytorchStreamWriter")  # in the messages of torch.save
 SEAL = "state.json"  # of a sealed folder
 PART = ".part-"  # begins the name of everything that is not complete yet
+FILES = {
+    ".json",
+    ".jsonl",
+    ".yaml",
+    ".md",
+    ".png",
+    ".html",
+    ".py",
+    ".safetensors",
+    ".pt",
+    ".txt",
+    ".jinja",
+    ".model",
+    ".lock",
+}  # ends, or names, of files of runs and models
+FOLDERS = {"checkpoint", "reference", "base", "opponents", "model", "tensorboard"}  # of a run
+
+
+def check_folder(folder: Path) -> None:
+    """Raises UsageError if the folder of a run or a model has what no run or model writes.
+
+    That is a pipe, socket or device, which could be read for ever, also behind a link; and a folder
+    with the name of a file, or a file with that of a folder. Accepts every other folder, and none.
+    """
+    if not any(os.path.exists(folder / name) for name in ("config.yaml", "config.json")):
+        return
+    for path in folder.rglob("*"):
+        try:
+            mode = path.stat().st_mode
+        except OSError:  # a link that leads nowhere, or a file that is just being replaced
+            continue
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            problem = "a pipe, socket or device"
+        elif stat.S_ISDIR(mode) and (path.suffix in FILES or path.name in FILES):
+            problem = "a folder instead of a file"
+        elif not stat.S_ISDIR(mode) and path.parent == folder and path.name in FOLDERS:
+            problem = "a file instead of a folder"
+        else:
+            continue
+        raise UsageError(f"{path} is {problem}: remove it")
 
 
 @contextmanager
@@ -68,8 +111,8 @@ def sealed(path: Path, facts: dict[str, Any], num_bytes: int = 1 << 20) -> Itera
 def unseal(folder: Path) -> tuple[dict[str, Any], str]:
     """The facts of a sealed folder, and what is wrong with it; "": nothing."""
     try:
-        if any(file.is_fifo() for file in folder.iterdir()):
-            raise OSError("it has a pipe")  # to read it would wait for ever
+        if not all(file.is_file() or file.is_dir() for file in folder.iterdir()):
+            raise OSError("it has a pipe or device")  # to read it could take for ever
         state = json.loads((folder / SEAL).read_text())
         sums = state["sha256"]
         damaged = [name for name in sums if _sha256(folder / Path(name).name) != sums[name]]

@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from core import distributed
 from core.checkpoint import copy_weights, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
-from core.files import remove, sealed, unseal
+from core.files import check_folder, remove, sealed, unseal
 from core.model import Policy, load_policy
 from core.openai_sampler import STOPPED, OpenAISampler
 from core.rollouts import (
@@ -231,14 +231,17 @@ def load_model(folder: Path, cfg: Config) -> Policy:
         "template_options": cfg.template_options, "template_date": cfg.template_date,
         "max_length": cfg.max_model_len, "flag": "opponent",
     }  # fmt: skip
+    check_folder(folder)
     is_run = (folder / "config.yaml").exists()
     model = folder / "model" if is_run else folder
     adapters = model / "adapter_model.safetensors"
     if is_run and adapters.exists():
         trained = read_config(folder / "config.yaml")
         base = folder / "base"
+        model_id = str(base) if base.is_dir() else trained.model_id
+        check_folder(Path(model_id))
         loaded = load_policy(
-            str(base) if base.is_dir() else trained.model_id, lora_rank=trained.lora_rank,
+            model_id, lora_rank=trained.lora_rank,
             lora_alpha=trained.lora_alpha, quantize=trained.quantize, **options,
         )  # fmt: skip
         from peft import set_peft_model_state_dict  # takes a second

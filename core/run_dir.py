@@ -12,6 +12,7 @@ import os
 import reprlib
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ import filelock
 import yaml
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
-from core.files import PART, disk_errors, published, remove
+from core.files import PART, check_folder, disk_errors, published, remove
 from core.types import CannotWrite, UsageError
 
 DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
@@ -55,8 +56,9 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
     `skip_unknown`: leave out the names that only another version knows.
     """
     try:
-        if file.is_fifo() or file.stat().st_size > MAX_CONFIG_BYTES:
-            raise OSError(errno.EFBIG, f"a pipe, or over {MAX_CONFIG_BYTES} bytes")
+        facts = file.stat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_CONFIG_BYTES:
+            raise OSError(errno.EFBIG, f"not a file, or over {MAX_CONFIG_BYTES} bytes")
         # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except OSError as error:
@@ -89,13 +91,14 @@ def new_folder(runs: Path, name: str, stem: str) -> Path:
 def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
     """Hold the lock of the folder `run`; if `new`, create it with `settings` as its config.yaml.
 
-    Raises UsageError if another process holds the lock or if the folder contains a link, through
-    which the run would write elsewhere; CannotWrite if the disk is full or read-only. If a
-    UsageError ends a new run before its first record, removes the folder.
+    Raises UsageError if another process holds the lock, as `check_folder` does, and if the folder
+    contains a link, through which the run would write elsewhere; CannotWrite if the disk is full or
+    read-only. If a UsageError ends a new run before its first record, removes the folder.
     """
     if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
         raise UsageError(f"{link} is a link, and a run writes into its own folder only: replace "
                          "the link by what it leads to, or remove it")  # fmt: skip
+    check_folder(run)
     try:
         if new:
             create_run(run, settings)

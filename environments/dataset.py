@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ Row = dict[str, Any]
 def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
     """Returns the number and the object of each line that is not empty.
 
-    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError, which names the
-    line, for anything but one JSON object per line.
+    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError for a pipe or a
+    device and, naming the line, for anything but one JSON object per line.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise UsageError(f"{path} is not a file")
     rows = []
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
         try:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from core.files import check_folder
 from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
 from core.report.page import write_page
@@ -63,9 +64,10 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Returns the settings in config.yaml of a run.
 
-    Raises UsageError if the folder has no config.yaml or no metrics.jsonl, or if config.yaml lacks
-    the settings that every run has.
+    Raises UsageError if the folder has no config.yaml or no metrics.jsonl, if config.yaml lacks
+    the settings that every run has, and as `check_folder` does.
     """
+    check_folder(run_dir)
     path = run_dir / "config.yaml"
     for file in (path, run_dir / METRICS):
         if not file.is_file():

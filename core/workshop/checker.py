@@ -111,6 +111,8 @@ def run_command(args: list[str], file: Path = FILE) -> int:
 
 def load(file: Path) -> ModuleType:
     """Imports a scratch.py. Raises UsageError, one line, if that fails."""
+    if file.exists() and not file.is_file():  # to read a pipe would wait for ever
+        raise UsageError(f"{file} is not a file")
     spec = importlib.util.spec_from_file_location("scratch", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -11,9 +11,11 @@ import contextlib
 import io
 import itertools
 import json
+import os
 import random
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from core import run_log  # noqa: E402
+from core import chat, league, run_log  # noqa: E402
 from core.checkpoint import find_checkpoint, load_checkpoint  # noqa: E402
 from core.files import sealed, unseal  # noqa: E402
 from core.model import load_policy  # noqa: E402
@@ -52,7 +54,7 @@ def cases(rng: random.Random) -> Iterator[Case]:
         run = record(Path(folder))
         whole = RunUnderTest(run)
         kinds = 3 * [whole.report, whole.report, whole.rewind, whole.loaded, whole.optimizer]
-        kinds.append(whole.resume)  # takes the longest
+        kinds += [whole.no_file, whole.resume]  # the last takes the longest
         for number, kind in enumerate(itertools.cycle(kinds)):
             yield kind(random.Random(rng.random()), run.parent / f"try{number}")
 
@@ -185,21 +187,59 @@ class RunUnderTest:
 
         return f"resume {name} {what}", call
 
+    def no_file(self, rng: random.Random, folder: Path) -> Case:
+        """A pipe, socket, device or folder in the place of a file; the commands that open it."""
+        files = [p for p in sorted(self.run.rglob("*")) if p.is_file()]
+        name = str(rng.choice(files).relative_to(self.run))
+        kind = rng.choice([*NO_FILES])
+        command = rng.choice(["resumed", "compare", "chat", "league"])
+
+        def call() -> str:
+            with copied(self.run, folder, "", b"") as run:
+                replace_file(run / name, kind)
+                code, _, err = getattr(self, command)(run)
+                said = code == 2 and err.count("\n") == 1 and str(run) in err
+                return "" if said else f"exit code {code}: {err[-300:]!r}"
+
+        return f"{command} with a {kind} as {name}", call
+
+    def chat(self, run: Path) -> tuple[int, str, str]:
+        with patch("sys.stdin", io.StringIO("hello\n")):
+            return printed(lambda: chat.run(chat.main, [str(run)]))
+
+    def league(self, run: Path) -> tuple[int, str, str]:
+        return printed(lambda: league.run([str(run), "guess", "--games", "1"]))
+
     def compare(self, run: Path) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = compare.main([str(run)])
-        text = re.sub(r"\S*compare\.\S+", "", out.getvalue()).replace(run.name, "a")
-        return code, " ".join(text.split()), err.getvalue()
+        code, out, err = printed(lambda: compare.main([str(run)]))
+        text = re.sub(r"\S*compare\.\S+", "", out).replace(run.name, "a")
+        return code, " ".join(text.split()), err
 
     def resumed(self, run: Path) -> tuple[int, str, str]:
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = train.run_command(["--resume", str(run), "--num-updates", "4"])
-            except SystemExit as exit_:  # raised by tyro
-                return 2, out.getvalue(), "tyro\n" if exit_.code == 2 else repr(exit_)
-        return code, out.getvalue(), err.getvalue()
+        return printed(lambda: train.run_command(["--resume", str(run), "--num-updates", "4"]))
+
+
+def printed(command: Callable[[], int]) -> tuple[int, str, str]:
+    """The exit code of a command, and what it printed to stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = command()
+        except SystemExit as exit_:  # raised by tyro
+            return 2, out.getvalue(), "tyro\n" if exit_.code == 2 else repr(exit_)
+    return code, out.getvalue(), err.getvalue()
+
+
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo, "socket": lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "device": lambda path: path.symlink_to("/dev/zero"), "folder": Path.mkdir,
+}  # fmt: skip
+
+
+def replace_file(path: Path, kind: str) -> None:
+    """Puts something else, one of NO_FILES, in the place of a file."""
+    path.unlink()
+    NO_FILES[kind](path)
 
 
 def change_state(state: dict[str, Any], rng: random.Random) -> str:

@@ -21,8 +21,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from files import NO_FILES, replace_file  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from core.files import check_folder  # noqa: E402
 from core.model import load_policy  # noqa: E402
 from core.sampler import SamplingParams, TorchSampler  # noqa: E402
 from core.tiny import write_tiny  # noqa: E402
@@ -45,7 +47,8 @@ def cases(rng: random.Random) -> Iterator[Case]:
         write_tiny("tiny-random", good, 0)
         files = sorted(path.name for path in good.glob("*.json"))
         while True:
-            kind = rng.choice(["json", "json", "json", "weights", "weights", "bytes"])
+            kind = rng.choice(["json", "json", "json", "weights", "weights", "bytes",
+                               "no file"])  # fmt: skip
             if kind == "json":
                 file = rng.choice(files)
                 content = json.loads((good / file).read_text())
@@ -54,6 +57,9 @@ def cases(rng: random.Random) -> Iterator[Case]:
             elif kind == "bytes":
                 file = rng.choice([path.name for path in good.iterdir() if path.is_file()])
                 name, data = cut_or_flip(rng, file, (good / file).read_bytes())
+            elif kind == "no file":
+                file, data = rng.choice([path.name for path in good.iterdir()]), b""
+                name = f"{kind}, a {rng.choice([*NO_FILES])}, as {file}"
             else:
                 file, data = "model.safetensors", b""
                 name = f"weights {rng.choice([*WEIGHTS])}"
@@ -114,11 +120,16 @@ def load(good: Path, folder: Path, file: str, data: bytes, name: str, seed: floa
         if changed is not None:
             weights[chosen] = changed.contiguous()
         save_file(weights, folder / file, metadata={"format": "pt"})
+    elif name.startswith("no file"):
+        replace_file(folder / file, name.split()[3].rstrip(","))
     else:
         (folder / file).write_bytes(data)
     options: dict[str, Any] = {"lora_rank": 2} if rng.random() < 0.3 else {}
     try:
+        check_folder(folder)
         policy = load_policy(str(folder), device="cpu", **options)
+        if name.startswith("no file"):
+            return "loaded"
         if kind in REFUSED:
             return f"loaded with {kind} in {chosen}"
         prompt = policy.tokenizer.encode("a b c", add_special_tokens=False)
