@@ -18,6 +18,11 @@ Shapes: B rollouts, T tokens of a chat, N sampled tokens of a rollout, V tokens 
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    from core import cli
+
+    cli.need_temporary_folder("scratch.py")  # torch cannot be imported without one
+
 import torch
 from torch import Tensor, nn
 

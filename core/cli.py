@@ -21,7 +21,7 @@ import tyro
 
 from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
-from core.run_dir import read_config
+from core.run_dir import DISK_ERRORS, read_config
 from core.types import Fault, Stopped, UsageError, one_line, printable
 from environments.registry import runs_code
 
@@ -67,12 +67,15 @@ def run(
     parse: Callable[[list[str]], Any] = parse,
     program: str = "train.py",
 ) -> int:
-    """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line."""
+    """`main` with the parsed settings. Prints UsageError (code 2), Fault (code 1) and errors of the
+    disk (code 1) as a line."""
     sys.excepthook = _show_traceback
     try:
         _check_temporary_folder()
         return main(parse(args))
-    except (UsageError, Fault) as error:
+    except (UsageError, Fault, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
+            raise
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(10)  # rank 0 prints the error; then torchrun ends this process
         print(f"{program}: {one_line(error)}", file=sys.stderr)
@@ -89,6 +92,12 @@ def answer_at_once(args: list[str]) -> None:
     if code := run(lambda _: 0, args):
         sys.exit(code)
     use_expandable_segments()
+
+
+def need_temporary_folder(program: str) -> None:
+    """Exit with a line if no place for temporary files is writable; before `import torch`."""
+    if code := run(lambda _: 0, [], lambda _: None, program):
+        sys.exit(code)
 
 
 def use_expandable_segments() -> None:

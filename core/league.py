@@ -21,13 +21,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+from core import cli
+
+if __name__ == "__main__":
+    cli.need_temporary_folder("core.league")
+
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from core import cli
 from core.config import Config, check_trust, resolve
 from core.files import check_folder, published
 from core.opponents import Opponents, copies_in, load_model, load_opponent

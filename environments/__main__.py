@@ -20,7 +20,7 @@ from rich.text import Text
 
 from core.types import UsageError, one_line, printable
 from environments import check
-from environments.base import Env, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import constructor, list_envs, make
 from environments.tools import describe, messages_of, with_tools
 from environments.web import Episode, serve
@@ -154,6 +154,9 @@ def run_command(args: list[str]) -> int:
     except UsageError as error:
         print(f"environments: {one_line(error)}", file=sys.stderr)
         return 2
+    except EnvFailure as error:
+        print(f"environments: {one_line(error)}", file=sys.stderr)
+        return 1
     except (KeyboardInterrupt, EOFError):
         return 130
 

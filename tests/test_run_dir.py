@@ -13,6 +13,7 @@ import pytest
 
 from core import checkpoint
 from core.config import Config
+from core.report import compare
 from core.run import Run
 from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
@@ -159,6 +160,41 @@ def test_no_place_for_temporary_files_is_one_line(command, monkeypatch):
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc", "/nowhere"])
     code, out, err = command(*SMALL)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "set TMPDIR" in err
+
+
+WITHOUT_TEMPORARY = """
+import runpy, sys, tempfile
+tempfile._candidate_tempdir_list = lambda: ["/proc", "/nowhere"]
+sys.argv = sys.argv[1:]
+run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
+run(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("command", [
+    "core.report.compare a", "core.league a guess", "core.chat tiny", "scratch.py",
+    "environments show remote:env=snake",
+])  # fmt: skip
+def test_no_place_for_temporary_files_is_one_line_of_each_command(command):
+    """Before the import of torch, which needs one."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TEMPORARY, *command.split()],
+                          cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode in (1, 2) and done.stderr.count("\n") == 1, done.stderr
+    assert "No usable temporary directory" in done.stderr
+
+
+def test_a_comparison_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.EROFS, "Read-only file system", "compare.html")
+
+    create_run(tmp_path / "a", {"algo": "grpo", "env": ["reverse"], "model_id": "tiny",
+                                        "seed": 0})  # fmt: skip
+    (tmp_path / "a/metrics.jsonl").touch()
+    monkeypatch.setattr(compare, "write_page", fail)
+    assert compare.main([str(tmp_path / "a")]) == 1
+    assert capsys.readouterr().err == (
+        "core.report.compare: [Errno 30] Read-only file system: 'compare.html'\n"
+    )
 
 
 # Runs `python train.py` in a namespace of its own, in which it may mount a small or read-only disk.

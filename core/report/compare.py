@@ -11,6 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from core import cli
+
+if __name__ == "__main__":
+    cli.need_temporary_folder("core.report.compare")
+
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +28,7 @@ from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
 from core.run_dir import read_settings
 from core.run_log import METRICS, Record, damage_of, read_metrics
-from core.types import UsageError, one_line, printable
+from core.types import UsageError, printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
@@ -107,12 +112,9 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
 
 def main(args: list[str]) -> int:
     """Runs the command; returns the exit code, 2 after invalid input."""
-    try:
-        tyro.cli(compare, args=args, prog="python -m core.report.compare")
-    except UsageError as error:
-        print(f"core.report.compare: {one_line(error)}", file=sys.stderr)
-        return 2
-    return 0
+    program = "python -m core.report.compare"
+    return cli.run(lambda _: 0, args, lambda a: tyro.cli(compare, args=a, prog=program),
+                   "core.report.compare")  # fmt: skip
 
 
 if __name__ == "__main__":
