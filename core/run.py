@@ -114,7 +114,7 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
         if self.progress["skipped_in_a_row"] == 0:
-            progress = self.progress | {"metrics_sha256": self.run_log.sync()}
+            progress = self.progress | self.run_log.sync()
             checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
 
     def _write_pages(self) -> None:

@@ -4,8 +4,8 @@ metrics.jsonl   one object per update ("update") and per 20 warm-start steps ("s
 rollouts.jsonl  one object per rollout: messages, rewards, token traces. The file is rotated to
                 rollouts.old.jsonl at 50 MB, so the last 50 to 100 MB of rollouts are kept
 
-Both files are flushed to the disk before a checkpoint is written. The checkpoint stores the SHA-256
-of metrics.jsonl, so a resumed run knows whether all records up to the checkpoint are there.
+Both files are flushed to the disk before a checkpoint is written. The checkpoint stores their
+SHA-256, so a resumed run knows whether all records up to the checkpoint are there.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from core.types import Rollout, UsageError
 
 METRICS, ROLLOUTS, OLD_ROLLOUTS = "metrics.jsonl", "rollouts.jsonl", "rollouts.old.jsonl"
 ROLLOUTS_BYTES = 50_000_000  # size at which rollouts.jsonl is rotated
+EMPTY = hashlib.sha256().hexdigest()  # of a file without records
 
 ROLLOUT_FIELDS: dict[str, Any] = {
     "kind": str, "env": str, "agent": str, "seed": int, "group_id": int, "rewards": list,
@@ -53,9 +54,10 @@ class RunLog:
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UsageError(f"--track {track}: {reason}") from error
         self.metrics_file = (run_dir / METRICS).open("a")
-        with (run_dir / METRICS).open("rb") as written:
-            self.sha256 = hashlib.file_digest(written, "sha256")
         self.rollouts_file = (run_dir / ROLLOUTS).open("a")
+        self.sha256 = _sha256(run_dir / METRICS)
+        self.rollouts_sha256 = [_sha256(run_dir / name) for name in (OLD_ROLLOUTS, ROLLOUTS)]
+        self.finished = [digest.hexdigest() for digest in self.rollouts_sha256]
 
     def __enter__(self) -> "RunLog":
         return self
@@ -70,16 +72,22 @@ class RunLog:
     def log(self, record: Record) -> None:
         """Appends `record` to metrics.jsonl; sends the numbers of an update to the tracker."""
         self.sha256.update(_append(self.metrics_file, record))
+        # later rollouts are of an unfinished update, which a resumed run repeats
+        self.finished = [digest.hexdigest() for digest in self.rollouts_sha256]
         if self.tracker is not None and "update" in record:
             scalars = {k: v for k, v in record.items() if k not in ("update", "warnings")}
             self.tracker.log(scalars, step=record["update"])
 
-    def sync(self) -> str:
-        """Flushes both files to the disk. Returns the SHA-256 of metrics.jsonl, for `rewind`."""
+    def sync(self) -> Record:
+        """Flushes both files to the disk. Returns what `rewind` needs in a checkpoint's progress.
+
+        That is the SHA-256 of metrics.jsonl, and of rollouts.old.jsonl and rollouts.jsonl up to the
+        last record of metrics.jsonl.
+        """
         for file in (self.metrics_file, self.rollouts_file):
             os.fsync(file.fileno())
         flush(self.run_dir)
-        return self.sha256.hexdigest()
+        return {"metrics_sha256": self.sha256.hexdigest(), "rollouts_sha256": self.finished}
 
     def log_rollouts(self, kind: str, update: int, rollouts: list[Rollout]) -> None:
         """Appends `rollouts` to rollouts.jsonl. `kind` is "train" or "eval"."""
@@ -88,6 +96,7 @@ class RunLog:
             self.rollouts_file.close()
             os.replace(self.run_dir / ROLLOUTS, self.run_dir / OLD_ROLLOUTS)
             self.rollouts_file = (self.run_dir / ROLLOUTS).open("a")
+            self.rollouts_sha256 = [self.rollouts_sha256[1], hashlib.sha256()]
         for r in rollouts:
             row = {
                 "update": update,
@@ -109,7 +118,7 @@ class RunLog:
                 row["opponents"] = r.opponents
             if r.token_traces:
                 row["token_traces"] = r.token_traces
-            _append(self.rollouts_file, row)
+            self.rollouts_sha256[1].update(_append(self.rollouts_file, row))
 
 
 def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False) -> str:
@@ -119,7 +128,8 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
     records in metrics.jsonl up to the checkpoint are not those that it was saved with, raises
     UsageError and changes nothing, unless `accept_damage`.
     """
-    remarks = []
+    remarks: list[str] = []
+    sums = dict.fromkeys((ROLLOUTS, OLD_ROLLOUTS), EMPTY)  # of the records that are kept
     for name in (METRICS, ROLLOUTS, OLD_ROLLOUTS):
         if name != METRICS and not (run_dir / name).exists():
             continue
@@ -138,8 +148,17 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
                     f"{progress['update']} are not those of the checkpoint; restore the file, or "
                     "add --accept-damaged-log to train on and mark the hole"
                 )
+        sums[name] = sha256.hexdigest()
         if damaged:
             remarks.append(f"{name} is damaged ({damage or 'records are missing'})")
+    said = any(remark.startswith("rollouts") for remark in remarks)
+    if "rollouts_sha256" in progress and not said:
+        old, new = progress["rollouts_sha256"]
+        kept = [sums[OLD_ROLLOUTS], sums[ROLLOUTS]]
+        # not rotated since the checkpoint; once; twice, which dropped all records up to it
+        whole = [[old, new], [new, EMPTY]] + [[EMPTY, EMPTY]] * (run_dir / OLD_ROLLOUTS).exists()
+        if kept not in whole:
+            remarks.append(f"{ROLLOUTS} is damaged (records are missing or differ)")
     return "; ".join(remarks)
 
 
@@ -304,6 +323,14 @@ class _TensorBoard:
 
     def finish(self) -> None:
         self.writer.close()
+
+
+def _sha256(path: Path) -> Any:
+    """The hash object of a file; of nothing if it does not exist."""
+    if not path.exists():
+        return hashlib.sha256()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256")
 
 
 def _append(file: TextIO, record: Record) -> bytes:

@@ -51,7 +51,7 @@ def test_any_name_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):
     record = {"update": 0, "info/a\nb\u2028\ud800</script>": 1.0, "warnings": {"\t": "x"}}
     with RunLog(tmp_path, CONFIG) as log:
         log.log(record)
-        progress = {"sft_step": 0, "update": 0, "metrics_sha256": log.sync()}
+        progress = {"sft_step": 0, "update": 0, **log.sync()}
     assert rewind(tmp_path, progress) == "" and read_records(tmp_path / "metrics.jsonl") == [record]
 
 
@@ -134,7 +134,7 @@ def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path, dama
     with RunLog(tmp_path, CONFIG) as log:
         for update in range(12):
             log.log({"update": update, "reward/mean": update / 10 + 0.05, "x" * 900: 1})
-        progress = {"sft_step": 0, "update": 11, "metrics_sha256": log.sync()}
+        progress = {"sft_step": 0, "update": 11, **log.sync()}
         log.log({"update": 12})
         log.metrics_file.write('{"update": 13, "los')
     whole = file.read_bytes()
@@ -168,6 +168,65 @@ def test_a_garbled_line_of_rollouts_costs_only_itself(tmp_path):
     found = rewind(tmp_path, {"sft_step": 0, "update": 1})
     assert found == "rollouts.jsonl is damaged (1 lines that are no records)"
     assert file.read_bytes() == lines[0] + lines[2]
+
+
+def log_updates(log, updates):
+    for update in updates:
+        log.log_rollouts("train", update, [rollout()])
+        log.log({"update": update})
+
+
+LOST = {
+    "last line": lambda lines: lines[:-1],
+    "first line": lambda lines: lines[1:],
+    "all lines": lambda lines: [],
+    "a flipped letter": lambda lines: [*lines[:-1], lines[-1].replace(b"user", b"uses")],
+    "a line cut short": lambda lines: [*lines[:-1], lines[-1][:-9]],
+}
+
+
+@pytest.mark.parametrize("name", ROLLOUTS)
+@pytest.mark.parametrize("damage", LOST)
+def test_rollouts_that_are_not_those_of_the_checkpoint_are_named(
+    tmp_path, monkeypatch, damage, name
+):
+    monkeypatch.setattr(run_log, "ROLLOUTS_BYTES", 2000)
+    with RunLog(tmp_path, CONFIG) as log:
+        log_updates(log, range(20))
+        progress = {"sft_step": 0, "update": 19, **log.sync()}
+    lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+    assert len(lines) > 1 and rewind(tmp_path, progress) == ""
+    (tmp_path / name).write_bytes(b"".join(LOST[damage](lines)))
+    said = rewind(tmp_path, progress)
+    assert said == "rollouts.jsonl is damaged (records are missing or differ)"
+    older = {"sft_step": 0, "update": 19, "metrics_sha256": progress["metrics_sha256"]}
+    assert rewind(tmp_path, older) == ""  # a checkpoint of a version that did not store it
+
+
+def test_rollouts_that_were_deleted_are_named(tmp_path):
+    with RunLog(tmp_path, CONFIG) as log:
+        log_updates(log, [1])
+        progress = {"sft_step": 0, "update": 1, **log.sync()}
+    (tmp_path / "rollouts.jsonl").unlink()
+    assert "rollouts.jsonl is damaged" in rewind(tmp_path, progress)
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 12, 30])
+def test_nothing_is_said_about_rollouts_after_the_checkpoint(tmp_path, monkeypatch, more):
+    """Neither those of an unfinished update, nor rotations, nor a second resume are damage."""
+    monkeypatch.setattr(run_log, "ROLLOUTS_BYTES", 2000)
+    with RunLog(tmp_path, CONFIG) as log:
+        log_updates(log, range(14))
+        log.log_rollouts("eval", 14, [rollout()] * 4)
+        progress = {"sft_step": 0, "update": 13, **log.sync()}
+        log_updates(log, range(14, 14 + more))
+    for _ in range(2):
+        assert rewind(tmp_path, progress) == ""
+    with RunLog(tmp_path, CONFIG) as log:  # the resumed run
+        log_updates(log, range(14, 14 + more))
+        log.log_rollouts("eval", 99, [rollout()])
+        progress = {"sft_step": 0, "update": 13 + more, **log.sync()}
+    assert rewind(tmp_path, progress) == ""
 
 
 @pytest.mark.parametrize(("sft_step", "update", "kept"), [(20, -1, 1), (40, 1, 4)])

@@ -116,12 +116,15 @@ class RunUnderTest:
         def call() -> str:
             with copied(self.run, folder, name, damaged, "metrics.jsonl", "rollouts.jsonl") as run:
                 try:
-                    run_log.rewind(run, self.progress)
+                    said = run_log.rewind(run, self.progress)
                 except UsageError as error:
                     return "" if "\n" not in str(error) else "more than one line"
-                whole = (self.run / run_log.METRICS).read_bytes()
-                same = (run / run_log.METRICS).read_bytes() == whole
-                return "" if same else "other records without a word"
+                changed = [
+                    log for log in (run_log.METRICS, run_log.ROLLOUTS)
+                    if (run / log).read_bytes() != (self.run / log).read_bytes()
+                    and f"{log} is damaged" not in said
+                ]  # fmt: skip
+                return f"another {changed[0]} without a word" if changed else ""
 
         return f"rewind {name} {what}", call
 
