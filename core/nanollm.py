@@ -28,7 +28,6 @@ import importlib.util
 import itertools
 import os
 import random
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -472,22 +471,19 @@ def save_config(config: Any, cache_root: str) -> str:
     """Writes the model's config.json into a folder named after its content; returns the folder.
 
     vLLM's compile cache depends on the folder, so models of the same config share it, wherever
-    their weights come from. Several ranks may write it at the same time.
+    their weights come from. Each start writes the file again, as the old one may be damaged, and
+    renames it, as another rank may be reading it.
     """
     config = copy.deepcopy(config)
     config._name_or_path = ""
     values = config.to_json_string(use_diff=False)
     digest = hashlib.sha256(values.encode()).hexdigest()[:16]
-    root = os.path.join(cache_root, "nanollm")
-    os.makedirs(root, exist_ok=True)
-    folder = os.path.join(root, digest)
-    if not os.path.exists(folder):
-        part = tempfile.mkdtemp(prefix=".part-", dir=root)
+    folder = os.path.join(cache_root, "nanollm", digest)
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=os.path.dirname(folder)) as part:
         config.save_pretrained(part)
-        try:
-            os.rename(part, folder)
-        except OSError:  # another rank was first
-            shutil.rmtree(part)
+        for name in os.listdir(part):
+            os.replace(os.path.join(part, name), os.path.join(folder, name))
     return folder
 
 

@@ -515,6 +515,19 @@ def test_models_of_equal_shape_share_a_config_folder(qwen3, tmp_path, load):
     assert policies[0].causal_lm.config._name_or_path == str(qwen3)
 
 
+@pytest.mark.parametrize("damage", [b"", b"{}", None])
+def test_a_damaged_config_in_the_cache_is_written_again(qwen3, tmp_path, load, damage):
+    """Another rope_theta there would make vLLM compute other log-probs."""
+    config = load(str(qwen3)).causal_lm.config
+    file = Path(nanollm.save_config(config, str(tmp_path)), "config.json")
+    whole = file.read_bytes()
+    changed = whole.replace(b'"rope_theta": 10000.0', b'"rope_theta": 20000.0')
+    assert changed != whole
+    file.write_bytes(changed if damage is None else damage)
+    assert nanollm.save_config(config, str(tmp_path)) == str(file.parent)
+    assert file.read_bytes() == whole and os.listdir(tmp_path / "nanollm") == [file.parent.name]
+
+
 def test_failed_start_start_and_close_leave_the_process_unchanged(
     qwen3, monkeypatch, start, load, request
 ):
