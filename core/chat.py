@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from core import cli, config, tasks
-from core.config import TINY, Config
+from core.config import Config
 from core.files import check_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
@@ -116,7 +116,7 @@ from torch import Tensor
 
 from core import tools
 from core.chat_template import Schema, clean_message
-from core.checkpoint import find_checkpoint, load_weights
+from core.checkpoint import base_model, find_checkpoint, load_weights
 from core.memory import out_of_memory_as_one_line
 from core.model import Policy, load_policy
 from core.report.summary import num_updates
@@ -216,7 +216,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
         if policy.lora_rank:  # the same weights, computed without the adapters
             before = replace(policy, disables_adapters=True)
         else:
-            before = _load(cfg, _base_of(run_dir, cfg))
+            before = _load(cfg, base_model(run_dir, cfg.model_id))
         policies = {"before": before, **policies}
     return [
         Speaker(
@@ -247,7 +247,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     if checkpoint is None and not cfg.lora_rank:
         return _load(cfg, str(exported)), exported
     policy = _load(
-        cfg, _base_of(run_dir, cfg), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
+        cfg, base_model(run_dir, cfg.model_id), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
         quantize=cfg.quantize,
         value_head=config.has_value_head(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
@@ -374,15 +374,6 @@ def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
             trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="model",
             template_options=cfg.template_options, template_date=cfg.template_date, **options,
         )  # fmt: skip
-
-
-def _base_of(run_dir: Path, cfg: Config) -> str:
-    """The model before training. Raises UsageError if a copied run has lost it."""
-    if cfg.model_id not in TINY:
-        return cfg.model_id
-    if not (run_dir / "base").is_dir():
-        raise UsageError(f"{run_dir}: base/, the model before training, is missing")
-    return str(run_dir / "base")
 
 
 def _note(text: str) -> None:

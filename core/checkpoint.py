@@ -25,10 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import distributed
-from core.config import FREE_ON_RESUME
+from core.config import FREE_ON_RESUME, TINY
 from core.files import published, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
+from core.run_dir import train_command
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
@@ -180,6 +181,22 @@ def export_model(run: Path, policy: Policy) -> Path:
         policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
     return target
+
+
+def base_model(run: Path, model_id: str) -> str:
+    """What to load as the model before training: `model_id`, but of tiny the copy in the run.
+
+    Raises UsageError if that copy is missing or damaged.
+    """
+    if model_id not in TINY:
+        return model_id
+    base = run / "base"
+    fault = unseal(base)[1] if base.is_dir() else "is missing"
+    if fault:
+        resume = train_command("--resume", str(run))
+        raise UsageError(f"{base}, the model before training, {fault}; it is made again by "
+                         f"{resume}")  # fmt: skip
+    return str(base)
 
 
 def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:

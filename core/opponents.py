@@ -29,7 +29,7 @@ import torch
 from safetensors.torch import load_file
 
 from core import distributed
-from core.checkpoint import copy_weights, save_weights
+from core.checkpoint import base_model, copy_weights, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
 from core.files import check_folder, remove, sealed, unseal
 from core.model import Policy, load_policy
@@ -237,8 +237,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
     adapters = model / "adapter_model.safetensors"
     if is_run and adapters.exists():
         trained = read_config(folder / "config.yaml")
-        base = folder / "base"
-        model_id = str(base) if base.is_dir() else trained.model_id
+        model_id = base_model(folder, trained.model_id)
         check_folder(Path(model_id))
         loaded = load_policy(
             model_id, lora_rank=trained.lora_rank,

@@ -199,6 +199,21 @@ def test_a_damaged_checkpoint_is_skipped_and_without_an_intact_one_the_exit_code
     assert (code, out, err.count("\n")) == (2, "", 1) and "no intact checkpoint" in err
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_base_is_one_line_that_names_the_command_which_makes_it_again(
+    runs, talk, tmp_path, name
+):
+    run = copied(runs["full"], tmp_path)
+    file = run / "base" / name
+    file.write_bytes(file.read_bytes()[:-1])
+    assert talk(run)[0] == 0  # model/ has all that it needs
+    assert talk(run, "--before")[0] == 2
+    shutil.rmtree(run / "model")
+    code, out, err = talk(run)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert f"is damaged ({name})" in err and f"train.py --resume {run}" in err
+
+
 def test_out_of_memory_while_loading_is_one_line(talk, qwen3_folder, monkeypatch):
     def load_policy(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -362,7 +377,7 @@ def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkey
         (["empty"], "empty: no model in this folder"),
         (["runs/none"], "runs/none"),
         (["no_checkpoint"], "no checkpoint yet"),
-        (["lost"], "base/"),
+        (["lost"], "lost/base"),
         (["MODEL/nothing"], "no model in this folder"),
         (["MODEL", "--before"], "--before"),
         (["MODEL", "--top-p", "0.5"], "--temperature"),

@@ -14,6 +14,7 @@ from conftest import load_small
 
 from core import checkpoint, opponents, run_dir
 from core.config import Config, model_and_url, resolve
+from core.model import load_policy
 from core.opponents import Opponents, copies_at, load_opponent
 from core.rollouts import RolloutCollector
 from core.run_log import read_records
@@ -266,6 +267,23 @@ def test_the_model_of_a_lora_run_is_its_base_with_its_adapters(qwen3_folder, tmp
     loaded = load_opponent(tmp_path, cfg, policy)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded.hidden_states(ids), policy.hidden_states(ids))
+
+
+@pytest.mark.parametrize(("left", "said"), [("nothing", "is missing"), ("a part", "is damaged")])
+def test_a_lora_run_of_tiny_without_its_base_is_no_opponent(tmp_path, left, said):
+    own = load_policy(
+        "tiny", device="cpu", lora_rank=2, max_length=512, tiny_folder=tmp_path / "base"
+    )
+    cfg = resolve(Config(model_id="tiny", lora_rank=2, max_model_len=512))
+    run_dir.write_config(tmp_path, run_dir.config_to_dict(cfg))
+    checkpoint.export_model(tmp_path, own)
+    load_opponent(tmp_path, cfg, own)
+    if left == "nothing":
+        shutil.rmtree(tmp_path / "base")
+    else:
+        (tmp_path / "base/tokenizer.json").write_bytes(b"{}")
+    with pytest.raises(UsageError, match=rf"base, .* {said}.* train.py --resume"):
+        load_opponent(tmp_path, cfg, own)
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
