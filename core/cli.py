@@ -10,19 +10,22 @@ import re
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from core import interrupt
+
+interrupt.set_hooks()  # before the slow imports
+
 import tyro
 
 from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
 from core.run_dir import DISK_ERRORS, read_config
-from core.types import Fault, Stopped, UsageError, one_line, printable
+from core.types import Fault, Stopped, UsageError, one_line
 from environments.registry import runs_code
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -69,8 +72,9 @@ def run(
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2), Fault (code 1) and errors of the
     disk (code 1) as a line."""
-    sys.excepthook = _show_traceback
     try:
+        if interrupt.asked_early:
+            raise KeyboardInterrupt
         _check_temporary_folder()
         return main(parse(args))
     except (UsageError, Fault, OSError) as error:
@@ -84,6 +88,7 @@ def run(
         print(f"{program}: {one_line(stopped)}")
         return 130
     except KeyboardInterrupt:  # before the run could save anything, or the second Ctrl-C
+        interrupt.asked_early = False
         return 130
 
 
@@ -108,11 +113,6 @@ def use_expandable_segments() -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     if not any(name in os.environ for name in names):
         os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
-
-
-def _show_traceback(*error: Any) -> None:
-    """As Python's own, without the control characters that the message of an error may contain."""
-    print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
 
 
 def _check_temporary_folder() -> None:

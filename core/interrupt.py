@@ -2,14 +2,65 @@
 
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-from core import distributed
-from core.types import Stopped
+from core.types import Stopped, printable
+
+asked_early = False  # Ctrl-C came before an Interrupt; a library may have caught the exception
+
+
+def set_hooks() -> None:
+    """Lets Ctrl-C end this program with code 130 and no traceback, also while it imports torch.
+
+    Tracebacks of errors lose the control characters that the message of an error may contain.
+    """
+    sys.excepthook = _on_error
+    if sys.unraisablehook is sys.__unraisablehook__:  # pytest has its own
+        sys.unraisablehook = _on_dropped_error
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_early_ctrl_c)
+
+
+def _on_early_ctrl_c(number: int, frame: FrameType | None) -> None:
+    global asked_early
+    asked_early = True
+    raise KeyboardInterrupt
+
+
+def end_start() -> None:
+    """Raise KeyboardInterrupt if Ctrl-C came so far; from now on the program may catch it."""
+    if asked_early:
+        raise KeyboardInterrupt
+    if signal.getsignal(signal.SIGINT) is _on_early_ctrl_c:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _on_error(*error: Any) -> None:
+    if asked_early or issubclass(error[0], KeyboardInterrupt):
+        sys.exit(130)
+    print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
+
+
+def _on_dropped_error(dropped: Any) -> None:
+    """Python drops what __del__ and callbacks of weak references raise, and calls this.
+
+    Sends Ctrl-C again, from a thread and later: here the exception would be dropped again.
+    """
+    if not issubclass(dropped.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
+    timer.daemon = True
+    with suppress(RuntimeError):  # at the end of Python no thread starts
+        timer.start()
 
 
 class Interrupt:
@@ -24,6 +75,8 @@ class Interrupt:
         self.previous: dict[int, Any] = {}  # the handler of each signal outside this context
 
     def __enter__(self) -> "Interrupt":
+        global asked_early
+        self.requested, asked_early = asked_early, False
         self.terminals = [handle for handle in (1, 2) if os.isatty(handle)]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -37,11 +90,15 @@ class Interrupt:
 
     def check(self) -> None:
         """Raise Stopped if any rank received a signal. All ranks must call this together."""
+        from core import distributed  # imports torch
+
         if any(distributed.all_gather([self.requested])):
             raise Stopped
 
     def check_alone(self) -> None:
         """Raise Stopped after a signal if there is one rank. With several, wait for `check`."""
+        from core import distributed
+
         if self.requested and distributed.num_ranks() == 1:
             raise Stopped
 

@@ -6,6 +6,7 @@ if its brackets vanish or raise, or if an error is more than one line.
 
 import io
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from typing import Any
@@ -89,7 +90,7 @@ def traceback(text: str) -> str:
     """What a command prints of an error that nobody expected."""
     stderr = io.StringIO()
     with redirect_stderr(stderr):
-        cli._show_traceback(RuntimeError, RuntimeError(text), None)
+        sys.excepthook(RuntimeError, RuntimeError(text), None)
     return stderr.getvalue()
 
 
