@@ -217,22 +217,9 @@ def load_policy(
     that names `flag`, if the model cannot be loaded, and if the device does not exist.
     """
     torch_device = pick_device(device)
-    if dtype == "auto":
-        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
-    if model_id in TINY:
-        folder = Path(tiny_folder)
-        _, fault = unseal(folder)
-        if fault:
-            if folder.exists():
-                print(f"{folder} {fault}: making it again", file=sys.stderr)
-            with sealed(folder, {}) as part:
-                write_tiny(model_id, part, seed)
-        model_id = str(tiny_folder)
-    elif model_id == SMOLLM2:
-        model_id = str(smollm2_folder())
-    if dtype == "float64" and torch_device.type == "mps":
-        raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
-    policy_dtype = getattr(torch, dtype)
+    policy_dtype = _pick_dtype(dtype, torch_device)
+    model_id = _local_folder(model_id, Path(tiny_folder), seed)
+    subject = f"{flag} {model_id}"
     options = loading_options(policy_dtype, torch_device) if quantize == "nf4" else {}
     base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, options)
     compute_as_in_training(base)
@@ -241,20 +228,11 @@ def load_policy(
     torch.manual_seed(seed)
     model: Any = _with_adapters(base, lora_rank, lora_alpha) if lora_rank > 0 else base
     model.to(torch_device)
-    with _one_line_errors(f"{flag} {model_id}"):
+    with _one_line_errors(subject):
         set_template_options(tokenizer, parse_template_options(template_options), template_date)
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
-    text_config = base.config.get_text_config()
-    head = None
-    if value_head:
-        head = nn.Linear(text_config.hidden_size, 1, device=torch_device, dtype=torch.float32)
-        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
-        nn.init.zeros_(head.bias)
-    limit = getattr(text_config, "max_position_embeddings", None)
-    if limit is None:
-        raise UsageError(f"{flag} {model_id}: this kind of model is not supported: its config.json "
-                         "has no max_position_embeddings; take another model")  # fmt: skip
+    limit = _context_length(subject, base)
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
@@ -262,12 +240,12 @@ def load_policy(
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
         max_length=min(limit, max_length or limit),
-        value_head=head,
+        value_head=_make_value_head(base, torch_device) if value_head else None,
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
-    _check_ids(f"{flag} {model_id}", policy)
-    _check_logits(f"{flag} {model_id}", policy)
+    _check_ids(subject, policy)
+    _check_logits(subject, policy)
     if reason := _pack_groups(policy):
         policy.remark = f"computing each prompt once per completion, as {reason}"
     return policy
@@ -299,6 +277,29 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
     return device
+
+
+def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "float64" and device.type == "mps":
+        raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
+    return getattr(torch, name)
+
+
+def _local_folder(model_id: str, tiny_folder: Path, seed: int) -> str:
+    """The folder of tiny, tiny-random or smollm2, which it writes if need be; any other id."""
+    if model_id == SMOLLM2:
+        return str(smollm2_folder())
+    if model_id not in TINY:
+        return model_id
+    _, fault = unseal(tiny_folder)
+    if fault:
+        if tiny_folder.exists():
+            print(f"{tiny_folder} {fault}: making it again", file=sys.stderr)
+        with sealed(tiny_folder, {}) as part:
+            write_tiny(model_id, part, seed)
+    return str(tiny_folder)
 
 
 def _load_files(
@@ -494,6 +495,22 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float) -> Any:
     )
     with _one_line_errors(f"--lora-rank {rank}"):
         return get_peft_model(model, config)
+
+
+def _make_value_head(base: PreTrainedModel, device: torch.device) -> nn.Linear:
+    width = base.config.get_text_config().hidden_size
+    head = nn.Linear(width, 1, device=device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _context_length(subject: str, base: PreTrainedModel) -> int:
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
+                         "has no max_position_embeddings; take another model")  # fmt: skip
+    return limit
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, closing_id: int) -> list[int]:
