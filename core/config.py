@@ -415,8 +415,10 @@ def parse_template_options(text: str) -> dict[str, Any]:
     return {key: read_literal(value) for key, value in pairs.items()}
 
 
-def remarks(cfg: Config) -> Iterator[str]:
+def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
+    if cfg.shard_optimizer == "on" and num_ranks == 1:
+        yield "--shard-optimizer on: one rank has nothing to divide; torchrun starts several"
     if cfg.algo == "grpo":
         yield " ".join(["grpo:", *(f"{name}={value}" for name, value in vars(cfg.grpo).items())])
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:

@@ -138,11 +138,24 @@ def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: s
     if may_checkpoint and not policy.checkpointed_layers:
         checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: trying gradient checkpointing"
+    smaller = smaller_weights(policy.lora_rank, policy.quantized)
     raise OutOfMemory(
         f"one sequence of {longest} tokens does not fit in memory ({reason}). Lower --max-tokens, "
-        "--max-turns or --max-model-len, or use --lora-rank 16, --gradient-checkpointing on or a "
+        f"--max-turns or --max-model-len, or use {smaller}--gradient-checkpointing on or a "
         "smaller model"
     )
+
+
+def smaller_weights(lora_rank: int, quantized: bool) -> str:
+    """The next of the settings with which weights need less memory, for a list; "": none is left.
+
+    >>> smaller_weights(0, False), smaller_weights(16, False), smaller_weights(16, True)
+    ('--lora-rank 16, ', '--quantize nf4 --sampler torch, ', '')
+    """
+    if quantized:
+        return ""
+    # vLLM would need a dequantized copy
+    return "--quantize nf4 --sampler torch, " if lora_rank else "--lora-rank 16, "
 
 
 @contextmanager

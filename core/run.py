@@ -229,7 +229,8 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
     memory.keep_freed_memory()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
-    advice = "Use --lora-rank 16, --optimizer adamw8bit, a lower --max-model-len or a smaller model"
+    smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
+    advice = f"Use {smaller}--optimizer adamw8bit, a lower --max-model-len or a smaller model"
     with memory.out_of_memory_as_one_line(lambda: advice):
         policy = _load_policy(cfg, folder)
         if policy.device.type == "cuda" and policy.dtype.itemsize == 2:
@@ -264,8 +265,9 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         Display(title, quiet=log_dir != folder) as display,
     ):
         sampler.say = display.say
-        own = [*found.remarks, damage, policy.remark, sampler.remark, *config.remarks(cfg)]
-        for line in filter(None, [*own, *remarks]):
+        own = [*found.remarks, damage, policy.remark, sampler.remark]
+        of_settings = config.remarks(cfg, distributed.num_ranks())
+        for line in filter(None, [*own, *of_settings, *remarks]):
             display.say(line)
         display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
         history = [diagnostics.warning_inputs(record) for record in records]

@@ -4,6 +4,8 @@ import re
 import shlex
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -200,17 +202,26 @@ def test_memory_grows_with_each_argument(device, rank):
         assert fit.memory(larger, device, rank, 2048)["peak"] > peak, field
 
 
-@pytest.mark.parametrize("machine", fit.MACHINES, ids=lambda machine: machine.name)
-@pytest.mark.parametrize("rank", [0, fit.RANK])
-def test_the_chosen_model_and_micro_batch_are_the_largest_that_fit(machine, rank):
-    chosen = fit.largest_model(machine, rank)
-    micro = fit.micro_batch(chosen, machine, rank)
-    assert fit.peak(chosen, machine, rank, micro) <= machine.available
+WAYS = [(machine, *way[:2]) for machine in fit.MACHINES for way in fit.methods(machine)]
+
+
+@pytest.mark.parametrize(("machine", "rank", "nf4"), WAYS, ids=lambda way: getattr(way, "name", ""))
+def test_the_chosen_model_and_micro_batch_are_the_largest_that_fit(machine, rank, nf4):
+    chosen = fit.largest_model(machine, rank, nf4)
+    micro = fit.micro_batch(chosen, machine, rank, nf4)
+    assert fit.peak(chosen, machine, rank, micro, nf4) <= machine.available
     if micro < 1024 * fit.MAX_MICRO_BATCH:
-        assert fit.peak(chosen, machine, rank, micro + 1024) > machine.available
+        assert fit.peak(chosen, machine, rank, micro + 1024, nf4) > machine.available
     for m in fit.MODELS:
         if fit.num_weights(m) > fit.num_weights(chosen):
-            assert fit.peak(m, machine, rank, 1024) > machine.available
+            assert fit.peak(m, machine, rank, 1024, nf4) > machine.available
+
+
+def test_4_bits_save_what_they_save_of_the_linear_weights():
+    m = next(m for m in fit.MODELS if m.model_id == "Qwen/Qwen3-8B")
+    bfloat16, nf4 = (fit.memory(m, "cuda", 32, 1024, nf4=n)["weights"] for n in (False, True))
+    linear = 36 * (2 * 4096 * (4096 + 1024) + 3 * 4096 * 12288)  # 6.9e9 of 8.2e9 weights
+    assert bfloat16 - nf4 == pytest.approx((2 - 0.5159) * linear / fit.GB, rel=1e-4)
 
 
 def test_a_larger_gpu_computes_more_logits_at_a_time():
@@ -225,9 +236,11 @@ def test_the_readme_has_the_tables_of_the_script():
 
 
 def test_the_readme_has_a_valid_command_for_each_machine():
-    assert len(COMMANDS) == 2 * len(fit.MACHINES)
+    assert len(COMMANDS) == len(WAYS)
     for flags in COMMANDS:
         cfg = config.resolve(cli.parse(shlex.split(flags)))
+        if find_spec("bitsandbytes") is None:  # an optional package
+            cfg = replace(cfg, quantize="none")
         config.validate(cfg)
         assert cfg.max_model_len == fit.LENGTH
         assert cfg.num_prompts * cfg.group_size >= cfg.eval_num_tasks  # evaluation has no more rows

@@ -30,7 +30,8 @@ Options of `memory` change these terms; runs/optimizer_memory has their table:
     ranks n       1/n               masters, moments and gradients; and 8 V D for the gradients of
                                     two buckets, each as large as the embedding
     nf4           0.516             bytes per weight of the layers, s for the embeddings; and s D F
-                                    for the layer that is dequantized
+                                    for the layer that is dequantized. --sampler torch: for vLLM
+                                    the base would be dequantized as a whole
     checkpointing activations       L s D t, the inputs of the layers, and saved t for one layer
 
 Weights, masters, adapters and moments are always in memory. Gradients, activations and logits are
@@ -213,32 +214,39 @@ def memory(
     return gb
 
 
-def peak(m: Model, machine: Machine, rank: int, micro: int) -> float:
+def peak(m: Model, machine: Machine, rank: int, micro: int, nf4: bool = False) -> float:
     """Returns the GB that the model needs on the machine."""
-    return memory(m, machine.device, rank, micro, machine.gpu)["peak"]
+    return memory(m, machine.device, rank, micro, machine.gpu, nf4=nf4)["peak"]
 
 
-def micro_batch(m: Model, machine: Machine, rank: int) -> int:
+def micro_batch(m: Model, machine: Machine, rank: int, nf4: bool = False) -> int:
     """Returns the tokens of the largest micro-batch that fits, a multiple of 1,024; 0: none."""
     for n in range(1024 * MAX_MICRO_BATCH, 0, -1024):
-        if peak(m, machine, rank, n) <= machine.available:
+        if peak(m, machine, rank, n, nf4) <= machine.available:
             return n
     return 0
 
 
-def largest_model(machine: Machine, rank: int) -> Model:
+def largest_model(machine: Machine, rank: int, nf4: bool = False) -> Model:
     """Returns the model with the most weights that fits. Raises ValueError if none does."""
-    return max((m for m in MODELS if micro_batch(m, machine, rank)), key=num_weights)
+    return max((m for m in MODELS if micro_batch(m, machine, rank, nf4)), key=num_weights)
 
 
-def command(m: Model, machine: Machine, rank: int) -> str:
+def command(m: Model, machine: Machine, rank: int, nf4: bool = False) -> str:
     """Returns the command that trains the model on the machine."""
     return (
         f"python train.py --model-id {m.model_id} --lora-rank {rank} "
-        f"--max-tokens-per-micro-batch {micro_batch(m, machine, rank)} --max-tokens 1024 "
+        f"{'--quantize nf4 --sampler torch ' if nf4 else ''}"
+        f"--max-tokens-per-micro-batch {micro_batch(m, machine, rank, nf4)} --max-tokens 1024 "
         f"--max-model-len {LENGTH} --num-prompts {NUM_PROMPTS} --group-size {GROUP_SIZE} "
         f"--eval-num-tasks {NUM_PROMPTS * GROUP_SIZE}"
     )
+
+
+def methods(machine: Machine) -> list[tuple[int, bool, str]]:
+    """Returns rank, whether the base model has 4 bits, and the name of each way to train."""
+    ways = [(0, False, "all weights"), (RANK, False, f"LoRA, rank {RANK}")]
+    return ways + [(RANK, True, f"QLoRA, rank {RANK}")] * (machine.device == "cuda")
 
 
 def lines() -> list[str]:
@@ -248,17 +256,21 @@ def lines() -> list[str]:
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     commands = []
     for machine in MACHINES:
-        for rank, trained in ((0, "all weights"), (RANK, f"LoRA, rank {RANK}")):
-            m = largest_model(machine, rank)
-            n = micro_batch(m, machine, rank)
-            needed = peak(m, machine, rank, n)
+        for rank, nf4, trained in methods(machine):
+            m = largest_model(machine, rank, nf4)
+            n = micro_batch(m, machine, rank, nf4)
+            needed = peak(m, machine, rank, n, nf4)
             table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {needed:.1f} GB | "
                          f"{machine.available:.1f} GB |")  # fmt: skip
-            commands += [f"    # {machine.name}: {trained}", f"    {command(m, machine, rank)}"]
-    models = ["| model | weights | GPU, all | GPU, LoRA | CPU, all | CPU, LoRA | Mac, all | "
-              "Mac, LoRA |", "| --- |" + " --- |" * 7]  # fmt: skip
+            commands += [
+                f"    # {machine.name}: {trained}",
+                f"    {command(m, machine, rank, nf4)}",
+            ]
+    models = ["| model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA | "
+              "Mac, all | Mac, LoRA |", "| --- |" + " --- |" * 8]  # fmt: skip
     for m in MODELS:
         needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
+        needs.insert(2, memory(m, "cuda", RANK, 1024, nf4=True)["peak"])
         cells = " | ".join(f"{need:.1f}" for need in needs)
         models.append(f"| {m.model_id} | {num_weights(m) / 1e9:.3f}B | {cells} |")
     return [
