@@ -83,10 +83,11 @@ def process_group(device: str) -> Iterator[None]:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    with rank_lost():
+    with rank_lost(f"not all ranks joined within {JOIN_MINUTES} minutes"):
         store, number, count = next(rendezvous("env://", timeout=timedelta(minutes=JOIN_MINUTES)))
         # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
         store = dist.PrefixStore(_agree_on_prefix(store), store)
+    with rank_lost():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=number, world_size=count,
             timeout=PATIENCE,
@@ -208,7 +209,7 @@ def _agree_on_prefix(store: dist.Store) -> str:
     deadline = time.monotonic() + 60 * JOIN_MINUTES
     while store.add(f"picorl/confirmed/{name}", 0) < num_ranks() - 1:
         if time.monotonic() > deadline:
-            raise Fault(f"not all ranks started within {JOIN_MINUTES} minutes")
+            raise Fault("one of them does not answer any more")
         for other in range(1, num_ranks()):
             asking = store.get(f"picorl/name/{other}").decode()
             store.set(f"picorl/prefix/{asking}", name)
@@ -236,8 +237,8 @@ def _notice_lost_links() -> None:
 
 
 @contextmanager
-def rank_lost() -> Iterator[None]:
-    """Turns the error of a collective inside into a Fault of one line.
+def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[None]:
+    """Turns the error of a collective inside into a Fault of one line that begins with `what`.
 
     torchrun sends SIGTERM to the ranks that are left, so the rank of a machine that prints the line
     ignores it from then on. If it does not end, torchrun kills it after 30 seconds.
@@ -249,4 +250,4 @@ def rank_lost() -> Iterator[None]:
         if is_main and os.environ.get("LOCAL_RANK") == "0":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         reason = str(error).strip().splitlines()[0][:200]
-        raise Fault(f"another rank died, so this rank ends: {reason}") from error
+        raise Fault(f"{what}: {reason}") from error

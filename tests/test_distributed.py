@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import distributed
+from core import config, distributed
+from core.config import Config
 from core.types import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -20,12 +21,12 @@ SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --g
    """.split()
 
 
-def launch(folder, *args, ranks=2, restarts=0, **options):
+def launch(folder, *args, ranks=2, restarts=0, program=ROOT / "train.py", **options):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*torchrun, str(ROOT / "train.py"), *args],
+        [*torchrun, str(program), *args],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         **options,
     )  # fmt: skip
@@ -169,6 +170,31 @@ def kill_a_rank(run, launched):
     raise AssertionError("no second rank")
 
 
+LATE = """
+import os, sys, time
+from core import distributed
+distributed.JOIN_MINUTES = 0.03
+if os.environ["RANK"] == sys.argv[1]:
+    time.sleep(600)
+import train
+sys.exit(train.run_command(["--device", "cpu"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [1, pytest.param(0, marks=pytest.mark.seeds)])
+def test_a_rank_that_does_not_join_ends_the_others_with_one_line(tmp_path, late):
+    (tmp_path / "late.py").write_text(LATE)
+    process = launch(tmp_path, str(late), ranks=2, program=tmp_path / "late.py")
+    code, out, err = finish(process)
+    said = [line for line in err.splitlines() if line.startswith("train.py: ")]
+    assert code == 1 and out == "" and not (tmp_path / "runs").exists()
+    assert len(said) == 1 and said[0].startswith(
+        "train.py: not all ranks joined within 0.03 minutes: wait timeout after 1800ms"
+    )
+    assert f"rank      : {1 - late} (local_rank: {1 - late})\n  exitcode  : 1 " in err
+
+
 @pytest.mark.slow
 def test_bad_input_is_said_once(tmp_path):
     code, _, err = finish(launch(tmp_path, *SMALL, "--lr", "-1"))
@@ -213,6 +239,13 @@ def test_more_processes_than_gpus_are_one_line(monkeypatch, visible, count, rank
     message = r"torchrun --nproc-per-node: this machine has 1 GPU\(s\)"
     with pytest.raises(UsageError, match=message), distributed.process_group("auto"):
         pass
+
+
+def test_one_rank_says_that_it_has_no_optimizer_state_to_divide():
+    divided, usual = (Config(algo="reinforce", shard_optimizer=mode) for mode in ("on", "auto"))
+    [line] = config.remarks(divided, num_ranks=1)
+    assert "--shard-optimizer on: one rank has nothing to divide" in line
+    assert not [*config.remarks(divided, num_ranks=2), *config.remarks(usual, num_ranks=1)]
 
 
 def test_without_torchrun_nothing_happens(monkeypatch):
