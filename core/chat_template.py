@@ -21,9 +21,11 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+from core import template_limits
 from core.interrupt import time_limit
 from core.types import Message, UsageError, one_line
 
+template_limits.install()
 MAX_SECONDS, MAX_ADDED = 10, 1 << 20  # of the chat template for one text; characters
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
