@@ -16,7 +16,7 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 import asyncio
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from core.model import Policy
@@ -27,9 +27,9 @@ from core.types import Completion, Message, Stopped, UsageError
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
+MAX_STREAM_BYTES, MAX_BODY_BYTES = 1 << 26, 1 << 20  # of an answer: a stream of events, all others
 PROGRESS_INTERVAL_S = 0.05
 STOPPED = "stopped"
-UNREADABLE = ValueError, TypeError, AttributeError, RecursionError  # an answer of another form
 
 
 class RequestError(RuntimeError):
@@ -96,12 +96,17 @@ class OpenAISampler(Sampler):
         keys: dict[asyncio.Task[Completion], Any] = {}  # of the requests that are not complete
         finished: list[tuple[Any, Completion]] = []
         errors: list[str] = []
+        http_client = openai.DefaultAsyncHttpxClient(
+            follow_redirects=False,  # to no other host
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"response": [_limit_size]},
+        )
         async with openai.AsyncOpenAI(
             base_url=self.base_url,
             api_key=_api_key() or "none",  # the client requires one
             timeout=self.timeout,
             max_retries=MAX_RETRIES,
-            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),  # to no other host
+            http_client=http_client,
         ) as client:
             try:
                 while (requests := exchange(finished, not keys)) is not None:
@@ -146,21 +151,20 @@ class OpenAISampler(Sampler):
         params: SamplingParams,
         seed: int,
     ) -> Completion:
-        import openai
-
         async with slots:
             try:
                 async with asyncio.timeout(self.timeout):
                     text, finish_reason = await self._stream(client, chat, params, seed)
+                token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
             except TimeoutError:
                 return self._count_failure(f"not complete in {self.timeout:g} s (--api-timeout)")
-            except (openai.OpenAIError, RequestError, *UNREADABLE) as e:
+            except Exception as e:  # of openai, of its HTTP library, or an answer of another form
                 return self._count_failure(_one_line(e))
         self.failures = 0
         if finish_reason not in ("stop", "length"):
-            return _failed(f"the completion ended with the finish reason {finish_reason!r}")
+            reason = _without_key(str(finish_reason))
+            return _failed(f"the completion ended with the finish reason {reason!r:.200}")
         self.works = True
-        token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         token_ids.append(self.policy.end_of_turn_id)
         return Completion(token_ids, [0.0] * len(token_ids), text,
                           "length" if finish_reason == "length" else "stop")  # fmt: skip
@@ -179,23 +183,45 @@ class OpenAISampler(Sampler):
                 body = (await anext(stream.response.aiter_bytes(), b"")).decode(errors="replace")
                 raise RequestError(f"the answer is {kind}, not an event stream: {body}")
             async for chunk in stream:
-                for choice in chunk.choices or []:
+                choices = chunk.choices or []
+                if len(choices) > 1 or any(choice.index for choice in choices):
+                    raise RequestError("the server sent several choices; one was asked for")
+                for choice in choices:
                     text += choice.delta.content or ""
                     finish_reason = choice.finish_reason or finish_reason
                 self.latest = _without_key(text)[-80:]
                 if len(text) > MAX_CHARACTERS:
-                    return text[:MAX_CHARACTERS], "length"
+                    return _without_key(text[:MAX_CHARACTERS]), "length"
         if not finish_reason:
             raise RequestError(
                 f"the stream ended without a finish reason after: {_without_key(text)[-80:]!r}"
             )
-        return text, finish_reason
+        return _without_key(text), finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
         self.failures += 1
         if self.failures >= MAX_FAILURES:
             self.closed_because = f"not sent: {MAX_FAILURES} requests in a row failed: {reason}"
         return _failed(reason)
+
+
+async def _limit_size(response: Any) -> None:
+    """Lets the reader of `response` fail beyond a size. An answer must not be compressed: a few
+    bytes could become gigabytes."""
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise RequestError("the answer is compressed, which was not asked for")
+    is_stream = "event-stream" in response.headers.get("content-type", "")
+    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.aiter_raw
+
+    async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+        size = 0
+        async for part in read(chunk_size):
+            size += len(part)
+            if size > limit:
+                raise RequestError(f"the answer has over {limit:,} bytes")
+            yield part
+
+    response.aiter_raw = limited
 
 
 def _api_key() -> str:

@@ -15,7 +15,9 @@ and policies reaches the page as text, never as markup. A request from another s
 
 import json
 import random
+import re
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -137,7 +139,7 @@ class Episode:
 def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
     """Returns a server of the page on loopback; `port` 0: a free one. `serve_forever` runs it."""
     try:
-        return ThreadingHTTPServer((HOST, port), partial(_Handler, episode, threading.Lock()))
+        return _Server((HOST, port), partial(_Handler, episode, threading.Lock()))
     except (OSError, OverflowError) as error:
         raise UsageError(f"--port {port}: {error}") from None
 
@@ -145,12 +147,22 @@ def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
 def serve(episode: Episode, port: int = 0) -> None:
     """Serves the page until Ctrl-C."""
     with make_server(episode, port) as server:
-        server.daemon_threads = True
         print(f"play at http://{HOST}:{server.server_port}   (Ctrl-C ends)", flush=True)
         server.serve_forever()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints the traceback of a mistake; a browser that closes its connection is none."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 10  # seconds for a request to arrive
+
     def __init__(self, episode: Episode, lock: threading.Lock, *args: Any):
         self.episode, self.lock = episode, lock
         super().__init__(*args)
@@ -169,7 +181,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": "there is only one page: /"})
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
+        size = self.headers.get("Content-Length") or "0"
+        length = int(size) if re.fullmatch("[0-9]{1,9}", size) else -1
         # JSON from another site needs a preflight request, which gets no answer here
         is_json = self.headers.get("Content-Type") == "application/json"
         if not self._is_ours() or not is_json or not 0 <= length <= MAX_BODY:
@@ -183,7 +196,8 @@ class _Handler(BaseHTTPRequestHandler):
                 text, player = request.get("text"), str(request.get("player", "you"))
                 call = partial(self.episode.act, str(request["agent"]),
                                None if text is None else str(text), player)  # fmt: skip
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
+                RecursionError) as error:  # fmt: skip
             self._send(400, {"error": f"bad request: {error}"})
             return
         with self.lock:

@@ -10,11 +10,12 @@ sys.path.append(str(Path(__file__).parent.parent / "runs/faults"))
 import reproduce
 
 TRIES = {  # in CI; `pytest -m seeds` makes those of MORE
-    "files": 20, "settings": 60, "models": 8, "terminal": 20, "trust": 10,
+    "files": 20, "settings": 60, "models": 8, "terminal": 20, "trust": 10, "servers": 10,
     "kills": pytest.param(2, marks=pytest.mark.slow),
     "browser": pytest.param(5, marks=pytest.mark.browser),
 }  # fmt: skip
-MORE = {"files": 160, "settings": 500, "models": 60, "terminal": 200, "trust": 100, "kills": 12}
+MORE = {"files": 160, "settings": 500, "models": 60, "terminal": 200, "trust": 100, "kills": 12,
+        "servers": 100}  # fmt: skip
 
 
 def check(area, tries, seed):

@@ -1,5 +1,6 @@
 """OpenAISampler against a real HTTP server on loopback."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -202,6 +203,9 @@ def event(text, finish=None):
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
+TWO_CHOICES = event("a", "stop").replace(b"[{", b'[{"index": 1, "delta": {}}, {')
+
+
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -212,6 +216,12 @@ def event(text, finish=None):
         ((STREAM | {"Content-Length": "999"}, event("half")), "peer closed connection"),
         ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
         ((STREAM, event("", "tool_calls")), "finish reason 'tool_calls'"),
+        ((STREAM, event("1", ["x" * 9999])), "finish reason .{190,210}$"),
+        ((STREAM, event("\ud800", "stop")), "TextEncodeInput"),
+        ((STREAM, TWO_CHOICES), "several choices"),
+        (({"Content-Type": "text/html", "Transfer-Encoding": "chunked"}, b"-1\r\n"), "chunk"),
+        (({"Content-Type": "text/html"}, b"x" * 2**21), "text/html"),
+        ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
     ],
 )
 def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
@@ -219,6 +229,17 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
     assert first.error == last.error == "" and re.search(reason, broken.error)
+
+
+def test_a_key_in_a_completion_and_an_endless_error_are_cut(server, policy, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    server.broken["bad"] = STREAM, event("a secret") + event("-7 b", "stop")
+    [completion] = sample(server, policy, [chat("bad")])
+    assert completion.text == "a [key] b"
+    monkeypatch.setattr(openai_sampler, "MAX_STREAM_BYTES", 10_000)
+    server.broken["bad"] = STREAM, b": comment\n\n" * 2000
+    _, broken = sample(server, policy, [chat("pear"), chat("bad")])
+    assert broken.error == "the answer has over 10,000 bytes"
 
 
 def test_retry_after_is_waited_for(server, policy):

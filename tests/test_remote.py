@@ -1,6 +1,7 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
 import gc
+import json
 import os
 import random
 import re
@@ -287,3 +288,16 @@ def test_time_in_which_the_run_is_stopped_is_not_the_servers(tmp_path):
     time.sleep(1.0)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=30)[0] == "0.5\n"
+
+
+def test_the_server_answers_every_request_of_nonsense_with_an_error():
+    lines = [b"\xff\xfe", b"", b"[" * 100_000, b'{"do": []}', b'{"do": "step"}', b"9" * 5000,
+             b'{"do": "reset", "seed": "x"}']  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "environments.adapters.remote", "letter_counting"],
+        input=b"\n".join([*lines, b'{"do": "reset", "seed": 62}', b""]), capture_output=True,
+        cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [[*answer] for answer in answers] == [["error"]] * len(lines) + [["messages"]]
+    assert (done.returncode, done.stderr) == (0, b"")

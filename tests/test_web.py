@@ -3,6 +3,7 @@
 import http.client
 import json
 import shutil
+import socket
 import threading
 
 import pytest
@@ -259,3 +260,19 @@ def test_both_seats_of_a_game_are_named(visit):
     assert page.inner_text("#who") == "Your response as O"
     labels = page.locator("small").all_inner_texts()
     assert labels == ["environment to X", "you X", "environment to O"]
+
+
+@pytest.mark.parametrize("body", [b'{"seed": 1e400}', b"[" * 100_000, b"\xff", b"null", b""])
+@pytest.mark.parametrize("size", [None, "x", "-1", "9" * 30])
+def test_a_request_of_nonsense_is_refused_without_a_traceback(serve, capfd, body, size):
+    server = serve(make("tic_tac_toe"))
+    place = ("127.0.0.1", server.server_port)
+    head = [f"Host: 127.0.0.1:{place[1]}", "Content-Type: application/json",
+            f"Content-Length: {size or len(body)}"]  # fmt: skip
+    request = "\r\n".join(["POST /new HTTP/1.1", *head, "", ""]).encode() + body
+    with socket.create_connection(place, timeout=10) as client:
+        client.sendall(request)
+        assert client.recv(100).split()[1] in (b"400", b"403")
+    with socket.create_connection(place) as client:
+        client.sendall(f"GET / HTTP/1.1\r\n{head[0]}\r\n\r\n".encode())  # and closes
+    assert "Traceback" not in capfd.readouterr().err

@@ -33,6 +33,7 @@ starts a new server. After an {"error": ".."} it raises RemoteError instead.
 """
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -194,17 +195,19 @@ def serve(spec: str) -> None:
     env = make(spec)
     respond = partial(_answer, env) if isinstance(env, Env) else partial(_answer_agents, env)
     answers, sys.stdout = sys.stdout, sys.stderr
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8: no request either
     for line in sys.stdin:
         try:
-            answer = respond(json.loads(line))
+            answer = json.dumps(respond(json.loads(line)))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+            answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
+        print(answer, file=answers, flush=True)
 
 
 def _answer(env: Env, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "reset":
-        return {"messages": env.reset(request["seed"])}
+        return {"messages": env.reset(_seed(request))}
     if request["do"] == "step":
         return vars(env.step(request["response"]))
     return {"text": env.demonstrate(request["hasty"])}
@@ -212,11 +215,17 @@ def _answer(env: Env, request: dict[str, Any]) -> dict[str, Any]:
 
 def _answer_agents(env: MultiAgentEnv, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "reset":
-        return {"agents": env.reset(request["seed"])}
+        return {"agents": env.reset(_seed(request))}
     if request["do"] == "step":
         steps = env.step(request["responses"])
         return {"agents": {agent: vars(step) for agent, step in steps.items()}}
-    return {"text": env.guess(request["agent"], random.Random(request["seed"]))}
+    return {"text": env.guess(request["agent"], random.Random(_seed(request)))}
+
+
+def _seed(request: dict[str, Any]) -> int:
+    if type(request["seed"]) is not int:  # another type in EVAL_SEEDS compares all of them
+        raise ValueError("the seed is no integer")
+    return request["seed"]
 
 
 def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float) -> dict[str, Any]:

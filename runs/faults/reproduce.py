@@ -41,6 +41,7 @@ AREAS: dict[str, tuple[int, str]] = {  # file -> tries, and what they are
     "models": (120, "damaged model folders"),
     "terminal": (200, "control sequences and markup in texts that reach the terminal"),
     "trust": (150, "settings and answers from files and servers that try to run code"),
+    "servers": (150, "hostile servers of models and environments, hostile requests to our own"),
     "browser": (100, "markup and scripts in the texts of a report, opened in Chromium"),
 }
 
