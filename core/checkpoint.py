@@ -12,7 +12,6 @@ states are not saved: every update derives its seeds from --seed and its own num
 
 import math
 import reprlib
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from core import distributed
 from core.config import FREE_ON_RESUME, TINY
-from core.files import published, sealed, unseal
+from core.files import published, remove, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
 from core.run_dir import train_command
@@ -70,7 +69,7 @@ def save_checkpoint(
         save_weights(part, weights)
         torch.save(optimizer_state, part / OPTIMIZER)
     for old in _newest_first(root)[KEEP:]:
-        shutil.rmtree(old)
+        remove(old)
     return target
 
 

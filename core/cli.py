@@ -70,16 +70,21 @@ def run(
     parse: Callable[[list[str]], Any] = parse,
     program: str = "train.py",
 ) -> int:
-    """`main` with the parsed settings. Prints UsageError (code 2), Fault (code 1) and errors of the
-    disk (code 1) as a line."""
+    """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line.
+
+    The error of a disk, outside the folder of a run too, is a Fault.
+    """
     try:
         if interrupt.asked_early:
             raise KeyboardInterrupt
         _check_temporary_folder()
         return main(parse(args))
     except (UsageError, Fault, OSError) as error:
-        if isinstance(error, OSError) and error.errno not in DISK_ERRORS:
-            raise
+        if isinstance(error, OSError):
+            if error.errno not in DISK_ERRORS:
+                raise
+            place = error.filename or "a file"
+            error = Fault(f"{place}: {error.strerror}; fix this, then run the same command")
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(10)  # rank 0 prints the error; then torchrun ends this process
         print(f"{program}: {one_line(error)}", file=sys.stderr)

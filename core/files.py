@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -19,28 +20,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from core.types import UsageError
 
-TORCH_WRITERS = ("inline_container", "PytorchStreamWriter")  # in the messages of torch.save
+TORCH_WRITERS = ("inline_container", "PytorchStreamWriter", "iostream error")  # in its messages
+RUST_ERROR = re.compile(r"\(os error (\d+)\)")  # of safetensors and tokenizers
 SEAL = "state.json"  # of a sealed folder
 PART = ".part-"  # begins the name of everything that is not complete yet
-FILES = {
-    ".json",
-    ".jsonl",
-    ".yaml",
-    ".md",
-    ".png",
-    ".html",
-    ".py",
-    ".safetensors",
-    ".pt",
-    ".txt",
-    ".jinja",
-    ".model",
-    ".lock",
-}  # ends, or names, of files of runs and models
+FILES = set(  # ends, or names, of files of runs and models
+    ".json .jsonl .yaml .md .png .html .py .safetensors .pt .txt .jinja .model .lock".split()
+)
 FOLDERS = {"checkpoint", "reference", "base", "opponents", "model", "tensorboard"}  # of a run
 
 
@@ -86,11 +74,11 @@ def published(path: Path, num_bytes: int = 1 << 20) -> Iterator[Path]:
             if file.is_file():
                 file.chmod(0o666 & ~_umask())  # safetensors makes files that only the user reads
             flush(file)
-        if is_folder:
-            remove(path)
-        os.replace(part, path)
+        _replace_folder(path, part) if is_folder else os.replace(part, path)
         flush(path.parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):  # that of a write has no name, that of a copy two
+            error.filename = error.filename2 or error.filename or str(path)
         with suppress(OSError):  # the first error says more
             remove(part)
         raise
@@ -126,21 +114,29 @@ def unseal(folder: Path) -> tuple[dict[str, Any], str]:
 
 @contextmanager
 def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
-    """Raises OSError for a write that torch or safetensors failed, which hide the error number.
+    """Raises OSError for a write that torch, safetensors or tokenizers failed.
 
-    Writing `num_bytes`, the size of the library's file, to `folder` finds the number again; if that
-    succeeds, as after an error of the device, the number is EIO.
+    The latter two have the error number in their message; torch hides it. Writing `num_bytes`, the
+    size of torch's file, to `folder` finds it again; if that succeeds, the number is EIO.
     """
     try:
         yield
-    except (RuntimeError, SafetensorError) as error:
-        hidden = isinstance(error, SafetensorError) or any(n in str(error) for n in TORCH_WRITERS)
-        if not hidden:
+    except Exception as error:
+        if isinstance(error, OSError):
+            raise
+        if match := RUST_ERROR.search(str(error)):
+            number = int(match[1])
+            raise OSError(number, os.strerror(number), str(folder)) from error
+        if not (isinstance(error, RuntimeError) and any(n in str(error) for n in TORCH_WRITERS)):
             raise
         if folder.exists():
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                for _ in range(0, num_bytes, 1 << 20):
-                    probe.write(bytes(1 << 20))
+            try:
+                with tempfile.TemporaryFile(dir=folder) as probe:
+                    for _ in range(0, num_bytes, 1 << 20):
+                        probe.write(bytes(1 << 20))
+            except OSError as found:
+                found.filename = str(folder)
+                raise
         reason = (str(error).strip() or "writing failed").splitlines()[0][:200]
         raise OSError(errno.EIO, reason, str(folder)) from error
 
@@ -157,9 +153,28 @@ def flush(path: Path) -> None:
 def remove(path: Path) -> None:
     """Removes a file, a link or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        try:
+            shutil.rmtree(path)
+        except OSError as error:  # names the file without its folder
+            error.filename = str(path)
+            raise
     else:
         path.unlink(missing_ok=True)
+
+
+def _replace_folder(path: Path, part: Path) -> None:
+    """Renames the folder `part` to `path`; if that fails, what was there is there again."""
+    old = path.with_name(f"{PART}old-{path.name}")
+    remove(old)
+    if path.exists() or path.is_symlink():
+        os.rename(path, old)
+    try:
+        os.rename(part, path)
+    except OSError:
+        if old.exists() or old.is_symlink():
+            os.rename(old, path)
+        raise
+    remove(old)
 
 
 def _json_sha256(data: dict[str, Any]) -> str:

@@ -165,7 +165,8 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
-    with distributed.process_group(cfg.device), tempfile.TemporaryDirectory() as scratch_dir:
+    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with distributed.process_group(cfg.device), scratch as scratch_dir:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))

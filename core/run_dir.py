@@ -137,11 +137,12 @@ def create_run(run: Path, settings: dict[str, Any]) -> None:
             raise
         raise UsageError(f"{run.parent} is not a folder, and cannot be made: {error.strerror}; "
                          "remove what has its name") from None  # fmt: skip
-    write_config(part, settings)
     try:
+        write_config(part, settings)
         os.rename(part, run)  # fails if `run` is a folder that is not empty
     except OSError as error:
-        shutil.rmtree(part)
+        with suppress(OSError):  # the first error says more
+            remove(part)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise UsageError(f"{run} exists; use another --run-name, or --resume it") from None
@@ -183,7 +184,8 @@ def _locked(run: Path) -> Iterator[None]:
         try:
             yield
         finally:  # filelock refuses a lock on the old file that another process has open meanwhile
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it may stay; the first error says more
+                path.unlink(missing_ok=True)
 
 
 def _typed(

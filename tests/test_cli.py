@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_files import small_files
 
 from core import cli, config
 from core.config import Config, resolve, validate
@@ -119,6 +120,19 @@ def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "train.py: two lines, [31mred", "train.py: no memory"
     ]  # fmt: skip
+
+
+def test_a_disk_that_fails_outside_a_run_is_one_line(tmp_path, capsys):
+    def write(cfg):
+        return (tmp_path / "x").write_text("0123456789")
+
+    with small_files(9):
+        assert cli.run(write, []) == 1
+    assert capsys.readouterr().err == (
+        "train.py: a file: File too large; fix this, then run the same command\n"
+    )
+    with pytest.raises(FileNotFoundError):  # a mistake in the code
+        cli.run(lambda cfg: len((tmp_path / "y").read_text()), [])
 
 
 def test_help_shows_every_flag_in_the_box_of_its_group(capsys):

@@ -1,6 +1,7 @@
 """Damage, attacks and nonsense end in one line, or change nothing: runs/faults, with few tries."""
 
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import reproduce
 TRIES = {  # in CI; `pytest -m seeds` makes those of MORE
     "files": 20, "settings": 60, "models": 8, "terminal": 20, "trust": 10, "servers": 10,
     "kills": pytest.param(2, marks=pytest.mark.slow),
+    "disks": pytest.param(3, marks=pytest.mark.slow),
     "browser": pytest.param(5, marks=pytest.mark.browser),
 }  # fmt: skip
 MORE = {"files": 160, "settings": 500, "models": 60, "terminal": 200, "trust": 100, "kills": 12,
-        "servers": 100}  # fmt: skip
+        "servers": 100, "disks": 30}  # fmt: skip
 
 
 def check(area, tries, seed):
+    if area == "disks" and not (sys.platform == "linux" and shutil.which("cc")):
+        pytest.skip("disks needs Linux and a C compiler")
     result = reproduce.in_child(area, tries, seed)
     assert result["tries"] == tries and result["failures"] == []
 

@@ -4,16 +4,18 @@ import errno
 import os
 import resource
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from core import checkpoint, files
-from core.files import disk_errors, published, sealed, unseal
+from core.files import disk_errors, published, remove, sealed, unseal
 from core.model import load_policy
 from core.optimizer import make_optimizer
+from core.tiny import tiny_tokenizer
 
 
 @contextmanager
@@ -44,6 +46,28 @@ def test_what_is_not_complete_leaves_nothing_and_changes_nothing(tmp_path):
     with published(tmp_path / "file") as part:
         part.write_text("newer")
     assert (tmp_path / "file").read_text() == "newer"
+
+
+def test_a_folder_that_cannot_be_replaced_is_there_with_all_its_files(tmp_path, monkeypatch):
+    rename, path = os.rename, tmp_path / "a"
+    with published(path) as part:
+        part.mkdir()
+        (part / "old").touch()
+
+    def fail(source, target):
+        if Path(source).name == ".part-a":
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    for failing, left in ((True, "old"), (False, "new")):
+        monkeypatch.setattr(os, "rename", fail if failing else rename)
+        expected = pytest.raises(OSError) if failing else nullcontext()
+        with expected, published(path) as part:
+            part.mkdir()
+            (part / "new").touch()
+        assert [p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")] == [
+            "a", f"a/{left}"
+        ]  # fmt: skip
 
 
 def test_what_a_link_leads_to_is_not_written(tmp_path):
@@ -96,15 +120,29 @@ def test_a_failed_write_of_a_library_has_the_number_of_its_error(tmp_path):
         ):
             save(tensors, part)
         assert error.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
+        assert error.value.filename in (str(tmp_path), str(tmp_path / "x"))
+
+
+def test_an_error_without_a_name_gets_that_of_the_file(tmp_path):
+    """As that of a write, whereas an open names its file."""
+    path = tmp_path / "x"
+    with small_files(9), pytest.raises(OSError) as error, published(path) as part:
+        part.write_text("0123456789")
+    assert error.value.filename == str(path) and not list(tmp_path.iterdir())
 
 
 def test_an_error_of_the_device_inside_a_library_is_an_os_error(tmp_path):
     """As the limit is lifted before it is looked for, writing works again, as after an EIO."""
-    tensors = {"x": torch.zeros(100_000)}
-    for save in (torch.save, save_file):
-        with pytest.raises(OSError) as error, disk_errors(tmp_path), small_files(100_000):
-            save(tensors, tmp_path / "x")
-        assert error.value.errno == errno.EIO and "\n" not in error.value.strerror
+    tensors, tokenizer = {"x": torch.zeros(100_000)}, tiny_tokenizer()
+    for save, number in (
+        (lambda path: torch.save(tensors, path), errno.EIO),  # torch hides the number
+        (lambda path: save_file(tensors, path), errno.EFBIG),
+        (tokenizer.save_pretrained, errno.EFBIG),
+    ):
+        with pytest.raises(OSError) as error, disk_errors(tmp_path), small_files(10_000):
+            save(tmp_path / "x")
+        assert error.value.errno == number and "\n" not in error.value.strerror
+        remove(tmp_path / "x")
     with pytest.raises(RuntimeError, match="a mistake"), disk_errors(tmp_path):
         raise RuntimeError("a mistake in the code")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from matplotlib.axes import Axes
+from test_files import small_files
 
 from core import report
 from core.diagnostics import WARNINGS
@@ -413,6 +414,15 @@ def test_compare_rejects_what_is_not_a_run(two_runs, tmp_path, capsys):
         out, err = capsys.readouterr()
         assert out == "" and message in err and err.count("\n") == 1
     assert not (tmp_path / "compare.html").exists()
+
+
+def test_compare_on_a_full_disk_is_one_line_and_leaves_nothing(two_runs, tmp_path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    with small_files(1000):
+        assert compare.main([str(run) for run in two_runs]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "compare.html: File too large; fix this" in err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_compare_says_what_is_missing_or_differs_from_the_checkpoint(two_runs, tmp_path, capsys):

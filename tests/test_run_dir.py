@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_files import small_files
 
 from core import checkpoint
 from core.config import Config
@@ -120,6 +121,14 @@ def test_a_disk_error_is_one_line_with_the_command_to_resume(tmp_path, number):
         raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
     assert os.strerror(number) in str(error.value) and f"--resume {run}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_run_whose_config_cannot_be_written_leaves_nothing(tmp_path):
+    locked = lock_run_dir(tmp_path / "a", SETTINGS, new=True)
+    with pytest.raises(CannotWrite) as error, small_files(9), locked:
+        raise AssertionError("there is no folder")
+    assert "config.yaml: File too large" in str(error.value)
+    assert "run the same command" in str(error.value) and not list(tmp_path.iterdir())
 
 
 def test_commands_quote_the_folder(tmp_path):

@@ -111,9 +111,9 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
 
 
 def main(args: list[str]) -> int:
-    """Runs the command; returns the exit code, 2 after invalid input."""
-    program = "python -m core.report.compare"
-    return cli.run(lambda _: 0, args, lambda a: tyro.cli(compare, args=a, prog=program),
+    """Runs the command; returns the exit code, 2 after invalid input, 1 if the disk fails."""
+    prog = "python -m core.report.compare"
+    return cli.run(lambda _: 0, args, lambda a: tyro.cli(compare, args=a, prog=prog),
                    "core.report.compare")  # fmt: skip
 
 

@@ -37,6 +37,7 @@ ANSWER = "answer: "
 AREAS: dict[str, tuple[int, str]] = {  # file -> tries, and what they are
     "files": (500, "damaged logs, settings, checkpoints and optimizer states, read and resumed"),
     "kills": (60, "runs stopped up to three times by kills in a write, lost power and signals"),
+    "disks": (150, "disks that are full, over a quota, read-only or broken, in runs and commands"),
     "settings": (500, "extreme settings on the command line and in config.yaml, remote servers"),
     "models": (120, "damaged model folders"),
     "terminal": (200, "control sequences and markup in texts that reach the terminal"),
