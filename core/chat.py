@@ -19,7 +19,6 @@ import copy
 import io
 import itertools
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,7 +33,7 @@ from rich.text import Text
 
 from core import config, tasks
 from core.config import Config
-from core.files import check_folder
+from core.files import check_folder, scratch_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
 
@@ -371,10 +370,10 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
     check_folder(Path(model_id))
-    with tempfile.TemporaryDirectory() as folder:  # for tiny
+    with scratch_folder() as folder:  # for tiny
         return load_policy(
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
-            seed=cfg.seed, tiny_folder=Path(folder, "tiny"),
+            seed=cfg.seed, tiny_folder=folder / "tiny",
             trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="model",
             template_options=cfg.template_options, template_date=cfg.template_date, **options,
         )  # fmt: skip

@@ -113,6 +113,19 @@ def unseal(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yields a new folder for temporary files, which stays if it cannot be removed.
+
+    tempfile.TemporaryDirectory calls itself without end where a file must not be removed.
+    """
+    folder = tempfile.mkdtemp()
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def disk_errors(folder: Path, num_bytes: int = 1 << 20) -> Iterator[None]:
     """Raises OSError for a write that torch, safetensors or tokenizers failed.
 

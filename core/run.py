@@ -1,6 +1,5 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ import torch
 from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
 from core.config import Config
 from core.console import Display
+from core.files import scratch_folder
 from core.interrupt import Interrupt
 from core.model import Policy, load_policy
 from core.nanollm import make_sampler
@@ -165,8 +165,7 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
-    scratch = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    with distributed.process_group(cfg.device), scratch as scratch_dir:
+    with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
@@ -175,7 +174,7 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
         with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
-            log_dir = folder if is_writer else Path(scratch_dir)
+            log_dir = folder if is_writer else scratch_dir
             with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
                 interrupted = False
                 try:

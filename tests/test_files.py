@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import tempfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from core import checkpoint, files
-from core.files import disk_errors, published, remove, sealed, unseal
+from core.files import disk_errors, published, remove, scratch_folder, sealed, unseal
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.tiny import tiny_tokenizer
@@ -143,6 +144,8 @@ def test_an_error_of_the_device_inside_a_library_is_an_os_error(tmp_path):
             save(tmp_path / "x")
         assert error.value.errno == number and "\n" not in error.value.strerror
         remove(tmp_path / "x")
+    with pytest.raises(OSError), disk_errors(tmp_path):  # torch.save, if a short write fails
+        raise RuntimeError("basic_ios::clear: iostream error")
     with pytest.raises(RuntimeError, match="a mistake"), disk_errors(tmp_path):
         raise RuntimeError("a mistake in the code")
 
@@ -165,3 +168,18 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         checkpoint.save_checkpoint(tmp_path, policy, optimizer, progress | {"update": 2})
     assert error.value.errno == number
     assert list((tmp_path / "checkpoint").iterdir()) == [saved] and unseal(saved)[1] == ""
+
+
+def test_a_scratch_folder_that_cannot_be_removed_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder() as folder:
+        (folder / "x").touch()
+    assert not folder.exists()
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with scratch_folder() as folder:
+        (folder / "x").touch()
+        monkeypatch.setattr(os, "unlink", refuse)
+    assert (folder / "x").exists()

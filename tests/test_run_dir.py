@@ -14,7 +14,6 @@ from test_files import small_files
 
 from core import checkpoint
 from core.config import Config
-from core.report import compare
 from core.run import Run
 from core.run_dir import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
@@ -190,20 +189,6 @@ def test_no_place_for_temporary_files_is_one_line_of_each_command(command):
                           cwd=ROOT, capture_output=True, text=True, timeout=60)  # fmt: skip
     assert done.returncode in (1, 2) and done.stderr.count("\n") == 1, done.stderr
     assert "No usable temporary directory" in done.stderr
-
-
-def test_a_comparison_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise OSError(errno.EROFS, "Read-only file system", "compare.html")
-
-    create_run(tmp_path / "a", {"algo": "grpo", "env": ["reverse"], "model_id": "tiny",
-                                        "seed": 0})  # fmt: skip
-    (tmp_path / "a/metrics.jsonl").touch()
-    monkeypatch.setattr(compare, "write_page", fail)
-    assert compare.main([str(tmp_path / "a")]) == 1
-    assert capsys.readouterr().err == (
-        "core.report.compare: [Errno 30] Read-only file system: 'compare.html'\n"
-    )
 
 
 # Runs `python train.py` in a namespace of its own, in which it may mount a small or read-only disk.

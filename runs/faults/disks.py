@@ -284,7 +284,10 @@ def make_steps(requests: Any, source: str, folder: str) -> None:
     optimizer = make_optimizer(policy, 1e-3)
     progress = find_checkpoint(Path(source)).progress
     while True:
-        name, fault, draws = requests.recv()
+        try:
+            name, fault, draws = requests.recv()
+        except EOFError:  # the last try was made
+            return
         both = draw if draws else (draw_nothing, draw_nothing)
         curves.draw_curves, compare.draw_comparison = both
         shutil.copytree(source, run)
