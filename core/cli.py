@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from core import interrupt
 
-interrupt.set_hooks()  # before the slow imports
+if interrupt.is_program():
+    interrupt.set_hooks()  # before the slow imports
 
 import tyro
 

@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,12 +16,18 @@ from core.types import Stopped, printable
 asked_early = False  # Ctrl-C came before an Interrupt; a library may have caught the exception
 
 
+def is_program() -> bool:
+    """Whether Python runs a command of picoRL; False where another program or a notebook does."""
+    started = getattr(sys.modules["__main__"], "__file__", None) or "/"
+    return Path(started).resolve().is_relative_to(Path(__file__).parents[1])
+
+
 def set_hooks() -> None:
     """Lets Ctrl-C end this program with code 130 and no traceback, also while it imports torch.
 
     Tracebacks of errors lose the control characters that the message of an error may contain.
     """
-    sys.excepthook = _on_error
+    sys.excepthook = show_error
     if sys.unraisablehook is sys.__unraisablehook__:  # pytest has its own
         sys.unraisablehook = _on_dropped_error
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -42,7 +49,8 @@ def end_start() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _on_error(*error: Any) -> None:
+def show_error(*error: Any) -> None:
+    """Prints the traceback of an error (its class, itself, its frames) that nobody caught."""
     if asked_early or issubclass(error[0], KeyboardInterrupt):
         sys.exit(130)
     print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")

@@ -187,7 +187,9 @@ def train_in_child(args: list[str], folder: str, death: Death) -> None:
 
     os.fsync = noted_fsync
     import train
+    from core import interrupt
 
+    interrupt.set_hooks()
     watch_changes(note)
     sys.exit(train.run_command(args))
 

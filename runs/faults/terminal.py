@@ -6,14 +6,13 @@ if its brackets vanish or raise, or if an error is more than one line.
 
 import io
 import random
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from typing import Any
 
 from rich.console import Console
 
-from core import chat, cli
+from core import chat, cli, interrupt
 from core.console import Display
 from core.types import CONTROL_CHARACTERS, Message, Rollout, UsageError
 from environments import __main__ as play
@@ -90,7 +89,7 @@ def traceback(text: str) -> str:
     """What a command prints of an error that nobody expected."""
     stderr = io.StringIO()
     with redirect_stderr(stderr):
-        sys.excepthook(RuntimeError, RuntimeError(text), None)
+        interrupt.show_error(RuntimeError, RuntimeError(text), None)
     return stderr.getvalue()
 
 
