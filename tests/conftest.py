@@ -6,6 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imp
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small tensors slower
 
 import copy
+import signal
 import sys
 from functools import cache
 
@@ -37,6 +38,15 @@ FAMILIES = {  # supported by both samplers
     "llama": (LlamaConfig, LlamaForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
+
+
+def pytest_configure():
+    """Processes that tests start inherit ignored signals: a shell ignores SIGINT in background
+    jobs, and nohup ignores SIGHUP."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser):
