@@ -163,6 +163,9 @@ def run(context: Any, folder: Path, args: list[str], death: Death) -> int | None
 
 def train_in_child(args: list[str], folder: str, death: Death) -> None:
     """Runs the command in this process, and ends it as `death` says."""
+    # a shell ignores SIGINT in background jobs, and nohup SIGHUP; a process inherits that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(folder)
     sys.stdout = sys.stderr = open("output.txt", "a", buffering=1)  # noqa: SIM115
     changes = os.open("changes", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -1,6 +1,6 @@
 """Damages, kills, cuts off and deceives runs in many ways, and counts what picoRL does about it.
 
-    python runs/faults/reproduce.py                           # all; about an hour on two cores
+    python runs/faults/reproduce.py                           # all; about ten minutes on two cores
     python runs/faults/reproduce.py --only files kills --tries 20 --seed 7 --no-write
 
 Each area is a file of this folder with a function `cases`. A try fails if it ends in a traceback,
