@@ -74,7 +74,10 @@ def published(path: Path, num_bytes: int = 1 << 20) -> Iterator[Path]:
             if file.is_file():
                 file.chmod(0o666 & ~_umask())  # safetensors makes files that only the user reads
             flush(file)
-        _replace_folder(path, part) if is_folder else os.replace(part, path)
+        if is_folder:
+            _replace_folder(path, part)
+        else:
+            os.replace(part, path)
         flush(path.parent)
     except BaseException as error:
         if isinstance(error, OSError):  # that of a write has no name, that of a copy two
