@@ -116,12 +116,12 @@ def unseal(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """Yields a new folder for temporary files, which stays if it cannot be removed.
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Yields a new folder for temporary files, in `parent` or in that of the system.
 
-    tempfile.TemporaryDirectory calls itself without end where a file must not be removed.
+    It stays if it cannot be removed; tempfile.TemporaryDirectory would call itself without end.
     """
-    folder = tempfile.mkdtemp()
+    folder = tempfile.mkdtemp(prefix=PART if parent else None, dir=parent)
     try:
         yield Path(folder)
     finally:

@@ -29,11 +29,11 @@ import itertools
 import os
 import random
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +41,7 @@ from unittest.mock import patch
 import torch
 
 from core import distributed, weight_sharing
+from core.files import scratch_folder
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
 from core.quantize import dequantized, is_quantized, num_weights
@@ -478,13 +479,13 @@ def save_config(config: Any, cache_root: str) -> str:
     config._name_or_path = ""
     values = config.to_json_string(use_diff=False)
     digest = hashlib.sha256(values.encode()).hexdigest()[:16]
-    folder = os.path.join(cache_root, "nanollm", digest)
-    os.makedirs(folder, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=os.path.dirname(folder)) as part:
+    folder = Path(cache_root, "nanollm", digest)
+    folder.mkdir(parents=True, exist_ok=True)
+    with scratch_folder(folder.parent) as part:
         config.save_pretrained(part)
-        for name in os.listdir(part):
-            os.replace(os.path.join(part, name), os.path.join(folder, name))
-    return folder
+        for file in part.iterdir():
+            file.replace(folder / file.name)
+    return str(folder)
 
 
 def _engine_arguments(

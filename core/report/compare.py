@@ -113,8 +113,8 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
 def main(args: list[str]) -> int:
     """Runs the command; returns the exit code, 2 after invalid input, 1 if the disk fails."""
     prog = "python -m core.report.compare"
-    return cli.run(lambda _: 0, args, lambda a: tyro.cli(compare, args=a, prog=prog),
-                   "core.report.compare")  # fmt: skip
+    return cli.run(lambda given: tyro.cli(compare, args=given, prog=prog) or 0, args,
+                   lambda given: given, "core.report.compare")  # fmt: skip
 
 
 if __name__ == "__main__":
