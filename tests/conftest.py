@@ -9,6 +9,7 @@ import copy
 import signal
 import sys
 from functools import cache
+from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def pytest_configure():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+class LoopbackServer(ThreadingHTTPServer):
+    """An HTTP server on a free port of loopback. A client that ends its connection early, as many
+    tests want it, is no error."""
+
+    daemon_threads = True
+
+    def __init__(self, handler):
+        super().__init__(("127.0.0.1", 0), handler)
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
 
 def pytest_addoption(parser):

@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
+from conftest import LoopbackServer
 
 from core import openai_sampler
 from core.model import load_policy
@@ -86,7 +87,7 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server = LoopbackServer(Server)
     server.asked, server.failures, server.finish = [], [], "stop"
     server.retry_after = {"retry-after-ms": "1"}
     server.broken, server.ended = {}, threading.Event()

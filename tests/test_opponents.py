@@ -5,12 +5,12 @@ import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_small
+from conftest import LoopbackServer, load_small
 
 from core import checkpoint, opponents, run_dir
 from core.config import Config, model_and_url, resolve
@@ -370,8 +370,8 @@ class Server(BaseHTTPRequestHandler):
 
 def test_a_model_behind_a_server_plays_and_leaves_the_context_of_the_policy(policy, tmp_path):
     pytest.importorskip("openai")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.asked, server.daemon_threads = [], True
+    server = LoopbackServer(Server)
+    server.asked = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     spec = f"nim:opponent=openai:m@http://127.0.0.1:{server.server_port}/v1"
     max_length, collector = policy.max_length, RolloutCollector(policy, max_turns=30)

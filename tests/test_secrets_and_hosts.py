@@ -4,11 +4,12 @@ import json
 import socket
 import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+from conftest import LoopbackServer
 from test_openai_sampler import Server
 from test_wikipedia_maze import visit
 
@@ -59,7 +60,7 @@ class Wiki(BaseHTTPRequestHandler):
 
 
 def serve(handler):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = LoopbackServer(handler)
     server.asked = []
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server

@@ -2,12 +2,13 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import ClassVar
 from urllib.parse import parse_qs, urlsplit
 from zlib import crc32
 
 import pytest
+from conftest import LoopbackServer
 from test_wikipedia_maze import visit, walk
 
 from core.types import UsageError
@@ -66,7 +67,7 @@ def wiki(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(Wiki, "requests", [])
     wikipedia.fetch_page.cache_clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Wiki)
+    server = LoopbackServer(Wiki)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/w/api.php"
     server.shutdown()
