@@ -97,8 +97,10 @@ def test_a_time_limit_in_a_thread_costs_its_own_episode(policy, register, fault)
     assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(8)]
     assert rollouts[5].error == "TimeoutError: no answer in 1 seconds (--env-timeout)"
     if fault is spin:  # the thread is interrupted
-        time.sleep(0.2)
-        assert threading.active_count() == before
+        ends = time.monotonic() + 20
+        while threading.active_count() > before:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
 
 
 def test_time_limits_work_outside_the_main_thread():
@@ -284,10 +286,10 @@ def test_a_failure_without_rounds_costs_its_own_episode(policy, register):
             ]
 
     register(Faulty)
-    collector = late_collector(policy, env_timeout=0.3)
+    collector = late_collector(policy, env_timeout=1.0)
     rollouts = collector.collect(tasks(8), Partial(policy), PARAMS)
     assert [r.error for r in rollouts] == [
-        "", "OSError: no disk", "TimeoutError: no answer in 0.3 seconds (--env-timeout)",
+        "", "OSError: no disk", "TimeoutError: no answer in 1 seconds (--env-timeout)",
         "EnvFailure: gone", "", "", "EnvFailure: no server", "",
     ]  # fmt: skip
     assert [len(r.turns) for r in rollouts] == [1, 0, 1, 3, 1, 2, 0, 4]
@@ -408,7 +410,7 @@ def test_an_exception_in_on_progress_ends_the_wait_for_an_environment(policy, re
         started = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             late_collector(policy).collect(tasks(2), sampler, PARAMS, stop)
-        assert time.monotonic() < started + 5
+        assert time.monotonic() < started + 15  # before the step ends
 
 
 def test_an_environment_that_draws_from_process_wide_generators_returns_to_rounds(policy, register):

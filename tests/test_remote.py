@@ -110,7 +110,7 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
     started = time.monotonic()
     with pytest.raises(RemoteError if misdeed == "error" else EnvFailure, match=REASONS[misdeed]):
         env.step("go")
-    assert time.monotonic() - started < 4
+    assert time.monotonic() - started < 20  # it sleeps for 60
     assert process.poll() is not None
     assert env.process is None
     assert env.reset(2)[0]["content"] == "?"  # a new process
@@ -258,7 +258,7 @@ STOPPED = """
 import sys
 from pathlib import Path
 from environments.adapters.remote import Remote
-env = Remote(command=f"{sys.executable} slow.py", timeout=0.6)
+env = Remote(command=f"{sys.executable} slow.py", timeout=1.5)
 env.reset(1)  # the server runs from here on
 Path("ready").touch()
 print(env.step("x").reward)
@@ -267,7 +267,7 @@ SLOW = """
 import sys, time
 for line in sys.stdin:
     step = '"do": "step"' in line
-    time.sleep(0.3 * step)
+    time.sleep(0.6 * step)
     answer = '{"message": null, "reward": 0.5, "done": true}' if step else '{"messages": []}'
     print(answer, flush=True)
 """
@@ -285,7 +285,7 @@ def test_time_in_which_the_run_is_stopped_is_not_the_servers(tmp_path):
         time.sleep(0.01)
     time.sleep(0.1)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.0)
+    time.sleep(2.0)
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=30)[0] == "0.5\n"
 

@@ -275,7 +275,7 @@ def test_an_invalid_step_costs_its_own_episode(policy, step):
             return step()
 
     tasks = [Task("countdown", 3, 0), Task("faulty", 1, 1), Task("countdown", 3, 0)]
-    collector = RolloutCollector(policy, 4, env_timeout=0.2)
+    collector = RolloutCollector(policy, 4, env_timeout=1.0)
     rollouts = collector.collect(tasks, Scripted(policy), PARAMS)
     assert [bool(r.error) for r in rollouts] == [False, True, False]
     assert len(rollouts[1].error) < 600
@@ -307,7 +307,7 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, reset, error):
         def step(self, response):
             raise AssertionError
 
-    (rollout,) = play(policy, [Task("broken", 1, 0)], env_timeout=0.2)
+    (rollout,) = play(policy, [Task("broken", 1, 0)], env_timeout=1.0)
     assert error in rollout.error and not rollout.messages
 
 
