@@ -26,9 +26,10 @@ import tyro
 from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
 from core.run_dir import DISK_ERRORS, read_config
-from core.types import Fault, Stopped, UsageError, one_line
+from core.types import Fault, RankLost, Stopped, UsageError, one_line
 from environments.registry import runs_code
 
+SAME_ERROR_S = 10  # by which ranks with the same error may differ
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
 
@@ -86,8 +87,7 @@ def run(
                 raise
             place = error.filename or "a file"
             error = Fault(f"{place}: {error.strerror}; fix this, then run the same command")
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(10)  # rank 0 prints the error; then torchrun ends this process
+        _let_the_cause_come_first(error)
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except Stopped as stopped:
@@ -96,6 +96,20 @@ def run(
     except KeyboardInterrupt:  # before the run could save anything, or the second Ctrl-C
         interrupt.asked_early = False
         return 130
+
+
+def _let_the_cause_come_first(error: Exception) -> None:
+    """Waits until this rank may print its error; torchrun ends all ranks when the first has ended.
+
+    An error of all ranks is printed by rank 0 of each machine. One of another rank alone is printed
+    by that rank; rank 0, which has only noticed that it is gone, waits for its end.
+    """
+    lost = isinstance(error, RankLost)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3 * SAME_ERROR_S if lost else SAME_ERROR_S)
+    elif lost:
+        interrupt.note_sigterm()
+        interrupt.rank_ended.wait(1.5 * SAME_ERROR_S)
 
 
 def answer_at_once(args: list[str]) -> None:

@@ -13,7 +13,6 @@ machines: core/README.md.
 
 import itertools
 import os
-import signal
 import socket
 import threading
 import time
@@ -30,7 +29,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from core.types import Fault, UsageError
+from core.interrupt import note_sigterm
+from core.types import Fault, RankLost, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE
@@ -240,14 +240,15 @@ def _notice_lost_links() -> None:
 def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[None]:
     """Turns the error of a collective inside into a Fault of one line that begins with `what`.
 
-    torchrun sends SIGTERM to the ranks that are left, so the rank of a machine that prints the line
-    ignores it from then on. If it does not end, torchrun kills it after 30 seconds.
+    torchrun sends SIGTERM to the ranks that are left, which must not end the rank of a machine that
+    prints the line. If that does not end by itself, torchrun kills it after 30 seconds.
     """
     try:
         yield
     except RuntimeError as error:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and os.environ.get("LOCAL_RANK") == "0":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note_sigterm()
         reason = str(error).strip().splitlines()[0][:200]
-        raise Fault(f"{what}: {reason}") from error
+        kind = RankLost if dist.is_initialized() else Fault
+        raise kind(f"{what}: {reason}") from error

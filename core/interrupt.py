@@ -13,7 +13,13 @@ from typing import Any
 
 from core.types import Stopped, printable
 
+rank_ended = threading.Event()  # torchrun sends SIGTERM to the ranks that are left
 asked_early = False  # Ctrl-C came before an Interrupt; a library may have caught the exception
+
+
+def note_sigterm() -> None:
+    """From now on SIGTERM does not end this process; it sets `rank_ended`."""
+    signal.signal(signal.SIGTERM, lambda *_: rank_ended.set())
 
 
 def is_program() -> bool:
@@ -93,7 +99,7 @@ class Interrupt:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self.previous.items():
-            if signal.getsignal(number) == self._request:  # not if `rank_lost` ignores it
+            if signal.getsignal(number) == self._request:  # not after `note_sigterm`
                 signal.signal(number, handler)
 
     def check(self) -> None:

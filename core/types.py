@@ -46,6 +46,10 @@ class OutOfMemory(Fault):
     """GPU or host memory ran out."""
 
 
+class RankLost(Fault):
+    """Another process of torchrun ended; it may know why."""
+
+
 class Stopped(Exception):
     """Ctrl-C, SIGTERM or SIGHUP stopped the run at a safe point; exit code 130."""
 

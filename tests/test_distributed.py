@@ -156,6 +156,32 @@ def test_sigterm_of_torchrun_does_not_swallow_the_line_of_a_lost_rank():
     assert (done.returncode, done.stderr) == (1, line)
 
 
+ALONE = """
+import os
+from core import cli, distributed
+from core.types import OutOfMemory
+cli.SAME_ERROR_S = 2
+
+def main(_):
+    with distributed.process_group("cpu"):
+        if os.environ["RANK"] == "2":
+            raise OutOfMemory("lower the budget")
+        distributed.all_gather([0])
+
+raise SystemExit(cli.run(main, [], parse=lambda args: None))
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_a_rank_other_than_0_comes_before_that_the_rank_is_lost(tmp_path):
+    (tmp_path / "alone.py").write_text(ALONE)
+    process = launch(tmp_path, ranks=3, program=tmp_path / "alone.py")
+    code, _, err = finish(process)
+    said = [line.split(":")[1] for line in err.splitlines() if line.startswith("train.py: ")]
+    assert code != 0
+    assert said == [" lower the budget", " another rank died, so this rank ends"], err
+
+
 def kill_a_rank(run, launched):
     """Kill the second rank once the first update is saved."""
     for _ in range(1200):
