@@ -138,10 +138,15 @@ def broadcast_from_rank_0(decide: Callable[[], T]) -> T:
 
 
 def rank_0_first(make: Callable[[], T]) -> T:
-    """The result of `make` on each rank; the other ranks call it after rank 0."""
+    """The result of `make` on each rank; the other ranks call it after rank 0.
+
+    Returns when all ranks have made theirs: an error of rank 0 may remove the files that they read.
+    """
     made = [make()] if rank() == 0 else []
     all_gather([0])
-    return made[0] if made else make()
+    made = made or [make()]
+    all_gather([0])
+    return made[0]
 
 
 def all_reduce_sum(tensors: list[Tensor]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import config, distributed
+from core import config, distributed, run_dir
 from core.config import Config
 from core.types import UsageError
 
@@ -243,6 +243,26 @@ def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, i
     assert [item for part in parts for item in part] == items
     weights = [sum(1 + item % 5 for item in part) for part in parts]
     assert max(weights) - min(weights) <= 2 * 5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_have_loaded_before_one_goes_on(monkeypatch, rank):
+    as_rank(monkeypatch, rank, 2)
+    did = []
+    monkeypatch.setattr(distributed, "all_gather", lambda _: did.append("wait"))
+    assert distributed.rank_0_first(lambda: did.append("load") or 7) == 7
+    assert did == (["load", "wait", "wait"] if rank == 0 else ["wait", "load", "wait"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "launcher"),
+    [(1, 1, "python"), (2, 2, "torchrun --nproc-per-node 2"), (4, 2, "torchrun ..")],
+)
+def test_commands_start_as_many_processes_as_the_run_had(monkeypatch, ranks, here, launcher):
+    as_rank(monkeypatch, 0, ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    found = run_dir.train_command("--resume", "runs/a")
+    assert found == f"{launcher} train.py --resume runs/a"
 
 
 def test_restarts_need_a_run_name(command, monkeypatch):
