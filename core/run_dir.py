@@ -71,9 +71,16 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
 
 
 def train_command(*flags: str) -> str:
-    """The command that starts train.py with `flags`, from wherever this process was started."""
+    """The command that starts train.py with `flags`, from wherever this process was started.
+
+    Under torchrun on one machine it starts as many processes again; on several, one names them.
+    """
     script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
-    return shlex.join(["python", script, *flags])
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        here, all_ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
+        launcher = ["torchrun", *(["--nproc-per-node", here] if here == all_ranks else [".."])]
+    return shlex.join([*launcher, script, *flags])
 
 
 def new_folder(runs: Path, name: str, stem: str) -> Path:
