@@ -1,9 +1,11 @@
 """Ctrl-C at safe points only, and time limits for calls into environments."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -128,31 +130,50 @@ class _TimeLimit(BaseException):
     """Not an Exception, because the interrupted code may catch those."""
 
 
+LEAVING = (__file__, contextlib.__file__)  # code that runs when the body has ended
+
+
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds`; 0: no limit, nor outside the main thread.
+    """Raise TimeoutError in the body after `seconds`; 0: no limit.
 
     The signal arrives between two Python instructions, so it interrupts a C library only when that
     returns. Such an environment can run in a process of its own (environments/adapters/remote.py).
+    Only the main thread gets signals; in others, functions that the body calls look at the time
+    before each line, which makes them slower.
     """
-    if seconds == 0 or threading.current_thread() is not threading.main_thread():
+    if seconds == 0:
         yield
         return
 
-    finished = False
+    finished, deadline = False, time.monotonic() + seconds
 
     def on_alarm(number: int, frame: FrameType | None) -> None:
-        if not finished:
+        if not finished and frame and frame.f_code.co_filename not in LEAVING:
             raise _TimeLimit
 
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    # every second, if the body catches it
-    outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    def on_line(frame: FrameType, event: str, value: Any) -> Any:
+        if time.monotonic() > deadline and frame.f_code.co_filename not in LEAVING:
+            raise _TimeLimit
+        return on_line
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before: Any
+    if in_main_thread:
+        before = signal.signal(signal.SIGALRM, on_alarm)
+        # every second, if the body catches it
+        outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    else:
+        before = sys.gettrace()
+        sys.settrace(on_line)
     try:
         yield
-        finished = True
     except _TimeLimit:
         raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
     finally:
-        signal.signal(signal.SIGALRM, before)
-        signal.setitimer(signal.ITIMER_REAL, *outer)
+        finished = True  # a second alarm while the first one is handled
+        if in_main_thread:
+            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, *outer)
+        else:
+            sys.settrace(before)

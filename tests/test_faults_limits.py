@@ -6,7 +6,9 @@ import os
 import shutil
 import signal
 import stat
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,7 +63,13 @@ def test_a_chat_template_without_end_is_one_line(template, said, monkeypatch):
     "1 | round(precision=-(10 ** 9))", "[1] | batch(10 ** 9, 0) | list",
     "('a' * 10 ** 6).replace('', 'a' * 10 ** 6)", "('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6)",
     "([0] * 10 ** 6) | join('a' * 10 ** 6)", "(['a' * 10 ** 6] * 10 ** 6) | join",
-    "('a' * 10 ** 6).join(['b'] * 10 ** 6)",
+    "('a' * 10 ** 6).join(['b'] * 10 ** 6)", "'a' * 10 ** 7 ~ 'a' * 10 ** 7",
+    "'a' * 10 ** 7 + 'a' * 10 ** 7", "[['a' * 10 ** 6] * 10] * 10", "['a' * 10 ** 7] * 2 ~ ''",
+    "['a' * 10 ** 7, 'a' * 10 ** 7]", "namespace(a='a' * 10 ** 7, b='a' * 10 ** 7)",
+    "['a' * 10 ** 7, 'a' * 10 ** 7] | string", "{'a': 'a' * 10 ** 7, 'b': 'a' * 10 ** 7} | tojson",
+    "[1] | tojson(indent=10 ** 9)", "('{0:>999999}' * 100).format(1)",
+    "('%s' * 999) % ('a' * 10 ** 6)", "('a\n' * 10 ** 6) | indent(100)",
+    "'a'.translate({97: 'b'})", "[[0]] | sum(start=[])",
 ])  # fmt: skip
 def test_an_operation_that_multiplies_is_refused_before_it_is_computed(expression):
     """A time limit does not interrupt it: C code runs."""
@@ -81,6 +89,38 @@ def test_an_output_that_multiplies_is_refused_before_it_is_joined():
     )
     with pytest.raises(UsageError, match="OverflowError: an operation"):
         chat_template.render(tokenizer, CHAT)
+
+
+def test_a_template_that_doubles_or_nests_is_refused_early():
+    tokenizer = tiny_tokenizer()
+    for change in ("ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x, ns.x]"):
+        tokenizer.chat_template = (
+            "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
+            f"{{% set ns.x = {change} %}}{{% endfor %}}{{{{ ns.x }}}}"
+        )
+        with pytest.raises(UsageError, match="OverflowError: an operation"):
+            chat_template.render(tokenizer, CHAT)
+
+
+def test_a_template_without_end_is_one_line_in_a_thread_too(monkeypatch):
+    """As in the page of `core.chat --web`, where the user's text may start the loop."""
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with ThreadPoolExecutor(1) as threads:
+        error = threads.submit(chat_template.render, tokenizer, CHAT).exception(timeout=10)
+        assert threads.submit(sys.gettrace).result() is None
+    assert str(error) == "the chat template takes over 0.2 seconds"
+
+
+def test_an_alarm_that_comes_while_a_time_limit_ends_is_ignored():
+    leaving = time_limit(1).gen.gi_frame  # code of core/interrupt.py
+    with pytest.raises(TimeoutError, match="in 5 seconds"), time_limit(5):
+        alarm = signal.getsignal(signal.SIGALRM)
+        alarm(signal.SIGALRM, leaving)
+        alarm(signal.SIGALRM, sys._getframe())
 
 
 def test_usual_operations_of_a_template_render_as_in_jinja():
