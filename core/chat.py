@@ -36,6 +36,7 @@ from core.config import Config
 from core.files import check_folder, scratch_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
+from environments.registry import runs_code
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
@@ -89,6 +90,8 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         cfg = read_config(file)
         if not flags.trust:
             config.check_trust(vars(cfg), file)
+            if runs_code(flags.env):  # a file may not choose the folder in which to find it
+                cfg = replace(cfg, env_path="")
     elif flags.before:
         raise UsageError(f"--before needs the folder of a run; {file} does not exist")
     if cfg.sampler == "openai":

@@ -61,6 +61,9 @@ def _trusted(cfg: Config, given: Config, file: Path) -> Config:
            if getattr(given, name) != getattr(Config, name)}  # fmt: skip
     from_file = {name: value for name, value in vars(cfg).items() if name not in own}
     config.check_trust(from_file | {"trust_remote_code": False}, file)
+    in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
+    if cfg.algo == "scratch" and given.algo != "scratch" and in_its_folder:
+        raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
     # what is left is named by flags: a file may not choose the folder in which to find it
     named = any(map(runs_code, (*cfg.env, *cfg.eval_env)))
     return replace(cfg, env_path="") if named and "env_path" not in own else cfg

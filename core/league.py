@@ -42,7 +42,7 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError, printable
 from environments.base import EVAL_SEEDS, MultiAgentEnv
-from environments.registry import make, split_opponent
+from environments.registry import make, runs_code, split_opponent
 
 DRAW = 0.25  # so that two rewards of -0.1 for unreadable answers decide no game
 PRIOR = 1.0  # drawn games of each pair that are added to those that were played
@@ -98,6 +98,8 @@ def main(flags: Flags) -> int:
     saved = read_config(run / "config.yaml")
     if not flags.trust:
         check_trust(vars(saved), run / "config.yaml")
+        if runs_code(flags.env):  # a file may not choose the folder in which to find it
+            saved = replace(saved, env_path="")
     cfg = resolve(saved)
     game = split_opponent(flags.env or cfg.env[0])[0]
     env = make(game)

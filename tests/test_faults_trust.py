@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from core import cli, config, league
+from core import chat, cli, config, league
 from core.config import Config
 from core.types import UsageError
+from environments import registry
 from runs.faults import trust
 
 
@@ -66,6 +67,41 @@ def test_a_printed_command_contains_trust_if_the_run_needs_it():
     assert config.trust_flags(vars(Config(env=("my.py:Game",)))) == ["--trust"]
     assert config.trust_flags(vars(Config(trust_remote_code=True))) == ["--trust"]
     assert config.trust_flags({"env": ["snake"], "sampler": "torch"}) == []
+
+
+def play_first_task(flags, cfg):
+    registry.make(chat.held_out_task(cfg, 0).env).reset(0)
+    return 0
+
+
+@pytest.mark.parametrize("main", [
+    lambda run: chat.run(play_first_task, [run, "--env", "my.py:Maze"]),
+    lambda run: league.run([run, "guess", "--env", "my.py:Maze"]),
+])  # fmt: skip
+def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
+    tmp_path, monkeypatch, main
+):
+    evil, marker = tmp_path / "evil", tmp_path / "marker"
+    (evil / "model").mkdir(parents=True)
+    (evil / "my.py").write_text(trust.CODE.format(marker=str(marker)))
+    settings = {"env": ["tic_tac_toe:opponent=./model"], "env_path": str(evil)}
+    (evil / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "FOLDERS", [])
+    Path("my.py").write_text("from environments.snake import Snake as Maze\n")
+    main(str(evil))
+    assert not marker.exists()
+
+
+def test_a_run_does_not_bring_its_own_scratch_py(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scratch.py").touch()
+    with pytest.raises(UsageError, match=r"would run scratch\.py beside it"):
+        parse(tmp_path, [], algo="scratch")
+    assert parse(tmp_path, ["--trust"], algo="scratch").algo == "scratch"
+    assert parse(tmp_path, ["--algo", "scratch"], algo="scratch").algo == "scratch"
+    monkeypatch.chdir(tmp_path.parent)
+    assert parse(tmp_path, [], algo="scratch").algo == "scratch"
 
 
 def test_a_league_asks_for_trust(tmp_path):
