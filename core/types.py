@@ -25,8 +25,8 @@ def printable(text: str) -> str:
     return CONTROL_CHARACTERS.sub("\ufffd", text)
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks and control characters."""
+def one_line(error: BaseException | str) -> str:
+    """A text, or the message of an error, without line breaks and control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 from core.types import UsageError, one_line, printable
 from environments import check
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
-from environments.registry import constructor, list_envs, make
+from environments.registry import constructor, describe_error, list_envs, make
 from environments.tools import describe, messages_of, with_tools
 from environments.web import Episode, serve
 
@@ -154,11 +154,12 @@ def run_command(args: list[str]) -> int:
     except UsageError as error:
         print(f"environments: {one_line(error)}", file=sys.stderr)
         return 2
-    except EnvFailure as error:
-        print(f"environments: {one_line(error)}", file=sys.stderr)
-        return 1
     except (KeyboardInterrupt, EOFError):
         return 130
+    except Exception as error:  # of the environment
+        text = error if isinstance(error, EnvFailure) else describe_error(error)
+        print(f"environments: {one_line(text)}", file=sys.stderr)
+        return 1
 
 
 def _print_as(speaker: str, text: str, style: str = "bold") -> None:

@@ -1,6 +1,7 @@
 """`python -m environments`: the list, an episode to watch, an episode to play."""
 
 import re
+import sys
 
 import pytest
 
@@ -51,6 +52,16 @@ def test_list_names_every_environment_with_its_options(run):
     code, out, _ = run()
     assert code == 0 and all(name[:8] in out for name in list_envs())
     assert "n_hops" in out and "opponent" in out
+
+
+@pytest.mark.parametrize("answer", [
+    '{"error": "\\u001b[2J"}', '{"messages": [{"content": "\\u001b[2J"}]}', "[]",
+])  # fmt: skip
+def test_what_a_server_answers_is_one_line(run, tmp_path, answer):
+    server = tmp_path / "server.py"
+    server.write_text(f"import sys\nfor line in sys.stdin: print({answer!r}, flush=True)\n")
+    code, out, err = run("show", f"remote:command={sys.executable} {server}")
+    assert code in (1, 2) and err.count("\n") == 1 and "\x1b" not in out + err
 
 
 @pytest.mark.parametrize("spec", SPECS)
