@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -481,3 +482,12 @@ def test_curves_of_an_evaluation_that_lacks_an_environment_are_drawn(tmp_path):
     records += [{"sft_step": 1, "reward/mean": 1.0}, {"update": 3, "sft/loss": 1e299}]
     curves.draw_curves(tmp_path / "curves.png", records, "$x_$")
     assert (tmp_path / "curves.png").exists()
+
+
+def test_the_command_that_repeats_a_run_is_safe_to_paste(tmp_path):
+    run = write_run(tmp_path / "a; touch $(b) 'c'", trained(1))
+    assert shlex.split(data_of(write_report(run, CONFIG))[0]["command"]) == [
+        "python", "train.py", "--config", str(run / "config.yaml"), "--run-name", "again",
+    ]  # fmt: skip
+    own = CONFIG | {"env": ["my.py:Maze"]}
+    assert data_of(write_report(run, own))[0]["command"].endswith(" --trust")

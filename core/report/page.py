@@ -22,6 +22,7 @@ from core.report.summary import (
     logged_warnings,
     minutes,
     num_updates,
+    repeat_command,
     sampled_tokens,
     tokens_to_target,
 )
@@ -185,7 +186,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
         "env": shorten(" ".join(config["env"]), 500),
         "model": shorten(str(config["model_id"]), 500),
         "seed": config["seed"],
-        "command": f"python train.py --config {run_dir / 'config.yaml'} --run-name again",
+        "command": repeat_command(run_dir, config),
         "num_updates": num_updates(records),
         "minutes": round(minutes(records), 2),
         "tokens": sampled_tokens(records),

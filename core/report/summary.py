@@ -22,7 +22,7 @@ README = """\
 {results}
 To repeat the run under another name:
 
-    python train.py --config {run_dir}/config.yaml --run-name again
+    {command}
 
 `report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
 and `model/` loads with `from_pretrained`.
@@ -57,11 +57,17 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
-        run_dir=run_dir,
+        command=repeat_command(run_dir, config),
         system_prompt=SYSTEM_PROMPT.format("\n    ".join(prompt.splitlines())) if prompt else "",
     )
     with published(run_dir / "README.md") as part:
         part.write_text(text)
+
+
+def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
+    """Returns the command that repeats a run under another name."""
+    flags = ["--config", str(run_dir / "config.yaml"), "--run-name", "again", *trust_flags(config)]
+    return shlex.join(["python", "train.py", *flags])
 
 
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
