@@ -325,6 +325,8 @@ NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effe
     "clip_cov_low": "clip_cov", "clip_cov_high": "clip_cov", "kl_cov_coef": "kl_cov",
     "eval_env": "eval_num_tasks", "eval_samples": "eval_num_tasks",
 }  # fmt: skip
+# Variables that the openai client sends to any server
+SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".split()
 MAX_ROLLOUTS = 1_000_000  # of an update
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
@@ -367,8 +369,8 @@ def needs_trust(settings: Mapping[str, Any]) -> str:
     # a backslash: JSON may hide the address
     urls += [s for s in specs if "opponent" in s and {"@", "\\"} & {*s}]
     found = [f"run {spec}" for spec in specs if runs_code(spec)]
-    if os.environ.get("OPENAI_API_KEY"):
-        found += [f"send OPENAI_API_KEY to {url}" for url in urls if url]
+    if sent := " ".join(name for name in SENT if os.environ.get(name)):
+        found += [f"send {sent} to {url}" for url in urls if url]
     if settings.get("trust_remote_code"):
         found.append(f"run the code of {settings['model_id']}")
     return " and ".join(dict.fromkeys(found))

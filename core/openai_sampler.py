@@ -28,6 +28,7 @@ MAX_RETRIES = 4  # of a request that the server refuses for now or that does not
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
 MAX_STREAM_BYTES, MAX_BODY_BYTES = 1 << 26, 1 << 20  # of an answer: a stream of events, all others
+MIN_KEY = 8  # characters of a value of a header that is taken for a key
 PROGRESS_INTERVAL_S = 0.05
 STOPPED = "stopped"
 
@@ -233,8 +234,12 @@ def _failed(reason: str) -> Completion:
 
 
 def _without_key(text: str) -> str:
-    """`text` without the API key, which a server may repeat."""
-    return text.replace(_api_key(), "[key]") if _api_key() else text
+    """`text` without the API key and those in OPENAI_CUSTOM_HEADERS: a server may repeat them."""
+    headers = os.environ.get("OPENAI_CUSTOM_HEADERS", "").splitlines()
+    own = [word for line in headers for word in line.split()[-1:] if len(word) >= MIN_KEY]
+    for key in filter(None, (_api_key(), *own)):
+        text = text.replace(key, "[key]")
+    return text
 
 
 def _one_line(error: Exception) -> str:

@@ -50,6 +50,11 @@ def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkey
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
     with pytest.raises(UsageError, match="would send OPENAI_API_KEY to http://there/v1"):
         parse(tmp_path, evaluate, **server)
+    monkeypatch.setenv(
+        "OPENAI_CUSTOM_HEADERS", "api-key: secret-8"
+    )  # openai sends it to any server
+    with pytest.raises(UsageError, match="would send OPENAI_API_KEY OPENAI_CUSTOM_HEADERS to http"):
+        parse(tmp_path, evaluate, **server)
     here = [*evaluate, "--base-url", "http://here/v1"]
     assert parse(tmp_path, here, **server).base_url == "http://here/v1"
 

@@ -234,9 +234,10 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
 
 def test_a_key_in_a_completion_and_an_endless_error_are_cut(server, policy, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
-    server.broken["bad"] = STREAM, event("a secret") + event("-7 b", "stop")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-team: a\napi-key: Token secret-8")
+    server.broken["bad"] = STREAM, event("a secret") + event("-7 b secret-8", "stop")
     [completion] = sample(server, policy, [chat("bad")])
-    assert completion.text == "a [key] b"
+    assert completion.text == "a [key] b [key]"
     monkeypatch.setattr(openai_sampler, "MAX_STREAM_BYTES", 10_000)
     server.broken["bad"] = STREAM, b": comment\n\n" * 2000
     _, broken = sample(server, policy, [chat("pear"), chat("bad")])
