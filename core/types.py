@@ -14,6 +14,8 @@ from typing import Any, Literal, TypedDict
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
 # All but line breaks, tabs and text: also surrogates, and marks that reorder what is on the screen
 CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
+# The same in ASCII JSON, but for surrogates and line ends, which a page may show
+ESCAPED = re.compile(r"(\\\\)|\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\\u20(?:2[a-e]|6[6-9])|\\[bf]")
 
 
 def printable(text: str) -> str:
@@ -23,6 +25,15 @@ def printable(text: str) -> str:
     'a�[2J\\nb'
     """
     return CONTROL_CHARACTERS.sub("\ufffd", text)
+
+
+def printable_json(text: str) -> str:
+    """ASCII JSON without control characters and bidirectional marks, for all foreign text in pages.
+
+    >>> print(printable_json(r'["a\\u001b[2J\\n", "\\\\u202e \\u202e"]'))
+    ["a\\ufffd[2J\\n", "\\\\u202e \\ufffd"]
+    """
+    return ESCAPED.sub(lambda found: found[1] or r"\ufffd", text)
 
 
 def one_line(error: BaseException | str) -> str:

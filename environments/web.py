@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from core.types import Message, UsageError
+from core.types import Message, UsageError, printable_json
 from environments.base import Env, MultiAgentEnv, Step
 from environments.tools import ReadCalls, ToolEnv, describe, messages_of, read_calls
 
@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _send(self, status: int, data: dict[str, Any]) -> None:
-        self._send_bytes(status, "application/json", json.dumps(data).encode())
+        self._send_bytes(status, "application/json", printable_json(json.dumps(data)).encode())
 
     def _send_bytes(self, status: int, kind: str, body: bytes, inline: str = "'none'") -> None:
         self.send_response(status)

@@ -484,6 +484,18 @@ def test_curves_of_an_evaluation_that_lacks_an_environment_are_drawn(tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
+def test_no_control_character_or_bidirectional_mark_reaches_a_page(tmp_path):
+    text, clean = (
+        "a\x1b[2J\x9b\b\x7f\u202e\u2066 \\u202e\n\t\r\u200f😀",
+        "a�[2J����� \\u202e\n\t\r\u200f😀",
+    )
+    records = [trained(1)[0] | {f"info/{text}": 1.0}]
+    data = report_data(tmp_path, records, [row("train", 1, 9, text, env=text)])
+    [group] = data["batches"][0]["groups"]
+    assert group["rollouts"][0]["messages"] == [["assistant", clean]] and group["env"] == clean
+    assert f"info/{clean}" in data["curves"]
+
+
 def test_the_command_that_repeats_a_run_is_safe_to_paste(tmp_path):
     run = write_run(tmp_path / "a; touch $(b) 'c'", trained(1))
     assert shlex.split(data_of(write_report(run, CONFIG))[0]["command"]) == [

@@ -35,6 +35,7 @@ from core.run_log import (
     iter_records,
     read_metrics,
 )
+from core.types import printable_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE_BYTES = 9_500_000
@@ -162,8 +163,9 @@ def loss_settings(config: dict[str, Any]) -> Record:
 
 
 def to_json(data: Any) -> str:
-    """Returns ASCII JSON without <, > and &, so that no text can end the page's script element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    """Returns ASCII JSON without <, > and &, so that no text can end the page's script element,
+    and without control characters."""
+    text = printable_json(json.dumps(data, separators=(",", ":"), allow_nan=False))
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
