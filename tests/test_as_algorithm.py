@@ -329,7 +329,7 @@ GRPO = "--algo grpo --grpo.loss-type grpo --grpo.aggregation token"
     ],
 )
 def test_solutions_train_as_the_library_does(command, monkeypatch, vowels, flags, same, exercises):
-    """The same metrics to 1e-5, if the library's sampler draws with exercise 8 too."""
+    """The same metrics, if the library's sampler draws with exercise 8 too."""
     Path("scratch.py").write_text(solved())
     code, out, _ = command(*SHORT, "--algo", "scratch", *flags.split(), "--run-name", "mine")
     assert code == 0 and f"picoRL · scratch (exercises {exercises}) · vowels" in out
@@ -342,9 +342,8 @@ def test_solutions_train_as_the_library_does(command, monkeypatch, vowels, flags
         assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
         assert b.get("kl/reference", 1) > 0 and b.get("value/loss", 1) > 0
         numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
-        norm = numbers.pop("grad/norm")  # of all weights: its rounding grows with the norm
-        assert a["grad/norm"] == pytest.approx(norm, rel=3e-5)
-        assert {k: a[k] for k in numbers} == pytest.approx(numbers, abs=1e-5)
+        # rounding grows with the number, and differs between processors
+        assert {k: a[k] for k in numbers} == pytest.approx(numbers, rel=3e-5, abs=1e-5)
     assert Path("runs/mine/scratch.py").read_text() == solved()
     assert "algo: scratch" in Path("runs/mine/config.yaml").read_text()
 

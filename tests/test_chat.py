@@ -20,6 +20,7 @@ import train
 from core import chat
 from core.chat_template import prompt_ids
 from core.console import printable
+from core.model import load_policy
 from core.report import curves
 from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
@@ -113,15 +114,16 @@ def expected(kind, run, before=False):
     """What the trained model (or the one before training) answers to QUESTION."""
     settings = yaml.safe_load((run / "config.yaml").read_text())
     base = run / "base" if kind == "full" else settings["model_id"]
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     adapted = kind == "lora"
-    model = AutoModelForCausalLM.from_pretrained(
-        base if before or adapted else run / "model", dtype=dtype
-    )
-    if adapted and not before:
-        model = PeftModel.from_pretrained(model, run / "model")
+    folder = base if before or adapted else run / "model"
     tokenizer = tiny_tokenizer()
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}])
+    if kind == "bfloat16":  # its rounding decides between tokens, so the same code must compute
+        policy = load_policy(str(folder), device="cpu", dtype="bfloat16")
+        return printable(TorchSampler(policy).sample([prompt], PARAMS)[0].text)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if adapted and not before:
+        model = PeftModel.from_pretrained(model, run / "model")
     return printable(greedy_text(model.eval(), tokenizer, prompt))
 
 
