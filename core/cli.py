@@ -77,13 +77,17 @@ def run(
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line.
 
-    The error of a disk, outside the folder of a run too, is a Fault.
+    The error of a disk, outside the folder of a run too, is a Fault. Under torchrun the first rank
+    of a machine prints that a run has stopped, and returns the code of it; the other ranks return
+    0, as torchrun would end the first, which still writes the pages, if another had failed.
     """
+    is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
         if interrupt.asked_early:
             raise KeyboardInterrupt
         _check_temporary_folder()
-        return main(parse(args))
+        code = main(parse(args))
+        return code if is_first else 0
     except (UsageError, Fault, OSError) as error:
         if isinstance(error, OSError):
             if error.errno not in DISK_ERRORS:
@@ -94,6 +98,8 @@ def run(
         print(f"{program}: {one_line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except Stopped as stopped:
+        if not is_first:
+            return 0
         print(f"{program}: {one_line(stopped)}")
         return 130
     except KeyboardInterrupt:  # before the run could save anything, or the second Ctrl-C

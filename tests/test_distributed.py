@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import config, distributed, run_dir
+from core import cli, config, distributed, run_dir
 from core.config import Config
-from core.types import UsageError
+from core.types import Stopped, UsageError
 
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4
@@ -263,6 +263,20 @@ def test_commands_start_as_many_processes_as_the_run_had(monkeypatch, ranks, her
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     found = run_dir.train_command("--resume", "runs/a")
     assert found == f"{launcher} train.py --resume runs/a"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, capsys, rank):
+    """torchrun ends all ranks as soon as one has failed, so the others must not be sooner."""
+    as_rank(monkeypatch, rank, 2)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+
+    def interrupted(_):
+        raise Stopped("stopped and saved")
+
+    codes = [cli.run(main, [], parse=lambda _: None) for main in (lambda _: 1, interrupted)]
+    assert codes == ([1, 130] if rank == 0 else [0, 0])
+    assert capsys.readouterr().out == ("train.py: stopped and saved\n" if rank == 0 else "")
 
 
 def test_restarts_need_a_run_name(command, monkeypatch):
