@@ -8,6 +8,7 @@ distribution it draws from: after temperature, top-k and top-p.
 """
 
 import gc
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ from core.kv_cache import prefill
 from core.memory import ran_out
 from core.model import Policy
 from core.seeds import derive_seed
-from core.types import Completion, Message, OutOfMemory, UsageError
+from core.types import Completion, Fault, Message, OutOfMemory, UsageError
 
 COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
 ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
@@ -318,7 +319,13 @@ def to_completion(
     logprobs: list[float],
     kept_ids: list[list[int]] | None = None,
 ) -> Completion:
-    """Builds a Completion; its text leaves out the stop token, if the last token is one."""
+    """Builds a Completion; its text leaves out the stop token, if the last token is one.
+
+    Raises Fault if a log-prob is NaN: then the model's logits are not finite.
+    """
+    if any(map(math.isnan, logprobs)):
+        raise Fault("the model's logits are no longer finite: start again with a lower --lr, or "
+                    "with --dtype bfloat16 or float32")  # fmt: skip
     stopped = token_ids[-1] in policy.stop_ids
     text = cast(str, policy.tokenizer.decode(token_ids[:-1] if stopped else token_ids))
     return Completion(token_ids, logprobs, text, "stop" if stopped else "length", kept_ids)
@@ -358,7 +365,7 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
     below_total = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
     token_ids = torch.searchsorted(cumulative, threshold, right=True)  # never one of probability 0
-    token_ids = token_ids.to(logits.device)
+    token_ids = token_ids.to(logits.device).clamp(max=logits.shape[-1] - 1)  # for NaN it is V
     return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)
 
 

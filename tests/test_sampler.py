@@ -16,7 +16,7 @@ from core.kv_cache import RepeatedPrefixCache, SharedPrefixCache, prefill
 from core.model import load_policy
 from core.nanollm import make_sampler
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
-from core.types import OutOfMemory, Rollout, Turn, UsageError
+from core.types import Fault, OutOfMemory, Rollout, Turn, UsageError
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
 EVERY_SIXTH = list(range(0, 704, 6))  # as stop ids: about every sixth token ends a completion
@@ -281,6 +281,15 @@ def test_draw_never_selects_a_token_of_probability_zero():
     uniform = torch.tensor([0.0, 0.5, 1 - 2**-24])  # both ends of [0, 1)
     drawn, logprobs = draw(logits, SamplingParams(max_tokens=1), uniform)
     assert drawn.tolist() == [1, 2, 3] and logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_overflowed_end_the_run_with_a_line(qwen3_folder, temperature):
+    """As after a diverging float16 step: NaN has no cumulative probability."""
+    overflowed = load_policy(str(qwen3_folder), device="cpu")
+    overflowed.model.get_decoder().norm.weight.data.fill_(torch.inf)
+    with pytest.raises(Fault, match="logits are no longer finite"):
+        TorchSampler(overflowed).sample(PROMPTS, SamplingParams(3, temperature, top_p=0.9))
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 2}, {"top_p": 0.8, "top_k": 50}])
