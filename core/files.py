@@ -4,7 +4,7 @@ with published(run / "config.yaml") as part:     # also for a folder, which the 
     part.write_text(text)
 with sealed(run / "reference", {}) as part:      # a new folder, with checksums of its files
     save_file(tensors, part / "weights.safetensors")
-facts, fault = unseal(run / "reference")         # fault "": every byte is as it was written
+facts, fault = unseal(run / "reference")         # fault "": every file is as it was written
 """
 
 import errno
@@ -107,6 +107,8 @@ def unseal(folder: Path) -> tuple[dict[str, Any], str]:
         state = json.loads((folder / SEAL).read_text())
         sums = state["sha256"]
         damaged = [name for name in sums if _sha256(folder / Path(name).name) != sums[name]]
+        # a library that loads the folder would read other files too; hidden ones are the system's
+        damaged += sorted({path.name for path in folder.glob("[!.]*")} - {SEAL, *sums})
         if state.pop("whole") != _json_sha256(state):
             damaged.append(SEAL)
         del state["sha256"]

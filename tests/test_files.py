@@ -111,6 +111,16 @@ def test_a_sealed_folder_knows_every_byte_of_its_files(tmp_path):
     assert unseal(folder)[1] == "is damaged (state.json)"
 
 
+def test_a_sealed_folder_has_no_other_files(tmp_path):
+    """transformers would read them, too."""
+    with sealed(tmp_path / "a", {}) as part:
+        (part / "weights").write_bytes(b"0123")
+    (tmp_path / "a/.DS_Store").touch()
+    assert unseal(tmp_path / "a")[1] == ""
+    (tmp_path / "a/added_tokens.json").write_text("{}")
+    assert unseal(tmp_path / "a")[1] == "is damaged (added_tokens.json)"
+
+
 def test_a_failed_write_of_a_library_has_the_number_of_its_error(tmp_path):
     tensors = {"x": torch.zeros(100_000)}
     for save in (torch.save, save_file):
