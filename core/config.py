@@ -327,7 +327,7 @@ NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effe
 }  # fmt: skip
 # Variables that the openai client sends to any server
 SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".split()
-MAX_ROLLOUTS = 1_000_000  # of an update
+MAX_ROLLOUTS = 1_000_000  # of an update, and of the samples of an evaluation
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -544,6 +544,8 @@ def _range_problems(cfg: Config) -> Iterator[str]:
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
         ("num_prompts", rollouts <= MAX_ROLLOUTS, f"at most {MAX_ROLLOUTS:,} / --group-size"),
+        ("eval_samples", cfg.eval_num_tasks * cfg.eval_samples <= MAX_ROLLOUTS,
+         f"at most {MAX_ROLLOUTS:,} / --eval-num-tasks"),
         ("num_minibatches", cfg.num_minibatches <= rollouts,
          f"at most --num-prompts * --group-size = {rollouts}"),
         ("overlong_buffer", cfg.overlong_buffer <= cfg.max_tokens,
