@@ -11,6 +11,7 @@ one. Weights have the given dtype; LoRA adapters and the value head are always f
 
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ from core.types import UsageError
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 MAX_PACKING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
+ANY_TEXT = "\u0416\u4e2d\U0001f600\ue000"  # in no small vocabulary
 MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
@@ -316,15 +318,17 @@ def _load_files(
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
-        has_tokens = bool(tokenizer.encode("a", add_special_tokens=False))
+        # fails for a tokenizer that lacks the token for all that it does not know
+        has_tokens = bool(tokenizer.encode(PROBE_TEXT + ANY_TEXT, add_special_tokens=False))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
             output_loading_info=True, ignore_mismatched_sizes=True, **options,
         )  # fmt: skip
     model, report = loaded
-    _check_loaded(f"{flag} {model_id}", report, has_tokens)
+    _check_loaded(f"{flag} {model_id}", model, report, has_tokens)
     check_model(f"{flag} {model_id}", model, cast(str, cached_file(model_id, "config.json")))
     model.config.use_cache = False  # in training; sampling passes its own cache
+    model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
     return model, tokenizer
 
 
@@ -341,12 +345,24 @@ def _check_folder(model_id: str, flag: str) -> None:
     raise UsageError(f"{flag} {model_id}: {problem}")
 
 
-def _check_loaded(subject: str, report: dict[str, Any], has_tokens: bool) -> None:
-    """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty."""
+def _check_loaded(
+    subject: str, model: PreTrainedModel, report: dict[str, Any], has_tokens: bool
+) -> None:
+    """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty.
+
+    Also if a layer has weights in the files that it does not use: config.json is that of another
+    architecture. Weights of layers that the model does not have are left out, as in a text model.
+    """
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
         raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
                          f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
+    blocks = {name for name, _ in model.named_modules() if re.search(r"\.\d+(\.|$)", name)}
+    others = {*report["unexpected_keys"]} - {name for name, _ in model.named_buffers()}
+    unused = sorted(key for key in others if key.rsplit(".", 2)[0] in blocks)
+    if unused and not hasattr(model.config, "quantization_config"):
+        raise UsageError(f"{subject}: config.json is not that of these weights: the model has no "
+                         f"use for {len(unused)} of them, such as {unused[0]}")  # fmt: skip
     if not has_tokens:
         raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
 

@@ -244,3 +244,28 @@ def test_a_model_without_a_context_length_is_refused_in_one_line(tmp_path):
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"not supported: its config\.json has no max_position"):
         load_policy(str(tmp_path), device="cpu")
+
+
+def test_a_config_of_another_architecture_is_refused(tmp_path):
+    """Qwen3 as Llama: all that Llama has is there, but the norms of queries and keys would go."""
+    folder = save_small("qwen3", tmp_path, attention_bias=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    with pytest.raises(UsageError, match=r"no use for 4 of them, such as .*k_norm"):
+        load_policy(str(folder), device="cpu")
+
+
+def test_a_model_whose_config_asks_for_attentions_can_be_exported(tmp_path):
+    folder = save_small("qwen3", tmp_path / "a")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"output_attentions": True}))
+    assert export_model(tmp_path, load_policy(str(folder), device="cpu")).is_dir()
+
+
+def test_a_tokenizer_without_a_token_for_unknown_words_is_refused(tmp_path):
+    folder = save_small("qwen3", tmp_path)
+    file = folder / "tokenizer.json"
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": words}))
+    with pytest.raises(UsageError, match=r"can't be loaded: .*UNK"):
+        load_policy(str(folder), device="cpu")
