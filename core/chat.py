@@ -116,12 +116,11 @@ def run(main: Callable[[Flags, Config], int], args: list[str]) -> int:
 if __name__ == "__main__" and (code := run(lambda *_: 0, sys.argv[1:])):
     sys.exit(code)  # --help and errors, before the slow imports
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from core import tools
 from core.chat_template import Schema, clean_message
-from core.checkpoint import base_model, find_checkpoint, load_weights
+from core.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
 from core.memory import out_of_memory_as_one_line
 from core.model import Policy, load_policy
 from core.report.summary import num_updates
@@ -258,9 +257,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
         value_head=config.has_value_head(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
     if checkpoint is None:
-        from peft import set_peft_model_state_dict  # takes a second
-
-        set_peft_model_state_dict(policy.model, load_file(exported / "adapter_model.safetensors"))
+        load_adapters(exported, policy)
     else:
         load_weights(checkpoint, policy, same_dtype=False)
     return policy, checkpoint or exported

@@ -28,11 +28,13 @@ from core.config import FREE_ON_RESUME, TINY
 from core.files import published, remove, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
-from core.run_dir import train_command
+from core.run_dir import KINDS, train_command
+from core.run_log import METRICS, iter_records
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.pt"
+ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
          "best": []}  # fmt: skip
@@ -76,12 +78,15 @@ def save_checkpoint(
 def find_checkpoint(run: Path) -> ResumePoint:
     """The newest intact checkpoint of a run, or its beginning if it has no checkpoint yet.
 
-    Raises UsageError if `run` is not a run folder, or if all its checkpoints are damaged.
+    Raises UsageError if `run` is not a run folder, or if all its checkpoints are damaged or lost.
     """
     if not (run / "config.yaml").exists():
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
+        if any(record.get("update") for record in iter_records(run / METRICS)):  # 0 was saved
+            raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
+                             "start again with another --run-name")  # fmt: skip
         return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
     remarks: list[str] = []
     for folder in folders:
@@ -90,7 +95,7 @@ def find_checkpoint(run: Path) -> ResumePoint:
             return ResumePoint(folder, progress, remarks)
         remarks.append(f"{folder} {fault}: using an older checkpoint")
     raise UsageError(f"--resume {run}: {folders[0]} {fault}, and there is no intact checkpoint; "
-                     "start again with another --run-name")  # fmt: skip
+                     "restore the file, or start again with another --run-name")  # fmt: skip
 
 
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
@@ -145,6 +150,16 @@ def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
     copy_weights(folder, policy.trainable(), same_dtype)
 
 
+def load_adapters(folder: Path, policy: Policy) -> None:
+    """Copy the LoRA adapters that `export_model` wrote to `folder` into the policy.
+
+    Raises UsageError as `copy_weights` does; PEFT would leave out adapters with other names.
+    """
+    adapters = {name.replace(".default.weight", ".weight"): weight
+                for name, weight in policy.trainable().items() if "lora_" in name}  # fmt: skip
+    copy_weights(folder, adapters, same_dtype=False, file=ADAPTERS)
+
+
 def save_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -152,7 +167,9 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
 
 
 @torch.no_grad()
-def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
+def copy_weights(
+    folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True, file: str = WEIGHTS
+) -> None:
     """Copy what `save_weights` wrote to `folder` into `weights`.
 
     Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ, and if the file cannot
@@ -163,11 +180,12 @@ def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool =
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
     try:
-        saved = load_file(folder / WEIGHTS)
+        saved = load_file(folder / file)
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+        raise UsageError(f"{folder / file} cannot be read: {error}") from error
     if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
-        raise UsageError(f"--resume: the model in {folder} differs from the one configured")
+        raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
+                         "that has changed")  # fmt: skip
     for name, weight in weights.items():
         weight.copy_(saved[name])
 
@@ -203,9 +221,9 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, An
     facts, fault = unseal(folder)
     if fault:
         return {}, fault
-    shared = settings.keys() & facts["settings"].keys()  # other versions have other settings
-    if any(facts["settings"][key] != settings[key] for key in shared):
-        return {}, "has other settings than config.yaml"
+    saved = facts["settings"]  # a version may have settings that an earlier one does not know
+    if other := [key for key in saved if key in KINDS and settings.get(key) != saved[key]]:
+        return {}, f"has other settings than config.yaml ({', '.join(other)})"
     return facts["progress"], ""
 
 

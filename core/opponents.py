@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from core import distributed
-from core.checkpoint import base_model, copy_weights, save_weights
+from core.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
 from core.files import check_folder, remove, sealed, unseal
 from core.model import Policy, load_policy
@@ -234,8 +233,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
     check_folder(folder)
     is_run = (folder / "config.yaml").exists()
     model = folder / "model" if is_run else folder
-    adapters = model / "adapter_model.safetensors"
-    if is_run and adapters.exists():
+    if is_run and (model / ADAPTERS).exists():
         trained = read_config(folder / "config.yaml")
         model_id = base_model(folder, trained.model_id)
         check_folder(Path(model_id))
@@ -243,9 +241,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
             model_id, lora_rank=trained.lora_rank,
             lora_alpha=trained.lora_alpha, quantize=trained.quantize, **options,
         )  # fmt: skip
-        from peft import set_peft_model_state_dict  # takes a second
-
-        set_peft_model_state_dict(loaded.model, load_file(adapters))
+        load_adapters(model, loaded)
         return loaded
     return load_policy(str(model), **options)
 

@@ -6,9 +6,10 @@ import math
 import pytest
 import torch
 from conftest import save_small
+from safetensors.torch import load_file, save_file
 
 from core import checkpoint
-from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
+from core.checkpoint import START, find_checkpoint, load_adapters, load_checkpoint, save_checkpoint
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import UsageError
@@ -180,3 +181,49 @@ def test_a_file_that_is_no_state_is_rejected(run):
     (saved / "weights.safetensors").write_bytes(b"no weights")
     with pytest.raises(UsageError, match=r"weights\.safetensors cannot be read"):
         load_checkpoint(saved, policy, optimizer)
+
+
+def test_settings_that_config_yaml_has_lost_are_noticed(run):
+    """With their defaults the run would go on in another way."""
+    folder, _, _, save = run
+    (folder / "config.yaml").write_text("algo: grpo\nkl_coef: 0.1\nof_a_later_version: 1\n")
+    save(1)
+    (folder / "config.yaml").write_text("algo: grpo\nnum_updates: 9\n")
+    with pytest.raises(UsageError, match=r"other settings than config\.yaml \(kl_coef\)"):
+        find_checkpoint(folder)
+
+
+def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(run):
+    """It would delete the records of all its updates."""
+    folder, _, _, _ = run
+    (folder / "metrics.jsonl").write_text('{"update": 0}\n')
+    assert find_checkpoint(folder).progress == START  # killed while it saved for the first time
+    (folder / "metrics.jsonl").write_text('{"update": 0}\n{"update": 1}\n')
+    with pytest.raises(UsageError, match="checkpoint/ is empty or missing: restore it"):
+        find_checkpoint(folder)
+
+
+@pytest.mark.parametrize("damage", ["names", "shape", "fewer", "bytes", "missing"])
+def test_damaged_adapters_of_an_exported_model_are_refused(qwen3_folder, tmp_path, damage):
+    policy = load_policy(str(qwen3_folder), device="cpu", lora_rank=2)
+    for weight in policy.trainable().values():
+        weight.data.fill_(0.5)
+    exported = checkpoint.export_model(tmp_path, policy)
+    again = load_policy(str(qwen3_folder), device="cpu", lora_rank=2, value_head=True)
+    load_adapters(exported, again)
+    assert all((again.trainable()[n] == 0.5).all() for n in policy.trainable())
+    file = exported / checkpoint.ADAPTERS
+    saved = load_file(file)
+    first = min(saved)
+    if damage == "names":
+        save_file({f"x.{name}": weight for name, weight in saved.items()}, file)
+    elif damage == "shape":
+        save_file(saved | {first: torch.zeros(3)}, file)
+    elif damage == "fewer":
+        save_file({first: saved[first]}, file)
+    elif damage == "bytes":
+        file.write_bytes(b"{")
+    else:
+        file.unlink()
+    with pytest.raises(UsageError, match=r"differs from the one configured|cannot be read"):
+        load_adapters(exported, again)
