@@ -51,7 +51,7 @@ COMMANDS = [  # a command line, and the flag that its message names
     ("--max-tokens 1000000000000000000000", "--max-tokens must be from 1 to 1,000,000, not 10000"),
     ("--group-size 1000000000000000000000", "--group-size must be from 1 to 1,000,000, not 10000"),
     ("--num-prompts 1000000 --group-size 2", "--num-prompts must be at most 1,000,000 / --group"),
-    ("--eval-num-tasks 2000 --eval-samples 501", "--eval-samples must be at most 1,000,000 / --eval"),
+    ("--eval-num-tasks 2000 --eval-samples 501", "--eval-samples must be at most 1,000,000"),
     ("--env-timeout 1e-8", "--env-timeout must be 0 or from 0.001 to 1,000,000, not 1e-08"),
     ("--env-timeout 3e38", "--env-timeout"),
     # settings that contradict others, or have no effect
