@@ -25,9 +25,11 @@ import yaml
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
 from core.files import PART, check_folder, disk_errors, published, remove
-from core.types import CannotWrite, UsageError
+from core.types import CannotWrite, Fault, UsageError
 
-DISK_ERRORS = {getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO".split()}
+DISK_ERRORS = {
+    getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
+}
 KINDS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
 MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
@@ -100,7 +102,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
 
     Raises UsageError if another process holds the lock, as `check_folder` does, and if the folder
     contains a link, through which the run would write elsewhere; CannotWrite if the disk is full or
-    read-only. If a UsageError ends a new run before its first record, removes the folder.
+    read-only; Fault if somebody removes the folder. If a UsageError ends a new run before its first
+    record, removes the folder.
     """
     if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
         raise UsageError(f"{link} is a link, and a run writes into its own folder only: replace "
@@ -122,6 +125,8 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
                         run.parent.rmdir()
                 raise
     except OSError as error:
+        if error.errno == errno.ENOENT and not run.exists():
+            raise Fault(f"{run} was removed while the run was using it") from None
         if error.errno not in DISK_ERRORS:
             raise
         resume = train_command("--resume", str(run), *trust_flags(settings))

@@ -426,6 +426,13 @@ def test_compare_on_a_full_disk_is_one_line_and_leaves_nothing(two_runs, tmp_pat
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_compare_names_a_folder_in_the_place_of_its_page(two_runs, tmp_path, capsys):
+    (tmp_path / "compare.html/x").mkdir(parents=True)
+    assert compare.main([str(run) for run in two_runs]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and "compare.html: Is a directory; fix this" in err
+
+
 def test_compare_says_what_is_missing_or_differs_from_the_checkpoint(two_runs, tmp_path, capsys):
     file = two_runs[0] / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from core import checkpoint
 from core.config import Config
 from core.run import Run
 from core.run_dir import create_run, lock_run_dir, new_folder
-from core.types import CannotWrite, UsageError
+from core.types import CannotWrite, Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
@@ -262,3 +263,10 @@ def test_a_read_only_disk_is_one_line(tmp_path, command):
     code, err = run_mounted(tmp_path, 50_000, "ro", *args)
     assert code == 1 and err.count("\n") == 1 and "Read-only file system" in err, err
     assert checkpoint.find_checkpoint(tmp_path / "after" / "a").progress["update"] == 4
+
+
+def test_a_folder_that_is_removed_during_the_run_ends_it_with_a_line(tmp_path):
+    run = tmp_path / "a"
+    with pytest.raises(Fault, match="was removed"), lock_run_dir(run, {}, new=True):
+        shutil.rmtree(run)
+        (run / "metrics.jsonl").write_text("")
