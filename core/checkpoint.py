@@ -221,10 +221,27 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, An
     facts, fault = unseal(folder)
     if fault:
         return {}, fault
+    if not _is_progress(facts.get("progress")) or not isinstance(facts.get("settings"), dict):
+        return {}, "has a state.json that no run writes"
     saved = facts["settings"]  # a version may have settings that an earlier one does not know
     if other := [key for key in saved if key in KINDS and settings.get(key) != saved[key]]:
         return {}, f"has other settings than config.yaml ({', '.join(other)})"
     return facts["progress"], ""
+
+
+def _is_progress(progress: Any) -> bool:
+    """Whether a run may have saved this: whoever writes the file can also make its checksum."""
+    if not isinstance(progress, dict) or not {"sft_step", "update"} <= progress.keys():
+        return False
+    earlier: dict[str, Any] = {**START, "rollouts_sha256": ["", ""]}  # versions saved less
+    values, least = earlier | progress, dict[str, Any](START)
+    sums, counts = values["rollouts_sha256"], START.keys() - {"best"}
+    return (
+        all(type(values[n]) is int and least[n] <= values[n] < 2**53 for n in counts)
+        and isinstance(values["best"], list)
+        and isinstance(sums, list)
+        and len(sums) == 2
+    )
 
 
 def _fixed_settings(run: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A checkpoint is complete or absent, and a damaged one is skipped."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import save_small
 from safetensors.torch import load_file, save_file
 
-from core import checkpoint
+from core import checkpoint, files
 from core.checkpoint import START, find_checkpoint, load_adapters, load_checkpoint, save_checkpoint
 from core.model import load_policy
 from core.optimizer import make_optimizer
@@ -227,3 +228,21 @@ def test_damaged_adapters_of_an_exported_model_are_refused(qwen3_folder, tmp_pat
         file.unlink()
     with pytest.raises(UsageError, match=r"differs from the one configured|cannot be read"):
         load_adapters(exported, again)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"update": "x"}, {"update": 1.5}, {"update": 10**400}, {"sft_step": -1}, {"level": [1]},
+    {"sampled_tokens": None}, {"best": {}}, {"rollouts_sha256": ["a"]},
+])  # fmt: skip
+def test_progress_that_no_run_saves_is_damage_though_its_checksum_is_right(run, wrong):
+    folder, policy, optimizer, save = run
+    good = save(3)
+    save_checkpoint(folder, policy, optimizer, progress(9))
+    newest = max((folder / "checkpoint").iterdir())
+    state = json.loads((newest / "state.json").read_text())
+    del state["whole"]
+    state["progress"] |= wrong
+    state["whole"] = files._json_sha256(state)
+    (newest / "state.json").write_text(json.dumps(state))
+    point = find_checkpoint(folder)
+    assert point.folder == good and "has a state.json that no run writes" in point.remarks[0]
