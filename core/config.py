@@ -79,7 +79,7 @@ class TaskOptions:
     env_timeout: float = 60.0
     env_workers: int = 64  # Calls of slow environments that are made at the same time.
     # Environments with a process or a connection of their own (remote, openenv) that exist at the
-    # same time; more tasks than that are played one part after the other.
+    # same time, on each rank; more tasks than that are played one part after the other.
     env_instances: int = 32
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
