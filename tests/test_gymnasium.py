@@ -375,7 +375,7 @@ def test_hostile_response_is_invalid_and_read_fast(id):
         env.reset(0)
         started = time.process_time()
         assert env.step(text).info["invalid"], text[:80]
-        assert time.process_time() - started < 0.5  # seconds; about 5 ms on an idle machine
+        assert time.process_time() - started < 5  # seconds; what backtracks takes minutes
 
 
 class Echo(Env):

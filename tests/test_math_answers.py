@@ -93,4 +93,4 @@ def test_a_hostile_answer_is_rejected_in_little_time(answer, solution):
     is_equal(r"\sqrt{2}", r"2\sqrt{2}")  # imports math-verify
     started = time.process_time()
     assert is_equal(answer, solution) is False
-    assert time.process_time() - started < 0.5  # seconds
+    assert time.process_time() - started < 5  # seconds; what backtracks takes minutes

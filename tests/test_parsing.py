@@ -38,7 +38,7 @@ def test_one_of_ignores_case_quotes_and_punctuation():
 def test_read_action_takes_little_time_for_100_kb(piece):
     started = time.process_time()
     read_action(piece * (100_000 // len(piece)), "move", integer(0, 8), PLAIN)
-    assert time.process_time() - started < 0.3  # seconds
+    assert time.process_time() - started < 5  # seconds; what backtracks takes minutes
 
 
 def test_retries_give_two_hints_and_then_end_the_episode():

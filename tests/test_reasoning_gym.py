@@ -187,7 +187,7 @@ def test_hostile_response_is_not_correct_and_scored_fast(name):
     for text in HOSTILE:
         started = time.process_time()
         step = env.step(text)
-        assert time.process_time() - started < 0.5
+        assert time.process_time() - started < 5  # seconds; what backtracks takes minutes
         assert step.done and step.info["correct"] is False and step.reward < 0.5
 
 

@@ -169,5 +169,5 @@ def test_hostile_response_raises_nothing_and_is_read_fast(id):
         (agent,) = env.reset(0)
         started = time.process_time()
         steps = env.step({agent: text})
-        assert time.process_time() - started < 0.5
+        assert time.process_time() - started < 5  # seconds; what backtracks takes minutes
         assert steps and steps[agent].reward <= 0
