@@ -81,7 +81,7 @@ def run(
     of a machine prints that a run has stopped, and returns the code of it; the other ranks return
     0, as torchrun would end the first, which still writes the pages, if another had failed.
     """
-    is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
         if interrupt.asked_early:
             raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def _let_the_cause_come_first(error: Exception) -> None:
         time.sleep(3 * SAME_ERROR_S if lost else SAME_ERROR_S)
     elif lost:
         interrupt.note_sigterm()
-        interrupt.rank_ended.wait(1.5 * SAME_ERROR_S)
+        interrupt.rank_ended.wait(2.5 * SAME_ERROR_S)
 
 
 def answer_at_once(args: list[str]) -> None:
