@@ -83,7 +83,7 @@ def process_group(device: str) -> Iterator[None]:
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
     on_gpu = device != "cpu" and torch.cuda.is_available()
-    with rank_lost(f"not all ranks joined within {JOIN_MINUTES} minutes"):
+    with rank_lost(f"not all ranks joined within {JOIN_MINUTES} minutes", Fault):
         store, number, count = next(rendezvous("env://", timeout=timedelta(minutes=JOIN_MINUTES)))
         # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
         store = dist.PrefixStore(_agree_on_prefix(store), store)
@@ -242,11 +242,14 @@ def _notice_lost_links() -> None:
 
 
 @contextmanager
-def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[None]:
-    """Turns the error of a collective inside into a Fault of one line that begins with `what`.
+def rank_lost(
+    what: str = "another rank died, so this rank ends", kind: type[Fault] = RankLost
+) -> Iterator[None]:
+    """Turns the error of a collective inside into one of `kind`, of one line, `what` and a reason.
 
-    torchrun sends SIGTERM to the ranks that are left, which must not end the rank of a machine that
-    prints the line. If that does not end by itself, torchrun kills it after 30 seconds.
+    When a rank has died, torchrun sends SIGTERM to the others. From the error on, SIGTERM does not
+    end the first rank of a machine, which prints the line. torchrun kills a rank that has not ended
+    30 seconds later.
     """
     try:
         yield
@@ -255,5 +258,4 @@ def rank_lost(what: str = "another rank died, so this rank ends") -> Iterator[No
         if is_main and os.environ.get("LOCAL_RANK") == "0":
             note_sigterm()
         reason = str(error).strip().splitlines()[0][:200]
-        kind = RankLost if dist.is_initialized() else Fault
         raise kind(f"{what}: {reason}") from error

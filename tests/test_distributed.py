@@ -157,14 +157,22 @@ def test_sigterm_of_torchrun_does_not_swallow_the_line_of_a_lost_rank():
 
 
 ALONE = """
-import os
+import os, sys
 from core import cli, distributed
 from core.types import OutOfMemory
 cli.SAME_ERROR_S = 2
+rank = int(os.environ["RANK"])
+
+def connect(*_, **__):
+    if rank != 2:
+        raise RuntimeError("Connection closed by peer")
+
+if sys.argv[1] == "connecting":
+    distributed.dist.init_process_group = connect
 
 def main(_):
     with distributed.process_group("cpu"):
-        if os.environ["RANK"] == "2":
+        if rank == 2:
             raise OutOfMemory("lower the budget")
         distributed.all_gather([0])
 
@@ -173,9 +181,10 @@ raise SystemExit(cli.run(main, [], parse=lambda args: None))
 
 
 @pytest.mark.slow
-def test_an_error_of_a_rank_other_than_0_comes_before_that_the_rank_is_lost(tmp_path):
+@pytest.mark.parametrize("when", ["connecting", "connected"])
+def test_an_error_of_a_rank_other_than_0_comes_before_that_the_rank_is_lost(tmp_path, when):
     (tmp_path / "alone.py").write_text(ALONE)
-    process = launch(tmp_path, ranks=3, program=tmp_path / "alone.py")
+    process = launch(tmp_path, when, ranks=3, program=tmp_path / "alone.py")
     code, _, err = finish(process)
     said = [line.split(":")[1] for line in err.splitlines() if line.startswith("train.py: ")]
     assert code != 0
