@@ -81,7 +81,7 @@ def run(
     of a machine prints that a run has stopped, and returns the code of it; the other ranks return
     0, as torchrun would end the first, which still writes the pages, if another had failed.
     """
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
         if interrupt.asked_early:
             raise KeyboardInterrupt

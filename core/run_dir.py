@@ -80,8 +80,7 @@ def train_command(*flags: str) -> str:
     script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
     launcher = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        all_ranks = os.environ["WORLD_SIZE"]
-        here = os.environ.get("LOCAL_WORLD_SIZE", all_ranks)
+        here, all_ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
         launcher = ["torchrun", *(["--nproc-per-node", here] if here == all_ranks else [".."])]
     return shlex.join([*launcher, script, *flags])
 
