@@ -230,7 +230,10 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, An
 
 
 def _is_progress(progress: Any) -> bool:
-    """Whether a run may have saved this: whoever writes the file can also make its checksum."""
+    """Whether the names and types are those that a run saves.
+
+    A right checksum does not show that: whoever changes the file can compute a new one.
+    """
     if not isinstance(progress, dict) or not {"sft_step", "update"} <= progress.keys():
         return False
     earlier: dict[str, Any] = {**START, "rollouts_sha256": ["", ""]}  # versions saved less
