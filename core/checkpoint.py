@@ -230,9 +230,9 @@ def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, An
 
 
 def _is_progress(progress: Any) -> bool:
-    """Whether the names and types are those that a run saves.
+    """Whether `progress` has the names and types that a run saves.
 
-    A right checksum does not show that: whoever changes the file can compute a new one.
+    Needed even if the checksum is right, as whoever changes the file can compute a new checksum.
     """
     if not isinstance(progress, dict) or not {"sft_step", "update"} <= progress.keys():
         return False
