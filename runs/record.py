@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 
-import sources
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,8 +44,7 @@ def make_run(
 ) -> None:
     """Run `python SCRIPT FLAGS` and keep its metrics in folder/NAME.jsonl.
 
-    The wall time goes to folder/seconds.json, the machine and the version to folder/recorded.txt,
-    the hashes of the sources to folder/sources.json.
+    The wall time goes to folder/seconds.json, the machine and the version to folder/recorded.txt.
     `keep` maps files of the run's folder to the places they are copied to.
     """
     run, seconds = train(flags, f"{folder.name}-{name}", script)
@@ -59,7 +56,6 @@ def make_run(
         folder / "seconds.json", json.dumps(read_seconds(folder) | {name: seconds}, indent=1)
     )
     write_recorded(folder)
-    sources.write(folder)
 
 
 def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, int]:

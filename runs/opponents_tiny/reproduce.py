@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
-import sources  # noqa: E402
 from figures import band, figure, panel  # noqa: E402
 
 from core.metrics import before_after, describe  # noqa: E402
@@ -57,7 +56,6 @@ def make(run: str, flags: str) -> None:
     times = record.read_seconds(HERE) | {run: seconds}
     record.write_atomically(HERE / "seconds.json", json.dumps(times, indent=1))
     record.write_recorded(HERE)
-    sources.write(HERE)
 
 
 def table() -> list[str]:

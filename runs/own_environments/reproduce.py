@@ -23,7 +23,6 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
-import sources  # noqa: E402
 from figures import band, figure, panel  # noqa: E402
 
 from core.metrics import before_after  # noqa: E402
@@ -57,7 +56,6 @@ def main() -> None:
             if seed == 0:
                 (HERE / f"{name}.txt").write_text(played(Path(folder), name))
         record.write_recorded(HERE)
-        sources.write(HERE)
     draw()
     record.write_table(HERE, [*table(), "", record.recorded_with(HERE)])
     record.write_table(HERE, played_as_markdown(), "played")
