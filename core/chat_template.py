@@ -21,12 +21,8 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core import template_limits
-from core.interrupt import time_limit
 from core.types import Message, UsageError, one_line
 
-template_limits.install()
-MAX_SECONDS, MAX_ADDED = 10, 1 << 20  # of the chat template for one text; characters
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 # Two code points that Unicode reserves as noncharacters (Unicode 23.7): no text contains them.
@@ -254,12 +250,10 @@ def _turn_tokens(tokenizer: Tokenizer, with_tools: bool = False) -> dict[str, in
         written += _encode(tokenizer, render_calls(tokenizer, "", [("?", {"?": "?"})], [RESULT]))
     added = tokenizer.added_tokens_decoder.items()
     tokens = {token.content: i for i, token in added if token.special or i in written}
-    # a token with a SPLIT cannot occur; <unk> stands for characters that the tokenizer lacks
+    # <unk> stands for characters that the tokenizer lacks
     unknown = {tokenizer.unk_token_id} - {*written}
     return {
-        token: -1 if i in unknown else i
-        for token, i in tokens.items()
-        if len(token.strip()) > 1 and SPLIT not in token
+        token: -1 if i in unknown else i for token, i in tokens.items() if len(token.strip()) > 1
     }
 
 
@@ -318,26 +312,20 @@ def render(
 ) -> str:
     """The chat as text; `open_turn`: ending where the assistant begins to write.
 
-    Raises UsageError if there is no template, and if it refuses the messages, fails, takes over
-    MAX_SECONDS or adds over MAX_ADDED characters to 8 for each of the messages.
+    Raises UsageError if there is no template, and if it refuses the messages or fails.
     """
     if not tokenizer.chat_template:
         raise UsageError("the tokenizer has no chat template; use an instruct model")
     options: dict[str, Any] = {"tools": list(tools)} if tools else {}
     dicts = cast(list[dict[str, str]], [m | CALL_ID if m["role"] == "tool" else m for m in chat])
     try:
-        with time_limit(MAX_SECONDS):
-            text = tokenizer.apply_chat_template(
-                dicts, tokenize=False, add_generation_prompt=open_turn, **options
-            )
-    except TimeoutError:
-        raise UsageError(f"the chat template takes over {MAX_SECONDS} seconds") from None
+        text = tokenizer.apply_chat_template(
+            dicts, tokenize=False, add_generation_prompt=open_turn, **options
+        )
     except Exception as error:
         kind = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
         reason = one_line(error)[:200]
         raise UsageError(f"the chat template refuses these messages: {kind}{reason}") from None
-    if len(text) > MAX_ADDED + 8 * sum(len(m["content"]) for m in chat):
-        raise UsageError(f"the chat template writes {len(text):,} characters")
     return cast(str, text)
 
 

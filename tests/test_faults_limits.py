@@ -8,7 +8,6 @@ import signal
 import stat
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ from test_openai_sampler import chat, policy, sample, server  # noqa: F401
 
 import train
 from core import chat as chat_command
-from core import chat_template, files, league
+from core import files, league
 from core.interrupt import time_limit
 from core.report import compare
 from core.run_dir import read_config
-from core.tiny import tiny_tokenizer
 from core.types import UsageError
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -35,117 +33,12 @@ def in_seconds():
         yield
 
 
-@pytest.mark.parametrize(("template", "said"), [
-    ("{% for i in range(9999) %}{% for j in range(999) %}{% endfor %}{% endfor %}", "over 0.2 s"),
-    ("{{ 'a' * 5000000 }}", "writes 5,000,000 characters"),
-    ("{% for i in range(9999) %}{{ 'a' * 999 }}{% endfor %}", "writes 9,989,001 characters"),
-    ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
-    ("{{ range(1000000) }}", "Range too big"),
-])  # fmt: skip
-def test_a_chat_template_without_end_is_one_line(template, said, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(UsageError, match=r"^the chat template ") as error:
-        chat_template.render(tokenizer, CHAT)
-    assert said in str(error.value) and str(error.value).isprintable()
-
-
-@pytest.mark.parametrize("expression", [
-    "10 ** (10 ** 9)", "2 ** 65536 * 2 ** 65536", "'a' * 10 ** 18", "[0] * 10 ** 9",
-    "10 ** 9 * [0]", "'%1000000000d' % 1", "'%.*f' % (10 ** 9, 1)", "'%1000000000d' | format(1)",
-    "'%*d' | format(10 ** 9, 1)", "'{:1000000000}'.format(1)", "'{:{}}'.format(1, 10 ** 9)",
-    "'{:{w}}'.format(1, w=10 ** 9)", "'{a:1000000000}'.format_map({'a': 1})",
-    "'a' | center(10 ** 10)", "'a'.ljust(10 ** 10)", "'a'['zfill'](10 ** 10)",
-    "1 .to_bytes(10 ** 10)",
-    "['a'] | map('center', 10 ** 10) | list", "'a\nb' | indent(10 ** 10)",
-    "1 | round(10 ** 9, 'ceil')",
-    "1 | round(precision=-(10 ** 9))", "[1] | batch(10 ** 9, 0) | list",
-    "('a' * 10 ** 6).replace('', 'a' * 10 ** 6)", "('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6)",
-    "([0] * 10 ** 6) | join('a' * 10 ** 6)", "(['a' * 10 ** 6] * 10 ** 6) | join",
-    "('a' * 10 ** 6).join(['b'] * 10 ** 6)", "'a' * 10 ** 7 ~ 'a' * 10 ** 7",
-    "'a' * 10 ** 7 + 'a' * 10 ** 7", "[['a' * 10 ** 6] * 10] * 10", "['a' * 10 ** 7] * 2 ~ ''",
-    "['a' * 10 ** 7, 'a' * 10 ** 7]", "namespace(a='a' * 10 ** 7, b='a' * 10 ** 7)",
-    "['a' * 10 ** 7, 'a' * 10 ** 7] | string", "{'a': 'a' * 10 ** 7, 'b': 'a' * 10 ** 7} | tojson",
-    "[1] | tojson(indent=10 ** 9)", "('{0:>999999}' * 100).format(1)",
-    "('%s' * 999) % ('a' * 10 ** 6)", "('a\n' * 10 ** 6) | indent(100)",
-    "'a'.translate({97: 'b'})", "[[0]] | sum(start=[])",
-])  # fmt: skip
-def test_an_operation_that_multiplies_is_refused_before_it_is_computed(expression):
-    """A time limit does not interrupt it: C code runs."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = f"{{% if messages[1:] %}}{{{{ {expression} }}}}{{% endif %}}"
-    assert chat_template.render(tokenizer, CHAT) == ""
-    started = time.monotonic()
-    with pytest.raises(UsageError, match="OverflowError: an operation whose result is too large"):
-        chat_template.render(tokenizer, CHAT * 2)
-    assert time.monotonic() - started < 30
-
-
-def test_an_output_that_multiplies_is_refused_before_it_is_joined():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% set s = 'a' * 10 ** 6 %}{% for i in range(100000) %}{{ s }}{% endfor %}"
-    )
-    with pytest.raises(UsageError, match="OverflowError: an operation"):
-        chat_template.render(tokenizer, CHAT)
-
-
-def test_a_template_that_doubles_or_nests_is_refused_early():
-    tokenizer = tiny_tokenizer()
-    for change in ("ns.x ~ ns.x", "ns.x + ns.x", "[ns.x, ns.x, ns.x]"):
-        tokenizer.chat_template = (
-            "{% set ns = namespace(x='a') %}{% for i in range(99) %}"
-            f"{{% set ns.x = {change} %}}{{% endfor %}}{{{{ ns.x }}}}"
-        )
-        with pytest.raises(UsageError, match="OverflowError: an operation"):
-            chat_template.render(tokenizer, CHAT)
-
-
-def test_a_template_without_end_is_one_line_in_a_thread_too(monkeypatch):
-    """As in the page of `core.chat --web`, where the user's text may start the loop."""
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    )
-    with ThreadPoolExecutor(1) as threads:
-        before = threads.submit(sys.gettrace).result()  # coverage may trace
-        error = threads.submit(chat_template.render, tokenizer, CHAT).exception(timeout=60)
-        assert threads.submit(sys.gettrace).result() is before
-    assert str(error) == "the chat template takes over 0.2 seconds"
-
-
 def test_an_alarm_that_comes_while_a_time_limit_ends_is_ignored():
     leaving = time_limit(1).gen.gi_frame  # code of core/interrupt.py
     with pytest.raises(TimeoutError, match="in 5 seconds"), time_limit(5):
         alarm = signal.getsignal(signal.SIGALRM)
         alarm(signal.SIGALRM, leaving)
         alarm(signal.SIGALRM, sys._getframe())
-
-
-def test_usual_operations_of_a_template_render_as_in_jinja():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = """{{ 7 % 3 }} {{ '%05.1f|%s%%' % (2.5, 'a') }} {{ 2 ** 10 * 3 }}
-{{ '-' * 3 }} {{ [1] * 2 }} {{ 'ab' | replace('a', 'c') }} {{ 'ab'.replace('a', 'c', 1) }}
-{{ ['x', 1] | join(', ') }} {{ '+'.join(['x', 'y']) }} {{ 1700000000 | round(1) }}
-{{ 'a' | center(5) }}{{ 'a'.rjust(3) }} {{ '{:>4} {}'.format('a', 1700000000) }}
-{{ '%d' | format(1700000000) }} {{ 'a\nb' | indent(2) }} {{ [1, 2, 3] | batch(2, 0) | list }}
-{{ range(2) | map('string') | join }} {{ {'a': [1700000000]} | tojson(indent=1) }}"""
-    assert (
-        chat_template.render(tokenizer, CHAT)
-        == """1 002.5|a% 3072
---- [1, 1] cb cb
-x, 1 x+y 1700000000
-  a    a    a 1700000000
-1700000000 a
-  b [[1, 2], [3, 0]]
-01 {
- "a": [
-  1700000000
- ]
-}"""
-    )
 
 
 def test_a_limit_leaves_the_limit_around_it():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import save_small
-from test_known_templates import EACH, LLAMA3, LLAMA3_HEADER, opens
+from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
