@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core import interrupt
+from core.types import print_any_character
 
 if interrupt.is_program():
     interrupt.set_hooks()  # before the slow imports
+    print_any_character()
 
 import tyro
 

@@ -7,7 +7,9 @@
 1.0
 """
 
+import io
 import re
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -34,6 +36,12 @@ def printable_json(text: str) -> str:
     ["a\\ufffd[2J\\n", "\\\\u202e \\ufffd"]
     """
     return ESCAPED.sub(lambda found: found[1] or r"\ufffd", text)
+
+
+def print_any_character() -> None:
+    """Lets stdout print ? for what its encoding lacks, as a pipe on Windows lacks ✓; stderr can."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # no notebook's, nor None of a program in a window
+        sys.stdout.reconfigure(errors="replace")
 
 
 def one_line(error: BaseException | str) -> str:

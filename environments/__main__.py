@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from core.types import UsageError, one_line, printable
+from core.types import UsageError, one_line, print_any_character, printable
 from environments import check
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import constructor, describe_error, list_envs, make
@@ -167,4 +167,5 @@ def _print_as(speaker: str, text: str, style: str = "bold") -> None:
 
 
 if __name__ == "__main__":
+    print_any_character()
     sys.exit(run_command(sys.argv[1:]))
