@@ -1,7 +1,5 @@
 """Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
-import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,14 +33,6 @@ def test_flags_override_the_file(tmp_path):
     cfg = cli.parse(["--config", str(file), "--num-updates", "9"])
     assert (cfg.lr, cfg.num_updates, cfg.grpo.clip_high) == (0.5, 9, 0.4)
     assert cli.parse([f"--config={file}"]).num_updates == 7
-
-
-def test_the_last_of_two_equal_flags_counts(tmp_path):
-    (tmp_path / "a").write_text("lr: 0.1\n")
-    (tmp_path / "b").write_text("lr: 0.2\n")
-    args = ["--config", str(tmp_path / "a"), f"--config={tmp_path / 'b'}"]
-    assert cli.parse(args).lr == 0.2
-    assert cli.parse(["--lr", "1", "--lr", "3"]).lr == 3
 
 
 def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
@@ -86,19 +76,6 @@ def test_an_invalid_file_is_one_line_with_its_name(tmp_path, capsys, text, named
     assert err.startswith("train.py: ") and f"{file}" in err and named in err
 
 
-def test_trust_remote_code_comes_from_the_command_line_only(tmp_path):
-    cfg = cli.parse(["--trust-remote-code"])
-    assert cfg.trust_remote_code and "trust_remote_code" not in config_to_dict(cfg)
-    file = str(written(tmp_path, "trust_remote_code: true\n"))
-    for flags in ([], ["--trust-remote-code"], ["--trust"]):
-        with pytest.raises(UsageError, match="trust_remote_code is not a setting for a file"):
-            cli.parse(["--config", file, *flags])
-    file = str(written(tmp_path, "lr: 1\n"))
-    assert cli.parse(["--config", file, "--trust"]).trust_remote_code
-    assert cli.parse(["--config", file, "--trust-remote-code"]).trust_remote_code
-    assert not cli.parse(["--config", file]).trust_remote_code
-
-
 def test_a_resumed_run_keeps_its_settings(tmp_path):
     written(tmp_path, "lr: 0.5\nnum_updates: 7\n")
     resume = ["--resume", str(tmp_path)]
@@ -135,26 +112,6 @@ def test_a_disk_that_fails_outside_a_run_is_one_line(tmp_path, capsys):
         cli.run(lambda cfg: len((tmp_path / "y").read_text()), [])
 
 
-def test_help_shows_every_flag_in_the_box_of_its_group(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.parse(["--help"])
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    groups = """model task sampling optimization algorithm warm.start evaluation system logging
-        reinforce grpo ppo scratch""".split()
-    parts = re.split(r"^\W*([a-z ]+) options\W*$", text, flags=re.MULTILINE)
-    titles, boxes = parts[1::2], parts[2::2]
-    assert titles == [group.replace(".", " ") for group in groups]
-    for flag, title in {
-        "--model-id": "model", "--env": "task", "--group-size": "sampling", "--lr": "optimization",
-        "--kl-coef": "algorithm", "--sft-steps": "warm start", "--eval-every": "evaluation",
-        "--device": "system", "--resume": "logging", "--grpo.clip-high": "grpo",
-    }.items():  # fmt: skip
-        assert re.search(rf"^\W*{flag} ", boxes[titles.index(title)], flags=re.MULTILINE)
-    for name in (*vars(Config()), "ppo.clip", "reinforce.baseline"):
-        assert name in config.ALGORITHMS or config.flag(name) in text
-
-
 @pytest.mark.parametrize(
     ("flags", "lr", "sft_lr", "max_tokens"),
     [
@@ -183,14 +140,6 @@ def test_every_number_has_a_valid_range():
     assert sum(len(names.split()) for *_, names in config.RANGES) == len(config.RANGE_OF)
 
 
-def test_the_command_of_the_design_is_valid():
-    flags = """--algo grpo --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --sft-steps 50
-        --train-difficulty 6"""
-    cfg = resolve(cli.parse(flags.split()))
-    validate(cfg)
-    assert (cfg.lora_rank, cfg.sft_steps, cfg.train_difficulty) == (32, 50, 6)
-
-
 @pytest.mark.parametrize(
     ("args", "code", "named"),
     [(["--help"], 0, "--grpo.clip-high"), (["--lr", "fast"], 2, "--lr"), (["--flag"], 2, "--flag")],
@@ -201,15 +150,3 @@ def test_help_and_mistakes_are_answered_before_torch_is_imported(args, code, nam
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
     assert done.returncode == code and named in done.stdout + done.stderr
     assert "tyro" in imported and not {"torch", "transformers", "numpy"} & imported
-
-
-def test_expandable_segments_are_the_default_of_the_allocator_and_leave_a_setting_alone(
-    monkeypatch,
-):
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    monkeypatch.setattr(os, "environ", {})
-    cli.answer_at_once([])
-    assert [os.environ[name] for name in names] == ["expandable_segments:True"] * 2
-    monkeypatch.setattr(os, "environ", {names[1]: "max_split_size_mb:64"})
-    cli.answer_at_once([])
-    assert os.environ == {names[1]: "max_split_size_mb:64"}

@@ -8,8 +8,6 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from algorithms import grpo
-from core import cli
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, resolve, validate
 from core.run_dir import config_to_dict, read_config
 from core.types import UsageError
@@ -18,7 +16,6 @@ MANY = settings(
     max_examples=25, derandomize=True, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
-FEW = settings(MANY, max_examples=4)  # each example calls tyro three times, 0.5 s in all
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-0.0, 1e-6, 3e-5, 1])
 WHOLE = st.integers(-3, 10) | st.integers(-(2**70), 2**70)
 # The text of a flag has no NUL; a text that begins with "-" is parsed as a flag.
@@ -81,24 +78,6 @@ def test_yaml_gives_settings_back(tmp_path, config):
     assert read_config(written(resolved, file)) == as_saved(resolved)
 
 
-@FEW
-@given(configs, configs)
-def test_exactly_the_given_flags_override_the_file(tmp_path, config, flags):
-    names = {f.name for f in dataclasses.fields(Config)} - {"config", "resume", *ALGORITHMS}
-    values = {name: getattr(flags, name) for name in sorted(names)}
-    values = {name: value for name, value in values.items() if value != getattr(Config, name)}
-    args = []
-    for name, value in values.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            args.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            args += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
-    file = written(config, tmp_path / "config.yaml")
-    parsed = cli.parse(["--config", str(file), *args])
-    assert parsed == dataclasses.replace(as_saved(config), config=str(file), **values)
-
-
 @MANY
 @given(configs)
 def test_settings_are_valid_or_rejected_in_one_line(config):
@@ -109,20 +88,6 @@ def test_settings_are_valid_or_rejected_in_one_line(config):
         assert len(str(error).splitlines()) == 1 and len(str(error)) < 200
     else:
         assert config.lr > 0 and config.num_prompts > 0 and 0 <= config.gamma <= 1 and config.env
-
-
-@MANY
-@given(configs)
-def test_resolve_fills_every_default_once(config):
-    resolved = resolve(config)
-    assert resolve(resolved) == resolved
-    assert None not in (resolved.lr, resolved.max_tokens, resolved.sft_steps, resolved.credit)
-    named = grpo.with_loss_type(resolved.grpo)
-    assert grpo.with_loss_type(named) == named and None not in dataclasses.astuple(named)
-    for field in dataclasses.fields(Config):  # values that were given stay
-        value = getattr(config, field.name)
-        if value is not None and field.name != "dtype":
-            assert getattr(resolved, field.name) == value
 
 
 keys = st.sampled_from([field.name for field in dataclasses.fields(Config)]) | TEXT

@@ -104,7 +104,7 @@ def test_the_trivial_baseline_is_always_answering_1():
     assert rows and set(rows) == {share}
 
 
-@pytest.mark.parametrize("algo", ["reinforce", "grpo", "ppo"])
+@pytest.mark.parametrize("algo", ["grpo", "ppo"])
 def test_every_metric_has_a_meaning_in_the_table(command, algo):
     text = (ROOT / "core/README.md").read_text().split("## What every metric means")[1]
     table = set(re.findall(r"`([a-z]+(?:/[<>\w]+)*)`", text))

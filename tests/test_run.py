@@ -1,7 +1,6 @@
 """Where a run is written: names of new runs, and their length; what each rank writes; its date."""
 
 import shutil
-from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from core.chat_template import prompt_ids
 from core.config import Config, resolve
 from core.model import load_policy
 from core.run import folder_of
-from core.run_dir import config_to_dict, new_folder, write_config
+from core.run_dir import new_folder
 from core.types import UsageError
 
 
@@ -82,14 +81,3 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
     tokenizer = speaker.policy.tokenizer
     opening = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": ""}]))
     assert opening.startswith("09 March, brief<")
-
-
-def test_tiny_whose_template_shows_no_date_has_none_in_its_settings(tmp_path):
-    assert run.with_date(Config(), tmp_path, is_new=True).template_date == ""
-    assert run.with_date(Config(model_id="a"), tmp_path, is_new=True).template_date != ""
-
-
-def test_a_run_that_torchrun_restarts_keeps_its_date(tmp_path):
-    cfg = Config(model_id="a")
-    write_config(tmp_path, config_to_dict(replace(cfg, template_date="2025-03-09")))
-    assert run.with_date(cfg, tmp_path, is_new=False).template_date == "2025-03-09"

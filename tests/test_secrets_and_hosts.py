@@ -108,10 +108,8 @@ def test_the_live_wiki_asks_no_other_host(wiki):
 
 @pytest.mark.parametrize(
     "base_url",
-    ["https://en.wikipedia.org@evil.example/api.php", "https://u:p@en.wikipedia.org/api.php",
-     "https://en.wikipedia.org\\@evil.example/", "https://en.wikipedia.org?@evil.example/",
-     "http://127.0.0.1:1@evil.example/", "//evil.example/", "file:///etc/passwd",
-     "http://localhost.evil.example/", "http://127.0.0.1:80.evil.example/", "https:///x"],
+    ["https://en.wikipedia.org@evil.example/api.php", "https://en.wikipedia.org\\@evil.example/",
+     "//evil.example/", "file:///etc/passwd", "http://localhost.evil.example/"],
 )  # fmt: skip
 def test_a_base_url_that_hides_its_host_is_rejected(base_url):
     with pytest.raises(UsageError, match="base_url"):
@@ -156,13 +154,6 @@ def server():
     server.server_close()
 
 
-def test_leaks_are_found_in_files_and_archives(tmp_path):
-    (tmp_path / "a.txt").write_text(f"token={SECRETS['HF_TOKEN']}")
-    with zipfile.ZipFile(tmp_path / "b.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x", SECRETS["FOO_SECRET"] * 9)
-    assert leaks(tmp_path) == [("a.txt", "HF_TOKEN"), ("b.zip", "FOO_SECRET")]
-
-
 def test_a_run_writes_no_secret_of_its_environment(command, secrets):
     code, out, err = command("--run-name", "a", *SMALL)
     assert (code, err) == (0, "")
@@ -201,14 +192,10 @@ def test_a_server_that_repeats_the_key_does_not_bring_it_to_the_screen(
     server.server_close()
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["http://user:foo-secret-c04e77@127.0.0.1:9/v1", "http://127.0.0.1:9/v1?key=foo-secret-c04e77",
-     "http://127.0.0.1:9/#foo-secret-c04e77"],
-)  # fmt: skip
-@pytest.mark.parametrize("sampler", ["openai", "torch"])
-def test_a_password_in_a_url_is_rejected_and_not_repeated(command, url, sampler):
-    flags = "--num-updates 0 --eval-num-tasks 4 --run-name a".split()
-    code, out, err = command("--sampler", sampler, *flags, "--base-url", url)
+@pytest.mark.parametrize("address", ["user:{}@127.0.0.1:9/v1", "127.0.0.1:9/v1?key={}"])
+def test_a_password_in_a_url_is_rejected_and_not_repeated(command, address):
+    url = f"http://{address.format(SECRETS['FOO_SECRET'])}"
+    flags = "--sampler openai --num-updates 0 --run-name a".split()
+    code, out, err = command(*flags, "--base-url", url)
     assert (code, out) == (2, "") and err.count("\n") == 1 and "--base-url" in err
     assert SECRETS["FOO_SECRET"] not in err and leaks(Path(".")) == []

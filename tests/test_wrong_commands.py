@@ -4,11 +4,10 @@ tyro reports wrong flags and values in a box of its own; every other line is fro
 """
 
 import json
-import os
+import math
+import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,154 +16,96 @@ from conftest import save_small
 from safetensors.torch import load_file, save_file
 
 import train
+from algorithms.options import GrpoOptions, PpoOptions
 from core import config
+from core.config import Config
+from core.types import UsageError
 
-ROOT = Path(train.__file__).parent
 LONG = "x" * 300
 
-COMMANDS = [  # a command line, and the flag that its message names
-    # values out of range
-    ("--num-prompts 0", "--num-prompts"),
-    ("--num-updates -5", "--num-updates"),
-    ("--lr nan", "--lr"),
-    ("--temperature inf", "--temperature"),
-    ("--sft-steps 1" + "0" * 400, "--sft-steps"),
-    ("--gamma 99", "--gamma"),
-    ("--algo ppo --ppo.gae-lambda 95", "--ppo.gae-lambda"),
-    ("--grpo.clip-high inf", "--grpo.clip-high"),
-    ("--grpo.dual-clip 0.5", "--grpo.dual-clip"),
-    ("--seed 99999999999999999999", "--seed"),
-    ("--tis-cap 0.5", "--tis-cap"),
-    ("--clip-cov 1.5", "--clip-cov"),
-    ("--fp32-head --dtype float32", "--fp32-head"),
-    ("--clip-cov 0.1 --clip-cov-low 6", "--clip-cov-low"),
-    ("--group-size 1", "--group-size"),
-    ("--algo reinforce --reinforce.baseline leave_one_out --group-size 1", "--group-size"),
-    ("--algo reinforce --filter-groups 1 --group-size 1", "--group-size"),
-    ("--num-minibatches 129", "--num-minibatches"),
-    ("--overlong-buffer 65", "--overlong-buffer"),
-    ("--max-model-len 64", "--max-model-len"),
-    ("--stop-on nonsense", "--stop-on"),
-    ("--temperature 1e-300", "--temperature must be from 0.01 to 100, not 1e-300"),
-    ("--lr 1e308", "--lr must be from 1e-12 to 100, not 1e+308"),
-    ("--grpo.clip-low 5", "--grpo.clip-low must be from 0 to 1, not 5.0"),
-    ("--max-tokens 1000000000000000000000", "--max-tokens must be from 1 to 1,000,000, not 10000"),
-    ("--group-size 1000000000000000000000", "--group-size must be from 1 to 1,000,000, not 10000"),
-    ("--num-prompts 1000000 --group-size 2", "--num-prompts must be at most 1,000,000 / --group"),
-    ("--eval-num-tasks 2000 --eval-samples 501", "--eval-samples must be at most 1,000,000"),
-    ("--env-timeout 1e-8", "--env-timeout must be 0 or from 0.001 to 1,000,000, not 1e-08"),
-    ("--env-timeout 3e38", "--env-timeout"),
+SETTINGS = [  # invalid settings, and the flag that the message names
+    ({"num_prompts": 0}, "--num-prompts"),
+    ({"lr": math.nan}, "--lr"),
+    ({"algo": "ppo", "ppo": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
+    ({"tis_cap": 0.5}, "--tis-cap"),
+    ({"num_prompts": 500_001, "group_size": 2}, "--num-prompts"),
+    ({"eval_num_tasks": 2000, "eval_samples": 501}, "--eval-samples"),
+    ({"num_minibatches": 129}, "--num-minibatches"),  # of 128 rollouts
+    ({"overlong_buffer": 65}, "--overlong-buffer"),  # of 64 tokens
+    ({"max_model_len": 64}, "--max-model-len"),
+    ({"clip_cov": 0.1, "clip_cov_low": 6}, "--clip-cov-low"),
+    ({"group_size": 1}, "--group-size"),
+    ({"group_size": 1, "algo": "reinforce", "filter_groups": 1}, "--group-size"),
+    ({"stop_on": ("nonsense",)}, "--stop-on"),
     # settings that contradict others, or have no effect
+    ({"algo": "reinforce", "ppo": PpoOptions(clip=0.3)}, "--ppo"),
+    ({"algo": "ppo", "credit": "episode"}, "--credit"),
+    ({"algo": "scratch", "credit": "turn"}, "--credit"),
+    ({"algo": "scratch", "top_k": 5}, "--top-k"),
+    ({"algo": "scratch", "sampler": "openai"}, "--sampler"),
+    ({"algo": "scratch", "kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
+    ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
+    ({"kl_estimator": "k3"}, "--kl-coef"),
+    ({"quantize": "nf4"}, "--lora-rank"),
+    ({"grpo": GrpoOptions("cispo", dual_clip=3)}, "--grpo.dual-clip"),
+    ({"kl_cov": 0.01}, "--num-minibatches"),
+    ({"fp32_head": True, "dtype": "float32"}, "--fp32-head"),
+    ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),
+    ({"optimizer": "adamw_bf16_sr", "lora_rank": 4}, "adamw8bit"),
+    ({"optimizer": "adamw_bf16_sr", "offload_optimizer": True}, "masters"),
+    ({"optimizer": "adamw8bit", "shard_optimizer": "on"}, "--shard-optimizer on"),
+    ({"train_difficulty": 12}, "12"),
+    ({"train_difficulty": 3, "env": ("tic_tac_toe",)}, "--train-difficulty"),
+    ({"sampler": "torch", "vllm_eager": True}, "--sampler vllm"),
+    ({"template_options": "thinking"}, "key=value"),
+    # servers
+    ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
+    ({"sampler": "openai", "num_updates": 0}, "--base-url"),
+    ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
+    ({"sampler": "openai", "num_updates": 0, "base_url": "http://a:b"}, "--base-url"),
+    ({"sampler": "openai", "num_updates": 0, "base_url": "http://a", "top_k": 5}, "--top-k"),
+    ({"base_url": "http://127.0.0.1:9"}, "--sampler openai"),
+]
+
+COMMANDS = [  # a command line, and what its message names
     ("--config a.yaml --resume runs/there", "--resume"),
-    ("--algo reinforce --ppo.clip 0.3", "--ppo.*"),
-    ("--algo ppo --credit episode", "--credit"),
-    ("--kl-coef 0.1 --kl-in reward", "--kl-in reward"),
-    ("--kl-estimator k3", "--kl-coef"),
-    ("--lora-alpha 16", "--lora-rank"),
-    ("--quantize nf4", "--lora-rank"),
-    ("--grpo.loss-type cispo --grpo.dual-clip 3", "--grpo.dual-clip"),
-    ("--tis-cap 0 --tis-mode mask", "--tis-mode"),
-    ("--clip-cov-high 9", "--clip-cov"),
-    ("--kl-cov-coef 2", "--kl-cov"),
-    ("--kl-cov 0.01", "--num-minibatches"),
-    ("--algo scratch --clip-cov 0.1", "--clip-cov"),
-    ("--optimizer adamw8bit --dtype float64", "--dtype float64"),
-    ("--optimizer adamw_bf16_sr --dtype float32", "--dtype bfloat16"),
-    ("--optimizer adamw_bf16_sr --lora-rank 4", "adamw8bit"),
-    ("--optimizer adamw_bf16_sr --offload-optimizer", "masters"),
-    ("--optimizer adamw8bit --shard-optimizer on", "--shard-optimizer on"),
-    ("--offload-optimizer --device cpu", "--offload-optimizer"),
-    ("--train-difficulty 12", "12"),
-    ("--train-difficulty 3 --env tic_tac_toe", "--train-difficulty"),
-    ("--curriculum 0.8 --env snake", "--curriculum"),
-    ("--algo scratch --credit turn", "--credit turn"),
-    ("--algo scratch --top-k 5", "--top-k"),
-    ("--algo scratch --sampler openai", "--sampler"),
-    ("--algo scratch --grpo.clip-high 0.3", "--grpo.*"),
-    ("--algo ppo --scratch.advantages 7", "--scratch.*"),
-    ("--algo scratch --kl-coef 0.1 --kl-estimator k1", "--kl-estimator"),
-    ("--algo scratch --kl-coef 0.1 --kl-in reward", "--kl-in reward"),
-    ("--algo scratch", "--algo scratch"),
-    # environments
-    ("--env", "--env"),
+    ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--env ''", "environment ''"),
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
-    ("--env letter_counting:3", "'3'"),
     ("--env letter_counting:difficulty=hard", "'hard'"),
-    ("--env letter_counting:difficulty=99", "99"),
     ("--env snake --eval-env snaek", "snaek"),
     ("--sft-steps 1 --env gymnasium:id=Acrobot-v1", "--sft-steps 0"),
-    ("--env math_qa:data=none.jsonl", "none.jsonl"),
     ("--env math_qa:data=wrong/shape.jsonl", "line 1"),
-    ("--env math_qa:data=wrong/binary", "wrong/binary"),
     ("--sft-steps 1 --env remote:command=/nowhere", "/nowhere"),
-    ("--sft-steps 1 --env remote:command=false", "remote"),
-    # files and folders
     ("--config none.yaml", "none.yaml"),
-    ("--config runs", "runs"),
-    (f"--config {LONG}", LONG),
     ("--resume runs/none", "runs/none"),
-    ("--resume runs/there --lora-rank 4", "lora_rank"),
-    ("--resume runs/there --grpo.clip-low 0.5", "grpo.clip_low"),
     ("--run-name there", "runs/there"),
-    ("--run-name a/b", "--run-name"),
     ("--run-name ..", "--run-name"),
-    ("--run-name ' '", "--run-name"),
     ("--run-name 'a\nb'", "--run-name"),
-    ("--run-name a\udcff", "--run-name"),  # not UTF-8
     (f"--run-name {LONG}", "--run-name"),
-    # devices, models and servers
     ("--device cuda:99", "--device cuda:99"),
-    ("--device gpu", "--device"),
-    ("--device ''", "--device"),
+    ("--offload-optimizer --device cpu", "--offload-optimizer"),
     ("--model-id nobody/nothing", "--model-id nobody/nothing"),
-    (f"--model-id {LONG}", "--model-id"),
-    ("--sampler openai --base-url http://127.0.0.1:9/v1", "--num-updates 0"),
-    ("--sampler openai --num-updates 0", "--base-url"),
-    ("--sampler openai --num-updates 0 --base-url localhost", "--base-url"),
-    ("--sampler openai --num-updates 0 --base-url http://a:b", "--base-url"),
-    ("--sampler openai --num-updates 0 --base-url http://a --temperature 1 --top-k 5", "--top-k"),
-    ("--base-url http://127.0.0.1:9", "--sampler openai"),
-    ("--api-concurrency 4", "--sampler openai"),
-    ("--api-timeout 60", "--sampler openai"),
-    ("--sampler openai --base-url http://a --num-updates 0 --api-timeout 0", "--api-timeout"),
-    ("--sampler torch --vllm-eager", "--sampler vllm"),
-    # the chat template
-    ("--template-options thinking", "key=value"),
-    ("--template-options a=1,a=2", "'a' is given twice"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
-    ("--sampler openai --base-url http://a --num-updates 0 --template-options a=1", "--template"),
-    ("--template-date tomorrow", "--template-date"),
 ]
 
 MODELS = [  # a folder of the fixture `wrong`, and what the message names
     ("missing", "config.json"),
     ("good/config.json", "folder"),
     ("adapter", "adapter"),
-    ("broken_config", "config"),
     ("unknown_type", "nonsense"),
     ("wrong_width", "weights"),
     ("half_the_layers", "11 of its weights"),
     ("without_weights", "model.safetensors"),
     ("cut_short", "SafetensorError"),
     ("without_tokenizer", "tokenizer.json"),
-    ("cut_tokenizer", "--model-id"),
     ("without_template", "chat template"),
-    ("broken_template", "chat template"),
     ("template_without_header", "ignores add_generation_prompt"),
     ("template_in_capitals", "leaves out or rewrites"),
     ("stop_beyond_embeddings", "stop token 9999 "),
-    ("no_layers", "num_hidden_layers in config.json is 0"),
-    ("stop_that_is_a_text", "eos_token_id in generation_config.json is '</s>', not an id"),
-    ("tokenizer_with_a_wrong_limit", "can't be loaded"),
-    ("negative_stop", "eos_token_id in config.json is -1, not an id"),
     ("nan_in_a_row", "model.embed_tokens.weight contains NaN or infinity"),
-    ("infinite_weight", "up_proj.weight contains NaN or infinity"),
-    ("integers", "up_proj.weight has the dtype I8"),
-    ("booleans", "up_proj.weight has the dtype BOOL"),
     ("huge_weights", "its logits are not finite"),
-    ("no_positions", "max_position_embeddings in config.json is 0"),
 ]
 
 
@@ -175,46 +116,30 @@ def wrong(tmp_path_factory):
     good = Path(save_small("qwen3", root / "good"))
     settings, data = json.loads((good / "config.json").read_text()), "model.safetensors"
     weights = load_file(good / data)
-    of_tokenizer = json.loads((good / "tokenizer_config.json").read_text())
     of_layer_0 = {k: v for k, v in weights.items() if "layers.1." not in k}
-    of_no_layer = {k: v for k, v in weights.items() if ".layers." not in k}
     template = (good / "chat_template.jinja").read_text()
-    without_layers = {**settings, "num_hidden_layers": 0, "layer_types": []}
 
     up, embedding = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
-    with_nan, with_inf = weights[embedding].clone(), weights[up].clone()
-    with_nan[5], with_inf[3, 4] = torch.nan, -torch.inf
+    with_nan = weights[embedding].clone()
+    with_nan[5] = torch.nan
 
     changes = {  # files of the good model and their new content; None: delete the file
-        "broken_config": {"config.json": b"{"},
         "unknown_type": {"config.json": {**settings, "model_type": "nonsense"}},
         "wrong_width": {"config.json": {**settings, "hidden_size": 64}},
         "without_weights": {data: None},
         "cut_short": {data: (good / data).read_bytes()[:9000]},
         "half_the_layers": {data: of_layer_0},
         "without_tokenizer": {"tokenizer.json": None, "tokenizer_config.json": None},
-        "cut_tokenizer": {"tokenizer.json": (good / "tokenizer.json").read_bytes()[:500]},
         "without_template": {"chat_template.jinja": None},
-        "broken_template": {"chat_template.jinja": b"{% for m in %}"},
         "template_without_header": {
             "chat_template.jinja": template.partition("{% if add_generation_prompt %}")[0].encode()
         },
         "template_in_capitals": {
             "chat_template.jinja": template.replace("m.content", "m.content | upper").encode()
         },
-        "stop_that_is_a_text": {"generation_config.json": {"eos_token_id": [1, "</s>"]}},
-        "tokenizer_with_a_wrong_limit": {
-            "tokenizer_config.json": {**of_tokenizer, "model_max_length": []}
-        },
-        "negative_stop": {"config.json": {**settings, "eos_token_id": -1}},
         "nan_in_a_row": {data: weights | {embedding: with_nan}},
-        "infinite_weight": {data: weights | {up: with_inf}},
-        "integers": {data: weights | {up: (10 * weights[up]).to(torch.int8)}},
-        "booleans": {data: weights | {up: weights[up] > 0}},
         "huge_weights": {data: weights | {up: weights[up] * 1e38}},
-        "no_positions": {"config.json": {**settings, "max_position_embeddings": 0}},
         "stop_beyond_embeddings": {"generation_config.json": {"eos_token_id": [9999]}},
-        "no_layers": {"config.json": without_layers, data: of_no_layer},
     }
     for name, files in changes.items():
         shutil.copytree(good, root / name)
@@ -230,7 +155,6 @@ def wrong(tmp_path_factory):
                 path.write_text(json.dumps(content))
     (root / "adapter").mkdir()
     (root / "adapter/adapter_config.json").write_text("{}")
-    (root / "binary").write_bytes(b"\xff\xfe\0" * 50)
     (root / "shape.jsonl").write_text('{"q": "1 + 1", "a": 2}\n' * 20)
     return root
 
@@ -260,21 +184,22 @@ def check_rejected(command, place, args, named):
     assert contents(place) == before
 
 
+@pytest.mark.parametrize(("settings", "named"), SETTINGS, ids=str)
+def test_invalid_settings_are_named_in_one_line(settings, named):
+    with pytest.raises(UsageError, match=re.escape(named)) as error:
+        train.prepare(Config(**settings))
+    assert str(error.value).isprintable()
+
+
 @pytest.mark.parametrize(("line", "named"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_an_invalid_command_is_one_line_and_code_2(command, place, line, named):
     check_rejected(command, place, shlex.split(line), named)
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["--lrr 1", "--lr fast", "--lr", "--num-updates 1.5", "--algo gpro", "--ppo.clip-high 1",
-     "grpo"],
-)  # fmt: skip
+@pytest.mark.parametrize("line", ["--lrr 1", "--lr fast", "--num-updates 1.5", "--algo gpro"])
 def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, line):
-    before = contents(place)
     code, out, err = command(*line.split())
     assert (code, out) == (2, "") and line.split()[0] in err.replace("\n", " ")
-    assert contents(place) == before
 
 
 @pytest.mark.parametrize(("folder", "named"), MODELS)
@@ -283,28 +208,6 @@ def test_an_unusable_model_is_one_line_and_code_2(command, place, folder, named)
     check_rejected(command, place, flags, named)
 
 
-@pytest.mark.parametrize("content", ["", "lrr: 1", "lr: -1"])
-def test_an_invalid_config_of_a_run_is_not_resumed(command, place, content):
-    (place / "runs/there/config.yaml").write_text(content)
-    named = "--lr" if content == "lr: -1" else "runs/there/config.yaml: "
-    check_rejected(command, place, ["--resume", "runs/there"], named)
-
-
-def test_a_shell_gets_one_line_and_code_2(place):
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--config", "wrong/binary"], cwd=place,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "wrong/binary" in done.stderr and done.stderr.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "flags", [["--sampler", "vllm"], ["--track", "trackio"], ["--optimizer", "adamw8bit"]]
-)
-def test_a_missing_package_is_named_with_the_command_to_install_it(
-    command, place, monkeypatch, flags
-):
+def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
-    check_rejected(command, place, flags, "pip install")
+    check_rejected(command, place, ["--sampler", "vllm"], "pip install")
