@@ -63,8 +63,7 @@ class Flags:
     device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trust: bool = False  # Run the code that the run names, or that comes with its model.
-    trust_remote_code: bool = False  # Run the Python code that comes with the model.
+    trust: bool = False  # Run the code that the run names, or that comes with the model.
 
 
 def parse(args: list[str]) -> tuple[Flags, Config]:
@@ -104,7 +103,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
         dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
         eval_env=(flags.env,) if flags.env else cfg.eval_env,
-        trust_remote_code=flags.trust or flags.trust_remote_code,
+        trust=flags.trust,
     )  # fmt: skip
 
 
@@ -374,7 +373,7 @@ def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
         return load_policy(
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
             seed=cfg.seed, tiny_folder=folder / "tiny",
-            trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="model",
+            trust_remote_code=cfg.trust, fp32_head=cfg.fp32_head, flag="model",
             template_options=cfg.template_options, template_date=cfg.template_date, **options,
         )  # fmt: skip
 

@@ -41,8 +41,6 @@ def parse(args: list[str]) -> Config:
     if cfg.config and cfg.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     if not cfg.config and not cfg.resume:
-        if cfg.trust:
-            raise UsageError("--trust has no effect without --config or --resume; remove it")
         return cfg
     file = Path(cfg.resume, "config.yaml") if cfg.resume else Path(cfg.config)
     saved, given = read_config(file), cfg
@@ -58,11 +56,11 @@ def parse(args: list[str]) -> Config:
 def _trusted(cfg: Config, given: Config, file: Path) -> Config:
     """Raises UsageError if values of `file`, those that the flags `given` leave, need --trust."""
     if cfg.trust:
-        return replace(cfg, trust_remote_code=cfg.trust)
+        return cfg
     own = {name for name in ("env", "eval_env", "base_url", "env_path")
            if getattr(given, name) != getattr(Config, name)}  # fmt: skip
     from_file = {name: value for name, value in vars(cfg).items() if name not in own}
-    config.check_trust(from_file | {"trust_remote_code": False}, file)
+    config.check_trust(from_file, file)
     in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
     if cfg.algo == "scratch" and given.algo != "scratch" and in_its_folder:
         raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")

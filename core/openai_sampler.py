@@ -30,6 +30,8 @@ MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
 MAX_STREAM_BYTES, MAX_BODY_BYTES = 1 << 26, 1 << 20  # of an answer: a stream of events, all others
 MIN_KEY = 8  # characters of a value of a header that is taken for a key
 PROGRESS_INTERVAL_S = 0.05
+CONCURRENCY = 8  # requests that are sent at once
+TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
 STOPPED = "stopped"
 
 
@@ -49,8 +51,8 @@ class OpenAISampler(Sampler):
         policy: Policy,
         base_url: str,
         model: str,
-        concurrency: int = 8,
-        timeout: float = 600.0,
+        concurrency: int = CONCURRENCY,
+        timeout: float = TIMEOUT_S,
     ):
         if importlib.util.find_spec("openai") is None:
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
@@ -158,7 +160,7 @@ class OpenAISampler(Sampler):
                     text, finish_reason = await self._stream(client, chat, params, seed)
                 token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
             except TimeoutError:
-                return self._count_failure(f"not complete in {self.timeout:g} s (--api-timeout)")
+                return self._count_failure(f"not complete in {self.timeout:g} s")
             except Exception as e:  # of openai, of its HTTP library, or an answer of another form
                 return self._count_failure(_one_line(e))
         self.failures = 0

@@ -226,7 +226,7 @@ def load_model(folder: Path, cfg: Config) -> Policy:
     """The model of a finished run, or of a model's folder. Raises UsageError if it has none."""
     options: dict[str, Any] = {
         "device": cfg.device, "dtype": cfg.dtype,
-        "trust_remote_code": cfg.trust_remote_code, "fp32_head": cfg.fp32_head,
+        "trust_remote_code": cfg.trust, "fp32_head": cfg.fp32_head,
         "template_options": cfg.template_options, "template_date": cfg.template_date,
         "max_length": cfg.max_model_len, "flag": "opponent",
     }  # fmt: skip
@@ -253,5 +253,5 @@ def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:
     if opponent.startswith("openai:"):
         model, url = model_and_url(opponent)
         own = replace(policy)  # the sampler changes its max_length
-        return OpenAISampler(own, url, model, cfg.api_concurrency, cfg.api_timeout)
+        return OpenAISampler(own, url, model)
     return TorchSampler(load_opponent(Path(find_folder(opponent)), cfg, policy))

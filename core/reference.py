@@ -52,7 +52,7 @@ def load_teacher(cfg: Config, policy: Policy) -> Policy:
     dtype = str(policy.dtype).removeprefix("torch.")
     teacher = load_policy(
         _teacher_path(cfg), device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
-        trust_remote_code=cfg.trust_remote_code, fp32_head=cfg.fp32_head, flag="--teacher",
+        trust_remote_code=cfg.trust, fp32_head=cfg.fp32_head, flag="--teacher",
     )  # fmt: skip
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
@@ -66,7 +66,7 @@ def reference_bytes(cfg: Config, policy: Policy) -> int:
         return 0
     model = policy.model
     if cfg.teacher:
-        trusted = cfg.trust_remote_code
+        trusted = cfg.trust
         try:
             config = AutoConfig.from_pretrained(_teacher_path(cfg), trust_remote_code=trusted)
             with torch.device("meta"):  # the shapes without the weights

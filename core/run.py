@@ -246,7 +246,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         future_bytes = reserved + optimizer.gradient_bytes()
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
     damage = distributed.broadcast_from_rank_0(
-        lambda: run_log.rewind(log_dir, found.progress, cfg.accept_damaged_log)
+        lambda: run_log.rewind(log_dir, found.progress, cfg.trust)
     )
     records = run_log.read_metrics(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
@@ -272,8 +272,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
         history = [diagnostics.warning_inputs(record) for record in records]
         with closing(RolloutCollector(
-            policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout, cfg.env_workers,
-            cfg.env_instances, cfg.system_prompt,
+            policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
+            env_instances=cfg.env_instances, system_prompt=cfg.system_prompt,
         )) as collector:  # fmt: skip
             collector.calls.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
@@ -287,7 +287,7 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
         model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, quantize=cfg.quantize,
         value_head=config.has_value_head(cfg), max_length=cfg.max_model_len,
-        tiny_folder=folder / "base", trust_remote_code=cfg.trust_remote_code,
+        tiny_folder=folder / "base", trust_remote_code=cfg.trust,
         fp32_head=cfg.fp32_head,
         template_options=cfg.template_options, template_date=cfg.template_date,
     ))  # fmt: skip
@@ -295,9 +295,7 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
 
 def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:
     if cfg.sampler == "openai":
-        return OpenAISampler(
-            policy, cfg.base_url, cfg.model_id, cfg.api_concurrency, cfg.api_timeout
-        )
+        return OpenAISampler(policy, cfg.base_url, cfg.model_id)
     if cfg.algo == "scratch":
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept

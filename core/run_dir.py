@@ -18,10 +18,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_type_hints
 
 import filelock
 import yaml
+from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
 from core.files import PART, check_folder, disk_errors, published, remove
@@ -30,7 +31,7 @@ from core.types import CannotWrite, Fault, UsageError
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
 }
-KINDS: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(Config)}
+KINDS: dict[str, Any] = get_type_hints(Config)
 MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
@@ -69,7 +70,7 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
         raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
-    return _typed(KINDS, values, f"{file}: ", skip_unknown)
+    return _typed(Config, values, f"{file}: ", skip_unknown)
 
 
 def train_command(*flags: str) -> str:
@@ -200,11 +201,9 @@ def _locked(run: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
 
 
-def _typed(
-    kinds: dict[str, Any], values: dict[Any, Any], prefix: str, skip_unknown: bool
-) -> dict[str, Any]:
-    """The texts of a file as the types in `kinds`; `prefix` begins the messages."""
-    typed: dict[str, Any] = {}
+def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
+    """The texts of a file as the fields of the dataclass `cls`; `prefix` begins the messages."""
+    kinds, typed = get_type_hints(cls), {}
     for name, value in values.items():
         if name not in kinds or name in COMMAND_LINE_ONLY:
             if skip_unknown:
@@ -214,26 +213,26 @@ def _typed(
             text = reprlib.repr(name)[1:-1]
             raise UsageError(f"{prefix}{text} is not a setting for a file; {advice}")
         if name in ALGORITHMS and isinstance(value, dict):
-            own = {f.name: f.type for f in dataclasses.fields(kinds[name])}
-            typed[name] = _typed(own, value, f"{prefix}{name}.", skip_unknown)
+            typed[name] = _typed(kinds[name], value, f"{prefix}{name}.", skip_unknown)
             continue
         try:
-            typed[name] = _convert(kinds[name], value)
-        except (ValueError, KeyError):
+            typed[name] = _from_words(kinds[name], value)
+        except ValueError:
             raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
     return typed
 
 
-def _convert(kind: Any, value: Any) -> Any:
-    """A text, or a list of texts, as the type of its setting. Raises ValueError or KeyError."""
-    if get_origin(kind) is tuple:
-        items = value if isinstance(value, list) else [value]
-        return tuple(_convert(str, item) for item in items)
-    if not isinstance(value, str) or dataclasses.is_dataclass(kind):
+def _from_words(kind: Any, value: Any) -> Any:
+    """A text, or a list of texts, as the command line reads it. Raises ValueError."""
+    if kind is bool and isinstance(value, str):
+        value = str(BOOLS.get(value.lower(), value))
+    words = value if isinstance(value, list) else [value]
+    if dataclasses.is_dataclass(kind) or not all(isinstance(word, str) for word in words):
         raise ValueError
-    choices = get_args(kind)  # of a Literal of texts, or of X | None
-    if type(None) in choices:
-        return None if value in ("", "null", "None") else _convert(choices[0], value)
-    if choices:
-        return choices[choices.index(value)]
-    return BOOLS[value.lower()] if kind is bool else kind(value)
+    spec: Any = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    if spec.nargs == 1:
+        [word] = words
+        words = ["None"] if type(None) in get_args(kind) and word in ("", "null") else words
+    if spec.choices and not {*words} <= {*spec.choices}:
+        raise ValueError
+    return spec.instance_from_str(words)

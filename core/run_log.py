@@ -146,7 +146,7 @@ def rewind(run_dir: Path, progress: dict[str, Any], accept_damage: bool = False)
                 raise UsageError(
                     f"--resume {run_dir}: {METRICS} is damaged: its records up to update "
                     f"{progress['update']} are not those of the checkpoint; restore the file, or "
-                    "add --accept-damaged-log to train on and mark the hole"
+                    "add --trust to train on and mark the hole"
                 )
         sums[name] = sha256.hexdigest()
         if damaged:

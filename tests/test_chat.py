@@ -411,9 +411,9 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
 def test_a_config_cannot_switch_on_the_code_of_a_model(runs, talk, tmp_path):
     run = copied(runs["full"], tmp_path)
     with (run / "config.yaml").open("a") as file:
-        file.write("trust_remote_code: true\n")
+        file.write("trust: true\n")
     code, _, err = talk(run)
-    assert code == 2 and "--trust-remote-code" in err
+    assert code == 2 and "--trust" in err
 
 
 @pytest.mark.slow

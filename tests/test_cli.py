@@ -58,7 +58,7 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
         ("cache: 1", "cache"),
         ("algo: gpro", "algo"),
         ("resume: runs/a", "resume"),
-        ("trust_remote_code: true", "trust_remote_code"),
+        ("trust: true", "trust"),
         ("just words", ""),
         ("", ""),
         ("a: [", "YAML"),

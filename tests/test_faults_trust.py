@@ -38,8 +38,7 @@ def test_what_the_command_line_names_needs_no_trust(tmp_path):
     assert parse(tmp_path, ["--trust"], **saved).env_path == "/there"
     with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
         parse(tmp_path, ["--eval-env", "snake"], **saved)
-    with pytest.raises(UsageError, match="no effect without --config or --resume"):
-        cli.parse(["--trust"])
+    assert cli.parse(["--trust"]).trust  # for the code of the model
 
 
 def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
@@ -70,7 +69,6 @@ def test_registered_environments_need_no_trust(tmp_path, spec, monkeypatch):
 
 def test_a_printed_command_contains_trust_if_the_run_needs_it():
     assert config.trust_flags(vars(Config(env=("my.py:Game",)))) == ["--trust"]
-    assert config.trust_flags(vars(Config(trust_remote_code=True))) == ["--trust"]
     assert config.trust_flags({"env": ["snake"], "sampler": "torch"}) == []
 
 

@@ -177,7 +177,7 @@ def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, finished_run):
     code, _, err = command(*flags)
     assert code == 2 and err.count("\n") == 1 and "metrics.jsonl is damaged" in err
     assert file.read_bytes() == content[:-1500]
-    assert command(*flags, "--accept-damaged-log")[0] == 0
+    assert command(*flags, "--trust")[0] == 0
     assert metrics_of(Path("runs/a"))[-1]["warnings"].keys() == {"damaged_log"}
     code, out, _ = command("--resume", "runs/a", "--num-updates", "6")
     assert code == 0 and "damaged" in out  # in the final lines, from the record of update 5

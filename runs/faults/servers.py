@@ -68,7 +68,7 @@ STATE = {"type": "observation",
          "data": {"observation": {"message": "?"}, "reward": 1.0, "done": True}}  # fmt: skip
 RETRY = ["0", "-1", "1e9", "nan", "inf", "9" * 5000, "x", "Fri, 31 Dec 9999 23:59:59 GMT"]
 RUN = """--sampler openai --num-updates 0 --eval-num-tasks 2 --run-name a --model-id m --device cpu
-    --max-tokens 8 --api-timeout 1 --env letter_counting""".split()
+    --max-tokens 8 --env letter_counting""".split()
 PLAY = """--num-updates 1 --sft-steps 0 --eval-num-tasks 2 --run-name a --num-prompts 2
     --group-size 2 --max-tokens 4 --max-model-len 256 --device cpu --model-id tiny-random""".split()
 MAX_KILOBYTES = 500_000
@@ -454,7 +454,9 @@ def train_in_child(args: list[str], folder: str) -> None:
                               for n in ("output", "errors"))  # fmt: skip
     os.environ["OPENAI_API_KEY"] = KEY
     import train
+    from core import run
 
+    run.OpenAISampler = partial(OpenAISampler, timeout=1.0)  # type: ignore
     sys.exit(train.run_command(args))
 
 
