@@ -111,7 +111,8 @@ def main(flags: Flags) -> int:
     table = {"env": game, "games": flags.games, "prior": PRIOR}
     rows = [asdict(rating) for rating in ratings]
     with published(run / FILE) as part:
-        part.write_text(json.dumps(table | {"players": rows}, indent=1) + "\n")
+        text = json.dumps(table | {"players": rows}, indent=1) + "\n"
+        part.write_text(text, encoding="utf-8", newline="\n")
     write_report(run, config_to_dict(cfg))
     shown = Table(
         "player", "Elo [95%]", "won", "drawn", "lost", title=Text(printable(f"{game}, mean 0"))

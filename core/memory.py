@@ -191,14 +191,14 @@ def free_bytes(device: torch.device) -> int | None:
 def host_free_bytes() -> int | None:
     """Memory that this process may still allocate, on Linux; None elsewhere."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return None
     cgroup = Path("/sys/fs/cgroup")  # the limit of a container
     with suppress(OSError, ValueError):
-        limit = int((cgroup / "memory.max").read_text())
-        free = min(free, limit - int((cgroup / "memory.current").read_text()))
+        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
+        free = min(free, limit - int((cgroup / "memory.current").read_text(encoding="ascii")))
     return free
 
 
