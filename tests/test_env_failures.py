@@ -1,9 +1,11 @@
 """Environments that fail: each failure is an error of its episode, and none is a reward of 0."""
 
+import contextlib
 import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,13 @@ def in_itself():
     info = {}
     info["info"] = info
     return Step(None, 1.0, True, info)
+
+
+def catches_the_timeout():
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(20)
+            return
 
 
 class OneTurn(Env):
@@ -59,35 +68,68 @@ def one_turn(monkeypatch):
 
 
 def play(policy, *tasks, max_turns=3):
-    return RolloutCollector(policy, max_turns).collect([*tasks], Scripted(policy), PARAMS)
+    collector = RolloutCollector(policy, max_turns, env_timeout=1.0)
+    return collector.collect([*tasks], Scripted(policy), PARAMS)
 
 
-FAULTS = {
-    "exits": (sys.exit, "SystemExit"),
-    "exits with code 0": (lambda: sys.exit(0), "SystemExit: 0"),
-    "error without text": (unprintable, "Unprintable: its message cannot be read"),
-    "reward beyond float32": (lambda: Step(None, 1e300, True), "reward of player is 1e.300"),
-    "reward with an infinite square": (
-        lambda: Step(None, -1e20, True),
-        "-1e.20, not within .1e.15",
-    ),
-    "reward beyond float64": (lambda: Step(None, 10**400, True), "reward of player is 1000000"),
-    "reward that is a list": (lambda: Step(None, [1.0], True), "TypeError"),
-    "info beyond float64": (lambda: Step(None, 1.0, True, {"x": 10**400}), "not JSON: .*3.4e.38"),
-    "nested info": (lambda: Step(None, 1.0, True, {"x": [{"y": -1e308}]}), "not JSON: .*3.4e.38"),
-    "info in itself": (in_itself, "not JSON"),
-    "nan in info": (lambda: Step(None, 1.0, True, {"x": float("nan")}), "not JSON: .*float"),
-    "numpy nan in info": (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "not JSON"),
-    "neither message nor done": (lambda: Step(None, 1.0, False), "no message, and done is False"),
-}
+FAULTS = [
+    (lambda: 1 / 0, "ZeroDivisionError"),
+    (lambda: sys.exit(0), "SystemExit: 0"),
+    (unprintable, "Unprintable: its message cannot be read"),
+    (lambda: (None, 1.0, True), "TypeError"),
+    (lambda: Step(None, float("nan"), True), "reward of player is nan"),
+    (lambda: Step(None, -1e20, True), "-1e.20, not within .1e.15"),
+    (lambda: Step(None, 10**400, True), "reward of player is 1000000"),
+    (lambda: Step(None, [1.0], True), "TypeError"),
+    (lambda: Step("hello", 0.0, False), "AttributeError"),
+    (lambda: Step({"role": "user", "content": 5}, 0.0, False), "TypeError"),
+    (lambda: Step(message("no! " * 250_000), 0.0, False), "more than 500000"),
+    (lambda: Step(None, 1.0, False), "no message, and done is False"),
+    (lambda: Step(None, 1.0, True, None), "TypeError"),
+    (lambda: Step(None, 1.0, True, {"x": object()}), "not JSON"),
+    (lambda: Step(None, 1.0, True, {"x": "x" * 1_000_000}), "info"),
+    (lambda: Step(None, 1.0, True, {"x": [{"y": -1e308}]}), "not JSON: .*3.4e.38"),
+    (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "not JSON"),
+    (in_itself, "not JSON"),
+    (lambda: time.sleep(20), "no answer in 1 seconds"),
+    (catches_the_timeout, "no answer in 1 seconds"),
+]
 
 
-@pytest.mark.parametrize(("fault", "error"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_is_the_error_of_its_episode(policy, one_turn, fault, error):
-    one_turn(result=staticmethod(fault))
-    faulty, sound = play(policy, Task("one", 0, 0), Task("letter_counting", 1, 1))
-    assert not sound.error and not faulty.env_failure
-    assert re.search(error, faulty.error)
+def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
+    names = [f"fault{number}" for number in range(len(FAULTS))]
+    for name, (fault, _) in zip(names, FAULTS, strict=True):
+        kind = type("Kind", (OneTurn,), {"result": staticmethod(fault)})
+        monkeypatch.setitem(registry.ENVIRONMENTS, name, kind)
+    collector = RolloutCollector(policy, 3, env_timeout=1.0)
+    tasks = [Task(name, 0, i) for i, name in enumerate(["letter_counting", *names, "snake"])]
+    first, *faulty, last = collector.collect(tasks, Scripted(policy), PARAMS)
+    assert not first.error and not last.error
+    for (_, said), rollout in zip(FAULTS, faulty, strict=True):
+        assert re.search(said, rollout.error) and len(rollout.error) < 600
+        assert not rollout.env_failure and rollout.episode_return == 0.0
+    assert not any(collector.idle_envs[name] for name in names)  # a failed one is not used again
+
+
+def raise_no_disk():
+    raise OSError("no disk")
+
+
+@pytest.mark.parametrize(
+    ("reset", "error"),
+    [
+        (raise_no_disk, "OSError: no disk"),
+        (lambda: time.sleep(20), "no answer in 1 seconds"),
+        (lambda: [message("read! " * 1_000)], "one message has 6"),  # the context has 512 tokens
+        (lambda: None, "TypeError"),
+        (lambda: [{"role": "user"}], "TypeError"),
+        (lambda: [], "reset() returned no message"),
+    ],
+)
+def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn, reset, error):
+    one_turn(reset=lambda self, seed: reset())
+    (rollout,) = play(policy, Task("one", 1, 0))
+    assert error in rollout.error and not rollout.messages
 
 
 def test_numbers_of_numpy_in_info_are_those_of_python(policy, one_turn):

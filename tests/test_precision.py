@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import FAMILIES, load_small, save_small
+from conftest import load_small, save_small
 from test_sampler import trainer_gap
 
 from core.model import Float32Head
@@ -23,7 +23,7 @@ def gaps(policy, sampler=None):
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_in_float64_the_trainers_logprobs_are_the_samplers(family, tmp_path):
     folder = save_small(family, tmp_path, initializer_range=0.06)
     assert gaps(load_small(folder, dtype="float32")).max() > 0
@@ -57,7 +57,7 @@ def test_the_optimizer_steps_in_float64(qwen3_folder):
         assert (new - old).abs().max().item() == pytest.approx(1e-9, rel=0.01)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # qwen2 here: tied weights
 def test_fp32_head_computes_exact_logits_from_16_bit_weights(family, tmp_path):
     folder = save_small(family, tmp_path, initializer_range=0.06)
     plain, exact = (load_small(folder, dtype="bfloat16", fp32_head=flag) for flag in (False, True))
