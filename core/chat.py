@@ -36,7 +36,7 @@ from core.config import Config
 from core.files import check_folder, scratch_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
-from environments.registry import runs_code
+from environments.registry import short
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
@@ -89,20 +89,19 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         cfg = read_config(file)
         if not flags.trust:
             config.check_trust(vars(cfg), file)
-            if runs_code(flags.env):  # a file may not choose the folder in which to find it
-                cfg = replace(cfg, env_path="")
     elif flags.before:
         raise UsageError(f"--before needs the folder of a run; {file} does not exist")
     if cfg.sampler == "openai":
         raise UsageError(f"{flags.policy}: this run evaluated a model on a server, without weights")
     if flags.env:
-        tasks.held_out_envs((flags.env,), (), 0)  # raises for an unknown name
+        cfg = replace(cfg, eval_env=(flags.env,))
     cfg = config.resolve(cfg)
+    if flags.env:
+        tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
     return flags, replace(
         cfg, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, seed=flags.seed,
         max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
         dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
-        eval_env=(flags.env,) if flags.env else cfg.eval_env,
         trust=flags.trust,
     )  # fmt: skip
 
@@ -157,7 +156,7 @@ def main(flags: Flags, cfg: Config) -> int:
         env, tokenizer = make(task.env), speakers[0].policy.tokenizer
         players = {speaker.label: player(speaker, cfg, schemas(env)) for speaker in speakers}
         read_calls = partial(tools.read_calls, tokenizer)
-        web.serve(web.Episode(env, task.env, task.seed, players, read_calls), flags.port)
+        web.serve(web.Episode(env, short(task.env), task.seed, players, read_calls), flags.port)
         return 0
     task_numbers = itertools.count()
     if interactive:
@@ -338,7 +337,7 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
     for rollout in rollouts:
         agent = f", agent {rollout.agent}" if len(rollouts) > 1 else ""
-        _note(f"held-out task of {task.env}, seed {task.seed}{agent}")
+        _note(f"held-out task of {short(task.env)}, seed {task.seed}{agent}")
         for message in rollout.messages:
             role = speaker.label if message["role"] == "assistant" else message["role"]
             OUT.print(Text(printable(f"{role}: "), STYLES.get(role, "bold")), end="")

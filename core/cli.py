@@ -29,7 +29,7 @@ from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
 from core.run_dir import DISK_ERRORS, read_config
 from core.types import Fault, RankLost, Stopped, UsageError, one_line
-from environments.registry import runs_code
+from environments.registry import short
 
 SAME_ERROR_S = 10  # by which ranks with the same error may differ
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -57,16 +57,14 @@ def _trusted(cfg: Config, given: Config, file: Path) -> Config:
     """Raises UsageError if values of `file`, those that the flags `given` leave, need --trust."""
     if cfg.trust:
         return cfg
-    own = {name for name in ("env", "eval_env", "base_url", "env_path")
+    own = {name for name in ("env", "eval_env", "base_url")
            if getattr(given, name) != getattr(Config, name)}  # fmt: skip
     from_file = {name: value for name, value in vars(cfg).items() if name not in own}
     config.check_trust(from_file, file)
     in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
     if cfg.algo == "scratch" and given.algo != "scratch" and in_its_folder:
         raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
-    # what is left is named by flags: a file may not choose the folder in which to find it
-    named = any(map(runs_code, (*cfg.env, *cfg.eval_env)))
-    return replace(cfg, env_path="") if named and "env_path" not in own else cfg
+    return cfg
 
 
 def run(
@@ -154,6 +152,8 @@ def _check_temporary_folder() -> None:
 
 def _flat(cfg: Config) -> dict[str, Any]:
     values = dict(vars(cfg))
+    for name in ("env", "eval_env"):  # their files may have moved
+        values[name] = tuple(map(short, values[name]))
     for name in ALGORITHMS:
         values |= {f"{name}.{key}": value for key, value in vars(values.pop(name)).items()}
     return values

@@ -23,13 +23,11 @@ from core import diagnostics
 from core.files import check_folder
 from core.types import UsageError
 from environments.registry import (
-    find_folder,
-    is_imported,
+    absolute,
     key_value_pairs,
-    names_folder,
     read_literal,
     runs_code,
-    search_in,
+    short,
     split_opponent,
 )
 
@@ -67,8 +65,6 @@ class TaskOptions:
     # older:10 (copies from every 10 updates), openai:MODEL, guess or demonstrate plays against it.
     env: tuple[str, ...] = ("letter_counting",)
     eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
-    # Folder of the modules, files and opponents of --env; empty: the one in which the run starts.
-    env_path: str = ""
     # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: int = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
@@ -280,7 +276,7 @@ GONE: dict[str, Any] = {"env_workers": 64, "api_concurrency": 8, "api_timeout": 
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
-    *"num_updates max_sampled_tokens save_every track stop_on run_name env_path".split(),
+    *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
@@ -327,7 +323,7 @@ MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
 def resolve(cfg: Config) -> Config:
-    """Replace None by the default for this kind of model and algorithm; find own environments.
+    """Replace None by the default for this kind of model and algorithm; make paths absolute.
 
     `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it.
     """
@@ -341,10 +337,8 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if cfg.algo == "ppo" else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
-    specs = (*cfg.env, *cfg.eval_env)
-    if any(map(is_imported, specs)) or any(map(names_folder, specs)):
-        cfg = replace(cfg, env_path=str(Path(cfg.env_path).resolve()))
-        search_in(cfg.env_path, modules=any(map(is_imported, specs)))
+    envs, eval_envs = (tuple(map(absolute, specs)) for specs in (cfg.env, cfg.eval_env))
+    cfg = replace(cfg, env=envs, eval_env=eval_envs)
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
@@ -530,6 +524,9 @@ def _range_problems(cfg: Config) -> Iterator[str]:
         value = getattr(getattr(cfg, group) if group else cfg, key)
         if value is not None and (problem := range_problem(name, value)):
             yield problem
+    for specs in (cfg.env, cfg.eval_env):
+        if len({*map(short, specs)}) < len({*specs}):
+            yield f"{' '.join(specs)}: two environments have the same file name; rename one"
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
         ("num_prompts", rollouts <= MAX_ROLLOUTS, f"at most {MAX_ROLLOUTS:,} / --group-size"),
@@ -644,7 +641,7 @@ def _opponent_problems(cfg: Config) -> Iterator[str]:
             if importlib.util.find_spec("openai") is None:
                 yield f'{subject}: not installed; pip install -e ".[openai]"'
         elif opponent not in ("guess", "demonstrate"):
-            folder = Path(os.path.expanduser(find_folder(opponent)))
+            folder = Path(opponent)
             if not folder.is_dir():
                 yield f"{subject}: there is no such folder"
             if cfg.sampler == "openai":

@@ -11,7 +11,7 @@ from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.types import Rollout, Stopped
 from environments.base import Env
-from environments.registry import make
+from environments.registry import make, short
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
 
@@ -46,7 +46,7 @@ def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         sampled = [r for r in played(sample(run, repeated, params)) if (r.env, r.seed) in distinct]
         results |= metrics.pass_at_k(sampled, distinct)
-    for env in envs:
+    for env in map(short, envs):
         episodes = [rollout for rollout in rollouts if rollout.env == env]
         if not episodes:
             continue
@@ -101,7 +101,7 @@ def comparisons(
         results[f"eval/{seat}/p_value"] = metrics.mcnemar(lost, won)
     trivial = run.progress.setdefault("trivial", {})  # the same in every evaluation
     if env not in trivial:
-        mine = [task for task in held_out if (task.env, task.seed) in distinct and task.env == env]
+        mine = [t for t in held_out if short(t.env) == env and (env, t.seed) in distinct]
         trivial[env] = trivial_accuracy(run, mine, distinct)
     if trivial[env] is not None:
         results[f"eval/{env}/trivial"] = trivial[env]

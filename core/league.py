@@ -42,7 +42,7 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError, printable
 from environments.base import EVAL_SEEDS, MultiAgentEnv
-from environments.registry import make, runs_code, split_opponent
+from environments.registry import absolute, make, short, split_opponent
 
 DRAW = 0.25  # so that two rewards of -0.1 for unreadable answers decide no game
 PRIOR = 1.0  # drawn games of each pair that are added to those that were played
@@ -98,24 +98,23 @@ def main(flags: Flags) -> int:
     saved = read_config(run / "config.yaml")
     if not flags.trust:
         check_trust(vars(saved), run / "config.yaml")
-        if runs_code(flags.env):  # a file may not choose the folder in which to find it
-            saved = replace(saved, env_path="")
     cfg = resolve(saved)
-    game = split_opponent(flags.env or cfg.env[0])[0]
+    game = split_opponent(absolute(flags.env) or cfg.env[0])[0]
+    name = short(game)
     env = make(game)
     if not isinstance(env, MultiAgentEnv) or len(env.agents) != 2:
         raise UsageError(f"--env {game}: a league needs a game that names its two `agents`")
     players = players_of(flags.players, run, cfg)
     won, drawn = play(players, game, env.agents, flags, cfg)
     ratings = rate([player.name for player in players], won, drawn)
-    table = {"env": game, "games": flags.games, "prior": PRIOR}
+    table = {"env": name, "games": flags.games, "prior": PRIOR}
     rows = [asdict(rating) for rating in ratings]
     with published(run / FILE) as part:
         text = json.dumps(table | {"players": rows}, indent=1) + "\n"
         part.write_text(text, encoding="utf-8", newline="\n")
     write_report(run, config_to_dict(cfg))
     shown = Table(
-        "player", "Elo [95%]", "won", "drawn", "lost", title=Text(printable(f"{game}, mean 0"))
+        "player", "Elo [95%]", "won", "drawn", "lost", title=Text(printable(f"{name}, mean 0"))
     )
     for r in ratings:
         counts = map(str, (r.won, r.drawn, r.lost))

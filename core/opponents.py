@@ -46,7 +46,7 @@ from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
 from core.types import Completion, Stopped, UsageError
 from environments.base import EVAL_SEEDS, EnvFailure
-from environments.registry import find_folder, split_opponent
+from environments.registry import short_path, split_opponent
 
 KEEP = 4  # older copies that are drawn from
 
@@ -104,7 +104,7 @@ class Opponents:
     ) -> list[Completion | None]:  # fmt: skip
         """One completion of `opponent` for each agent; None where its episode has failed."""
         for episode, agent in waiting:
-            name = f"{opponent}, update {copy}" if copy >= 0 else opponent
+            name = f"{opponent}, update {copy}" if copy >= 0 else short_path(opponent)
             episode.opponents[agent.rollout.agent] = name
         streams = [derive_seed(agent.stream, len(agent.rollout.turns)) for _, agent in waiting]
         seed = derive_seed(params.seed, OPPONENTS)
@@ -254,4 +254,4 @@ def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:
         model, url = model_and_url(opponent)
         own = replace(policy)  # the sampler changes its max_length
         return OpenAISampler(own, url, model)
-    return TorchSampler(load_opponent(Path(find_folder(opponent)), cfg, policy))
+    return TorchSampler(load_opponent(Path(opponent), cfg, policy))

@@ -45,7 +45,7 @@ from core.seeds import derive_seed
 from core.tasks import Task
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
-from environments.registry import constructor, make, split_opponent
+from environments.registry import constructor, make, short, split_opponent
 from environments.tools import ToolEnv, messages_of
 
 if TYPE_CHECKING:
@@ -668,7 +668,7 @@ def _new_agent(episode: Episode, name: str) -> AgentState:
     if len(episode.agents) == STREAMS_PER_EPISODE:
         raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
     stream = episode.number * STREAMS_PER_EPISODE + len(episode.agents)
-    rollout = Rollout(task.env, name, task.seed, task.group_id, episode_truncated=True)
+    rollout = Rollout(short(task.env), name, task.seed, task.group_id, episode_truncated=True)
     schemas = episode.env.env.schemas if isinstance(episode.env, _SingleAgentEnv) else []
     return AgentState(stream, rollout, schemas=schemas)
 

@@ -27,7 +27,7 @@ from core.rollouts import RolloutCollector
 from core.sampler import Sampler, TorchSampler
 from core.selection import drop_failed
 from core.types import Rollout, Stopped, UsageError, printable
-from environments.registry import split_spec
+from environments.registry import short, split_spec
 
 RUNS = Path("runs")
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
@@ -257,7 +257,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         remarks = [*remarks, *algorithm.remarks]
         algo = f"scratch (exercises {', '.join(map(str, algorithm.exercises))})"
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
-    title = f"picoRL · {algo} · {' '.join(cfg.env)} · {policy.size()}{ranks}"
+    title = f"picoRL · {algo} · {' '.join(map(short, cfg.env))} · {policy.size()}{ranks}"
     with (
         closing(sampler),
         Interrupt() as interrupt,

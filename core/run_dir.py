@@ -27,11 +27,12 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
 from core.files import PART, check_folder, disk_errors, published, remove
 from core.types import CannotWrite, Fault, UsageError
+from environments.registry import absolute
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
 }
-KINDS: dict[str, Any] = get_type_hints(Config)
+KINDS: dict[str, Any] = get_type_hints(Config) | {"env_path": str}
 MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
@@ -49,6 +50,9 @@ def read_config(file: Path) -> Config:
     Who then runs what the settings name calls `config.check_trust` first.
     """
     values = read_settings(file)
+    folder = values.pop("env_path", "")  # of older versions: where the files of --env are
+    for name in {"env", "eval_env"} & {*values}:
+        values[name] = tuple(absolute(spec, folder) for spec in values[name])
     own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
     return Config(**(values | own))
 

@@ -30,7 +30,7 @@ from functools import partial
 
 from core.types import Message, printable
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step, checked_step
-from environments.registry import describe_error, make, start_elsewhere
+from environments.registry import describe_error, make, variables_of_python
 from environments.tools import hostile_calls, with_tools
 
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
@@ -178,10 +178,10 @@ def _check_seeds(report: Report, other_process: bool) -> None:
     if first == digest(report.spec, [seed + 5 for seed in seeds]):
         report.warnings.append("all seeds give the same episode")
     if other_process:
-        spec, variables = start_elsewhere(report.spec)
         done = subprocess.run(
-            [sys.executable, "-m", "environments.check", spec, *map(str, seeds)],
-            capture_output=True, text=True, env=variables | {"PYTHONHASHSEED": "12345"},
+            [sys.executable, "-m", "environments.check", report.spec, *map(str, seeds)],
+            capture_output=True, encoding="utf-8",
+            env=variables_of_python() | {"PYTHONHASHSEED": "12345"},
         )  # fmt: skip
         if first not in done.stdout.split():
             error = done.stderr.strip().rpartition("\n")[2]

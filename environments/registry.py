@@ -6,8 +6,9 @@ NAME is one of
     my_envs.games:Maze        a class, or a function that returns an environment, of a module
     my_envs/games.py:Maze     the same of a file
 
-Files are looked for in the current folder, modules there and on sys.path. A run stores this folder
-(`env_path` of config.yaml), so it can be resumed from another one. Installed packages add names
+Files are looked for in the current folder, modules on sys.path. The commands make a spec absolute
+where they read it (`absolute`), so a run can be resumed from another folder: a module that they
+find in the current folder becomes /that/folder/my_envs.games:Maze. Installed packages add names
 with entry points of the group `picorl.environments`. A name that is defined twice is an error.
 
 A value is converted to the type of its option: `size=4`, `depth=none`, `words=one two`. Write a
@@ -76,9 +77,17 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
 GROUP = "picorl.environments"  # of the entry points of packages
 # Opponents that are no option of an environment (core/opponents.py): its own players, policies on a
 # server, older copies of the policy, and folders
-OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*/.*")
+OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
 OPPONENTS = "guess, demonstrate, older:UPDATES, openai:MODEL, or a folder such as runs/x or ./x"
-FOLDERS: list[str] = []  # of the run: files are looked for there, then in the current folder
+# module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
+SOURCE = re.compile(
+    r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
+)
+FOLDER = re.compile(r"[.~]|[^:]*[\\/]|[A-Za-z]:[\\/]")  # how the folder of an opponent begins
+PATHS = [  # options of environments that name files, folders or modules
+    ("", "opponent"), ("rewarded", "data"), ("rewarded", "reward"), ("remote", "env"),
+    ("gymnasium", "words"), ("pettingzoo", "words"),
+]  # fmt: skip
 PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
 WORDS = {"true": "True", "false": "False", "none": "None"}  # in any case, for tyro
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
@@ -202,14 +211,12 @@ def options_of(spec: str) -> dict[str, Any]:
 def split_spec(spec: str) -> tuple[str, str]:
     """Returns the name in `spec` (module:Class if it is imported) and the text of the options.
 
-    >>> split_spec("snake:size=5"), split_spec("my/games.py:Maze:size=4,url=http://a")
-    (('snake', 'size=5'), ('my/games.py:Maze', 'size=4,url=http://a'))
+    >>> split_spec("snake:size=5"), split_spec("C:/my/games.py:Maze:size=4,url=http://a")
+    (('snake', 'size=5'), ('C:/my/games.py:Maze', 'size=4,url=http://a'))
     """
     name, _, options = spec.partition(":")
-    attribute, _, rest = options.partition(":")
-    if attribute.isidentifier() and name not in ENVIRONMENTS and name not in _installed():
-        return f"{name}:{attribute}", rest
-    return name, options
+    match = _source(spec)
+    return (f"{match[1]}:{match[2]}", match[3] or "") if match else (name, options)
 
 
 def is_imported(spec: str) -> bool:
@@ -235,26 +242,39 @@ def runs_code(spec: str) -> bool:
     return is_imported(spec) or "command" in pairs or any({":", "\\"} & {*v} for v in named)
 
 
-def names_folder(spec: str) -> bool:
-    """Whether the opponent of `spec` is a folder."""
-    opponent = split_opponent(spec)[1]
-    return "/" in opponent.partition(":")[0] or opponent.startswith((".", "~"))
+def absolute(spec: str, folder: str = "") -> str:
+    """The spec with absolute paths for the files, folders and modules in it that `folder` has.
+
+    Imports nothing. `folder`: by default the current one.
+    """
+    return _change_paths(spec, lambda path, _: _absolute(path, folder))
 
 
-def search_in(folder: str, modules: bool = True) -> None:
-    """Looks for files, and for `modules`, in `folder`, too: for files first, for modules last."""
-    FOLDERS[:] = [folder]
-    if modules and folder not in sys.path:
-        sys.path.append(folder)
+def relative(spec: str) -> str:
+    """The spec with paths from the current folder, for those that lie in it."""
+    here = f"{Path.cwd().as_posix()}/"
+    return _change_paths(spec, lambda path, _: path.removeprefix(here))
 
 
-def start_elsewhere(spec: str) -> tuple[str, dict[str, str]]:
-    """Returns a spec and variables with which a new Python process makes the same environment."""
-    file, colon, rest = spec.partition(":")
-    root = str(Path(__file__).parent.parent)
-    paths = filter(None, [root, *FOLDERS, os.environ.get("PYTHONPATH")])
-    absolute = f"{find_file(file)}:{rest}" if colon and file.endswith(".py") else spec
-    return absolute, os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+def short(spec: str) -> str:
+    """The spec without the folders of its absolute paths: the name in titles, tables and metrics.
+
+    >>> short("/home/me/games.py:Maze:size=4"), short("tic_tac_toe:opponent=/home/me/runs/x")
+    ('games.py:Maze:size=4', 'tic_tac_toe:opponent=runs/x')
+    """
+    return _change_paths(spec, short_path)
+
+
+def short_path(path: str, parts: int = 2) -> str:
+    """The last parts of an absolute path; any other text unchanged."""
+    is_absolute = re.match(r"(?:[A-Za-z]:)?[\\/]", path)
+    return "/".join(re.split(r"[\\/]", path)[-parts:]) if is_absolute else path
+
+
+def variables_of_python() -> dict[str, str]:
+    """Returns variables with which a new Python process imports this package."""
+    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def key_value_pairs(text: str, subject: str) -> dict[str, str]:
@@ -279,6 +299,17 @@ def key_value_pairs(text: str, subject: str) -> dict[str, str]:
             raise UsageError(f"{subject}: the key {key!r} is given twice")
         pairs[key], position = value, match.end()
     return pairs
+
+
+def split_words(text: str) -> list[str]:
+    """As shlex.split, but a backslash stands for itself. Raises ValueError for an open quote.
+
+    >>> split_words(r"C:\\me\\rewards.py:accuracy 'my rewards.py:brief'")
+    ['C:\\\\me\\\\rewards.py:accuracy', 'my rewards.py:brief']
+    """
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
+    return list(lexer)
 
 
 def read_literal(text: str) -> Any:
@@ -309,7 +340,7 @@ def constructor(spec: str) -> Constructor:
     source, _, attribute = entry.rpartition(":")
     if name in ENVIRONMENTS:
         return getattr(importlib.import_module(source), attribute)
-    if name.endswith(".py"):
+    if not source and re.match(r"[^=]*\.py\b", spec):
         raise UsageError(f"--env {spec}: write FILE.py:Class or FILE.py:Class:key=value,..")
     if not source:
         similar = difflib.get_close_matches(name.strip().lower(), list_envs(), n=1)
@@ -323,14 +354,18 @@ def constructor(spec: str) -> Constructor:
 
 
 def import_attribute(source: str, attribute: str, *bases: type) -> Any:
-    """Returns `attribute` of a module, or of a file that ends in .py.
+    """Returns `attribute` of a module, FOLDER/module, or a file that ends in .py.
 
     Raises UsageError if it cannot be imported, or if `bases` are given and it is neither a class
     derived from one of them nor a function annotated to return one.
     """
     try:
-        is_file = source.endswith(".py")
-        module = _import_file(find_file(source)) if is_file else importlib.import_module(source)
+        folder, _, name = source.rpartition("/")
+        if source.endswith(".py"):
+            module = _import_file(find_file(source))
+        else:
+            _add_to_path(folder)
+            module = importlib.import_module(name)
         found = getattr(module, attribute)
         returned = found
         if bases and inspect.isroutine(found):
@@ -358,11 +393,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def find_file(path: str) -> Path:
-    """Returns the absolute path of a file in FOLDERS or the current folder."""
-    for folder in (*FOLDERS, ""):
-        if (file := Path(os.path.expanduser(Path(folder, path)))).is_file():
-            return file.resolve()
-    raise UsageError(f"there is no file {path} in {' or '.join({*FOLDERS, str(Path.cwd())})}")
+    """Returns the absolute path of a file."""
+    if (file := Path(os.path.expanduser(path))).is_file():
+        return file.resolve()
+    raise UsageError(f"there is no file {path}; if it moved, name it with --env")
 
 
 def _make(spec: str) -> Env | MultiAgentEnv:
@@ -384,10 +418,57 @@ def _plays_itself(build: Constructor, game: str) -> bool:
         return False
 
 
-def find_folder(path: str) -> str:
-    """Returns the absolute path of a folder in FOLDERS or the current one; `path` if none is."""
-    folders = (Path(os.path.expanduser(Path(folder, path))) for folder in (*FOLDERS, ""))
-    return next((str(found.resolve()) for found in folders if found.is_dir()), path)
+def _change_paths(spec: str, change: Callable[[str, int], str]) -> str:
+    """The spec with `change` applied to its files, folders and modules, all else as written.
+
+    The second argument of `change`: how many parts of the path name it.
+    """
+    spec = _change_source(spec, change)
+    name, options = split_spec(spec)
+    keys, new = {key for environment, key in PATHS if environment in (name, "")}, {}
+    try:
+        pairs = key_value_pairs(options, spec) if options else {}
+        for key in keys & {*pairs}:
+            value = pairs[key]
+            with suppress(ValueError):
+                value = str(json.loads(value)) if value.startswith('"') else value
+            if key == "opponent":
+                changed = change(value, 2) if FOLDER.match(value) else value
+            elif key == "data":
+                changed = change(value, 1)
+            elif key == "reward":
+                words = [_change_source(word, change) for word in split_words(value)]
+                changed = " ".join(map(shlex.quote, words))
+            else:
+                changed = _change_source(value, change)
+            if changed != value:
+                new[key] = json.dumps(changed, ensure_ascii=False) if "," in changed else changed
+    except ValueError:  # `options_of` says what is wrong
+        return spec
+    return f"{name}:{','.join(f'{k}={v}' for k, v in (pairs | new).items())}" if new else spec
+
+
+def _change_source(text: str, change: Callable[[str, int], str]) -> str:
+    match = _source(text)
+    return change(match[1], 1) + text[match.end(1) :] if match else text
+
+
+def _source(spec: str) -> re.Match[str] | None:
+    name = spec.partition(":")[0]
+    return None if name in ENVIRONMENTS or name in _installed() else SOURCE.fullmatch(spec)
+
+
+def _absolute(path: str, folder: str) -> str:
+    found = Path(folder, os.path.expanduser(path))
+    package = found.parent / found.name.partition(".")[0]  # of a module
+    if found.exists() or package.is_dir() or package.with_suffix(".py").is_file():
+        return Path(os.path.abspath(found)).as_posix()
+    return path
+
+
+def _add_to_path(folder: str) -> None:
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def _import_file(file: Path) -> ModuleType:
@@ -396,8 +477,7 @@ def _import_file(file: Path) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec and spec.loader
-        if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))
+        _add_to_path(str(file.parent))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -436,7 +516,7 @@ def _convert(text: str, parameter: inspect.Parameter) -> Any:
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
     if not isinstance(spec, PrimitiveConstructorSpec):
         return text
-    words = [text] if spec.nargs == 1 else shlex.split(text)
+    words = [text] if spec.nargs == 1 else split_words(text)
     for choice in (words, [WORDS.get(word.lower(), word) for word in words]):
         if spec.choices is None or set(choice) <= set(spec.choices):
             with suppress(ValueError, IndexError, AssertionError):

@@ -26,6 +26,7 @@ import asyncio
 import functools
 import inspect
 import json
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from core.types import Message, UsageError
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
-from environments.registry import find_file, find_folder, import_attribute
+from environments.registry import find_file, import_attribute
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
@@ -121,7 +122,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
         except (OSError, ValueError) as error:
             raise UsageError(f"data={data}: {error}") from None
     else:
-        rows = list(enumerate(read_hub(find_folder(data), config or None, split), start=1))
+        rows = list(enumerate(read_hub(os.path.expanduser(data), config or None, split), start=1))
     unique: dict[str, Row] = {}
     for number, row in rows:
         value = row.get(prompt)

@@ -31,7 +31,6 @@ from core.model import load_policy
 from core.report import curves
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
-from environments import registry
 
 FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -158,7 +157,6 @@ def command(tmp_path, monkeypatch, capsys):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "FOLDERS", [])
     monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
 
     def run(*args):

@@ -31,11 +31,10 @@ def parse(tmp_path, flags, **settings):
 
 
 def test_what_the_command_line_names_needs_no_trust(tmp_path):
-    saved = {"env": ["evil.py:Maze"], "env_path": "/there", "base_url": "http://there/v1"}
-    cfg = parse(tmp_path, ["--env", "my.py:Game"], **saved)
-    assert cfg.env == ("my.py:Game",) and cfg.env_path == ""  # not the folder that the file names
+    saved = {"env": ["evil.py:Maze"], "base_url": "http://there/v1"}
+    assert parse(tmp_path, ["--env", "my.py:Game"], **saved).env == ("my.py:Game",)
     assert parse(tmp_path, ["--env", "snake"], **saved).env == ("snake",)
-    assert parse(tmp_path, ["--trust"], **saved).env_path == "/there"
+    assert parse(tmp_path, ["--trust"], **saved).env == ("evil.py:Maze",)
     with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
         parse(tmp_path, ["--eval-env", "snake"], **saved)
     assert cli.parse(["--trust"]).trust  # for the code of the model
@@ -90,7 +89,6 @@ def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
     settings = {"env": ["tic_tac_toe:opponent=./model"], "env_path": str(evil)}
     (evil / "config.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "FOLDERS", [])
     Path("my.py").write_text("from environments.snake import Snake as Maze\n")
     main(str(evil))
     assert not marker.exists()

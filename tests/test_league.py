@@ -70,7 +70,6 @@ def run(qwen3_folder, tmp_path, monkeypatch):
 
     known = registry.ENVIRONMENTS | {"short": Short}
     monkeypatch.setattr(registry, "ENVIRONMENTS", known)
-    monkeypatch.setattr(registry, "FOLDERS", [])
     monkeypatch.chdir(tmp_path)
     cfg = Config(model_id=str(qwen3_folder), env=("short:opponent=older:1",), max_tokens=3)
     folder = Path("runs/a")

@@ -50,7 +50,6 @@ class Scripted(Sampler):
 @pytest.fixture(autouse=True)
 def nim(monkeypatch):
     monkeypatch.setattr(registry, "ENVIRONMENTS", registry.ENVIRONMENTS | {"nim": Nim})
-    monkeypatch.setattr(registry, "FOLDERS", [])
 
 
 def joined(policy, folder, *specs, samplers=None, progress=None):

@@ -2,24 +2,28 @@
 
 import re
 import sys
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
 import pytest
 import yaml
 
 from core import chat, tasks
+from core.run_dir import read_config
 from core.types import UsageError
 from environments import registry
 from environments.__main__ import run_command
 from environments.base import Env, Step
 from environments.registry import (
     ENVIRONMENTS,
+    absolute,
     constructor,
     list_envs,
     make,
     options_of,
     register,
+    relative,
+    short,
     split_spec,
 )
 
@@ -68,7 +72,6 @@ def place(tmp_path, monkeypatch, command):
 def train_in(folder, monkeypatch, command, *args):
     """Runs train.py in a folder, with the imports of a new process."""
     monkeypatch.chdir(folder)
-    registry.FOLDERS.clear()
     sys.path[:] = [path for path in sys.path if "home" not in path]
     for name in [name for name in sys.modules if "my_envs" in name or "home" in name]:
         del sys.modules[name]
@@ -82,6 +85,11 @@ def train_in(folder, monkeypatch, command, *args):
     ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"), ("games:Maze", "games:Maze", ""),
     ("snake:Maze", "snake", "Maze"),  # a built-in name stays the built-in environment
     ("openenv:url=http://a:80", "openenv", "url=http://a:80"),
+    (r"C:\x.py:Maze", r"C:\x.py:Maze", ""), ("C:/x.py:Maze:size=4", "C:/x.py:Maze", "size=4"),
+    (r"..\my envs\x.py:Maze", r"..\my envs\x.py:Maze", ""),
+    (str(PureWindowsPath("C:/my envs", "x.py")) + ":Maze", r"C:\my envs\x.py:Maze", ""),
+    ("C:/home/my_envs.games:Maze", "C:/home/my_envs.games:Maze", ""),
+    ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", "size=4"),
 ])  # fmt: skip
 def test_split_spec_separates_the_name_from_the_options(spec, name, options):
     assert split_spec(spec) == (name, options)
@@ -100,8 +108,45 @@ def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkey
     assert tasks.harder("my_envs.games:Maze", 2) == "my_envs.games:Maze:level=3"
 
 
+@pytest.mark.parametrize(("spec", "full"), [
+    ("games.py:Maze:size=4", "{}/games.py:Maze:size=4"),
+    ("my_envs.games:Maze", "{}/my_envs.games:Maze"),  # the folder to import from, and the module
+    ("rewarded:data=rows.jsonl,reward=games.py:a games:b,weights=1 0.3",
+     "rewarded:data={0}/rows.jsonl,reward={0}/games.py:a {0}/games:b,weights=1 0.3"),
+    ("rewarded:data=openai/gsm8k,reward=other:b", "rewarded:data=openai/gsm8k,reward=other:b"),
+    ("remote:env=games.py:Maze:size=4;level=2", "remote:env={}/games.py:Maze:size=4;level=2"),
+    ("gymnasium:id=A-v0,words=games.py:GAME", "gymnasium:id=A-v0,words={}/games.py:GAME"),
+    ("tic_tac_toe:opponent=runs/x", "tic_tac_toe:opponent={}/runs/x"),
+    ("games.py:Nim:opponent=older:4", "{}/games.py:Nim:opponent=older:4"),
+    ("tic_tac_toe:opponent=openai:a/b@http://c/v1", "tic_tac_toe:opponent=openai:a/b@http://c/v1"),
+    ("os.path:Maze", "os.path:Maze"), ("snake:size=5", "snake:size=5"),
+])  # fmt: skip
+@pytest.mark.parametrize("folder", ["place", "a place, b:c=d"])
+def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
+    place, monkeypatch, spec, full, folder
+):
+    place = place.rename(place.with_name(folder))
+    monkeypatch.chdir(place)
+    Path("runs/x").mkdir(parents=True)
+    Path("rows.jsonl").touch()
+    found = absolute(spec)
+    assert folder != "place" or found == full.format(place)
+    assert absolute(found) == found and short(found) == relative(found) == spec
+    monkeypatch.chdir("/")
+    assert absolute(spec, str(place)) == found and short(found) == spec
+
+
+@pytest.mark.parametrize(("spec", "name"), [
+    (r"C:\my envs\x.py:Maze:size=4", "x.py:Maze:size=4"), ("C:/a/my.games:Maze", "my.games:Maze"),
+    (r"rewarded:data=C:\d\p.jsonl,reward=C:\r.py:f", "rewarded:data=p.jsonl,reward=r.py:f"),
+    (r"tic_tac_toe:opponent=C:\runs\x", "tic_tac_toe:opponent=runs/x"),
+])  # fmt: skip
+def test_paths_of_windows_are_shortened(spec, name):
+    assert short(spec) == name
+
+
 @pytest.mark.parametrize(("spec", "words"), [
-    ("none.py:Maze", ["no file none.py"]),
+    ("none.py:Maze", ["no file none.py"]), (r"C:\x.py", ["FILE.py:Class"]),
     ("games.py", ["FILE.py:Class"]), ("games.py:size=4", ["FILE.py:Class"]),
     ("games.py:Maze,size=4", ["FILE.py:Class:key=value"]),
     ("games.py:Labyrinth", ["AttributeError", "Labyrinth"]),
@@ -133,8 +178,7 @@ def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
     assert code == 0, err
     run = place / "runs/grpo-Parity-1"
     settings = yaml.safe_load((run / "config.yaml").read_text())
-    assert settings["env"] == ["parity.py:Parity:digits=2"]
-    assert settings["env_path"] == str(place)
+    assert settings["env"] == [f"{place}/parity.py:Parity:digits=2"]
     assert "next: python train.py --env parity.py:Parity:digits=2 --seed 0" in out
     other = tmp_path / "other"
     other.mkdir()
@@ -142,17 +186,19 @@ def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
     again = ["--resume", run, "--num-updates", "2", "--trust"]
     code, out, err = train_in(other, monkeypatch, command, *again)
     assert code == 0, err
-    assert "2 updates" in out and f"--env-path {place}" in out
+    assert "2 updates" in out and f"--env {place}/parity.py" in out
+    records = (run / "metrics.jsonl").read_text()
+    assert records.count('"eval/parity.py:Parity:digits=2/accuracy"') == 3
     repeated = ["--config", run / "config.yaml", "--run-name", "b", "--trust"]
     assert train_in(other, monkeypatch, command, *repeated)[0] == 0
-    parsed = chat.parse([str(run), "--trust"])[1]  # its /task plays held-out tasks
-    assert parsed.env_path == str(place)
+    assert chat.parse([str(run), "--trust"])[1].env == (f"{place}/parity.py:Parity:digits=2",)
     place.rename(tmp_path / "moved")
     run = tmp_path / "moved/runs/grpo-Parity-1"
     again = ["--resume", run, "--num-updates", "3", "--trust"]
     code, _, err = train_in(other, monkeypatch, command, *again)
-    assert code == 2 and "the wrong file" in err
-    code, _, err = train_in(other, monkeypatch, command, *again, "--env-path", tmp_path / "moved")
+    assert code == 2 and "no file" in err and "--env" in err
+    moved = f"{tmp_path}/moved/parity.py:Parity:digits=2"
+    code, _, err = train_in(other, monkeypatch, command, *again, "--env", moved)
     assert code == 0, err
 
 
@@ -161,10 +207,20 @@ def test_a_run_of_a_module_is_resumed_from_another_folder(place, command, tmp_pa
     assert code == 0, err
     run = place / "runs/a"
     code, _, err = train_in(tmp_path, monkeypatch, command, "--resume", run)
-    assert code == 2 and "would run my_envs.games:Maze:size=4: if you trust it, add --trust" in err
+    assert code == 2 and "my_envs.games:Maze:size=4: if you trust it, add --trust" in err
     again = ["--resume", run, "--num-updates", "2", "--trust"]
     code, _, err = train_in(tmp_path, monkeypatch, command, *again)
     assert code == 0, err
+
+
+def test_a_config_of_an_older_version_names_its_folder(place):
+    place.joinpath("c.yaml").write_text(f"env: [games.py:Maze, snake]\nenv_path: {place}\n")
+    assert read_config(place / "c.yaml").env == (f"{place}/games.py:Maze", "snake")
+
+
+def test_two_environments_with_the_same_short_name_are_refused(command):
+    code, _, err = command("--env", "games.py:Maze", "my_envs/games.py:Maze")
+    assert code == 2 and "rename" in err
 
 
 def test_show_and_list_take_own_environments(place, capsys):
@@ -198,7 +254,7 @@ def test_an_installed_package_adds_names(place, monkeypatch, command, capsys):
     assert run_command(["list"]) == 0 and "maze" in capsys.readouterr().out
     code, _, err = command("--env", "maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
-    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env_path"] == ""
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["maze:size=4"]
 
 
 def test_a_name_that_is_defined_twice_is_an_error(place, monkeypatch):

@@ -11,10 +11,10 @@ from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import UsageError
-from environments import registry, rewarded
+from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
 from environments.check import check_env
-from environments.registry import make
+from environments.registry import absolute, make
 
 FUNCTIONS = """
 import asyncio
@@ -137,9 +137,8 @@ configs:
   data_files: [{split: test, path: more.jsonl}]
 ---
 """)
-    monkeypatch.setattr(registry, "FOLDERS", [str(place)])
+    spec = absolute("rewarded:data=questions,split=test,reward=rewards.py:accuracy") + ",config="
     monkeypatch.chdir("/")
-    spec = "rewarded:data=questions,split=test,reward=rewards.py:accuracy,config="
     env = make(f"{spec}main")
     (message,) = env.reset(1)
     assert message["content"].startswith("Say ")

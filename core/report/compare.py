@@ -29,6 +29,7 @@ from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens
 from core.run_dir import read_settings
 from core.run_log import METRICS, Record, damage_of, read_metrics
 from core.types import UsageError, printable
+from environments.registry import short
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
@@ -92,7 +93,8 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
     """
     found: list[tuple[str, float, float, list[str]]] = []
     for run_dir, config, records in runs:
-        for env, first, last in before_after(records) or [(" ".join(config["env"]), {}, {})]:
+        envs = " ".join(map(short, config["env"]))
+        for env, first, last in before_after(records) or [(envs, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [
                 run_dir.name, str(config["algo"]), env,

@@ -36,6 +36,7 @@ from core.run_log import (
     read_metrics,
 )
 from core.types import printable_json
+from environments.registry import short
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE_BYTES = 9_500_000
@@ -185,7 +186,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     data: Record = {
         "name": run_dir.name,
         "algo": shorten(str(config["algo"]), 200),
-        "env": shorten(" ".join(config["env"]), 500),
+        "env": shorten(" ".join(map(short, config["env"])), 500),
         "model": shorten(str(config["model_id"]), 500),
         "seed": config["seed"],
         "command": repeat_command(run_dir, config),

@@ -11,6 +11,7 @@ from core.files import published
 from core.metrics import before_after, describe
 from core.run_dir import train_command
 from core.run_log import METRICS, Record, read_metrics
+from environments.registry import relative, short
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
@@ -51,7 +52,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
     text = README.format(
         **{key: config[key] for key in ("algo", "model_id", "seed", "sft_steps")},
         name=run_dir.name,
-        env=" ".join(config["env"]),
+        env=" ".join(map(short, config["env"])),
         updates=num_updates(records),
         minutes=minutes(records),
         torch=torch.__version__,
@@ -87,10 +88,8 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     if config["algo"] == "scratch":
         return [*lines, "next: python scratch.py"]
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
-    flags += ["--env", *config["env"], "--seed", str(config["seed"])]
+    flags += ["--env", *map(relative, config["env"]), "--seed", str(config["seed"])]
     flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
-    if config.get("env_path") not in (None, "", str(Path.cwd())):
-        flags += ["--env-path", config["env_path"]]
     return [*lines, f"next: {train_command(*flags)}"]
 
 

@@ -38,7 +38,6 @@ import json
 import os
 import random
 import selectors
-import shlex
 import signal
 import subprocess
 import sys
@@ -51,7 +50,7 @@ from typing import IO, Any, TypeVar
 
 from core.types import Message, UsageError, one_line
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
-from environments.registry import make, start_elsewhere
+from environments.registry import make, split_words, variables_of_python
 from environments.tools import schemas
 
 T = TypeVar("T")
@@ -94,14 +93,14 @@ class _Connection:
         if not 0 < timeout <= MAX_TIMEOUT:  # nor NaN
             raise UsageError(f"timeout must be more than 0 and at most {MAX_TIMEOUT:,} seconds, "
                              f"not {timeout:g}")  # fmt: skip
-        self.arguments = shlex.split(command)
+        self.arguments = split_words(command)
         self.variables: dict[str, str] | None = None  # those of this process
         if env:
             spec = env.replace(";", ",")
             served = make(spec)  # raises UsageError here instead of in the server
             if schemas(served):
                 raise UsageError(f"{spec} has tools, which remote does not pass on")
-            spec, self.variables = start_elsewhere(spec)
+            self.variables = variables_of_python()
             self.arguments = [sys.executable, "-m", "environments.adapters.remote", spec]
         self.timeout = timeout
         self.process: subprocess.Popen | None = None

@@ -42,7 +42,7 @@ def cases(rng: random.Random) -> Iterator[tuple[str, Callable[[], str]]]:
         for spec in SPECS:
             specs = ["snake"] * rng.randrange(2) + [spec] + ["reverse"] * rng.randrange(2)
             for how in ("--config", "--resume", "chat"):
-                settings = {key: specs, "env_path": "{folder}"}
+                settings = {key: specs, "env_path": "{folder}"}  # of an older version
                 yield f"{how} {key} {spec}", lambda s=settings, h=how: attack(s, h, "would run")
     for settings in SENT:
         for how in ("--config", "--resume"):

@@ -46,7 +46,7 @@ def make(run: str, flags: str) -> None:
     """Trains, rates the older copies of one run in a league, and keeps metrics and ratings."""
     with tempfile.TemporaryDirectory() as place:
         shutil.copy(record.ROOT / "environments/template.py", Path(place, "my_envs.py"))
-        folder, seconds = record.train(f"{flags} --env-path {place}", f"{HERE.name}-{run}")
+        folder, seconds = record.train(flags.replace(NIM, f"{place}/{NIM}"), f"{HERE.name}-{run}")
         if run == RATED:
             command = [sys.executable, "-m", "core.league", f"runs/{folder.name}", "--games", "64"]
             subprocess.run(command, cwd=record.ROOT, check=True)
