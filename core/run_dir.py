@@ -32,7 +32,7 @@ from environments.registry import absolute
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
 }
-KINDS: dict[str, Any] = get_type_hints(Config) | {"env_path": str}
+KINDS: dict[str, Any] = get_type_hints(Config)
 MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
@@ -50,9 +50,6 @@ def read_config(file: Path) -> Config:
     Who then runs what the settings name calls `config.check_trust` first.
     """
     values = read_settings(file)
-    folder = values.pop("env_path", "")  # of older versions: where the files of --env are
-    for name in {"env", "eval_env"} & {*values}:
-        values[name] = tuple(absolute(spec, folder) for spec in values[name])
     own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
     return Config(**(values | own))
 
@@ -74,7 +71,11 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
         raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
-    return _typed(Config, values, f"{file}: ", skip_unknown)
+    folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
+    typed = _typed(Config, values, f"{file}: ", skip_unknown)
+    for name in {"env", "eval_env"} & {*typed}:
+        typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
+    return typed
 
 
 def train_command(*flags: str) -> str:
