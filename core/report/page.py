@@ -73,7 +73,7 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
         "loss_types": grpo.LOSS_TYPES,
     }
     with published(path) as part:
-        part.write_text(before + to_json(data) + after, encoding="utf-8")
+        part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
     return path
 
 

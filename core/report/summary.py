@@ -62,7 +62,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         system_prompt=SYSTEM_PROMPT.format("\n    ".join(prompt.splitlines())) if prompt else "",
     )
     with published(run_dir / "README.md") as part:
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8", newline="\n")
 
 
 def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:

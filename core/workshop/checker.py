@@ -12,6 +12,7 @@ import argparse
 import copy
 import importlib.util
 import inspect
+import io
 import sys
 import threading
 import traceback
@@ -88,6 +89,9 @@ def run_command(args: list[str], file: Path = FILE) -> int:
         "--solution", type=int, choices=numbers, metavar="N", help="print a solution of exercise N"
     )
     options = parser.parse_args(args)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a pipe on Windows has no ✓ and no π
     if options.solution:
         name = EXERCISES[options.solution - 1].name
         print(inspect.getsource(getattr(solutions, name)))
@@ -111,8 +115,6 @@ def run_command(args: list[str], file: Path = FILE) -> int:
 
 def load(file: Path) -> ModuleType:
     """Imports a scratch.py. Raises UsageError, one line, if that fails."""
-    if file.exists() and not file.is_file():  # to read a pipe would wait for ever
-        raise UsageError(f"{file} is not a file")
     spec = importlib.util.spec_from_file_location("scratch", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
