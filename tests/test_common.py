@@ -1,4 +1,4 @@
-"""Token log-probs, returns, masked statistics and weights, against sums done by hand."""
+"""Token log-probs, returns, masked statistics, weights and metrics, against sums done by hand."""
 
 import math
 
@@ -7,11 +7,9 @@ import torch
 
 from algorithms.common import (
     group_sum,
-    importance_weights,
     masked_mean,
     normalize,
     overlong_penalty,
-    sampler_ratio,
     surrogate_metrics,
     token_logprobs,
     token_weights,
@@ -25,54 +23,50 @@ MASK = torch.tensor([[True, True, False, True], [False, True, True, True]])
 EDGES = torch.tensor([[True, False, False, True], [False, False, False, True]])
 
 
-def small_head(seed=0):
+def small_head():
     """Hidden states [2, 5, 3] and a head [5 words, 3], both leaves that take gradients."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 5, 3, generator=generator).requires_grad_()
     return hidden, torch.randn(5, 3, generator=generator).requires_grad_()
 
 
-def by_hand(hidden, head, mask, temperature):
+def by_hand(hidden, head, mask, temperature, kept_ids=None):
     """The same by loops: the hidden state at t scores the token at t+1."""
-    logprobs, entropy = torch.zeros(2, 4), torch.zeros(2, 4)
-    for b in range(2):
-        for t in range(4):
-            if mask[b, t]:
-                row = torch.log_softmax(hidden[b, t] @ head.T / temperature, -1)
-                logprobs[b, t] = row[IDS[b, t + 1]]
-                entropy[b, t] = -(row.exp() * row).sum()
+    logprobs, entropy, n = torch.zeros(2, 4), torch.zeros(2, 4), 0
+    for b, t in mask.nonzero().tolist():
+        logits = hidden[b, t] @ head.T / temperature
+        ids = list(range(5)) if kept_ids is None else kept_ids[n]
+        row, n = logits[ids] - logits[ids].logsumexp(0), n + 1
+        logprobs[b, t] = row[ids.index(IDS[b, t + 1])]
+        entropy[b, t] = -(row.exp() * row).sum()
     return logprobs, entropy
 
 
-@pytest.mark.parametrize("mask", [MASK, EDGES, torch.ones(2, 4, dtype=torch.bool)])
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-@pytest.mark.parametrize("chunk", [1, 2, 4096])
-def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk):
+@pytest.mark.parametrize(
+    "mask, temperature, chunk, kept_ids",
+    [
+        (MASK, 0.5, 2, None),
+        (EDGES, 2.0, 1, None),
+        (MASK, 1.0, 4096, None),
+        # top-k or top-p kept these ids at each of the six places, the sampled one among them
+        (MASK, 0.5, 4, [[1, 2], [4], [0, 2], [1, 4], [3, 0, 1], [1, 2]]),
+    ],
+)
+def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chunk, kept_ids):
     hidden, head = small_head()
-    got = token_logprobs(hidden, IDS, mask, lambda h: h @ head.T, temperature, chunk)
-    want = by_hand(hidden, head, mask, temperature)
+    if kept_ids:
+        sampled = IDS[:, 1:][mask].tolist()
+        kept_ids = [sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
+    got = token_logprobs(hidden, IDS, mask, lambda h: h @ head.T, temperature, chunk, kept_ids)
+    want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     pull = torch.linspace(-1, 2, 8).view(2, 4)  # an uneven gradient, through both results
-    got_grads = torch.autograd.grad((got[0] * pull + got[1] * pull**2).sum(), (hidden, head))
-    want_grads = torch.autograd.grad((want[0] * pull + want[1] * pull**2).sum(), (hidden, head))
+    got_grads, want_grads = (
+        torch.autograd.grad((x * pull + y * pull**2).sum(), (hidden, head)) for x, y in (got, want)
+    )
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
-
-
-def test_token_logprobs_of_even_logits_are_minus_log_of_the_vocabulary():
-    hidden = torch.zeros(2, 5, 3)
-    logprobs, entropy = token_logprobs(hidden, IDS, MASK, lambda h: h @ torch.ones(3, 5))
-    assert logprobs[MASK].tolist() == pytest.approx([-math.log(5)] * 6)
-    assert entropy[MASK].tolist() == pytest.approx([math.log(5)] * 6)
-
-
-def test_token_logprobs_are_zero_off_the_mask_and_take_no_gradient_there():
-    hidden, head = small_head()
-    logprobs, entropy = token_logprobs(hidden, IDS, MASK, lambda h: h @ head.T)
-    assert (logprobs[~MASK] == 0).all() and (entropy[~MASK] == 0).all()
-    (logprobs + entropy).sum().backward()
-    reached = hidden.grad.abs().sum(-1) > 0
-    assert torch.equal(reached[:, :4], MASK)
-    assert not reached[:, 4].any()  # the last position predicts nothing
+    reached = got_grads[0].abs().sum(-1) > 0
+    assert not (reached[:, :4] & ~mask).any() and not reached[:, 4].any()
 
 
 def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
@@ -85,6 +79,8 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
 
     token_logprobs(hidden, IDS, MASK, to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
+    logprobs, entropy = token_logprobs(hidden, IDS, MASK & False, to_logits)
+    assert torch.equal(logprobs, torch.zeros(2, 4)) and torch.equal(entropy, torch.zeros(2, 4))
 
 
 def test_token_logprobs_of_half_precision_logits_are_float32():
@@ -93,13 +89,6 @@ def test_token_logprobs_of_half_precision_logits_are_float32():
     want, _ = by_hand(hidden, head, MASK, 1.0)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, want, atol=0.05, rtol=0)
-
-
-def test_token_logprobs_of_nothing_sampled_are_zero():
-    hidden, head = small_head()
-    nothing = torch.zeros(2, 4, dtype=torch.bool)
-    logprobs, entropy = token_logprobs(hidden, IDS, nothing, lambda h: h @ head.T)
-    assert torch.equal(logprobs, torch.zeros(2, 4)) and torch.equal(entropy, torch.zeros(2, 4))
 
 
 # turn 0 of 2 tokens, then two of 1; and a rollout that ended after its first turn
@@ -116,18 +105,12 @@ PAID = torch.tensor([[0.0, 1.0, 4.0, 8.0], [0.5, 2.0, 0.0, 0.0]])
         (0.0, [1, 4, 8]),
     ],
 )
-def test_turn_returns_discount_by_turns_not_by_tokens(gamma, want):
-    returns, played = turn_returns(PAID, PLAYED, TURNS, gamma)
-    assert returns.tolist() == [want, [2.5, 0, 0]]
+@pytest.mark.parametrize("junk", [0.0, NAN, -INF])
+def test_turn_returns_discount_by_turns_and_ignore_what_is_masked(gamma, want, junk):
+    paid, turn_ids = PAID.masked_fill(~PLAYED, junk), TURNS.masked_fill(~PLAYED, 2)
+    returns, played = turn_returns(paid, PLAYED, turn_ids, gamma)
+    assert returns.tolist() == [want, [2.5, 0, 0]] and returns.dtype == torch.float64
     assert played.tolist() == [[True, True, True], [True, False, False]]
-
-
-@pytest.mark.parametrize("junk", [7.0, NAN, INF, -INF])
-def test_turn_returns_ignore_what_is_masked(junk):
-    padded = PAID.masked_fill(~PLAYED, junk)
-    returns, played = turn_returns(padded, PLAYED, TURNS.masked_fill(~PLAYED, 2), gamma=0.5)
-    assert returns.tolist() == [[5, 8, 8], [2.5, 0, 0]]
-    assert played[1].tolist() == [True, False, False]
 
 
 def test_group_sum_adds_the_rows_of_each_group_in_any_order():
@@ -136,81 +119,52 @@ def test_group_sum_adds_the_rows_of_each_group_in_any_order():
     assert got.tolist() == [[5, 50], [2, 20], [5, 50]]
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
-def test_token_weights_of_some_rows_are_those_of_a_batch_of_these_rows(aggregation):
-    mask = torch.tensor([[True, True], [True, False], [True, True]])
-    weights = token_weights(mask, aggregation, max_tokens=8, rows=[0, 2])
-    assert torch.equal(weights[[0, 2]], token_weights(mask[[0, 2]], aggregation, max_tokens=8))
-    assert (weights[1] == 0).all()
+# Rollouts of 1, 2, 3 and no tokens, at most 8; the last counts, although it has none. The first and
+# the third are a group.
+TRAINED = torch.tensor([[0, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool()
+GROUPS = torch.tensor([4, 7, 4, 9])
 
 
 @pytest.mark.parametrize(
-    "aggregation, one, three",  # the scale of each token of a rollout of 1 token, and of 3
-    [("token", 1 / 4, 1 / 4), ("sequence", 1 / 3, 1 / 9), ("constant", 1 / 24, 1 / 24)],
+    "aggregation, want, want_of_two",  # each token of the rollouts of 1, 2, 3; of the first two
+    [
+        ("token", [1 / 6, 1 / 6, 1 / 6], [1 / 3, 1 / 3]),
+        ("sequence", [1 / 4, 1 / 8, 1 / 12], [1 / 2, 1 / 4]),
+        ("prompt", [1 / 12, 1 / 6, 1 / 12], [1 / 2, 1 / 4]),  # 3 groups, of 4, 2 and no tokens
+        ("constant", [1 / 32, 1 / 32, 1 / 32], [1 / 16, 1 / 16]),
+    ],
 )
-def test_token_weights_by_hand(aggregation, one, three):
-    # 3 rollouts of at most 8 tokens; the last has none, but is one of those that are counted
-    mask = torch.tensor([[False, True, False, False], [True, True, False, True], [False] * 4])
-    scale = token_weights(mask, aggregation, max_tokens=8)
-    want = torch.tensor([[0, one, 0, 0], [three, three, 0, three], [0, 0, 0, 0]])
-    torch.testing.assert_close(scale, want, atol=1e-7, rtol=0)
-    padded = token_weights(torch.nn.functional.pad(mask, (2, 3)), aggregation, max_tokens=8)
-    assert torch.equal(padded, torch.nn.functional.pad(scale, (2, 3)))
+def test_token_weights_by_hand(aggregation, want, want_of_two):
+    weights = token_weights(TRAINED, aggregation, 8, group_ids=GROUPS)
+    torch.testing.assert_close(weights, TRAINED * torch.tensor([[x] for x in [*want, 0]]))
+    two = token_weights(TRAINED, aggregation, 8, rows=[0, 1], group_ids=GROUPS)
+    want = torch.tensor([[x] for x in [*want_of_two, 0, 0]])
+    torch.testing.assert_close(two, TRAINED * want)
+    assert torch.equal(token_weights(TRAINED & False, aggregation, 8), torch.zeros(4, 4))
 
 
-def test_token_weights_by_prompt_by_hand():
-    # groups of 1 + 3 tokens, of 2 and of none: 1/3 · 1/4 and 1/3 · 1/2; then two rollouts alone
-    mask = torch.tensor([[True, False, False], [True, True, False], [True] * 3, [False] * 3])
-    groups = torch.tensor([4, 7, 4, 9])
-    weights = token_weights(mask, "prompt", max_tokens=8, group_ids=groups)
-    want = torch.tensor([[1, 0, 0], [2, 2, 0], [1, 1, 1], [0, 0, 0]]) / 12
-    torch.testing.assert_close(weights, want)
-    part = token_weights(mask, "prompt", max_tokens=8, rows=[0, 1], group_ids=groups)
-    assert part.tolist() == [[0.5, 0, 0], [0.25, 0.25, 0], [0, 0, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "prompt", "constant"])
-def test_token_weights_of_nothing_is_zero(aggregation):
-    scale = token_weights(torch.zeros(2, 3, dtype=torch.bool), aggregation, max_tokens=8)
-    assert torch.equal(scale, torch.zeros(2, 3))
+def test_without_group_ids_each_rollout_is_a_group():
+    of_each = token_weights(TRAINED, "sequence", 8, rows=[2, 1])
+    assert torch.equal(token_weights(TRAINED, "prompt", 8, rows=[2, 1]), of_each)
 
 
 @pytest.mark.parametrize("junk", [NAN, INF, -INF])
 def test_masked_mean_ignores_what_is_masked(junk):
-    values = torch.tensor([1.0, junk, 4.0], requires_grad=True)
-    mean = masked_mean(values, torch.tensor([True, False, True]))
-    mean.backward()
-    assert mean.item() == 2.5
-    assert values.grad.tolist() == [0.5, 0, 0.5]
-
-
-def test_masked_mean_along_a_dimension_keeps_it():
-    values = torch.tensor([[1.0, NAN, 3.0], [5.0, 7.0, INF]])
+    values = torch.tensor([[1.0, junk, 4.0], [5.0, 7.0, junk]], requires_grad=True)
     mask = torch.tensor([[True, False, True], [True, True, False]])
-    assert masked_mean(values, mask, dim=1).tolist() == [[2], [6]]
-    assert masked_mean(values, mask, dim=0).tolist() == [[3, 7, 3]]
-
-
-def test_masked_mean_of_nothing_is_zero():
-    assert masked_mean(torch.tensor([NAN, 3.0]), torch.tensor([False, False])).item() == 0
-
-
-def test_normalize_gives_mean_0_and_deviation_1_over_the_mask_and_0_off_it():
-    values = torch.tensor([[3.0, 5.0, NAN], [INF, 10.0, -2.0]])
-    mask = values.isfinite()
-    normal = normalize(values, mask)
-    assert (normal[~mask] == 0).all()
-    assert normal[mask].mean().item() == pytest.approx(0, abs=1e-6)
-    assert normal[mask].std(correction=0).item() == pytest.approx(1, abs=1e-4)
-    assert normal.argmax() == 4 and normal.argmin() == 5  # the order is kept
+    mean = masked_mean(values, mask)
+    mean.backward()
+    assert mean.item() == 17 / 4 and values.grad.tolist() == [[1 / 4, 0, 1 / 4], [1 / 4, 1 / 4, 0]]
+    assert masked_mean(values, mask, dim=1).tolist() == [[2.5], [6]]
+    assert masked_mean(values, mask, dim=0).tolist() == [[3, 7, 4]]
+    assert masked_mean(values, mask & False).item() == 0
+    assert masked_mean(values, mask & False, dim=1).tolist() == [[0], [0]]
 
 
 def test_normalize_by_hand():
-    normal = normalize(torch.tensor([2.0, 6.0]), torch.tensor([True, True]), eps=2.0)
-    assert normal.tolist() == [-0.5, 0.5]  # (2 - 4) / (2 + eps)
-
-
-def test_normalize_without_spread_is_zero():
+    values, mask = torch.tensor([2.0, NAN, 6.0]), torch.tensor([True, False, True])
+    assert normalize(values, mask, eps=2.0).tolist() == [-0.5, 0, 0.5]  # (2 - 4) / (2 + eps)
+    assert normalize(values, mask)[2].item() == pytest.approx(2 / 2.0001, abs=1e-7)
     assert normalize(torch.tensor([7.0, 7.0]), torch.tensor([True, True])).tolist() == [0, 0]
 
 
@@ -221,72 +175,15 @@ def test_overlong_penalty_grows_from_0_to_1_over_the_buffer():
     assert got.tolist() == pytest.approx(want, abs=1e-6)
 
 
-def test_overlong_penalty_leaves_length_0_alone_when_the_buffer_is_everything():
-    assert overlong_penalty(torch.tensor([0, 4]), max_tokens=8, buffer=8).tolist() == [0, -0.5]
-
-
-TRAINER, SAMPLER = torch.tensor([[0.3, 0.2, 0.9]] * 2), torch.tensor([[0.2, 0.4, 0.1]] * 2)
-SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
-
-
-@pytest.mark.parametrize(
-    "level, want",
-    [  # 0.3/0.2, 0.2/0.4, 0.9/0.1; the geometric mean of all three, and of the two that count
-        ("token", [1.5, 0.5, 9.0, 1.5, 0.5]),
-        ("geometric", [6.75 ** (1 / 3)] * 3 + [math.sqrt(0.75)] * 2),
-    ],
-)
-@pytest.mark.parametrize("junk", [1.0, 0.0, NAN])  # its logarithms: 0, -inf, nan
-def test_sampler_ratio_is_trainer_over_sampler(level, want, junk):
-    trainer = TRAINER.masked_fill(~SAMPLED, junk).log().requires_grad_()
-    ratio = sampler_ratio(trainer, SAMPLER.log(), SAMPLED, level)
-    assert ratio[SAMPLED].tolist() == pytest.approx(want, abs=1e-5)
-    assert ratio.isfinite().all()
-    assert not ratio.requires_grad
-
-
-def test_sampler_ratio_of_a_sequence_does_not_grow_with_its_length():
-    short, long = torch.full((1, 2), 0.1), torch.full((1, 2000), 0.1)
-    ratios = [
-        sampler_ratio(x, torch.zeros_like(x), x > 0, "geometric")[0, 0].item()
-        for x in (short, long)
-    ]
-    assert ratios == pytest.approx([math.exp(0.1)] * 2, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "cap, masked, want",
-    [
-        (2.0, False, [0.0, 0.4, 0.5, 1.0, 2.0, 2.0, 2.0]),  # never raised, only cut
-        (2.0, True, [0.0, 0.0, 0.5, 1.0, 2.0, 0.0, 0.0]),  # the bounds themselves are within
-        (1.0, False, [0.0, 0.4, 0.5, 1.0, 1.0, 1.0, 1.0]),
-        (0.0, False, [1.0] * 7),
-        (0.0, True, [1.0] * 7),
-    ],
-)
-def test_importance_weights_by_hand(cap, masked, want):
-    ratio = torch.tensor([0.0, 0.4, 0.5, 1.0, 2.0, 2.5, INF])
-    assert importance_weights(
-        ratio, cap, "mask" if masked else "truncate"
-    ).tolist() == pytest.approx(want, abs=1e-7)
-
-
-def test_surrogate_metrics_count_the_tokens_that_the_clip_stops():
-    ratio = torch.tensor([0.5, 0.5, 0.85, 1.25, 1.25, 1.5, 1.5])
-    advantages = torch.tensor([-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, 1.0])
-    mask = torch.tensor([True] * 6 + [False])
-    old = torch.full((7,), -1.0)
-    got = surrogate_metrics(
-        ratio, old + ratio.log(), old, advantages, mask, clip_low=0.2, clip_high=0.3
-    )
-    assert got["clip/low_fraction"] == 1  # 0.5 with -1; 0.85 is within
-    assert got["clip/high_fraction"] == 1  # 1.5 with +1; 1.25 is within, the last masked
-    k3 = sum(r - 1 - math.log(r) for r in [0.5, 0.5, 0.85, 1.25, 1.25, 1.5])
-    assert got["kl/approx"] == pytest.approx(k3, abs=1e-6)  # KL of the old from the new
-
-
-@pytest.mark.parametrize("junk", [NAN, INF, -INF])
-def test_surrogate_metrics_ignore_what_is_masked(junk):
-    ratio, mask = torch.tensor([junk, 1.0]), torch.tensor([False, True])
-    got = surrogate_metrics(ratio, ratio.log(), ratio.log(), ratio, mask, 0.2, 0.2)
-    assert got == {"clip/low_fraction": 0, "clip/high_fraction": 0, "kl/approx": 0}
+@pytest.mark.parametrize("junk", [1.0, NAN, INF])
+def test_surrogate_metrics_count_the_tokens_that_the_clip_stops(junk):
+    """Beyond 1/2 and 5/4, not at them; the last token is masked."""
+    ratio = torch.tensor([0.25, 0.25, 0.25, 0.5, 1.25, 1.5, 1.5, 1.5, junk])
+    advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0, -1.0, 1.0, 0.0, junk])
+    mask, old = torch.arange(9) < 8, torch.full((9,), -1.0)
+    inputs = ratio, old + ratio.log(), old, advantages, mask, 0.5, 0.25
+    k3 = sum(r - 1 - math.log(r) for r in ratio[:8].tolist())  # KL of the old from the new
+    want = {"clip/low_fraction": 1, "clip/high_fraction": 1, "kl/approx": pytest.approx(k3)}
+    assert surrogate_metrics(*inputs) == want
+    want = want | {"clip/low_fraction": 3, "clip/high_fraction": 3}
+    assert surrogate_metrics(*inputs, either_sign=True) == want

@@ -1,25 +1,27 @@
-"""One update of the training loop: which weights it changes, and its metrics."""
+"""The training loop: which weights an update changes, its rollouts, the warm start."""
 
-import math
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import FAMILIES
+from conftest import load_small, rollouts_of
 from single_update import single_update
 
 import train
-from algorithms import ppo
+from algorithms import ppo, sft
+from core.batching import MicroBatch
 from core.config import Config
-from core.model import load_policy
 from core.optimizer import make_optimizer
-from core.reference import freeze_reference
 from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
+from core.seeds import SAMPLING, derive_seed
 from core.tasks import train_tasks
+from core.types import Rollout, Turn
 
 
 def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
-    policy = load_policy(str(folder), device="cpu", value_head=algo == "ppo", seed=1)
+    policy = load_small(folder, value_head=algo == "ppo")
     if policy.value_head is not None:
         with torch.no_grad():
             policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
@@ -33,16 +35,11 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
 
 
 @pytest.mark.parametrize(
-    ("small_folder", "algo"),
-    [("qwen3", "reinforce"), ("qwen3", "ppo"), *((family, "grpo") for family in FAMILIES)],
-    indirect=["small_folder"],
+    ("small_folder", "algo"), [("qwen3", "ppo"), ("gemma3", "grpo")], indirect=["small_folder"]
 )
 def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
-    policy = load_policy(str(small_folder), device="cpu")
-    drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=3, group_size=4)
-    params = SamplingParams(max_tokens=20, seed=1)
-    rollouts = RolloutCollector(policy, 2).collect(drawn, TorchSampler(policy), params)
-    for i, rollout in enumerate(rollouts):  # random weights earn nothing: give them a spread
+    rollouts = rollouts_of(3, 4, prompt=9)
+    for i, rollout in enumerate(rollouts):
         rollout.turns[0].reward = float(i % 3)
     one_by_one, metrics_1 = gradients(algo, 1, small_folder, rollouts)
     at_once, metrics_2 = gradients(algo, 10**9, small_folder, rollouts)
@@ -53,19 +50,6 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
     for name, value in metrics_1.items():
         assert value == pytest.approx(metrics_2[name], rel=1e-4, abs=1e-5), name
     assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
-
-
-def test_ppo_trains_its_value_head(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
-    drawn = train_tasks(["letter_counting"], 0, 1, num_prompts=2, group_size=2)
-    rollouts = RolloutCollector(policy, 2).collect(
-        drawn, TorchSampler(policy), SamplingParams(max_tokens=9)
-    )
-    rollouts[0].turns[0].reward = 1.0
-    optimizer = make_optimizer(policy, 1e-4, value_lr=1e-2)
-    cfg = Config(algo="ppo")
-    single_update(cfg, policy, optimizer, rollouts)
-    assert policy.value_head.weight.abs().sum() > 0
 
 
 def played(policy, rewards, num_turns=1, max_tokens=9):
@@ -87,7 +71,7 @@ def config(**settings_):
 
 
 def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
+    policy = load_small(qwen3_folder, value_head=True)
     optimizer = make_optimizer(policy, 1e-2, value_lr=1e-2)
     cfg = config(algo="ppo", ppo=ppo.Options(value_warmup=1), entropy_coef=0.1)
     rollouts = played(policy, [0.0, 1.0, 2.0])
@@ -101,58 +85,16 @@ def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
 def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder):
     steps = {}
     for target in (0.0, 1e-6, 1e3):
-        policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
-        optimizer = make_optimizer(policy, 1e-2)
-        cfg = config(algo="ppo", num_epochs=4, ppo=ppo.Options(target_kl=target))
-        metrics = single_update(cfg, policy, optimizer, played(policy, [0.0, 1.0, 2.0]))
+        policy = load_small(qwen3_folder, value_head=True)
+        cfg = config(algo="ppo", num_epochs=3, ppo=ppo.Options(target_kl=target))
+        rollouts = played(policy, [0.0, 1.0, 2.0])
+        metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
         steps[target] = metrics["update/steps"]
-    assert steps == {0.0: 4, 1e-6: 1, 1e3: 4}
-
-
-def test_target_kl_exceeded_by_the_first_step_is_an_update_without_a_step(
-    qwen3_folder, monkeypatch
-):
-    policy = load_policy(str(qwen3_folder), device="cpu", value_head=True)
-    rollouts, before = played(policy, [0.0, 1.0, 2.0]), weights_of(policy)
-    score = train.score_logprobs
-
-    def other_old_policy(*args):
-        logprobs, values = score(*args)
-        return logprobs - 0.5, values  # k3: e^0.5 - 1 - 0.5 = 0.149 nats per token
-
-    monkeypatch.setattr(train, "score_logprobs", other_old_policy)
-    cfg = config(algo="ppo", num_epochs=2, ppo=ppo.Options(target_kl=0.1))
-    metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
-    assert (metrics["update/steps"], metrics["update/skipped"]) == (0, 1)
-    assert metrics["kl/approx"] == pytest.approx(math.exp(0.5) - 1.5, abs=1e-3)
-    assert "grad/norm" not in metrics
-    assert all(torch.equal(p, before[n]) for n, p in weights_of(policy).items())
-
-
-def test_metrics_are_those_of_the_last_epoch_with_fewer_rollouts_than_minibatches(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu")
-    rollouts = played(policy, [0.0, 1.0])
-    optimizer = make_optimizer(policy, 1e-4)  # so low that no step is clipped altogether
-    cfg = config(num_epochs=3, num_minibatches=4, num_prompts=1, group_size=4)
-    entropy, forward = [], train.forward
-
-    def watched(policy, micro, temperature):
-        result = forward(policy, micro, temperature)
-        if torch.is_grad_enabled():
-            entropy.append((result[1].sum().item(), micro.num_tokens))
-        return result
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "forward", watched)
-        metrics = single_update(cfg, policy, optimizer, rollouts)
-    assert metrics["update/steps"] == 6 == len(entropy)  # 2 rollouts: 2 steps in each epoch
-    last = entropy[-2:]
-    expected = sum(x for x, _ in last) / sum(n for _, n in last)
-    assert metrics["policy/entropy"] == pytest.approx(expected, rel=1e-5)
+    assert steps == {0.0: 3, 1e-6: 1, 1e3: 3}
 
 
 def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu")
+    policy = load_small(qwen3_folder)
     optimizer = make_optimizer(policy, 2e-3)
     rollouts = played(policy, [0.0, 1.0, 2.0, 3.0])
     cfg = config(num_epochs=2, num_minibatches=2)
@@ -162,29 +104,170 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's
 
 
-def test_completions_that_were_cut_off_are_compared_and_not_learnt_from(qwen3_folder):
-    policy = load_policy(str(qwen3_folder), device="cpu")
-    rollouts = played(policy, [0.0, 1.0, 2.0])
-    for rollout, reason in zip(rollouts, ("length", "stop", "stop"), strict=True):
-        rollout.turns[0].finish_reason = reason
-    optimizer = make_optimizer(policy, 1e-2)
-    cfg = config(mask_truncated_completions=True)
-    metrics = single_update(cfg, policy, optimizer, rollouts)
-    assert metrics["tokens/trained"] == sum(r.num_tokens for r in rollouts[1:])
+def a_run(**given):
+    """As much of a run as collecting and the warm start need."""
+
+    @contextmanager
+    def phase(*args):
+        yield SimpleNamespace(tick_and=lambda check: check, advance=lambda text: None)
+
+    return SimpleNamespace(
+        display=SimpleNamespace(phase=phase),
+        interrupt=SimpleNamespace(check=lambda: None, check_alone=lambda: None),
+        drop_failed=lambda rollouts: [r for r in rollouts if not r.error],
+        **given,
+    )
 
 
-def test_kl_pulls_the_policy_back_to_its_reference(qwen3_folder, tmp_path):
-    policy = load_policy(str(qwen3_folder), device="cpu")
-    reference = freeze_reference(policy, tmp_path, next_update=0)
-    with torch.no_grad():
-        for parameter in policy.trainable().values():
-            parameter.add_(0.02 * torch.randn(parameter.shape))
-    optimizer = make_optimizer(policy, 3e-4)
-    rollouts = played(policy, [1.0] * 8)  # equal returns: only the KL has a gradient
-    cfg = config(kl_coef=1.0)
-    kl = [
-        single_update(cfg, policy, optimizer, rollouts, update, reference)["kl/reference"]
-        for update in range(1, 9)
-    ]
-    assert kl[0] > 0.01
-    assert kl[-1] < 0.6 * kl[0]
+@pytest.mark.parametrize(
+    ("rounds", "asked", "num_kept"),
+    [  # the returns of each group, of two rollouts, in each round; how many tasks were drawn
+        ([[(0, 1), (1, 1), (0, 0)], [(0, 0), (0, 1)], [(1, 0)]], [3, 2, 1], 6),
+        ([[(0, 0), (1, 1), (0, 0)], [(0, 0), (0, 1), (0, 0)], [(1, 1), (1, 1)]], [3, 3, 2], 2),
+        ([[(0, 1), (1, 0), (0, 2)]], [3], 6),  # no second round
+        ([[(0, 0), (1, None), (0, 1)], [(1, 0), (0, 0)], [(0, 0)]], [3, 2, 1], 4),  # one failed
+    ],
+)
+def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
+    calls = []
+
+    def collect(drawn, sampler, params, on_progress):
+        returns = [x for group in rounds[len(calls)] for x in group]
+        calls.append((drawn, params))
+        return [
+            Rollout(task.env, "player", task.seed, task.group_id, error="e" * (x is None),
+                    turns=[Turn([1], [2], [0.0], "stop", x or 0.0)])
+            for task, x in zip(drawn, returns, strict=True)
+        ]  # fmt: skip
+
+    said = []
+    run = a_run(
+        progress={"level": 1}, collector=SimpleNamespace(collect=collect),
+        sampler=nullcontext(), say=said.append,
+    )  # fmt: skip
+    cfg = Config(
+        num_prompts=3, group_size=2, filter_groups=2, seed=5, max_tokens=9, train_difficulty=2,
+        temperature=0.5, top_p=0.9, top_k=7,
+    )  # fmt: skip
+    sampled, kept = train.collect_rollouts(cfg, run, 4)
+    envs = ["letter_counting:difficulty=3"]  # a level above 2
+    for attempt, (drawn, params) in enumerate(calls):
+        assert drawn == train_tasks(envs, 5, 4, asked[attempt], 2, attempt)
+        seed = derive_seed(5, SAMPLING, 4, attempt)
+        assert params == SamplingParams(9, 0.5, 0.9, 7, seed)
+    assert len(calls) == len(asked) and len(sampled) == 2 * sum(asked)
+    groups = [rollout.group_id for rollout in sampled]
+    assert groups[::2] == groups[1::2] and len(set(groups)) == sum(asked)
+    returns = {r.group_id: set() for r in sampled}
+    for rollout in sampled:
+        if not rollout.error:
+            returns[rollout.group_id].add(rollout.episode_return)
+    assert kept == [r for r in sampled if len(returns[r.group_id]) > 1]
+    assert len(kept) == num_kept and said == []
+
+
+def test_without_a_filter_all_rollouts_that_did_not_fail_are_trained_on():
+    def collect(drawn, *rest):
+        return [Rollout(t.env, "player", t.seed, t.group_id, error="e" * (i in failing))
+                for i, t in enumerate(drawn)]  # fmt: skip
+
+    said = []
+    run = a_run(progress={"level": 0}, collector=SimpleNamespace(collect=collect),
+                sampler=nullcontext(), say=said.append)  # fmt: skip
+    cfg = Config(num_prompts=2, group_size=2, max_tokens=9)
+    failing = {1}
+    sampled, kept = train.collect_rollouts(cfg, run, 1)
+    assert kept == [sampled[0], *sampled[2:]] and len(sampled) == 4 and said == []
+    failing = {0, 1, 2, 3}
+    assert train.collect_rollouts(cfg, run, 1)[1] == [] and len(said) == 1
+
+
+def nll(policy, rollouts):
+    """The mean negative log-prob of the sampled tokens, turn by turn."""
+    found = []
+    for turn in (turn for rollout in rollouts for turn in rollout.turns):
+        start, ids = len(turn.prompt_ids), turn.prompt_ids + turn.completion_ids
+        with torch.no_grad():
+            logits = policy.model(torch.tensor([ids])).logits[0, start - 1 : -1]
+        found += logits.log_softmax(-1).gather(1, torch.tensor(ids[start:])[:, None]).flatten()
+    return -(sum(found) / len(found)).item()
+
+
+def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
+    policy.micro_batch_tokens = 30  # several micro-batches
+    rollouts = rollouts_of(2, 2, prompt=5)
+    run = SimpleNamespace(policy=policy, optimizer=make_optimizer(policy, 1e-3), progress={})
+    cfg = Config(temperature=0.5)  # of sampling
+    before = nll(policy, rollouts)
+    assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
+    assert nll(policy, rollouts) < before - 0.01
+    # --sft-best: the best rollout so far, which may be an earlier one
+    run.progress["best"] = []
+    rollouts[2].turns[0].reward = 1.0
+    before = nll(policy, [rollouts[2]])
+    assert train.sft_on_best(Config(sft_best=1), run, rollouts) == pytest.approx(before, rel=1e-5)
+    before = nll(policy, [rollouts[2]])
+    assert train.sft_on_best(Config(sft_best=1), run, rollouts[:2]) == pytest.approx(
+        before, rel=1e-5
+    )
+
+
+def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):
+    rates, logged, synced, drawn = [], [], [], []
+    optimizer = make_optimizer(policy, 9.0)
+    set_lr = optimizer.set_lr
+    optimizer.set_lr = lambda lr: (rates.append(lr), set_lr(lr))
+    collector = RolloutCollector(policy, 1)
+
+    def demonstrate(tasks):
+        drawn.append(tasks)
+        return collector.demonstrate(tasks)
+
+    run = a_run(
+        policy=policy, optimizer=optimizer, progress={"sft_step": 18},
+        collector=SimpleNamespace(demonstrate=demonstrate),
+        sampler=SimpleNamespace(sync=lambda: synced.append(run.optimizer)),
+        run_log=SimpleNamespace(log=logged.append),
+    )  # fmt: skip
+    cfg = train.prepare(Config(sft_steps=22, sft_batch_size=2, sft_lr=0.01, seed=3))
+    train.warm_start(cfg, run)
+    assert rates == [0.01 * sft.schedule(step, 22) for step in range(18, 22)]
+    assert [tasks[0].env for tasks in drawn] == ["letter_counting"] * 4
+    assert len({task.seed for tasks in drawn for task in tasks}) == 8
+    assert run.progress["sft_step"] == 22 and [r["sft_step"] for r in logged] == [20, 22]
+    assert all(0 < r["sft/loss"] < 20 and r["time/sft_s"] > 0 for r in logged)
+    assert synced == [run.optimizer] and run.optimizer is not optimizer
+
+
+def test_something_is_due_at_0_at_the_last_and_every_so_often():
+    assert [step for step in range(12) if train.is_due(step, 5, 11)] == [0, 5, 10, 11]
+    assert [step for step in range(12) if train.is_due(step, 0, 11)] == [0, 11]
+
+
+def test_rejected_tokens_have_weight_0_and_are_counted():
+    """Rows with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4; one token is masked."""
+    ratio = torch.tensor([[2.0, 0.5], [4.0, 1.0], [0.25, 8.0]])
+    sampler, mask = (
+        torch.full((3, 2), -1.0),
+        torch.tensor([[True, True], [True, True], [True, False]]),
+    )
+    micro = MicroBatch(
+        input_ids=torch.zeros(3, 3), completion_mask=mask, index=torch.zeros(3, 2),
+        sampler_logprobs=sampler, advantages=torch.tensor([[1.0] * 2, [-1.0] * 2, [-1.0] * 2]),
+    )  # fmt: skip
+    old = sampler + ratio.log()
+    logprobs = sampler - 2.0  # further from the sampler than OPSM allows
+
+    def weights(**settings):
+        cfg = Config(**settings)
+        got = train.off_policy_weights(cfg, logprobs, old, micro)
+        torch.testing.assert_close(got[0][mask], ratio[mask])
+        return got[1][mask].tolist(), got[2]
+
+    capped = [2.0, 0.5, 3.0, 1.0, 0.25]
+    assert weights(tis_cap=3.0) == (pytest.approx(capped), {})
+    kept, sums = weights(tis_cap=3.0, reject_low=0.5, reject_high=1.5)  # means 1, 2 and 1/4
+    assert kept == pytest.approx([2.0, 0.5, 0, 0, 0]) and sums == {"weights/rejected": 3}
+    kept, sums = weights(tis_cap=3.0, opsm=1.5)
+    assert kept == pytest.approx([2.0, 0.5, 0, 0, 0]) and sums == {"weights/rejected": 3}
+    assert weights(tis_cap=3.0, opsm=2.5) == (pytest.approx(capped), {"weights/rejected": 0})

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 import train
-from algorithms import common, grpo, reinforce
+from algorithms import grpo, reinforce
 from core import batching, config
 from core.model import load_policy
 from core.optimizer import make_optimizer
@@ -40,13 +40,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|rollou
 
 @pytest.fixture(scope="module", autouse=True)
 def quick():
-    """One thread, for tensors so small; and collections that TRL asks for skip what is imported."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """The garbage collections that TRL asks for skip what is imported."""
     gc.freeze()
     yield
     gc.unfreeze()
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +70,12 @@ def draw(folder):
     """Make rollouts of tokens drawn evenly, of unequal lengths; every other one has two turns."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
-    def rollouts(turns=2, shortest=2):
+    def rollouts(turns=2):
         rng = random.Random(0)
 
         def turn(prompt_ids):
             # TRL calls a completion cut off that doesn't end with the token that ends a turn
-            ids = [rng.randrange(256) for _ in range(rng.randint(shortest, 11))]
+            ids = [rng.randrange(256) for _ in range(rng.randint(2, 11))]
             finish_reason = rng.choice(["stop", "stop", "length"])
             ids += [tokenizer.eos_token_id] * (finish_reason == "stop")
             logprobs = [-rng.uniform(5.0, 6.5) for _ in ids]
@@ -246,10 +243,7 @@ def assert_same_steps(ours, theirs):
 
 
 # With GSPO, TRL multiplies the KL of a token by the ratio of its sequence, we by that of the token.
-@pytest.mark.parametrize(
-    ("variant", "beta"),
-    [*((v, 0.0) for v in LOSS_TYPES), *((v, BETA) for v in LOSS_TYPES if v != "gspo")],
-)
+@pytest.mark.parametrize(("variant", "beta"), [(v, BETA * (v != "gspo")) for v in LOSS_TYPES])
 def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
     rollouts, kl = draw(), K3 if beta else {}
     ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), **kl)
@@ -274,14 +268,10 @@ def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
 OPTIONS = {
     # name: (variant, our options of it, our settings, TRL's)
     "temperature": ("grpo", {}, {"temperature": 0.7}, {"temperature": 0.7}),
-    "batch": ("grpo", {"scale_rewards": "batch"}, {}, {"scale_rewards": "batch"}),
     "dual clip": ("dapo", {"dual_clip": 1.5}, {}, {"delta": 1.5}),
-    "truncated": ("grpo", {}, {"mask_truncated_completions": True},
+    "truncated": ("dapo", {}, {"mask_truncated_completions": True},
                   {"mask_truncated_completions": True}),
-    "truncated, by token": ("dapo", {}, {"mask_truncated_completions": True},
-                            {"mask_truncated_completions": True}),
-    "weights": ("grpo", {}, {"tis_cap": 2.0}, {"mode": "token_truncate", "clip_max": 2.0}),
-    "weights, masked": ("dapo", {}, {"tis_cap": 2.0, "tis_mode": "mask"},
+    "weights": ("dapo", {}, {"tis_cap": 2.0, "tis_mode": "mask"},
                         {"mode": "token_mask", "clip_max": 2.0, "clip_min": 0.5}),
 }  # fmt: skip
 
@@ -290,61 +280,11 @@ OPTIONS = {
 def test_options_do_what_trl_s_do(folder, weights, draw, name):
     variant, options, changes, trl_s = OPTIONS[name]
     # TRL masks all of a rollout whose end is cut off, we a turn that is: with one turn, the same
-    rollouts = draw(turns=1 if "truncated" in name else 2)
-    trl_s = {"vllm": trl_s} if "weights" in name else trl_s
+    rollouts = draw(turns=1 if name == "truncated" else 2)
+    trl_s = {"vllm": trl_s} if name == "weights" else trl_s
     ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant, **options), **changes)
     assert_same_steps(ours, their_steps(folder, weights, rollouts, **LOSS_TYPES[variant], **trl_s))
-    _, without = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
-    assert without["loss"] != pytest.approx(ours[1]["loss"], rel=1e-3)  # and they do it
-    assert (0 < ours[1]["weights/capped"] < 1) == ("weights" in name)
-
-
-@pytest.mark.parametrize("variant", LOSS_TYPES)
-def test_trl_s_gradient_accumulation_changes_nothing(folder, weights, draw, variant):
-    rollouts = draw()
-    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant))
-    batches = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
-    assert_same_steps(
-        ours, their_steps(folder, weights, rollouts, **LOSS_TYPES[variant], **batches)
-    )
-
-
-def test_the_entropy_bonus_is_trl_s_in_the_first_step(folder, weights, draw):
-    """In later steps ours has the policy ratio of the loss; TRL's has not."""
-    rollouts, trl_s = draw(), {**LOSS_TYPES["dapo"], "entropy_coef": 0.1}
-    ours, _ = our_steps(folder, weights, rollouts, grpo=grpo.Options("dapo"), entropy_coef=0.1)
-    theirs, _ = their_steps(folder, weights, rollouts, **trl_s)
-    assert_close(ours[0], theirs[0])
-    assert (ours[1] - theirs[1]).norm() > 1e-3 * theirs[1].norm()
-
-
-@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo"])
-def test_our_k2_has_the_gradient_of_trl_s_k3(folder, weights, draw, variant):
-    # With d = log π - log π_ref:
-    #   ∇(ρ k3) = ρ k3 ∇log π + ρ (1 - exp(-d)) ∇log π = ρ d ∇log π = ∇(sg[ρ] k2)
-    rollouts = draw()
-    ours, _ = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), kl_coef=BETA)
-    theirs, _ = their_steps(folder, weights, rollouts, beta=BETA, **LOSS_TYPES[variant])
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine, other)
-
-
-def test_the_weight_of_a_sequence_is_a_mean_where_trl_s_is_a_product(folder, weights, draw):
-    # ours: exp(1/n Σ_t log ratio_t); TRL's: exp(Σ_t log ratio_t), which is ours to the power of n
-    rollouts = draw()
-    vllm = {"mode": "sequence_mask", "clip_max": None}
-    theirs = scored(make_trainer(folder, weights, rollouts, vllm=vllm))
-    cfg = our_config(tis_cap=2.0, tis_level="geometric", num_minibatches=2)
-    update = batching.to_rollout_batch(rollouts)
-    policy = our_run(cfg, folder, weights)[0]
-    old, _ = train.score_logprobs(policy, update, cfg.temperature)
-    mask = update.completion_mask
-    ours = common.sampler_ratio(old, update.sampler_logprobs, mask, "geometric")[:, :1]
-    product = mask.sum(1, keepdim=True) * ours.log()
-    assert product.std() > 1
-    torch.testing.assert_close(
-        product, theirs["importance_sampling_ratio"].log(), rtol=RELATIVE, atol=1e-4
-    )
+    assert (0 < ours[1]["weights/capped"] < 1) == (name == "weights")
 
 
 def our_advantages(folder, weights, rollouts, **changes):
@@ -362,9 +302,8 @@ def our_advantages(folder, weights, rollouts, **changes):
     return advantages[:, 0]
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_equal_trl_s(folder, weights, draw, scale):
-    rollouts = draw()
+def test_advantages_equal_trl_s(folder, weights, draw):
+    rollouts, scale = draw(), "batch"
     for rollout in rollouts[:GROUP]:  # a group without spread
         for turn in rollout.turns:
             turn.reward = 1 / len(rollout.turns)
@@ -378,47 +317,23 @@ def test_advantages_equal_trl_s(folder, weights, draw, scale):
 RLOO = reinforce.Options("leave_one_out")
 
 
-@pytest.mark.parametrize("beta", [0.0, BETA])
-def test_rloo_has_trl_s_gradient_per_rollout_where_ours_is_per_token(folder, weights, draw, beta):
+def test_rloo_has_trl_s_gradient_per_rollout_where_ours_is_per_token(folder, weights, draw):
     # at ratio 1, with N tokens in B rollouts:
     #   TRL:  L = -Σ_i A_i ρ_i / B,          ∇L = -Σ_i A_i ∇log π(y_i) / B
     #   ours: L = -Σ_i A_i log π(y_i) / N,   ∇L = -Σ_i A_i ∇log π(y_i) / N
     # TRL's ratio is of the whole sequence and clipped; ours has none, so there's no second step
-    rollouts, kl = draw(turns=1), K1 if beta else {}
-    gradients, metrics = our_steps(
-        folder, weights, rollouts, algo="reinforce", reinforce=RLOO, num_epochs=1, **kl
+    rollouts = draw(turns=1)
+    gradients, _ = our_steps(
+        folder, weights, rollouts, algo="reinforce", reinforce=RLOO, num_epochs=1, **K1
     )
-    once = {"kind": ScriptedRLOO, "num_iterations": 1, "max_steps": 1, "beta": beta}
-    their_gradients, log = their_steps(folder, weights, rollouts, **once)
+    once = {"kind": ScriptedRLOO, "num_iterations": 1, "max_steps": 1, "beta": BETA}
+    their_gradients, _ = their_steps(folder, weights, rollouts, **once)
     tokens = sum(rollout.num_tokens for rollout in rollouts)
     assert_close(gradients[0] * tokens / ROLLOUTS, their_gradients[0])
 
-    known = scored(make_trainer(folder, weights, rollouts, **once))
-    assert log["loss"] == pytest.approx(-known["advantages"].mean().item(), abs=1e-6)
-    terms = -known["advantages"] * known["old_logps"] / tokens  # of both signs, so they cancel
-    size = terms.abs().sum().item()
-    assert metrics["loss"] == pytest.approx(terms.sum().item(), abs=RELATIVE * size)
 
-
-@pytest.mark.parametrize("beta", [0.0, BETA])
-def test_advantages_of_rloo_equal_trl_s(folder, weights, draw, beta):
-    rollouts, kl = draw(turns=1), K1 if beta else {}
-    theirs = scored(make_trainer(folder, weights, rollouts, kind=ScriptedRLOO, beta=beta))
-    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=RLOO, **kl)
+def test_advantages_of_rloo_equal_trl_s(folder, weights, draw):
+    rollouts = draw(turns=1)
+    theirs = scored(make_trainer(folder, weights, rollouts, kind=ScriptedRLOO, beta=BETA))
+    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=RLOO, **K1)
     torch.testing.assert_close(ours, theirs["advantages"], rtol=RELATIVE, atol=1e-6)
-
-
-def test_normalised_rloo_divides_by_another_deviation_than_trl_s(folder, weights, draw):
-    # ours is over all N tokens, as in REINFORCE++, TRL's over the B rollouts; TRL's variance is
-    # that of a sample, ours isn't. With rollouts of one length only this is left: √(B / (B - 1))
-    rollouts = draw(turns=1, shortest=11)
-    for rollout in rollouts:
-        for ids in (rollout.turns[0].completion_ids, rollout.turns[0].sampler_logprobs):
-            del ids[11:]
-    options = {"kind": ScriptedRLOO, "normalize_advantages": True}
-    theirs = scored(make_trainer(folder, weights, rollouts, **options))["advantages"]
-    options = reinforce.Options("leave_one_out", normalize=True)
-    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=options)
-    factor = (ROLLOUTS / (ROLLOUTS - 1)) ** 0.5
-    # both add 1e-4 to the deviation: the two sums differ by a little less than the deviations
-    torch.testing.assert_close(ours, theirs * factor, rtol=1e-4, atol=0)
