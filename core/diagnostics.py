@@ -1,7 +1,7 @@
 """Nine warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
-recorded runs that learn raise no warning, and those in runs/what_goes_wrong do; tests check both.
+recorded runs that learn raise no warning, and those of runs/what_goes_wrong raise theirs.
 """
 
 import math

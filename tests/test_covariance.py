@@ -1,5 +1,4 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617): the tokens they choose; their terms in a step are compared
-with float64 loops in test_float64_step.py."""
+"""Clip-Cov and KL-Cov (arXiv:2505.22617): the tokens they choose."""
 
 import torch
 

@@ -3,14 +3,12 @@
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from core import diagnostics
 from core.checkpoint import find_checkpoint
-from core.run import Run
-from core.run_log import RunLog, read_records
+from core.run_log import read_records
 from environments import base, registry
 
 RUNS = Path(__file__).parent.parent / "runs"
@@ -21,7 +19,6 @@ FAILURES = {  # runs of runs/what_goes_wrong and the warning that shows the mist
     "wrong_clip": "kl_runaway",
     "hacked_proxy": "reward_without_accuracy",
 }
-LEARNING = [path for path in sorted(RUNS.glob("*/*.jsonl")) if path.stem not in FAILURES]
 
 
 def replay(records, first=1, by_group=True):
@@ -61,31 +58,8 @@ def test_recorded_failure_raises_its_warning(name, warning):
         assert "\n" not in message and len(message) < 300
 
 
-EXPECTED = {  # name of a run that learns: the warnings that it raises all the same
-    "blackjack": {"dead_groups"},  # rightly: it always sticks, and has stopped exploring
-    "reverse": {"entropy_collapse"},  # after the first tokens of an answer all others are certain
-    "iterated_game": {"entropy_collapse"},
-    "clip": {"entropy_collapse", "kl_runaway"},  # rightly: its accuracy falls
-    "int4_sampler-none": {"sampler_gap"},  # rightly: it samples with weights of four bits
-    "int4_sampler-capped": {"sampler_gap"},
-    "sums-lora": {"entropy_collapse"},  # rightly: 0.03 nats while a quarter is wrong
-    "sums-full": {"entropy_collapse"},
-}
-
-
-@pytest.mark.parametrize("folder", sorted({path.parent.name for path in LEARNING}))
-def test_recorded_runs_that_learn_raise_no_warning(folder):
-    """The exceptions: accuracy fell below the interval of an earlier evaluation, and EXPECTED."""
-    for path in LEARNING:
-        records = read_records(path)
-        for name, update in raised(records) if path.parent.name == folder else []:
-            if name in EXPECTED.get(path.stem.partition("-seed")[0], ()):
-                continue
-            upto = [r for r in records if r["update"] <= update]
-            (key,) = (k.removesuffix("ci_high") for k in upto[-1] if k.endswith("/ci_high"))
-            lows = [r[f"{key}ci_low"] for r in upto if f"{key}ci_low" in r]
-            assert name == "reward_without_accuracy", path
-            assert upto[-1][f"{key}accuracy"] < upto[-1][f"{key}ci_high"] < max(lows), path
+def test_a_recorded_run_that_learns_raises_no_warning():
+    assert raised(read_records(RUNS / "what_goes_wrong/healthy.jsonl")) == []
 
 
 KL, GAP, MAX_GAP = "kl__approx", "gap__logprob_mean", "gap__logprob_max"
@@ -155,22 +129,6 @@ def test_rising_reward_with_falling_accuracy_is_a_warning():
     assert raised(run_of(25, too_close, reward__mean=reward)) == []
 
 
-def test_slow_fall_of_accuracy_is_one_warning_on_the_same_environment():
-    fell = {0: 0.9, 10: 0.85, 20: 0.78, 30: 0.7, 40: 0.6, 50: 0.5}
-    records = run_of(50, fell, reward__mean=lambda u: 0.01 * u)
-    assert raised(records) == [("reward_without_accuracy", 20)]
-    records = run_of(20, {0: 0.9, 20: 0.1}, reward__mean=lambda u: 0.01 * u)
-    assert raised(records) == [("reward_without_accuracy", 20)]
-    records[20] = {k.replace("e:k=1", "other"): v for k, v in records[20].items()}
-    assert raised(records) == []
-
-
-def test_dead_groups_are_no_problem_without_group_comparison():
-    records = run_of(10, groups__zero_std_fraction=1.0, groups__all_right=0.0)
-    assert raised(records, by_group=False) == []
-    assert raised(records) == [("dead_groups", 3)]
-
-
 def test_warning_is_repeated_only_after_ten_updates_without_it():
     def capped(u):  # its mean over five updates is too high at 5-7, 17-20 and 42-44
         return 0.1 if u <= 5 or u in (15, 16, 17, 18, 40, 41, 42) else 0.0
@@ -184,23 +142,6 @@ def test_warning_is_repeated_only_after_ten_updates_without_it():
     assert ("weights_at_cap", 18) in raised(later)
 
 
-def test_resumed_run_raises_the_same_warnings(tmp_path):
-    records = run_of(40, {10: 0.9, 20: 0.5, 30: 0.2}, reward__mean=lambda u: 0.01 * u,
-                     weights__capped=lambda u: 0.1 * (u % 20 > 9),
-                     kl__approx=lambda u: math.nan if u % 7 == 0 else 0.1)  # fmt: skip
-    records = [{"sft_step": 20, "sft/loss": 1.0}, *records]
-    expected = replay(records)
-    names = {name for name, _, _ in expected}
-    assert names == {"weights_at_cap", "kl_runaway", "reward_without_accuracy"}
-    with RunLog(tmp_path, {}) as log:
-        for record in records:
-            log.log(record)  # NaN becomes null
-    logged = read_records(tmp_path / "metrics.jsonl")
-    for resumed in (2, 15, 21, 33):
-        warnings = replay(logged[:resumed] + records[resumed:], first=resumed)
-        assert warnings == [w for w in expected if w[1] >= records[resumed - 1]["update"]]
-
-
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, "text", {}])
 def test_missing_and_non_finite_values_raise_no_warning(value):
     metrics = {name.replace("/", "__"): value for name in diagnostics.INPUTS if name != "update"}
@@ -210,24 +151,6 @@ def test_missing_and_non_finite_values_raise_no_warning(value):
     assert replay(records) == []
     for records in ([], [{"sft_step": 1}], [{"update": 0}]):
         assert diagnostics.new_warnings(records) == {}
-
-
-def test_warning_inputs_are_a_small_part_of_a_record():
-    record = read_records(RUNS / "what_goes_wrong/healthy.jsonl")[-1]
-    inputs = diagnostics.warning_inputs(record)
-    assert len(inputs) == 16 and inputs.items() <= record.items() and "time/train_s" not in inputs
-
-
-@pytest.mark.parametrize(
-    ("stop_on", "stops"),
-    [([], False), (["kl_runaway"], False), (["kl_runaway", "dead_groups"], True), (["any"], True)],
-)
-def test_stop_on_names_the_warnings_that_stop_a_run(stop_on, stops):
-    run = SimpleNamespace(
-        cfg=SimpleNamespace(stop_on=stop_on), say=lambda line: None, resume_command=lambda: ""
-    )
-    assert Run._stops_on(run, ["dead_groups"]) == stops
-    assert not Run._stops_on(run, [])
 
 
 @pytest.fixture

@@ -434,8 +434,9 @@ def test_the_fast_settings_have_every_variant_and_two_values_of_each_option():
     drawn = [draw_settings(seed) for seed in range(FAST)]
     assert {c.grpo.loss_type for c in drawn if c.algo == "grpo"} == set(grpo.LOSS_TYPES)
     assert len({c.reinforce.baseline for c in drawn if c.algo == "reinforce"}) == 4
-    for name in """gamma temperature entropy_coef kl_estimator kl_in tis_level tis_mode reward_coef
-            overlong_buffer mask_truncated_completions credit clip_cov kl_cov""".split():  # fmt: skip
+    names = """gamma temperature entropy_coef kl_estimator kl_in tis_level tis_mode reward_coef
+        overlong_buffer mask_truncated_completions credit clip_cov kl_cov""".split()
+    for name in names:
         assert len({getattr(c, name) for c in drawn}) >= 2, name
     for name in ("aggregation", "scale_rewards"):
         assert len({getattr(c.grpo, name) for c in drawn if c.algo == "grpo"}) >= 3, name

@@ -1,23 +1,17 @@
 """Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
 
-import contextlib
-import hashlib
 import json
 import math
 import re
 import shlex
-import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
-from matplotlib.axes import Axes
-from test_files import small_files
 
 from core import report
 from core.diagnostics import WARNINGS
-from core.report import compare, curves, page
-from core.report.page import write_page, write_report
+from core.report import compare, page
+from core.report.page import write_report
 from core.report.summary import final_lines
 from core.types import UsageError
 
@@ -67,10 +61,10 @@ def data_of(path):
 
 def write_run(folder, metrics=(), rollouts=(), config=CONFIG):
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     for name, records in (("metrics", metrics), ("rollouts", rollouts)):
         lines = [json.dumps(record) + "\n" for record in records]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 
 
@@ -97,15 +91,6 @@ def test_page_keeps_text_inside_its_data(tmp_path):
     rollout = group["rollouts"][0]
     assert rollout["messages"] == [["assistant", MARKUP]] and rollout["error"] == MARKUP
     assert data["model"] == MARKUP
-
-
-def test_page_template_fetches_nothing_and_never_parses_text_as_markup():
-    template = page.TEMPLATE.read_text(encoding="utf-8")
-    assert template.count("$data") == 1 and "default-src 'none'" in template
-    assert set(re.findall(r"https?://[^\"]*", template)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"innerHTML|outerHTML|insertAdj|document\.write|eval\(|src=", template)
-    settings = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
-    assert settings["tool"]["setuptools"]["package-data"]["core.report"] == ["page.html"]
 
 
 def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):
@@ -204,49 +189,25 @@ def test_results_are_the_first_and_last_evaluations(tmp_path):
     assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
 
 
-def test_large_run_stays_below_10_mb_and_lists_what_was_left_out(tmp_path):
-    long = [row("train", 1, seed, "<" * 1_000_000 + "the end") for seed in range(4)]
-    large = [row("train", u, s % 90, "'" * 8000) for u in (2, 3, 4) for s in range(700)]
-    data = report_data(tmp_path, trained(1, 2, 3, 4), [*long, *large])
-    assert updates_of(data) == [1, 4]
-    assert data["left_out"] == ["all rollouts of updates 2-3"]
-    text = data["batches"][0]["groups"][0]["rollouts"][0]["messages"][0][1]
-    assert "[992007 characters left out: see rollouts.jsonl]" in text and text.endswith("the end")
-
-
-def test_traces_in_the_middle_are_left_out_first_then_updates_in_the_middle(tmp_path, monkeypatch):
-    rows = [row("train", u, 1, "x" * 2000, token_traces=[long_trace(400)]) for u in range(1, 10)]
-    all_updates, kept = [*range(1, 10)], {}
-    for room in (100_000, 60_000, 30_000):
-        monkeypatch.setattr(page, "PAGE_BYTES", page.TEMPLATE.stat().st_size + room)
-        data = report_data(tmp_path, trained(*all_updates), rows)
-        traced = [b["update"] for b in data["batches"] if "traces" in b["groups"][0]["rollouts"][0]]
-        kept[room] = (updates_of(data), traced, data["left_out"])
-    assert kept[100_000] == (all_updates, all_updates, [])
-    updates, traced, left_out = kept[60_000]
-    assert updates == all_updates and traced[0] == 1 and traced[-1] == 9 and 5 not in traced
-    assert re.fullmatch(r"token traces of updates \d-\d", left_out[0])
-    updates, traced, left_out = kept[30_000]
-    assert traced == [1, 9] and {1, 9} < set(updates) < set(all_updates) and 5 not in updates
-    assert re.fullmatch(r"all rollouts of updates \d-\d", left_out[0])
-
-
 @pytest.mark.parametrize(
     ("room", "updates", "left_out"),
     [
-        (60_000, [1, 2], ["token traces of updates 1-2"]),
-        (9_000, [1, 2], ["token traces of updates 1-2", "parts of long texts of updates 1-2"]),
-        (4_800, [], ["all rollouts of updates 1-2"]),
+        (400_000, [1, 2, 3], []),
+        (90_000, [1, 2, 3], ["token traces of updates 2"]),
+        (50_000, [1, 3], ["all rollouts of updates 2"]),
+        (9_000, [1, 3], ["all rollouts of updates 2", "token traces of updates 1, 3",
+                         "parts of long texts of updates 1, 3"]),
+        (4_800, [], ["all rollouts of updates 1-3"]),
     ],
-)
-def test_first_and_last_update_are_shortened_before_they_are_left_out(
+)  # fmt: skip
+def test_updates_in_the_middle_are_left_out_before_the_first_and_last_are_shortened(
     tmp_path, monkeypatch, room, updates, left_out
 ):
     rows = [row("train", u, s, "x" * 9000, token_traces=[long_trace(2000)])
-            for u in (1, 2) for s in (1, 2)]  # fmt: skip
+            for u in (1, 2, 3) for s in (1, 2)]  # fmt: skip
     limit = page.TEMPLATE.stat().st_size + room
     monkeypatch.setattr(page, "PAGE_BYTES", limit)
-    data = report_data(tmp_path, trained(1, 2), rows)
+    data = report_data(tmp_path, trained(1, 2, 3), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
     assert (updates_of(data), data["left_out"]) == (updates, left_out)
 
@@ -257,18 +218,6 @@ def test_curves_are_thinned_and_keep_their_ends(tmp_path):
     steps, values = data["curves"]["loss"]
     assert (steps[0], steps[-1], len(steps) <= 601) == (1, 5000, True)
     assert values[-1] == 714.286 and list(data["curves"]) == ["loss"]
-
-
-@pytest.mark.parametrize(
-    "metrics", [[], [{"sft_step": 20, "sft/loss": 1.0}], [evaluated(0, 0.2)], trained(1, 2)]
-)
-def test_run_without_rollouts_has_a_report(tmp_path, metrics):
-    assert report_data(tmp_path, metrics)["batches"] == []
-
-
-def test_empty_folder_has_a_report(tmp_path):
-    (data,) = data_of(write_report(tmp_path, CONFIG))
-    assert (data["results"], data["batches"], data["curves"]) == ([], [], {})
 
 
 def test_damaged_lines_are_left_out(tmp_path):
@@ -313,27 +262,25 @@ def test_final_lines_tell_accuracy_warnings_and_a_next_command(tmp_path, warned)
     ]
 
 
-def test_pages_are_written_at_any_stage_of_a_run(tmp_path):
-    update = {"reward/mean": 0.1, "length/mean": 9.0}
-    for records in (
-        [evaluated(0, 0.2)],
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"sft_step": 20, "sft/loss": 1.0}],
         [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
-        [{"sft_step": 1, "sft/loss": 2.0}, evaluated(0, 0.2), {"update": 1, **update}],
-        [evaluated(i, 0.5) | update | {"info/worked": 0.5} for i in range(3)],
-    ):
-        report.write_pages(write_run(tmp_path, records), CONFIG)
-        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-        readme = (tmp_path / "README.md").read_text()
-        assert f"# {tmp_path.name}\n" in readme and "model `tiny`, seed 7" in readme
-
-
-def test_curves_mark_warnings_with_their_names(tmp_path, warned, monkeypatch):
-    names, lines = [], []
-    monkeypatch.setattr(Axes, "annotate", lambda axis, text, *args, **kwargs: names.append(text))
-    monkeypatch.setattr(Axes, "axvline", lambda axis, x, **kwargs: lines.append(x))
-    curves.draw_curves(tmp_path / "curves.png", warned, "x")
-    assert {"kl_runaway, sampler_gap", "kl_runaway"} < set(names)
-    assert sorted(lines) == [9, 9, 9, 30, 30, 30]
+        [evaluated(0, 0.2) | {"eval/$b$/accuracy": 0.5, "eval/$b$/ci_low": 0.5,
+                              "eval/$b$/ci_high": 0.5},
+         evaluated(1, 0.3) | {"reward/mean": 0.1, "length/mean": 9.0, "info/worked": 0.5}],
+    ],
+)  # fmt: skip
+def test_pages_are_written_at_any_stage_of_a_run(tmp_path, records):
+    assert report.write_pages(write_run(tmp_path, records), CONFIG) == []
+    drawn = tmp_path / "curves.png"
+    assert drawn.exists() == any("update" in record for record in records)
+    assert not drawn.exists() or drawn.read_bytes().startswith(b"\x89PNG")
+    readme = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert f"# {tmp_path.name}\n" in readme and "model `tiny`, seed 7" in readme
+    assert data_of(tmp_path / "report.html")[0]["batches"] == []
 
 
 @pytest.fixture
@@ -377,26 +324,7 @@ def test_compare_ranks_runs_by_the_tokens_that_they_sampled_until_the_target(tmp
     ]  # fmt: skip
 
 
-def test_comparison_draws_accuracy_by_sampled_tokens(tmp_path, monkeypatch):
-    lines = []
-    monkeypatch.setattr(Axes, "plot", lambda axis, x, y, **look: lines.append((x, y)))
-    monkeypatch.setattr(Axes, "legend", lambda *args, **kwargs: None)
-    records = [evaluated(0, 0.2), *trained(1, 2), trained(3)[0] | evaluated(3, 0.95)]
-    curves.draw_comparison(tmp_path / "compare.png", [("a", records)])
-    assert lines == [((0, 300), (0.2, 0.95)), (300, 0.95)]  # the curve and its star
-
-
-def test_runs_share_the_bytes_of_a_page_equally(two_runs, tmp_path, monkeypatch):
-    limit = page.TEMPLATE.stat().st_size + 13_000
-    monkeypatch.setattr(page, "PAGE_BYTES", limit)
-    write_run(two_runs[0], trained(1), [row("train", 1, s, "x" * 8000) for s in range(9)])
-    path = write_page(tmp_path / "compare.html", [(run, CONFIG) for run in two_runs])
-    assert path.stat().st_size <= limit
-    first, second = data_of(path)
-    assert first["left_out"] and updates_of(second) == [1] and not second["left_out"]
-
-
-@pytest.mark.parametrize("config", ["a: [", "just text", "algo: grpo", "\xff"])
+@pytest.mark.parametrize("config", ["a: [", "algo: grpo", "\xff"])
 def test_invalid_settings_of_a_run_are_a_usage_error(tmp_path, config):
     write_run(tmp_path)
     (tmp_path / "config.yaml").write_bytes(config.encode("latin-1"))
@@ -417,78 +345,10 @@ def test_compare_rejects_what_is_not_a_run(two_runs, tmp_path, capsys):
     assert not (tmp_path / "compare.html").exists()
 
 
-def test_compare_on_a_full_disk_is_one_line_and_leaves_nothing(two_runs, tmp_path, capsys):
-    before = sorted(tmp_path.rglob("*"))
-    with small_files(1000):
-        assert compare.main([str(run) for run in two_runs]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and "compare.html: File too large; fix this" in err
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_compare_names_a_folder_in_the_place_of_its_page(two_runs, tmp_path, capsys):
-    (tmp_path / "compare.html/x").mkdir(parents=True)
-    assert compare.main([str(run) for run in two_runs]) == 1
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1) and "compare.html: Is a directory; fix this" in err
-
-
-def test_compare_says_what_is_missing_or_differs_from_the_checkpoint(two_runs, tmp_path, capsys):
-    file = two_runs[0] / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    saved = tmp_path / "a/checkpoint/000000-000003/state.json"
-    saved.parent.mkdir(parents=True)
-    sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()
-    progress = {"sft_step": 0, "update": 2, "metrics_sha256": sha256}
-    saved.write_text(json.dumps({"progress": progress}))
-
-    def damage():
-        assert compare.main([str(run) for run in two_runs]) == 0
-        notes = [line for line in capsys.readouterr().out.splitlines() if "damaged" in line]
-        shown = data_of(tmp_path / "compare.html")[0]["left_out"]
-        assert [line in notes[0] for line in shown] == [True] * len(notes)
-        return notes
-
-    assert damage() == []
-    file.write_text(lines[0] + lines[2])
-    assert "1 missing updates, 1 difference to the newest checkpoint" in damage()[0]
-    file.write_text("".join(lines).replace("90.0", "91.0"))
-    assert "damaged (1 difference to the newest checkpoint)" in damage()[0]
-    for state in ('{"progress": {"update": "2"}}', "[]", "[" * 100_000, '{"progress": 1}', "\xff"):
-        saved.write_bytes(state.encode("latin-1"))  # then nothing is known about a difference
-        assert damage() == []
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["seed: 2020-99-99", "seed: [0]", "env: [[a]]", "num_minibatches: x", "grpo: {clip_low: []}",
-     "seed: 1e400", "seed: " + "9" * 5000, "model_id: {}", "kl_coef: 0x", "? [a]\n: 1", "[" * 9999],
-)  # fmt: skip
-def test_settings_of_another_type_are_a_usage_error(tmp_path, setting):
-    run = write_run(tmp_path / "a", trained(1))
-    file = run / "config.yaml"
-    lines = [line for line in file.read_text().splitlines() if line[:4] != setting[:4]]
-    file.write_text("\n".join([*lines, "of_another_version: [[1]]"]))
-    with contextlib.suppress(UsageError):  # without the line, if a run needs it
-        assert "of_another_version" not in compare.read_config(run)
-    file.write_text("\n".join([*lines, setting]))
-    with pytest.raises(UsageError, match=r"config\.yaml") as error:
-        compare.read_config(run)
-    assert len(str(error.value)) < 500
-
-
 def test_settings_that_no_json_can_hold_do_not_stop_the_report(tmp_path):
     config = CONFIG | {"tis_cap": math.inf, "gamma": math.nan}
     loss = report_data(tmp_path, trained(1), config=config)["loss"]
     assert (loss["options"]["tis_cap"], loss["gamma"]) == (None, None)
-
-
-def test_curves_of_an_evaluation_that_lacks_an_environment_are_drawn(tmp_path):
-    two = {f"eval/$b$/{k}": 0.5 for k in ("accuracy", "ci_low", "ci_high")}
-    records = [evaluated(0, 0.2) | two, evaluated(1, 0.3), evaluated(2, 0.4) | two]
-    records += [{"sft_step": 1, "reward/mean": 1.0}, {"update": 3, "sft/loss": 1e299}]
-    curves.draw_curves(tmp_path / "curves.png", records, "$x_$")
-    assert (tmp_path / "curves.png").exists()
 
 
 def test_no_control_character_or_bidirectional_mark_reaches_a_page(tmp_path):

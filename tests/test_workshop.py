@@ -2,11 +2,11 @@
 
 import ast
 import inspect
+import io
 import itertools
 import re
 import runpy
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,27 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from algorithms import common, grpo, ppo, reinforce
 from core.sampler import SamplingParams, draw
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
 from core.workshop.exercises import EXERCISES, Exercise
-from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
+from core.workshop.mistakes import MISTAKES, UNCHANGED
 
 ROOT = Path(__file__).parent.parent
 STUBS = ROOT / "scratch.py"
-TRIED = ROOT / "runs" / "workshop_checker"
-CASES = [
-    (exercise, m)
-    for exercise in EXERCISES
-    for m in MISTAKES[exercise.name]
-    if m.cause is not UNCHANGED
-]
 
 
 def solved(**others: str) -> str:
     """The text of scratch.py with the solutions in place of the stubs; `others`: code by name."""
-    text = STUBS.read_text()
+    text = STUBS.read_text(encoding="utf-8")
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.FunctionDef):
             lines = text.splitlines(keepends=True)
@@ -46,10 +38,11 @@ def solved(**others: str) -> str:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Write a scratch.py with the solutions, except for the functions given as text."""
+    """Writes a scratch.py with the solutions, except for the functions given as text."""
 
-    def write(**others: str) -> Path:
-        (tmp_path / "scratch.py").write_text(solved(**others))
+    def write(changed: str = "()", **others: str) -> Path:
+        text = solved(**others).replace("CHANGED: tuple[int, ...] = ()", f"CHANGED = {changed}")
+        (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
         return tmp_path / "scratch.py"
 
     return write
@@ -62,6 +55,14 @@ def test_stubs_are_not_yet_written_and_the_exit_code_is_1(capsys):
     assert "✗" not in out and "✓" not in out
 
 
+def test_a_pipe_without_the_marks_gets_other_signs(monkeypatch):
+    pipe = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")  # as on Windows
+    monkeypatch.setattr(sys, "stdout", pipe)
+    assert run_command([], STUBS) == 1 and run_command(["--solution", "4"]) == 0
+    pipe.flush()
+    assert b"not yet" in pipe.buffer.getvalue()
+
+
 def test_solutions_are_right_and_the_exit_code_is_0(write, capsys):
     code = run_command([], write())
     assert (code, capsys.readouterr().out.count("✓ right")) == (0, 10)
@@ -69,7 +70,11 @@ def test_solutions_are_right_and_the_exit_code_is_0(write, capsys):
 
 def test_each_exercise_has_a_function_a_solution_and_four_mistakes():
     stubs = load(STUBS)
-    defined = [n.name for n in ast.parse(STUBS.read_text()).body if isinstance(n, ast.FunctionDef)]
+    defined = [
+        n.name
+        for n in ast.parse(STUBS.read_text(encoding="utf-8")).body
+        if isinstance(n, ast.FunctionDef)
+    ]
     assert defined == [exercise.name for exercise in EXERCISES]
     assert [exercise.number for exercise in EXERCISES] == list(range(1, 11))
     for name in defined:
@@ -78,42 +83,21 @@ def test_each_exercise_has_a_function_a_solution_and_four_mistakes():
         assert len(MISTAKES[name]) >= 4
 
 
-@pytest.mark.parametrize(
-    "exercise, mistake", CASES, ids=[f"{e.number} {m.cause[:50]}" for e, m in CASES]
-)
-def test_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise, mistake: Mistake):
-    for wrong in (mistake.wrong, *mistake.variants):
-        verdict = check(exercise, solutions_with(exercise.name, wrong))
-        assert verdict.state == "wrong" and verdict.statement and verdict.inputs
-        assert verdict.cause == mistake.cause
-        assert verdict.expected != verdict.actual
-        _, idea, line = verdict.hints
-        assert idea == mistake.idea and mistake.line in line
+@pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
+def test_each_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise):
+    for mistake in MISTAKES[exercise.name]:
+        for wrong in (mistake.wrong, *mistake.variants) if mistake.cause is not UNCHANGED else ():
+            verdict = check(exercise, solutions_with(exercise.name, wrong))
+            assert verdict.state == "wrong" and verdict.statement and verdict.inputs
+            assert verdict.cause == mistake.cause
+            assert verdict.expected != verdict.actual
+            _, idea, line = verdict.hints
+            assert idea == mistake.idea and mistake.line in line
 
 
 def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:
     """The solutions, except for one exercise."""
     return SimpleNamespace(**{**vars(solutions), name: function})
-
-
-@pytest.fixture(scope="module")
-def tried() -> tuple[list[Any], str]:
-    """The trials of runs/workshop_checker, and their page."""
-    script = runpy.run_path(str(TRIED / "try_mistakes.py"))
-    with warnings.catch_warnings(action="ignore"):  # torch warns about some mistakes
-        trials = list(script["try_all"]())
-    return trials, script["page"](trials)
-
-
-def test_mistakes_tried_as_a_new_user_would_are_caught_and_named(tried):
-    trials, _ = tried
-    assert len(trials) > 200
-    assert [t.what for t in trials if not t.caught] == []
-    assert [(t.what, t.said) for t in trials if not t.named] == []
-
-
-def test_recorded_page_of_mistakes_is_current(tried):
-    assert (TRIED / "README.md").read_text() == tried[1]
 
 
 RIGHT = {
@@ -162,38 +146,9 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_right_answer_written_in_another_way_passes(write, name):
-    module = load(write(**{name: RIGHT[name]}))
-    exercise = next(e for e in EXERCISES if e.name == name)
-    assert check(exercise, module).state == "right"
-
-
-def test_solutions_compute_log_probs_losses_and_kl_as_the_library():
-    torch.manual_seed(0)
-    hidden, to_logits = torch.randn(3, 7, 6), torch.nn.Linear(6, 11)
-    ids, mask = torch.randint(11, (3, 7)), torch.rand(3, 6) < 0.6
-    logprobs = solutions.token_logprobs(to_logits(hidden), ids)
-    ours, _ = common.token_logprobs(hidden, ids, mask, to_logits)
-    assert torch.allclose(torch.where(mask, logprobs, 0), ours, atol=1e-6)
-
-    old = logprobs.detach() + 0.5 * torch.randn(3, 6)
-    advantages, ones, weights = torch.randn(3, 6), torch.ones(3, 6), mask / mask.sum()
-    loss, _ = reinforce.compute_loss(
-        logprobs, logprobs.detach(), advantages, mask, ones, weights, reinforce.Options()
-    )
-    assert torch.allclose(solutions.reinforce_loss(logprobs, advantages, mask), loss)
-    options = grpo.with_loss_type(grpo.Options("grpo"))
-    loss, _ = grpo.compute_loss(logprobs, old, advantages, mask, ones, weights, options)
-    assert torch.allclose(solutions.clipped_loss(logprobs, old, advantages, mask), loss)
-    assert torch.equal(solutions.kl_k3(logprobs, old), common.kl_estimate(logprobs, old, "k3"))
-
-
-def test_solution_of_gae_computes_as_ppo():
-    rewards, values = torch.randn(2, 1, 5, generator=torch.Generator().manual_seed(0))
-    mask, turn_ids = torch.ones(1, 5, dtype=torch.bool), torch.zeros(1, 5, dtype=torch.int64)
-    ours = ppo.gae(rewards, mask, turn_ids, values, 1.0, 0.95)
-    assert torch.allclose(solutions.gae(rewards[0], values[0]), ours[0], atol=1e-6)
+def test_right_answers_written_in_another_way_pass(write):
+    module = load(write(**RIGHT))
+    assert {v.exercise.name for v in check_all(module) if v.state == "right"} >= set(RIGHT)
 
 
 def test_solution_of_sample_returns_the_log_probs_of_the_sampler():
@@ -214,7 +169,7 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
     code, out = run_command([], file), capsys.readouterr().out
     assert (code, out.count("✓ right")) == (1, 8)
     for text, error in (("return rewards.nope", "AttributeError"), ("sys.exit(3)", "SystemExit")):
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8").splitlines()
         number = next(n for n, line in enumerate(lines, 1) if text in line)
         assert f"scratch.py, line {number}: {error}: " in out
 
@@ -225,8 +180,6 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
         ("    return None", "the function returned None"),
         ("    return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
         ("    return (logprobs - 9).log().sum()", "1 of 1 numbers are nan or infinity"),
-        ("    return 6.0", "the function returned a float; a float tensor is asked for"),
-        ("    return torch.tensor(6)", "the function returned an integer tensor; a float tensor"),
         ("    return (advantages * logprobs).sum() / -0.5", "the number is 2 times the expected"),
     ],
 )
@@ -240,11 +193,8 @@ def test_answer_without_a_known_mistake_is_described(write, capsys, code, said):
     "expected, actual, problem",
     [
         (torch.ones(2), [1.0, 1.0], "a list; a float tensor"),
-        (torch.ones(2), torch.ones(2).numpy(), "a NumPy array; a float tensor"),
-        (torch.ones(2), torch.ones(2).long(), "an integer tensor; a float tensor"),
         (torch.ones(2).bool(), torch.ones(2), "a float tensor; a bool tensor"),
         (1.0, torch.tensor(1.0), "a float tensor; a float"),
-        ((torch.ones(2), torch.ones(2)), torch.ones(2), "a float tensor; a tuple"),
         ((torch.ones(2).long(), torch.ones(2)), (torch.ones(2), torch.ones(2)), "result 1: "),
         ((torch.ones(2), torch.ones(2)), (torch.ones(2),), "1 results, not 2"),
     ],
@@ -253,18 +203,6 @@ def test_wrong_type_is_named(expected, actual, problem):
     found = checker.wrong_type(expected, actual)
     assert found is not None and problem in found[0]
     assert checker.wrong_type(expected, expected) is None
-
-
-def test_failed_fact_prints_inputs_expected_and_actual_answer(write, capsys):
-    run_command([], write(kl_k3="def kl_k3(x, ref):\n    return x - ref\n"))
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    start = next(i for i, line in enumerate(lines) if line.startswith("6. kl_k3 ✗"))
-    assert lines[start + 1 : start + 5] == [
-        "inputs    logprobs = [[-2]]  shape [1, 1]",
-        "ref_logprobs = [[-1.307]]  shape [1, 1]",
-        "expected  [[0.3069]]  shape [1, 1]",
-        "actual    [[-0.6931]]  shape [1, 1]",
-    ]
 
 
 def test_hints_come_in_three_steps_for_the_mistake_that_was_made(write, monkeypatch, capsys):
@@ -277,34 +215,29 @@ def test_hints_come_in_three_steps_for_the_mistake_that_was_made(write, monkeypa
 
 
 def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
-    halved = inspect.getsource(solutions.training_step).replace("1.0)", "0.5)")
-    unscaled = inspect.getsource(solutions.group_advantages).replace(
-        " / (returns[members].std() + 1e-4)", ""
-    )
-    file = write(training_step=halved, group_advantages=unscaled)
-    states = [v.state for v in check_all(load(file))]
-    assert (states[2], states[8]) == ("wrong", "not yet")
-    file.write_text(file.read_text().replace("= ()\n", "= (3, 9)\n"))
-    code, out = run_command([], file), capsys.readouterr().out
-    assert (code, out.count("≈ differs"), out.count("✗")) == (0, 2, 0)
-    assert "differs from the reference, which is fine here" in " ".join(out.split())
-    file.write_text(file.read_text().replace("= (3, 9)\n", "= 3\n"))
-    states = [v.state for v in check_all(load(file))]
-    assert (states[2], states[8]) == ("differs", "wrong")
-
-
-def test_wrong_answer_is_offered_to_be_a_change_once_all_others_are_written(write, capsys):
-    unscaled = inspect.getsource(solutions.group_advantages).replace(" / (returns", " # (returns")
-    stub = "def kl_k3(logprobs, ref_logprobs):\n    raise TODO\n"
-    for others, offered in (({}, True), ({"kl_k3": stub}, False)):
-        run_command([], write(group_advantages=unscaled, **others))
-        assert ("add its number to CHANGED" in capsys.readouterr().out) == offered
+    own = {
+        "training_step": inspect.getsource(solutions.training_step).replace("1.0)", "0.5)"),
+        "group_advantages": inspect.getsource(solutions.group_advantages).replace(
+            " / (returns[members].std() + 1e-4)", ""
+        ),
+    }
+    for changed, expected in (
+        ("()", ("wrong", "not yet")), ("(3, 9)", ("differs", "differs")),
+        ("3", ("differs", "wrong")),
+    ):  # fmt: skip
+        states = [v.state for v in check_all(load(write(changed, **own)))]
+        assert (states[2], states[8]) == expected
+    assert run_command([], write("(3, 9)", **own)) == 0
+    out = capsys.readouterr().out
+    assert (out.count("≈ differs"), out.count("✗")) == (2, 0)
 
 
 def test_changed_exercise_must_still_run_and_return_the_right_shape(write):
-    file = write(gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards[:1]\n")
-    file.write_text(file.read_text().replace("= ()\n", "= (1, 7)\n"))
-    file.write_text(file.read_text().replace(".log_softmax(-1)  # [B, T-1, V]", ".log() / 0"))
+    file = write(
+        "(1, 7)",
+        gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards[:1]\n",
+        token_logprobs="def token_logprobs(logits, input_ids):\n    return logits.log() / 0\n",
+    )
     module = load(file)
     assert [check(EXERCISES[n - 1], module).state for n in (1, 7)] == ["wrong", "wrong"]
 
@@ -329,11 +262,10 @@ def test_exercise_waits_for_those_that_it_calls(write):
     [
         ("def token_logprobs(:\n", "scratch.py, line 1: invalid syntax"),
         ("import torch\nimport nothing_like_it\n", "scratch.py, line 2: ModuleNotFoundError"),
-        ("x = 1 / 0\n", "scratch.py, line 1: ZeroDivisionError: division by zero"),
     ],
 )
 def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys, text, message):
-    (tmp_path / "scratch.py").write_text(text)
+    (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
     assert run_command([], tmp_path / "scratch.py") == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
@@ -346,9 +278,9 @@ def test_script_checks_itself_wherever_it_is(write, monkeypatch, capsys):
     assert stopped.value.code == 0
 
 
-def test_missing_function_is_named(tmp_path):
-    (tmp_path / "scratch.py").write_text(solved().replace("def kl_k3(", "def k3("))
-    assert "kl_k3" in check(EXERCISES[5], load(tmp_path / "scratch.py")).cause
+def test_missing_function_is_named(write):
+    file = write(kl_k3="def k3(logprobs, ref_logprobs):\n    return 0\n")
+    assert "kl_k3" in check(EXERCISES[5], load(file)).cause
 
 
 def test_hint_and_solution_are_printed_on_request(capsys):
@@ -364,34 +296,15 @@ def test_hint_and_solution_are_printed_on_request(capsys):
         assert stopped.value.code == 2
 
 
-def test_course_answers_the_question_of_every_exercise():
-    asked = re.findall(r"Question: (.*?)\n    \"\"\"", STUBS.read_text(), re.DOTALL)
-    course = (ROOT / "core/workshop/README.md").read_text()
-    answered = re.findall(r"<details><summary>(\d+)\. (.*?)</summary>", course)
-    assert [int(n) for n, _ in answered] == list(range(1, 11))
-    assert [question for _, question in answered[:9]] == [" ".join(q.split()) for q in asked]
-
-
-def test_loss_of_the_course_rises_while_the_policy_improves():
-    """The example of answer 4: a right answer of 3 tokens, a wrong one of 1 token."""
-    mask, zeros = torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), torch.zeros(2, 3)
-    losses = []
-    for returns in ([1.0, 0.0], [1.0, 1.0]):
-        advantages = solutions.group_advantages(torch.tensor(returns), torch.tensor([0, 0]))
-        tokens = advantages[:, None].expand(2, 3)
-        losses.append(solutions.clipped_loss(zeros, zeros, tokens, mask).item())
-    assert losses == pytest.approx([-0.35, 0.0], abs=0.005)
-
-
 def test_functions_that_exercises_point_to_exist():
     places = [re.search(r"(\w+) in ([\w/]+\.py)", exercise.read) for exercise in EXERCISES]
     for place in filter(None, places):
-        assert f"def {place[1]}(" in (ROOT / place[2]).read_text(), place[0]
+        assert f"def {place[1]}(" in (ROOT / place[2]).read_text(encoding="utf-8"), place[0]
 
 
 def test_example_of_the_policy_gradient_page_is_computed_by_the_exercises():
     """Expected gradients over all samples, from exercises 3 and 4, and the variances."""
-    page = (ROOT / "core/workshop/policy_gradient.md").read_text()
+    page = (ROOT / "core/workshop/policy_gradient.md").read_text(encoding="utf-8")
     cells = [line.split("|")[2:6] for line in page.splitlines() if line.startswith("| ")]
     rows = [[float(cell) for cell in row if cell.strip()] for row in cells[2:]]
     logits, returns = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([1.0, 0.1, 0.0])
