@@ -193,8 +193,8 @@ def test_results_are_the_first_and_last_evaluations(tmp_path):
     ("room", "updates", "left_out"),
     [
         (400_000, [1, 2, 3], []),
-        (90_000, [1, 2, 3], ["token traces of updates 2"]),
-        (50_000, [1, 3], ["all rollouts of updates 2"]),
+        (220_000, [1, 2, 3], ["token traces of updates 2"]),
+        (185_000, [1, 3], ["all rollouts of updates 2"]),
         (9_000, [1, 3], ["all rollouts of updates 2", "token traces of updates 1, 3",
                          "parts of long texts of updates 1, 3"]),
         (4_800, [], ["all rollouts of updates 1-3"]),
