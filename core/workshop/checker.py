@@ -12,7 +12,6 @@ import argparse
 import copy
 import importlib.util
 import inspect
-import io
 import sys
 import threading
 import traceback
@@ -29,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from core.types import UsageError
+from core.types import UsageError, print_any_character
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
@@ -89,9 +88,7 @@ def run_command(args: list[str], file: Path = FILE) -> int:
         "--solution", type=int, choices=numbers, metavar="N", help="print a solution of exercise N"
     )
     options = parser.parse_args(args)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a pipe on Windows has no ✓ and no π
+    print_any_character()
     if options.solution:
         name = EXERCISES[options.solution - 1].name
         print(inspect.getsource(getattr(solutions, name)))
