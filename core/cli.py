@@ -30,7 +30,6 @@ from core.run_dir import DISK_ERRORS, read_config
 from core.types import Fault, RankLost, Stopped, UsageError, one_line
 from environments.registry import short
 
-SAME_ERROR_S = 10  # by which ranks with the same error may differ
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
 
@@ -91,8 +90,14 @@ def run(
                 raise
             place = error.filename or "a file"
             error = Fault(f"{place}: {error.strerror}; fix this, then run the same command")
-        _let_the_cause_come_first(error)
+        # torchrun ends all ranks once one has ended. The first rank prints an error of all ranks;
+        # ranks that only know that another one is gone wait until that one has printed why
+        lost = isinstance(error, RankLost)
+        if not is_first:
+            time.sleep(12 if lost else 5)
         print(f"{program}: {one_line(error)}", file=sys.stderr)
+        if lost:
+            time.sleep(8)
         return 2 if isinstance(error, UsageError) else 1
     except Stopped as stopped:
         if not is_first:
@@ -102,20 +107,6 @@ def run(
     except KeyboardInterrupt:  # before the run could save anything, or the second Ctrl-C
         interrupt.asked_early = False
         return 130
-
-
-def _let_the_cause_come_first(error: Exception) -> None:
-    """Waits until this rank may print its error; torchrun ends all ranks when the first has ended.
-
-    An error of all ranks is printed by rank 0 of each machine. One of another rank alone is printed
-    by that rank; rank 0, which has only noticed that it is gone, waits for its end.
-    """
-    lost = isinstance(error, RankLost)
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3 * SAME_ERROR_S if lost else SAME_ERROR_S)
-    elif lost:
-        interrupt.note_sigterm()
-        interrupt.rank_ended.wait(2.5 * SAME_ERROR_S)
 
 
 def answer_at_once(args: list[str]) -> None:

@@ -13,13 +13,10 @@ machines: core/README.md.
 
 import itertools
 import os
-import socket
-import threading
-import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from core.interrupt import note_sigterm
 from core.types import Fault, RankLost, UsageError
 
 T = TypeVar("T")
@@ -39,7 +35,6 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tens
 all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 PATIENCE = timedelta(hours=1)  # how long one rank waits for another
 JOIN_MINUTES = 10  # for all ranks to start
-LOST_LINK_S = 60  # without any answer of another machine, even of its kernel
 
 
 def rank() -> int:
@@ -53,9 +48,8 @@ def num_ranks() -> int:
 
 
 def is_restarted() -> bool:
-    """Whether torchrun restarted this run after a rank died. All ranks must call this together."""
-    own = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) if LAUNCHED in os.environ else 0
-    return any(all_gather([own > 0]))  # the torchrun of a machine that was replaced counts from 0
+    """Whether torchrun restarted this run after a rank died."""
+    return LAUNCHED in os.environ and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) > 0
 
 
 def may_restart() -> bool:
@@ -85,14 +79,13 @@ def process_group(device: str) -> Iterator[None]:
     on_gpu = device != "cpu" and torch.cuda.is_available()
     with rank_lost(f"not all ranks joined within {JOIN_MINUTES} minutes", Fault):
         store, number, count = next(rendezvous("env://", timeout=timedelta(minutes=JOIN_MINUTES)))
-        # torchrun's store outlives a restart and holds the addresses of dead ranks: add a prefix
-        store = dist.PrefixStore(_agree_on_prefix(store), store)
+        # torchrun's store outlives a restart and holds the addresses of dead ranks
+        store = dist.PrefixStore(f"start {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     with rank_lost():
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=store, rank=number, world_size=count,
             timeout=PATIENCE,
         )  # fmt: skip
-        _notice_lost_links()
     try:
         yield
     finally:
@@ -198,64 +191,12 @@ def check_shared(folder: Path) -> None:
         )
 
 
-def _agree_on_prefix(store: dist.Store) -> str:
-    """A text that all ranks of this start share, and no earlier start.
-
-    torchrun's counts of restarts differ between machines after one was replaced. The store may have
-    entries of dead ranks, so each rank asks under a name that no other rank has had, and rank 0
-    answers until all ranks of this start have confirmed.
-    """
-    name = uuid.uuid4().hex
-    store.set(f"picorl/name/{rank()}", name)
-    if rank() > 0:
-        prefix = store.get(f"picorl/prefix/{name}").decode()  # waits for it
-        store.add(f"picorl/confirmed/{prefix}", 1)
-        return prefix
-    deadline = time.monotonic() + 60 * JOIN_MINUTES
-    while store.add(f"picorl/confirmed/{name}", 0) < num_ranks() - 1:
-        if time.monotonic() > deadline:
-            raise Fault("one of them does not answer any more")
-        for other in range(1, num_ranks()):
-            asking = store.get(f"picorl/name/{other}").decode()
-            store.set(f"picorl/prefix/{asking}", name)
-        time.sleep(0.05)
-    return name
-
-
-def _notice_lost_links() -> None:
-    """Ends a connection whose other machine's kernel has not answered for LOST_LINK_S seconds.
-
-    Gloo sets no such limit, so over a lost link it would wait for PATIENCE. Linux only.
-    """
-    options = {
-        (socket.SOL_SOCKET, "SO_KEEPALIVE"): 1,
-        (socket.IPPROTO_TCP, "TCP_KEEPIDLE"): LOST_LINK_S // 3,
-        (socket.IPPROTO_TCP, "TCP_KEEPINTVL"): LOST_LINK_S // 6,
-        (socket.IPPROTO_TCP, "TCP_KEEPCNT"): 4,
-        (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT"): LOST_LINK_S * 1000,  # of data sent
-    }
-    for entry in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
-            if connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM:
-                for (level, option), value in options.items():
-                    connection.setsockopt(level, getattr(socket, option), value)
-
-
 @contextmanager
 def rank_lost(
     what: str = "another rank died, so this rank ends", kind: type[Fault] = RankLost
 ) -> Iterator[None]:
-    """Turns the error of a collective inside into one of `kind`, of one line, `what` and a reason.
-
-    When a rank has died, torchrun sends SIGTERM to the others. From the error on, SIGTERM does not
-    end the first rank of a machine, which prints the line. torchrun kills a rank that has not ended
-    30 seconds later.
-    """
+    """Turns the error of a collective inside into one of `kind`, of one line."""
     try:
         yield
     except RuntimeError as error:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and os.environ.get("LOCAL_RANK") == "0":
-            note_sigterm()
-        reason = str(error).strip().splitlines()[0][:200]
-        raise kind(f"{what}: {reason}") from error
+        raise kind(f"{what}: {str(error).strip().splitlines()[0][:200]}") from error

@@ -15,13 +15,7 @@ from typing import Any
 
 from core.types import Stopped, printable
 
-rank_ended = threading.Event()  # torchrun sends SIGTERM to the ranks that are left
 asked_early = False  # Ctrl-C came before an Interrupt; a library may have caught the exception
-
-
-def note_sigterm() -> None:
-    """From now on SIGTERM does not end this process; it sets `rank_ended`."""
-    signal.signal(signal.SIGTERM, lambda *_: rank_ended.set())
 
 
 def is_program() -> bool:
@@ -101,8 +95,7 @@ class Interrupt:
 
     def __exit__(self, *exc_info: object) -> None:
         for number, handler in self.previous.items():
-            if signal.getsignal(number) == self._request:  # not after `note_sigterm`
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise Stopped if any rank received a signal. All ranks must call this together."""

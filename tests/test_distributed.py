@@ -87,66 +87,27 @@ def test_several_ranks_train_as_one(tmp_path, case, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [1, pytest.param(0, marks=pytest.mark.seeds)])
-def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path, restarts):
+def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path):
     flags = [*SMALL, "--num-updates", "6", "--run-name", "a"]
     (tmp_path / "whole").mkdir()
     code, _, err = finish(launch(tmp_path / "whole", *flags))
     assert code == 0, err
 
-    killed = launch(tmp_path, *flags, restarts=restarts)
+    killed = launch(tmp_path, *flags, restarts=1)
     kill_a_rank(tmp_path / "runs" / "a", killed)
     code, _, err = finish(killed)
-    assert (code == 0) == (restarts == 1), err
-    assert "another rank died" in err
-    if restarts == 0:
-        assert err.count("another rank died") == 1
-        code, _, err = finish(launch(tmp_path, "--resume", "runs/a"))
-        assert code == 0, err
+    assert code == 0 and err.count("another rank died") == 1, err
     assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
 
 
-LOST = """
-import os, signal
-from core import cli, distributed
-from core.interrupt import Interrupt
-
-def main(_):
-    try:
-        with Interrupt(), distributed.rank_lost():
-            raise RuntimeError("Connection closed by peer")
-    finally:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-raise SystemExit(cli.run(main, [], parse=lambda args: None))
-"""
-
-
-def test_sigterm_of_torchrun_does_not_swallow_the_line_of_a_lost_rank():
-    environment = os.environ | {"LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", LOST], env=environment, text=True,
-                          capture_output=True, timeout=60)  # fmt: skip
-    line = "train.py: another rank died, so this rank ends: Connection closed by peer\n"
-    assert (done.returncode, done.stderr) == (1, line)
-
-
 ALONE = """
-import os, sys
+import os
 from core import cli, distributed
 from core.types import OutOfMemory
-cli.SAME_ERROR_S = 2
-rank = int(os.environ["RANK"])
-
-def connect(*_, **__):
-    if rank != 2:
-        raise RuntimeError("Connection closed by peer")
-
-if sys.argv[1] == "connecting":
-    distributed.dist.init_process_group = connect
 
 def main(_):
     with distributed.process_group("cpu"):
-        if rank == 2:
+        if os.environ["RANK"] == "1":
             raise OutOfMemory("lower the budget")
         distributed.all_gather([0])
 
@@ -155,14 +116,12 @@ raise SystemExit(cli.run(main, [], parse=lambda args: None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["connecting", "connected"])
-def test_an_error_of_a_rank_other_than_0_comes_before_that_the_rank_is_lost(tmp_path, when):
+def test_a_rank_prints_its_error_although_rank_0_notices_that_it_is_gone(tmp_path):
     (tmp_path / "alone.py").write_text(ALONE)
-    process = launch(tmp_path, when, ranks=3, program=tmp_path / "alone.py")
-    code, _, err = finish(process)
-    said = [line.split(":")[1] for line in err.splitlines() if line.startswith("train.py: ")]
+    code, _, err = finish(launch(tmp_path, program=tmp_path / "alone.py"))
+    said = {line.split(":")[1] for line in err.splitlines() if line.startswith("train.py: ")}
     assert code != 0
-    assert said == [" lower the budget", " another rank died, so this rank ends"], err
+    assert said == {" lower the budget", " another rank died, so this rank ends"}, err
 
 
 def kill_a_rank(run, launched):
@@ -177,12 +136,6 @@ def kill_a_rank(run, launched):
             os.kill(int(pid), signal.SIGKILL)
             return
     raise AssertionError("no second rank")
-
-
-@pytest.mark.slow
-def test_bad_input_is_said_once(tmp_path):
-    code, _, err = finish(launch(tmp_path, *SMALL, "--lr", "-1"))
-    assert code != 0 and err.count("--lr must be from 1e-12 to 100") == 1
 
 
 def as_rank(monkeypatch, rank, num_ranks):
