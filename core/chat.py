@@ -120,7 +120,7 @@ from core import tools
 from core.chat_template import Schema, clean_message
 from core.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
 from core.memory import out_of_memory_as_one_line
-from core.model import Policy, load_policy
+from core.model import Policy, has_adapters, load_policy
 from core.report.summary import num_updates
 from core.rollouts import AgentState, RolloutCollector
 from core.run_log import METRICS, read_metrics
@@ -216,7 +216,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
     if flags.before:
         if cfg.sft_steps:
             _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
-        if policy.lora_rank:  # the same weights, computed without the adapters
+        if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
             before = replace(policy, disables_adapters=True)
         else:
             before = _load(cfg, base_model(run_dir, cfg.model_id))

@@ -1,10 +1,10 @@
 """The reference policy of `--kl-coef`: the policy before RL, its base model, or a teacher.
 
 With LoRA the reference is the base model with the adapters switched off; it does not contain what a
-warm start taught them. Full fine-tuning needs a frozen copy of all weights, which is saved in the
-run's folder, so that a resumed run has the same reference. `--teacher` is another model with the
-same tokens: the KL then pulls the policy toward it on the policy's own samples, which is on-policy
-distillation (arXiv:2306.13649).
+warm start, or the run whose adapters are trained on, taught them. Full fine-tuning needs a frozen
+copy of all weights, which is saved in the run's folder, so that a resumed run has the same
+reference. `--teacher` is another model with the same tokens: the KL then pulls the policy toward it
+on the policy's own samples, which is on-policy distillation (arXiv:2306.13649).
 """
 
 import copy
