@@ -387,7 +387,6 @@ def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkey
         (["MODEL", "--max-tokens", "-1"], "--max-tokens"),
         (["MODEL", "--env", "snaek"], "snaek"),
         (["MODEL", "--sed", "1"], "--sed"),
-        (["RUN/model"], "LoRA adapter"),
         ([], "POLICY"),
     ],
 )
