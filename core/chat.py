@@ -33,7 +33,7 @@ from rich.text import Text
 
 from core import config, tasks
 from core.config import Config
-from core.files import check_folder, scratch_folder
+from core.files import scratch_folder
 from core.run_dir import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
 from environments.registry import short
@@ -84,7 +84,6 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
-    check_folder(file.parent)
     if file.exists():
         cfg = read_config(file)
         if not flags.trust:
@@ -123,7 +122,7 @@ from core.memory import out_of_memory_as_one_line
 from core.model import Policy, has_adapters, load_policy
 from core.report.summary import num_updates
 from core.rollouts import AgentState, RolloutCollector
-from core.run_log import METRICS, read_metrics
+from core.run_log import METRICS, read_records
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -242,7 +241,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     If a finished run is resumed with more updates, its model/ is out of date until it finishes
     again; until then the newest checkpoint answers.
     """
-    exported, updates = run_dir / "model", num_updates(read_metrics(run_dir / METRICS))
+    exported, updates = run_dir / "model", num_updates(read_records(run_dir / METRICS))
     is_finished = exported.is_dir() and updates >= cfg.num_updates
     checkpoint = None if is_finished else find_checkpoint(run_dir).folder
     if checkpoint is None and not exported.is_dir():
@@ -367,7 +366,6 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 
 def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
-    check_folder(Path(model_id))
     with scratch_folder() as folder:  # for tiny
         return load_policy(
             model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,

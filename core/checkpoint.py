@@ -10,8 +10,8 @@ as it exists. The two newest are kept, and a damaged one is skipped when a run r
 states are not saved: every update derives its seeds from --seed and its own number.
 """
 
-import math
-import reprlib
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from core.config import FREE_ON_RESUME, TINY
 from core.files import published, remove, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
-from core.run_dir import KINDS, train_command
+from core.run_dir import train_command
 from core.run_log import METRICS, iter_records
 from core.types import UsageError
 
@@ -63,13 +63,13 @@ def save_checkpoint(
     if distributed.rank() > 0:
         return target
     weights = policy.trainable()
-    num_bytes = sum(weight.nbytes for weight in weights.values())
     root.mkdir(parents=True, exist_ok=True)
     facts = {"progress": progress, "settings": _fixed_settings(run)}
     # a `target` that exists is damaged, or the run was stopped right after it was saved
-    with sealed(target, facts, num_bytes) as part:
+    with sealed(target, facts) as part:
         save_weights(part, weights)
-        torch.save(optimizer_state, part / OPTIMIZER)
+        with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
+            torch.save(optimizer_state, file)
     for old in _newest_first(root)[KEEP:]:
         remove(old)
     return target
@@ -90,7 +90,7 @@ def find_checkpoint(run: Path) -> ResumePoint:
         return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
     remarks: list[str] = []
     for folder in folders:
-        progress, fault = _read_progress(folder, _fixed_settings(run))
+        progress, fault = _read_progress(folder)
         if not fault:
             return ResumePoint(folder, progress, remarks)
         remarks.append(f"{folder} {fault}: using an older checkpoint")
@@ -104,7 +104,8 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     Raises UsageError as `load_weights` does, and if the state is not one of this optimizer.
     """
     load_weights(folder, policy)
-    file, in_parts = folder / OPTIMIZER, distributed.num_ranks() > 1
+    # Windows cannot replace or remove a file that is mapped
+    file, in_parts = folder / OPTIMIZER, distributed.num_ranks() > 1 and os.name == "posix"
     try:  # with several ranks, each reads only what it owns
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=in_parts)
     except Exception as error:  # any, as the file may contain anything
@@ -117,24 +118,17 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
 def check_state(saved: Any, own: Any, place: str) -> None:
     """Raises UsageError unless `saved` could be a later state of the optimizer with state `own`.
 
-    It must have the same names, lengths, types, shapes and dtypes, the same parameters in each
-    group, and only finite numbers: a step whose gradient overflows is skipped. A fused step checks
+    It must have the same names, lengths, types, shapes and dtypes: a fused step of torch checks
     none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
     """
     inner: list[Any] = []
+    fits = isinstance(saved, type(own))
     if isinstance(own, dict):
-        fits = isinstance(saved, dict) and saved.keys() == own.keys()
-        fits = fits and saved.get("params") == own.get("params")
-        inner = list(own)
+        inner, fits = list(own), fits and saved.keys() == own.keys()
     elif isinstance(own, (list, tuple)):
-        fits = isinstance(saved, (list, tuple)) and len(saved) == len(own)
-        inner = list(range(len(own)))
+        inner, fits = list(range(len(own))), fits and len(saved) == len(own)
     elif isinstance(own, Tensor):
-        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
-        fits = fits and bool(saved.isfinite().all())
-    else:
-        fits = isinstance(saved, type(own))
-        fits = fits and (not isinstance(saved, float) or math.isfinite(saved))
+        fits = fits and saved.shape == own.shape and saved.dtype == own.dtype
     if not fits:
         raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
                          "use the one before it")  # fmt: skip
@@ -193,8 +187,7 @@ def copy_weights(
 def export_model(run: Path, policy: Policy) -> Path:
     """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load."""
     target = run / "model"
-    num_bytes = sum(p.nbytes for p in policy.model.parameters())
-    with published(target, num_bytes) as part:
+    with published(target) as part:
         policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
     return target
@@ -216,45 +209,21 @@ def base_model(run: Path, model_id: str) -> str:
     return str(base)
 
 
-def _read_progress(folder: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def _read_progress(folder: Path) -> tuple[dict[str, Any], str]:
     """The progress of a checkpoint, and what is wrong with it; "": nothing."""
     facts, fault = unseal(folder)
-    if fault:
-        return {}, fault
-    if not _is_progress(facts.get("progress")) or not isinstance(facts.get("settings"), dict):
-        return {}, "has a state.json that no run writes"
-    saved = facts["settings"]  # a version may have settings that an earlier one does not know
-    if other := [key for key in saved if key in KINDS and settings.get(key) != saved[key]]:
-        return {}, f"has other settings than config.yaml ({', '.join(other)})"
-    return facts["progress"], ""
-
-
-def _is_progress(progress: Any) -> bool:
-    """Whether `progress` has the names and types that a run saves.
-
-    Needed even if the checksum is right, as whoever changes the file can compute a new checksum.
-    """
-    if not isinstance(progress, dict) or not {"sft_step", "update"} <= progress.keys():
-        return False
-    earlier: dict[str, Any] = {**START, "rollouts_sha256": ["", ""]}  # versions saved less
-    values, least = earlier | progress, dict[str, Any](START)
-    sums, counts = values["rollouts_sha256"], START.keys() - {"best"}
-    return (
-        all(type(values[n]) is int and least[n] <= values[n] < 2**53 for n in counts)
-        and isinstance(values["best"], list)
-        and isinstance(sums, list)
-        and len(sums) == 2
-    )
+    progress = facts.get("progress")
+    if not fault and not (isinstance(progress, dict) and {"sft_step", "update"} <= progress.keys()):
+        fault = "has a state.json that no run writes"
+    return ({}, fault) if fault else (facts["progress"], "")
 
 
 def _fixed_settings(run: Path) -> dict[str, Any]:
     """The settings in config.yaml that a resumed run must not change."""
-    try:
-        settings = yaml.safe_load((run / "config.yaml").read_text())
-        return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
-    except (ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{run / 'config.yaml'}: {reprlib.repr(str(error))}") from None
+    settings = yaml.safe_load((run / "config.yaml").read_bytes())
+    return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
 
 
 def _newest_first(root: Path) -> list[Path]:
-    return sorted((p for p in root.glob("[0-9]*-*") if p.is_dir()), reverse=True)
+    names = (path for path in root.glob("*") if re.fullmatch(r"\d{6,}-\d{6,}", path.name))
+    return sorted((path for path in names if path.is_dir()), reverse=True)

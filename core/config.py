@@ -20,7 +20,6 @@ import tyro
 
 from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
 from core import diagnostics
-from core.files import check_folder
 from core.types import UsageError
 from environments.registry import (
     absolute,
@@ -378,8 +377,6 @@ def validate(cfg: Config) -> None:
     """Raise UsageError for the first setting of a resolved Config that is invalid."""
     if problem := next(_problems(cfg), ""):
         raise UsageError(problem)
-    for folder in filter(None, ("" if cfg.sampler == "openai" else cfg.model_id, cfg.teacher)):
-        check_folder(Path(folder))
 
 
 def compares_within_group(cfg: Config) -> bool:

@@ -33,7 +33,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core.config import Config, check_trust, resolve
-from core.files import check_folder, published
+from core.files import published
 from core.opponents import Opponents, copies_in, load_model, load_opponent
 from core.report.page import write_report
 from core.rollouts import Episode, RolloutCollector, Waiting
@@ -92,7 +92,6 @@ def main(flags: Flags) -> int:
         raise UsageError("name a run and other players, each once; --games must be 1 or more, "
                          "--seed 0 or more")  # fmt: skip
     run = Path(runs[0])
-    check_folder(run)
     if not (run / "model").is_dir() or not (run / "config.yaml").exists():
         raise UsageError(f"{run}: not the folder of a finished run")
     saved = read_config(run / "config.yaml")

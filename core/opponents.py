@@ -30,7 +30,7 @@ import torch
 from core import distributed
 from core.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
-from core.files import check_folder, remove, sealed, unseal
+from core.files import remove, sealed, unseal
 from core.model import Policy, load_policy
 from core.openai_sampler import STOPPED, OpenAISampler
 from core.rollouts import (
@@ -175,7 +175,7 @@ class Opponents:
         parameters = replace(self.policy, value_head=None).trainable()
         folder = self._folder(update)
         folder.parent.mkdir(exist_ok=True)
-        with sealed(folder, {}, sum(p.nbytes for p in parameters.values())) as part:
+        with sealed(folder, {}) as part:
             save_weights(part, parameters)
         needed = {0, update}
         for start in (update, *saved_updates(self.folder)):  # a resumed run starts at one of these
@@ -230,13 +230,11 @@ def load_model(folder: Path, cfg: Config) -> Policy:
         "template_options": cfg.template_options, "template_date": cfg.template_date,
         "max_length": cfg.max_model_len, "flag": "opponent",
     }  # fmt: skip
-    check_folder(folder)
     is_run = (folder / "config.yaml").exists()
     model = folder / "model" if is_run else folder
     if is_run and (model / ADAPTERS).exists():
         trained = read_config(folder / "config.yaml")
         model_id = base_model(folder, trained.model_id)
-        check_folder(Path(model_id))
         loaded = load_policy(
             model_id, lora_rank=trained.lora_rank,
             lora_alpha=trained.lora_alpha, quantize=trained.quantize, **options,

@@ -42,7 +42,7 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
         raise UsageError(f"--resume: {folder}, the reference of the KL, {fault}: restore the "
                          "folder, or start again with another --run-name")  # fmt: skip
     elif distributed.rank() == 0:
-        with sealed(folder, {}, sum(weight.nbytes for weight in weights.values())) as part:
+        with sealed(folder, {}) as part:
             save_weights(part, weights)
     return replace(policy, model=frozen, value_head=None)
 

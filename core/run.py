@@ -170,6 +170,10 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
         cfg = distributed.broadcast_from_rank_0(lambda: with_date(cfg, folder, is_new))
         settings = run_dir.config_to_dict(cfg)
+        if is_new:
+            folder = distributed.broadcast_from_rank_0(
+                lambda: run_dir.create_run(folder, settings, take_next=not cfg.run_name)
+            )
         is_writer = distributed.rank() == 0
         with run_dir.lock_run_dir(folder, settings, is_new) if is_writer else nullcontext():
             distributed.check_shared(folder)
@@ -248,7 +252,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     damage = distributed.broadcast_from_rank_0(
         lambda: run_log.rewind(log_dir, found.progress, cfg.trust)
     )
-    records = run_log.read_metrics(log_dir / run_log.METRICS)
+    records = run_log.read_records(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
     algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo

@@ -6,7 +6,6 @@ name and then renamed. It is removed again if invalid input ends the run before 
 
 import dataclasses
 import errno
-import fcntl
 import itertools
 import os
 import reprlib
@@ -15,6 +14,7 @@ import shutil
 import stat
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,13 +25,14 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
-from core.files import PART, check_folder, disk_errors, published, remove
+from core.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
 from environments.registry import absolute
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
 }
+NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
 KINDS: dict[str, Any] = get_type_hints(Config)
 MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
@@ -102,47 +103,11 @@ def new_folder(runs: Path, name: str, stem: str) -> Path:
     return runs / name
 
 
-@contextmanager
-def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
-    """Hold the lock of the folder `run`; if `new`, create it with `settings` as its config.yaml.
+def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> Path:
+    """Creates the folder of a new run with its config.yaml, and returns it.
 
-    Raises UsageError if another process holds the lock, as `check_folder` does, and if the folder
-    contains a link, through which the run would write elsewhere; CannotWrite if the disk is full or
-    read-only; Fault if somebody removes the folder. If a UsageError ends a new run before its first
-    record, removes the folder.
+    If it exists, raises UsageError; with `take_next`, counts the number at the end of its name up.
     """
-    if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
-        raise UsageError(f"{link} is a link, and a run writes into its own folder only: replace "
-                         "the link by what it leads to, or remove it")  # fmt: skip
-    check_folder(run)
-    try:
-        if new:
-            create_run(run, settings)
-        with _locked(run), disk_errors(run):
-            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
-                remove(left)
-            try:
-                yield
-            except UsageError:
-                metrics = run / "metrics.jsonl"  # empty from when the run opens it
-                if new and not (metrics.exists() and metrics.stat().st_size):
-                    shutil.rmtree(run)
-                    with suppress(OSError):  # runs/ contains other runs
-                        run.parent.rmdir()
-                raise
-    except OSError as error:
-        if error.errno == errno.ENOENT and not run.exists():
-            raise Fault(f"{run} was removed while the run was using it") from None
-        if error.errno not in DISK_ERRORS:
-            raise
-        resume = train_command("--resume", str(run), *trust_flags(settings))
-        command = resume if run.exists() else "the same command"
-        raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
-                          f"intact: fix this, then run {command}") from None  # fmt: skip
-
-
-def create_run(run: Path, settings: dict[str, Any]) -> None:
-    """Create the folder of a new run with its config.yaml. Raises UsageError if it exists."""
     part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
     try:
         for left in run.parent.glob(f"{PART}*"):  # by a killed process
@@ -157,53 +122,92 @@ def create_run(run: Path, settings: dict[str, Any]) -> None:
                          "remove what has its name") from None  # fmt: skip
     try:
         write_config(part, settings)
-        os.rename(part, run)  # fails if `run` is a folder that is not empty
-    except OSError as error:
+        while True:
+            try:
+                os.rename(part, run)  # fails if `run` is a folder that is not empty
+                return run
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                if not take_next:
+                    raise UsageError(
+                        f"{run} exists; use another --run-name, or --resume it"
+                    ) from None
+            run = new_folder(run.parent, "", run.name.rpartition("-")[0])
+    except BaseException:
         with suppress(OSError):  # the first error says more
             remove(part)
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+        raise
+
+
+@contextmanager
+def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[None]:
+    """Holds the lock of the folder `run`, which has `settings`.
+
+    Raises UsageError if another process holds the lock; CannotWrite if the disk is full or
+    read-only; Fault if somebody removes the folder. If a UsageError ends a `new` run before its
+    first record, removes the folder.
+    """
+    unused = False
+    try:
+        with _locked(run):
+            for left in (*run.glob(f"{PART}*"), *run.glob(f"*/{PART}*")):  # by a killed process
+                remove(left)
+            try:
+                yield
+            except UsageError:
+                metrics = run / "metrics.jsonl"  # empty from when the run opens it
+                unused = new and not (metrics.exists() and metrics.stat().st_size)
+                raise
+    except OSError as error:
+        if error.errno == errno.ENOENT and not run.exists():
+            raise Fault(f"{run} was removed while the run was using it") from None
+        if error.errno not in DISK_ERRORS:
             raise
-        raise UsageError(f"{run} exists; use another --run-name, or --resume it") from None
+        resume = train_command("--resume", str(run), *trust_flags(settings))
+        raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
+                          f"intact: fix this, then run {resume}") from None  # fmt: skip
+    finally:
+        if unused:  # after its lock is released: Windows removes no open file
+            shutil.rmtree(run, ignore_errors=True)
+            with suppress(OSError):  # runs/ contains other runs
+                run.parent.rmdir()
 
 
 def write_config(run: Path, settings: dict[str, Any]) -> None:
     """Replace config.yaml atomically."""
     with published(run / "config.yaml") as part:
-        part.write_text(yaml.safe_dump(settings, sort_keys=False))
+        part.write_bytes(yaml.safe_dump(settings, sort_keys=False).encode())
 
 
 @contextmanager
 def _locked(run: Path) -> Iterator[None]:
-    """The operating system releases the lock if this process dies.
+    """The operating system releases the lock if this process dies; the file stays.
 
-    filelock would do without the operating system where it has no locks, and a killed run would
-    then block its folder, or two processes use it.
+    Where a disk has no locks, filelock would take a file that exists for a lock, and a killed run
+    would block its folder: this prints a warning instead.
     """
-    path = run / ".lock"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    lock, has_locks = filelock.FileLock(run / ".lock", timeout=0), True
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pass  # another process holds it
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        raise UsageError(
-            f"{run} is on a file system without locks ({error.strerror}), so two processes could "
-            "use it: start the run in a folder of another disk"
-        ) from None
-    finally:
-        os.close(handle)
-    try:
-        lock = filelock.FileLock(path, timeout=0).acquire()
+        with warnings.catch_warnings(action="ignore"):
+            lock.acquire()
+        if isinstance(lock, filelock.SoftFileLock):
+            has_locks = False
+            lock.release()
     except filelock.Timeout:
         raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
                          "--run-name") from None  # fmt: skip
-    with lock:
-        try:
-            yield
-        finally:  # filelock refuses a lock on the old file that another process has open meanwhile
-            with suppress(OSError):  # it may stay; the first error says more
-                path.unlink(missing_ok=True)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        has_locks = False
+    if not has_locks:
+        print(f"warning: the disk of {run} has no locks: start no second process in this folder",
+              file=sys.stderr)  # fmt: skip
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def smollm2_folder() -> Path:
                 why = f" again, as it {fault}" if folder.exists() else " once"
                 print(f"converting {file.name} to {NUM_BYTES / 1e6:.0f} MB in {folder}{why}",
                       file=sys.stderr)  # fmt: skip
-                with sealed(folder, {}, NUM_BYTES) as part:
+                with sealed(folder, {}) as part:
                     _convert(file, part)
     except OSError as error:
         raise UsageError(f"smollm2: cannot write {NUM_BYTES / 1e6:.0f} MB to {cache}: "

@@ -59,7 +59,7 @@ def finished_run(whole_run, tmp_path):
 def test_a_run_writes_all_its_files(whole_run):
     out = (whole_run.parent.parent / "output.txt").read_text()
     assert {path.name for path in whole_run.iterdir()} == {
-        "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "README.md",
+        ".lock", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "README.md",
         "report.html", "checkpoint", "model", "base",
     }  # fmt: skip
     records = metrics_of(whole_run)

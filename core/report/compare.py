@@ -21,13 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from core.files import check_folder
 from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
 from core.run_dir import read_settings
-from core.run_log import METRICS, Record, damage_of, read_metrics
+from core.run_log import METRICS, Record, read_records
 from core.types import UsageError, printable
 from environments.registry import short
 
@@ -47,7 +46,7 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
     configs = [read_config(run) for run in runs]
-    records = [read_metrics(run / METRICS) for run in runs]
+    records = [read_records(run / METRICS) for run in runs]
     table = Table(box=None, header_style="bold")
     for i, header in enumerate(HEADERS):
         table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
@@ -61,19 +60,15 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
     Console().print(table)
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
-    for run in runs:
-        if damage := damage_of(run):
-            print(printable(f"{run}: {damage}: its row has what is left"))
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Returns the settings in config.yaml of a run.
 
-    Raises UsageError if the folder has no config.yaml or no metrics.jsonl, if config.yaml lacks
-    the settings that every run has, and as `check_folder` does.
+    Raises UsageError if the folder has no config.yaml or no metrics.jsonl, or if config.yaml lacks
+    the settings that every run has.
     """
-    check_folder(run_dir)
     path = run_dir / "config.yaml"
     for file in (path, run_dir / METRICS):
         if not file.is_file():

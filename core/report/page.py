@@ -26,15 +26,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.run_log import (
-    METRICS,
-    OLD_ROLLOUTS,
-    ROLLOUTS,
-    Record,
-    damage_of,
-    iter_records,
-    read_metrics,
-)
+from core.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
 from core.types import printable_json
 from environments.registry import short
 
@@ -181,7 +173,7 @@ def shorten(text: str, limit: int) -> str:
 
 def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     """The JSON object of a run in at most `room` bytes."""
-    records = read_metrics(run_dir / METRICS)
+    records = read_records(run_dir / METRICS)
     curves, num_dropped = _curves(records, room // 4)
     data: Record = {
         "name": run_dir.name,
@@ -218,7 +210,6 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
         "loss": loss_settings(config),
     }
     data["batches"], left_out = pack_rollouts(run_dir, room - len(to_json(data)) - 4000)
-    left_out += [damage] if (damage := damage_of(run_dir)) else []
     data["left_out"] = ([f"{num_dropped} metrics"] if num_dropped else []) + left_out
     return data
 

@@ -10,7 +10,7 @@ from core.config import trust_flags
 from core.files import published
 from core.metrics import before_after, describe
 from core.run_dir import train_command
-from core.run_log import METRICS, Record, read_metrics
+from core.run_log import METRICS, Record, read_records
 from environments.registry import relative, short
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -73,7 +73,7 @@ def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
 
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     """Returns the lines that end a run: accuracy before and after, warnings, files, a next step."""
-    records = read_metrics(run_dir / METRICS)
+    records = read_records(run_dir / METRICS)
     lines = [
         f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
         f"{describe(env, last)} after {last['update']} updates{_comparisons(env, last)}"

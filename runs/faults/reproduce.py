@@ -35,15 +35,10 @@ from record import commit, machine, write_table  # noqa: E402
 LIMIT = 30  # seconds for one try
 ANSWER = "answer: "
 AREAS: dict[str, tuple[int, str]] = {  # file -> tries, and what they are
-    "files": (500, "damaged logs, settings, checkpoints and optimizer states, read and resumed"),
     "kills": (60, "runs stopped up to three times by kills in a write, lost power and signals"),
     "disks": (150, "disks that are full, over a quota, read-only or broken, in runs and commands"),
-    "settings": (500, "extreme settings on the command line and in config.yaml, remote servers"),
-    "models": (120, "damaged model folders"),
     "terminal": (200, "control sequences and markup in texts that reach the terminal"),
     "trust": (150, "settings and answers from files and servers that try to run code"),
-    "servers": (150, "hostile servers of models and environments, hostile requests to our own"),
-    "browser": (100, "markup and scripts in the texts of a report, opened in Chromium"),
 }
 
 
