@@ -244,6 +244,12 @@ def test_a_key_in_a_completion_and_an_endless_error_are_cut(server, policy, monk
     assert broken.error == "the answer has over 10,000 bytes"
 
 
+def test_deep_json_of_a_server_is_one_line(server, policy):
+    server.broken["bad"] = STREAM, b"data: " + b"[" * 100_000 + b"\n\n"
+    with pytest.raises(UsageError, match="recursion"):
+        sample(server, policy, [chat("bad")])
+
+
 def test_retry_after_is_waited_for(server, policy):
     server.failures, server.retry_after = [429], {"Retry-After": "1"}
     started = time.monotonic()
