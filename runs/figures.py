@@ -1,4 +1,4 @@
-"""Figures of the reproduce.py scripts: one look, and curves with a band around them."""
+"""Figures of the pages: one look, and curves with a band around them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,77 +1,284 @@
-"""Shared by the reproduce.py scripts: run train.py, keep the metrics, write tables into a README.
+"""Makes the runs of a page again, and writes the page's table and picture from their metrics.
 
-python runs/<folder>/reproduce.py              # make every run of the folder again
-python runs/<folder>/reproduce.py --missing    # make the runs that have no metrics file yet
-python runs/<folder>/reproduce.py --draw       # write the table and the picture; make no run
-python runs/<folder>/reproduce.py NAME ...     # make the runs with these names
+    python runs/record.py letter_counting_tiny                # every run of the page
+    python runs/record.py letter_counting_tiny grpo-seed0     # one run
+    python runs/record.py letter_counting_tiny --missing      # the runs that are not recorded yet
+    python runs/record.py letter_counting_tiny --draw         # the table and the picture; no run
+
+The runs stand in the first ```yaml block of runs/FOLDER/README.md:
+
+    command   a shell command; {flags} stands for a run's flags, --seed and --run-name {run}
+    seeds     each run is made with each of these seeds
+    runs      name: flags, or name: {flags: .., seeds: .., measure: return}
+    keep      "run-seed0/file": files of a run's folder that are copied beside the page
+    rows      seeds (a row of the table for each run and seed), runs or environments
+    columns   heading: what `cell` computes
+    panels    heading: metric (a curve for each run), or `runs` (a panel for each run)
+
+NAME-seedS.jsonl has the metrics of a run, seconds.json its wall time, recorded.txt the version and
+the machine.
 """
 
 import argparse
+import fnmatch
 import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path += [str(HERE), str(ROOT)]
+
+from core.metrics import before_after  # noqa: E402
 
 
-def chosen_runs(description: str | None, folder: Path, names: Iterable[str]) -> list[str]:
-    """Returns the names of the runs that the command line asks for, out of `names`."""
+@dataclass
+class Run:
+    """One run of a page: its settings and, if it is recorded, its metrics."""
+
+    folder: Path
+    name: str
+    seed: int | None
+    flags: str
+    measure: str = "accuracy"  # of an evaluation; or return
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def stem(self) -> str:
+        """The name of the run's files.
+
+        >>> Run(Path(), "dapo, --kl-coef 0.05", 1, "").stem
+        'dapo____kl_coef_0_05-seed1'
+        """
+        name = self.name
+        if not name.replace("-", "").replace("_", "").isalnum():
+            name = "".join(c if c.isalnum() else "_" for c in name).strip("_")
+        return name if self.seed is None else f"{name}-seed{self.seed}"
+
+    def read(self) -> "Run":
+        if (file := self.folder / f"{self.stem}.jsonl").exists():
+            self.records = read_records(file)
+            for kept in self.folder.glob(f"{self.stem}.*.json"):
+                self.records[-1] |= json.loads(kept.read_text(encoding="utf-8"))
+        return self
+
+    @property
+    def envs(self) -> list[str]:
+        """The environments of the evaluations; of a run without any, one without a name."""
+        return [env for env, *_ in before_after(self.records)] or [""]
+
+    def values(self, metric: str, env: str) -> list[float]:
+        """All values of a metric, in which * stands for the environment."""
+        name = metric.replace("*", env)
+        return [r[name] for r in self.records if r.get(name) is not None]
+
+    def curve(self, metric: str) -> list[tuple[float, float]]:
+        """The metric by update."""
+        name = metric.replace("*", self.envs[0])
+        return [(r["update"], r[name]) for r in self.records if "update" in r and name in r]
+
+    def interval(self, env: str, record: dict[str, Any]) -> tuple[float, float, float]:
+        """The held-out accuracy or return, and its 95% interval; equal returns have none."""
+        keys = ("accuracy", "ci_low", "ci_high")
+        if self.measure == "return":
+            keys = ("return_mean", "return_low", "return_high")
+        middle, low, high = (record[f"eval/{env}/{key}"] for key in keys)
+        return middle, middle if low is None else low, middle if high is None else high
+
+
+def main() -> None:
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=description, formatter_class=style)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("folder", help="below runs/")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of the page's runs")
     parser.add_argument("--missing", action="store_true", help="skip runs that are recorded")
     parser.add_argument("--draw", action="store_true", help="only write the table and the picture")
     args = parser.parse_args()
-    if unknown := set(args.names) - set(names):
-        parser.error(f"no such run: {', '.join(sorted(unknown))}")
-    chosen = [] if args.draw else args.names or list(names)
-    return [n for n in chosen if not (args.missing and (folder / f"{n}.jsonl").exists())]
+    folder = HERE / args.folder
+    if not (folder / "README.md").exists():
+        parser.error(f"no page {folder / 'README.md'}")
+    page, runs = read_page(folder)
+    if unknown := set(args.names) - {run.stem for run in runs}:
+        parser.error(f"no such run: {', '.join(sorted(unknown))}; the page has "
+                     f"{', '.join(run.stem for run in runs)}")  # fmt: skip
+    for run in [] if args.draw else runs:
+        recorded = (folder / f"{run.stem}.jsonl").exists()
+        if (not args.names or run.stem in args.names) and not (args.missing and recorded):
+            make_run(run, page)
+    runs = [run for run in map(Run.read, runs) if run.records]
+    if "columns" in page:
+        write_table(folder, [*table(page, runs), "", recorded_with(folder)])
+    if "panels" in page:
+        draw(folder, page, runs)
 
 
-def make_run(
-    folder: Path,
-    name: str,
-    flags: str,
-    script: str = "train.py",
-    keep: dict[str, Path] | None = None,
-) -> None:
-    """Run `python SCRIPT FLAGS` and keep its metrics in folder/NAME.jsonl.
+def read_page(folder: Path) -> tuple[dict[str, Any], list[Run]]:
+    """Returns the yaml block of a page and its runs."""
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    page, runs = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0]), []
+    for name, run in page["runs"].items():
+        run = run if isinstance(run, dict) else {"flags": run}
+        for seed in run.get("seeds", page.get("seeds")) or [None]:
+            flags = run["flags"] or ""
+            runs.append(Run(folder, str(name), seed, flags, run.get("measure", "accuracy")))
+    return page, runs
 
-    The wall time goes to folder/seconds.json, the machine and the version to folder/recorded.txt.
-    `keep` maps files of the run's folder to the places they are copied to.
-    """
-    run, seconds = train(flags, f"{folder.name}-{name}", script)
-    shutil.copy(run / "metrics.jsonl", folder / f"{name}.jsonl")
-    for source, target in (keep or {}).items():
-        shutil.copy(run / source, target)
-    shutil.rmtree(run)
-    write_atomically(
-        folder / "seconds.json", json.dumps(read_seconds(folder) | {name: seconds}, indent=1)
-    )
+
+def make_run(run: Run, page: dict[str, Any]) -> None:
+    """Runs the page's command and keeps the metrics, the time, the version and what `keep` says."""
+    name = f"{run.folder.name}-{run.stem}"
+    made, folder = HERE / name, run.folder
+    shutil.rmtree(made, ignore_errors=True)
+    seed = "" if run.seed is None else f"--seed {run.seed}"
+    command = page.get("command", "python train.py {flags}").replace("{run}", name)
+    flags = " ".join(f"{run.flags} {seed} --run-name {name}".split())
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    started = time.monotonic()
+    subprocess.run(command.replace("{flags}", flags), shell=True, cwd=ROOT, check=True,
+                   env=os.environ | {"PATH": path})  # fmt: skip
+    seconds = round(time.monotonic() - started)
+    shutil.copy(made / "metrics.jsonl", folder / f"{run.stem}.jsonl")
+    for pattern, target in page.get("keep", {}).items():
+        which, file = pattern.split("/")
+        if fnmatch.fnmatch(run.stem, which):
+            shutil.copy(made / file, folder / target.replace("{run}", run.stem))
+    shutil.rmtree(made)
+    times = json.dumps(read_seconds(folder) | {run.stem: seconds}, indent=1)
+    write_atomically(folder / "seconds.json", times)
     write_recorded(folder)
 
 
-def train(flags: str, run_name: str, script: str = "train.py") -> tuple[Path, int]:
-    """Runs train.py. Returns the run's folder and the seconds."""
-    run = ROOT / "runs" / run_name
-    shutil.rmtree(run, ignore_errors=True)
-    command = [sys.executable, *script.split(), *flags.split()]
-    started = time.monotonic()
-    subprocess.run([*command, "--run-name", run_name], cwd=ROOT, check=True)
-    return run, round(time.monotonic() - started)
+def table(page: dict[str, Any], runs: list[Run]) -> list[str]:
+    """The page's table, as Markdown."""
+    columns, kind = page["columns"], page.get("rows", "seeds")
+    if kind == "seeds":
+        groups = [([run], run.envs[0]) for run in runs]
+    elif kind == "environments":
+        groups = [([run], env) for env in runs[0].envs for run in runs]
+    else:
+        by_name: dict[str, list[Run]] = {}
+        for run in runs:
+            by_name.setdefault(run.name, []).append(run)
+        groups = [(seeds, seeds[0].envs[0]) for seeds in by_name.values()]
+    rows = [[cell(spec, *group) for spec in columns.values()] for group in groups]
+    lines = [[*columns], ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+STATISTICS = {
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "mean": statistics.fmean,
+    "max": max,
+    "first5": lambda values: statistics.fmean(values[:5]),
+    "last5": lambda values: statistics.fmean(values[-5:]),
+}
+
+
+def cell(spec: str, runs: list[Run], env: str) -> str:
+    """A cell for one run, or for the seeds of a run.
+
+    `spec` is one of the words below, or [each|range|change] STATISTIC METRIC FORMAT: the mean over
+    the seeds; the value of each seed; the mean with the lowest and the highest; the first value and
+    the last. A FORMAT that ends with M shows millions.
+    """
+    run, records = runs[0], runs[0].records
+    evaluations = {name: pair for name, *pair in before_after(records)}
+    first, last = evaluations.get(env, ({}, {}))
+    if spec in ("name", "seed", "measure", "stem"):
+        return str(getattr(run, spec))
+    if spec == "seeds":
+        return str(len(runs))
+    if spec == "environment":
+        return f"`{env}`"
+    if spec in ("before", "after"):
+        return "{:.2f} [{:.2f}, {:.2f}]".format(
+            *run.interval(env, first if spec == "before" else last)
+        )
+    if spec == "p":
+        return f"{last[f'eval/{env}/p_value']:.0e}"
+    if spec == "trivial":
+        value = last.get(f"eval/{env}/trivial")
+        return "" if value is None or run.measure == "return" else f"{value:.2f}"
+    if spec == "seconds":
+        return f"{read_seconds(run.folder)[run.stem]} s"
+    if spec == "reached":
+        reached = (r["update"] for r in records if r.get(f"eval/{env}/accuracy", 0) >= 0.9)
+        return f"update {next(reached, 'never')}"
+    if spec == "tokens":
+        return ", ".join(tokens_until(run, env, 0.9) for run in runs)
+    *how, metric, form = spec.split()
+    if how == ["change"]:
+        return " → ".join(cell(f"{end} {metric} {form}", runs, env) for end in ("first", "last"))
+    millions, form = form.endswith("M"), form.removesuffix("M")
+    found = [values for run in runs if (values := run.values(metric, env))]
+    values = [STATISTICS[how[-1]](v) / (1e6 if millions else 1) for v in found]
+    if not values or how[0] == "each":
+        return ", ".join(format(value, form) for value in values)
+    middle = format((max if how[-1] == "max" else statistics.fmean)(values), form)
+    low, high = format(min(values), form), format(max(values), form)
+    return f"{middle} [{low}, {high}]" if how[0] == "range" else middle
+
+
+def tokens_until(run: Run, env: str, accuracy: float) -> str:
+    """The thousands of tokens sampled until the first evaluation with this accuracy."""
+    tokens = 0
+    for record in run.records:
+        tokens += record.get("tokens/sampled", 0)
+        if record.get(f"eval/{env}/accuracy", 0) >= accuracy:
+            return f"{tokens / 1000:.1f}k"
+    return "never"
+
+
+def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
+    """Writes the page's picture: a panel for each metric or for each run."""
+    from figures import band, figure, panel, seed_band
+
+    from core.report.curves import BLUE, GREEN, ORANGE, PURPLE, RED
+
+    colors = (BLUE, ORANGE, GREEN, PURPLE, RED)
+    names = list(dict.fromkeys(run.name for run in runs))
+    by_run = page["panels"] == "runs"
+    panels = dict.fromkeys(names, "") if by_run else page["panels"]
+    across = min(len(panels), 4)
+    down = -(-len(panels) // across)
+    target = folder / page.get("picture", "curves.png")
+    with figure(target, page["title"], down, across, (3.9 * across, 3.4 * down)) as axes:
+        for axis, (title, metric) in zip(axes, panels.items(), strict=False):
+            for run, color in zip([r for r in runs if r.name == title], colors, strict=False):
+                shown = [r for r in run.records if f"eval/{run.envs[0]}/accuracy" in r]
+                bands = zip(*(run.interval(run.envs[0], r) for r in shown), strict=True)
+                band(axis, [r["update"] for r in shown], *bands, color, marker=".")
+            for number, name in enumerate([] if by_run else names):
+                curves = [run.curve(metric) for run in runs if run.name == name]
+                if all(curves):
+                    seed_band(axis, curves, color=colors[number % len(colors)], label=name)
+            if metric.startswith("gap/"):
+                axis.set_yscale("log")
+            panel(axis, title, "update")
+        if not by_run:
+            axes[0].legend(frameon=False, fontsize=8)
+
+
+def read_records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_seconds(folder: Path) -> dict[str, int]:
     """Returns the wall time of each run of a folder."""
     file = folder / "seconds.json"
-    return json.loads(file.read_text()) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write_recorded(folder: Path) -> None:
@@ -82,7 +289,7 @@ def write_recorded(folder: Path) -> None:
 
 def recorded_with(folder: Path) -> str:
     """Returns the sentence in folder/recorded.txt."""
-    return (folder / "recorded.txt").read_text().strip()
+    return (folder / "recorded.txt").read_text(encoding="utf-8").strip()
 
 
 def machine() -> str:
@@ -104,15 +311,20 @@ def write_table(folder: Path, lines: list[str], name: str = "") -> None:
     """
     page, mark = folder / "README.md", f"table {name}".strip()
     begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
-    head, found, rest = page.read_text().partition(begin)
+    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, closed, tail = rest.partition(end)
     if not found or not closed:
         raise ValueError(f"{page} has no marks for: {mark}")
-    page.write_text(head + begin + "\n".join(lines) + "\n" + end + tail)
+    text = head + begin + "\n".join(lines) + "\n" + end + tail
+    page.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_atomically(file: Path, text: str) -> None:
     """Write a file that other processes may be writing at the same moment."""
     part = file.with_name(f".part-{os.getpid()}-{file.name}")
-    part.write_text(text + "\n")
+    part.write_text(text + "\n", encoding="utf-8", newline="\n")
     os.replace(part, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""What players without a model reach on the held-out tasks of reproduce.py.
+"""What players without a model reach on the held-out tasks of this page.
 
     python runs/environments_tiny/baselines.py     # writes its table in README.md; a minute
 
@@ -90,7 +90,7 @@ def target_or_random_link(chat: list[Message], rng: random.Random) -> str:
     return f'{{"action": "visit_url", "url": "{link}"}}'
 
 
-PLAYERS = (  # environment, held-out tasks and turns as in reproduce.py, player, its description
+PLAYERS = (  # environment, held-out tasks and turns as in README.md, player, its description
     ("reverse", 256, 3, always("<answer>a</answer>"), "always the same word"),
     ("tic_tac_toe", 256, 8, random_cell, "a random free cell"),
     ("tic_tac_toe", 256, 8, first_free_cell, "the first free cell"),

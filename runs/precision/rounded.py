@@ -1,0 +1,99 @@
+"""train.py with a sampler whose matrices are rounded, on tasks that `tiny` can just solve.
+
+python runs/precision/rounded.py int4 --env sanity --tis-cap 2     # or float8, none
+python runs/precision/rounded.py tasks                             # chooses tasks.txt anew
+"""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1]))
+
+import torch  # noqa: E402
+
+import core.run  # noqa: E402
+import train  # noqa: E402
+from core.model import Policy, load_policy  # noqa: E402
+from core.rollouts import RolloutCollector  # noqa: E402
+from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
+from core.tasks import Task  # noqa: E402
+from environments.registry import register  # noqa: E402
+from environments.reverse import Reverse  # noqa: E402
+
+NUM_TASKS, TRIES = 64, 16  # tasks; tries of each to choose them
+
+
+@register("sanity")
+class Sanity(Reverse):
+    """`reverse` with one word, on the seeds in tasks.txt."""
+
+    def __init__(self) -> None:
+        super().__init__(turns=1)
+        self.seeds = [int(seed) for seed in (HERE / "tasks.txt").read_text().split()]
+
+    def reset(self, seed: int) -> list:
+        return super().reset(self.seeds[seed % len(self.seeds)])
+
+
+class RoundedSampler(TorchSampler):
+    """Samples with all matrices rounded to `kind`; outside of `with sampler:` they are exact."""
+
+    def __init__(self, policy: Policy, kind: str) -> None:
+        super().__init__(policy)
+        self.kind = kind
+        self.exact: list[tuple[torch.Tensor, torch.Tensor]] = []  # weight, its value in training
+
+    @torch.no_grad()
+    def __enter__(self) -> Sampler:
+        for weight in self.policy.causal_lm.parameters():
+            if weight.dim() == 2:
+                self.exact.append((weight, weight.clone()))
+                weight.copy_(rounded(weight, self.kind))
+        return self
+
+    @torch.no_grad()
+    def __exit__(self, *exc_info: object) -> None:
+        for weight, value in self.exact:
+            weight.copy_(value)
+        self.exact = []
+
+
+def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """The nearest values of float8 (e4m3) or int4 (-7 to 7), with a scale for each row.
+
+    >>> rounded(torch.tensor([[0.7, 0.26, -0.04]]), "int4")
+    tensor([[0.7000, 0.3000, 0.0000]])
+    """
+    float8 = torch.float8_e4m3fn
+    largest = torch.finfo(float8).max if kind == "float8" else 7.0
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / largest
+    scaled = weight / scale
+    return scale * (scaled.to(float8).to(weight.dtype) if kind == "float8" else scaled.round())
+
+
+def choose_tasks() -> None:
+    """Writes the first training seeds whose task tiny solves in 20% to 80% of its tries."""
+    policy = load_policy("tiny", device="cpu", tiny_folder=HERE / "tiny")
+    collector, chosen = RolloutCollector(policy, max_turns=1), list[int]()
+    seeds = iter(range(100_000))
+    while len(chosen) < NUM_TASKS:
+        batch = [next(seeds) for _ in range(16)]
+        tasks = [Task("reverse:turns=1", seed, seed) for seed in batch for _ in range(TRIES)]
+        params = SamplingParams(max_tokens=64, seed=batch[0])
+        rollouts = collector.collect(tasks, TorchSampler(policy), params)
+        for seed in batch:
+            right = sum(bool(r.info["correct"]) for r in rollouts if r.seed == seed)
+            chosen += [seed] if 0.2 <= right / TRIES <= 0.8 else []
+    (HERE / "tasks.txt").write_text("\n".join(map(str, chosen[:NUM_TASKS])) + "\n")
+
+
+if __name__ == "__main__":
+    kind, *flags = sys.argv[1:] or [""]
+    if kind == "tasks":
+        sys.exit(choose_tasks())
+    if kind not in ("none", "int4", "float8"):
+        sys.exit(__doc__)
+    if kind != "none":
+        core.run.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
+    sys.exit(train.run_command(flags))

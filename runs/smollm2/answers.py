@@ -1,0 +1,145 @@
+"""train.py, which also writes every greedy answer of its evaluations to answers.jsonl.
+
+    python runs/smollm2/answers.py task --model-id smollm2 --env math_qa:level=1,style=plain
+    python runs/smollm2/answers.py coin ..     # coin flips for rewards in training: the control
+    python runs/smollm2/answers.py table        # the tables of the recorded runs
+
+The single-digit sums of an evaluation repeat: 128 seeds ask 57 different questions. The tables
+count each question once, so they need all answers; rollouts.jsonl has the first eight of an
+evaluation. Some models gain from random rewards (arXiv:2506.10947); then a gain does not show that
+the task was learned. `info["correct"]`, and so the held-out accuracy, stays that of the task.
+"""
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
+
+import record  # noqa: E402
+
+import train  # noqa: E402
+from core import cli, evaluation  # noqa: E402
+from core.metrics import before_after, mcnemar, wilson  # noqa: E402
+from environments.base import Step  # noqa: E402
+from environments.registry import constructor  # noqa: E402
+
+COIN = random.Random(0)  # shared by all episodes: each reward is a flip of its own
+
+
+def main(how: str, flags: list[str]) -> int:
+    evaluation.LOGGED_ROLLOUTS = 10**6
+    if how == "coin":
+        for env in cli.parse(flags).env:
+            flip_rewards(constructor(env))
+    code = train.run_command(flags)
+    run = record.ROOT / "runs" / flags[flags.index("--run-name") + 1]
+    rows = record.read_records(run / "rollouts.jsonl")
+    answers = [short(row) for row in rows if row["kind"] == "eval"]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
+    (run / "answers.jsonl").write_text(lines, encoding="utf-8")
+    return code
+
+
+def flip_rewards(env_class: Any) -> None:
+    """Makes every reward of the class 0 or 1 at random."""
+    step = env_class.step
+
+    def step_with_random_reward(self: Any, response: str) -> Step:
+        return replace(step(self, response), reward=float(COIN.random() < 0.5))
+
+    env_class.step = step_with_random_reward
+
+
+def short(rollout: dict[str, Any]) -> dict[str, Any]:
+    """What the tables need of a rollout in rollouts.jsonl."""
+    said = {role: [m["content"] for m in rollout["messages"] if m["role"] == role]
+            for role in ("user", "assistant")}  # fmt: skip
+    return {
+        "update": rollout["update"], "asked": said["user"], "said": said["assistant"],
+        "correct": rollout["info"].get("correct", False),
+        "lenient": rollout["info"].get("lenient"),
+    }  # fmt: skip
+
+
+def evaluations(run: record.Run) -> list[dict[str, dict[str, Any]]]:
+    """The greedy answers before and after RL, by opening question: each counts once."""
+    answers = record.read_records(HERE / f"{run.stem}.answers.jsonl")
+    last = max(answer["update"] for answer in answers)
+    return [{a["asked"][0]: a for a in answers if a["update"] == u} for u in (0, last)]
+
+
+def write_tables() -> None:
+    runs = [run for run in map(record.Run.read, record.read_page(HERE)[1]) if run.records]
+    record.write_table(HERE, [*table(runs), "", record.recorded_with(HERE)])
+    record.write_table(HERE, answers_table(runs), "answers")
+
+
+def table(runs: list[record.Run]) -> list[str]:
+    """One row per recorded run, as Markdown."""
+    rows = [
+        "| run | questions | before RL [95%] | after RL [95%] | p | lenient | pass@1, pass@k | "
+        "minutes |",
+        "|" + " --- |" * 8,
+    ]
+    for run in runs:
+        before, after = evaluations(run)
+        solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
+        ((env, first, last),) = before_after(run.records)
+        lenient = [share(answers, "lenient") for answers in (before, after)]
+        cells = [
+            run.stem, str(len(before)), accuracy(before), accuracy(after),
+            f"{mcnemar(*solved):.1g}", arrow(*lenient),
+            arrow(passes(env, first), passes(env, last)),
+            f"{record.read_seconds(HERE)[run.stem] / 60:.0f}",
+        ]  # fmt: skip
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def accuracy(answers: dict[str, dict[str, Any]], key: str = "correct") -> str:
+    right = sum(answer[key] for answer in answers.values())
+    low, high = wilson(right, len(answers))
+    return f"{right / len(answers):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def arrow(before: str, after: str) -> str:
+    return f"{before} → {after}" if before else ""
+
+
+def share(answers: dict[str, dict[str, Any]], key: str) -> str:
+    """The fraction of the answers with `key`; "" if the environment does not report it."""
+    values = [answer[key] for answer in answers.values()]
+    return "" if None in values else f"{sum(values) / len(values):.2f}"
+
+
+def passes(env: str, metrics: dict[str, Any]) -> str:
+    """With --eval-samples 8; otherwise ""."""
+    values = [metrics.get(f"eval/{env}/pass_at_{k}") for k in ("1", "k")]
+    return ", ".join(f"{value:.2f}" for value in values if value is not None)
+
+
+def answers_table(runs: list[record.Run]) -> list[str]:
+    """The first held-out questions of the first seed of each task: answers before and after."""
+    rows = ["| run | asked | before RL | after RL |", "| --- | --- | --- | --- |"]
+    for run in (run for run in runs if run.seed == 0):
+        before, after = evaluations(run)
+        for question in list(before)[:4]:
+            cells = (run.stem, question, text(before[question]), text(after[question]))
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return rows
+
+
+def text(answer: dict[str, Any]) -> str:
+    return " / ".join(f"`{' '.join(t.replace('`', ' ').split())}`" for t in answer["said"])
+
+
+if __name__ == "__main__":
+    how, *flags = sys.argv[1:] or [""]
+    if how not in ("task", "coin", "table"):
+        sys.exit(__doc__)
+    sys.exit(write_tables() if how == "table" else main(how, flags))
