@@ -396,7 +396,8 @@ def find_file(path: str) -> Path:
     """Returns the absolute path of a file."""
     if (file := Path(os.path.expanduser(path))).is_file():
         return file.resolve()
-    raise UsageError(f"there is no file {path}; if it moved, name it with --env")
+    hint = "; if it moved, name it again" if os.path.isabs(path) else f" in {Path.cwd()}"
+    raise UsageError(f"there is no file {path}{hint}")
 
 
 def _make(spec: str) -> Env | MultiAgentEnv:

@@ -172,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(403, {"error": "open the page at the address that was printed"})
         elif self.path == "/":
             nonce = secrets.token_urlsafe(16)
-            page = PAGE.read_text().replace("NONCE", nonce).encode()
+            page = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce).encode()
             self._send_bytes(200, "text/html; charset=utf-8", page, f"'nonce-{nonce}'")
         elif self.path == "/state":
             with self.lock:

@@ -37,23 +37,3 @@ def test_reward_is_the_similarity_to_the_power_divided_by_the_turns(power):
     assert env.step(answer("DoraEngel", "BenAdler")).reward == 0.5**power / 2
     missing_mark = env.step(answer("BenAdler", "LeoDahl", "DoraEngel"))
     assert 0 < missing_mark.reward < 0.5 and missing_mark.info == {"correct": False, "right": 0}
-
-
-def test_no_answer_and_a_very_long_one_earn_nothing():
-    env = env_with()
-    assert env.step("BenAdler DoraEngel").reward == 0
-    assert env.step(answer("BenAdler\n" * 200)).reward == 0
-
-
-def test_an_opening_names_the_key_and_every_name_has_another_one():
-    keys = set()
-    for seed in range(30):
-        env = AlphabetSort(turns=4, names=6)
-        text = env.reset(seed)[0]["content"]
-        key = "last" if env.by_last else "first"
-        keys.add(key)
-        assert f"by {key} name" in text
-        names = [name[env.by_last] for names in env.arrivals for name in names]
-        assert len(set(names)) == len(names) <= 24
-        assert all(1 <= len(names) <= 6 for names in env.arrivals)
-    assert keys == {"first", "last"}

@@ -22,38 +22,29 @@ class Facts(NamedTuple):
     high: float  # largest reward of a step
     max_return: float
     demo: str  # demonstrations are always "optimal" (maximum return), "correct" or "valid"
-    num_seeds: int = 40
+    num_seeds: int = 20
 
 
 SPECS = {
     "letter_counting": Facts(0, 1, 1, "optimal"),
-    "letter_counting:difficulty=4": Facts(0, 1, 1, "optimal"),
     "reverse": Facts(-1, 1, 3, "optimal"),
     "reverse:kind=numbers,turns=2,length=9": Facts(-1, 1, 2, "optimal"),
-    "reverse:kind=uuids": Facts(-1, 1, 3, "optimal"),
     "reverse_echo": Facts(-1, 1, 3, "optimal"),
     "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
     "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
     "connect4": Facts(-1, 1, 1, "valid", 12),
-    "connect4:opponent=minimax,depth=2": Facts(-1, 1, 1, "valid", 8),
-    "snake": Facts(-1.001, 1, 5, "correct", 20),  # each step costs 0.001
-    "snake:size=6,fruits=2,grid=true": Facts(-1.001, 1, 2, "correct"),
+    "snake": Facts(-1.001, 1, 5, "correct", 8),  # each step costs 0.001
     "iterated_game": Facts(-1, 1, 5, "correct"),
-    "iterated_game:opponent=always_defect,rounds=3": Facts(-1, 1, 3, "correct"),
     "iterated_game:opponent=random,end=random": Facts(-1, 1, 50, "correct"),
     "alphabet_sort": Facts(0, 1 / 3 + 1e-9, 1, "optimal"),
-    "alphabet_sort:turns=1,names=6,power=1": Facts(0, 1, 1, "optimal"),
     "countdown": Facts(0, 1, 1, "optimal"),
-    "countdown:level=5": Facts(0, 1, 1, "optimal"),
     "math_qa": Facts(0, 1, 1, "optimal"),
     "math_qa:level=6": Facts(0, 1, 1, "optimal"),
-    "math_qa:style=plain": Facts(0, 1, 1, "optimal"),
     "reward_hacking": Facts(-1, 1, 1, "correct"),
     "reward_hacking:world=rescue,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "calculator": Facts(0, 1, 1, "optimal"),
-    "calculator:digits=9": Facts(0, 1, 1, "optimal"),
     "wiki_search": Facts(0, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
@@ -71,7 +62,7 @@ MULTI_AGENT = {  # demonstrations of one agent; the others guess
 # these have tests in files of their own
 ELSEWHERE = {"openenv", "pettingzoo", "textworld", "rewarded"}
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
-FAST = [spec for spec in SPECS if spec not in SLOW]
+FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = (
     *("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake"),
@@ -104,7 +95,7 @@ def test_check_env_finds_nothing_wrong_with_our_environments(spec):
 
 
 def test_another_process_plays_the_same_episodes():
-    seeds = [0, 1, EVAL_SEEDS[0]]
+    seeds = [0, EVAL_SEEDS[0]]
     code = "import json; from environments.check import digest\n"
     code += f"print(json.dumps([digest(s, {seeds}) for s in {FAST}]))"
     output = subprocess.run(
@@ -131,9 +122,8 @@ INVALID_OPTIONS = {
     "tic_tac_toe": "opponent=human",
     "connect4": "opponent=perfect depth=0 depth=7",
     "snake": "size=3 size=21 fruits=0 size=4,fruits=14 max_steps=0",
-    "iterated_game": "opponent=me end=never rounds=0 rounds=51 continue_probability=1.5 "
-    "payoffs=3/3_0/5_5/0 payoffs=3/3/0/5/5/0/1/1 payoffs=3/3_0/5_5/0_1/x payoffs=3/3_0/5_5/0_1/inf "
-    "payoffs=0/0_0/0_0/0_-1/0",
+    "iterated_game": "opponent=me end=never rounds=0 continue_probability=1.5 payoffs=3/3_0/5_5/0 "
+    "payoffs=3/3_0/5_5/0_1/x payoffs=0/0_0/0_0/0_-1/0",
     "alphabet_sort": "turns=0 names=0 power=0 turns=5,names=5",
     "countdown": "level=0 level=6",
     "math_qa": "level=0 level=7 data=gsm9k data=/ style=short",

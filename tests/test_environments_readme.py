@@ -2,13 +2,11 @@
 
 import random
 import re
-import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from environments.__main__ import run_command
 from environments.base import DEMO_SEEDS, EVAL_SEEDS
 from environments.check import check_env
 from environments.registry import constructor, list_envs, make, options_of
@@ -104,13 +102,8 @@ def test_example_environment_with_a_tool_has_no_problem(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Parity", "HigherLower", "Nim"])
-def test_a_template_trains_outside_the_repository_and_has_no_problem(command, name):
+def test_a_template_has_no_problem_outside_the_repository(name, command):
     shutil.copy(TEMPLATE, "my_envs.py")
-    sft = 0 if name == "Nim" else 1
-    flags = f"""--env my_envs.py:{name} --sft-steps {sft} --sft-batch-size 2 --num-updates 1
-        --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4 --run-name a"""
-    code, _, err = command(*flags.split())
-    assert code == 0, err
     assert not check_env(f"my_envs.py:{name}", 5, other_process=False).problems
 
 
@@ -135,13 +128,8 @@ def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatc
     assert env.step("push").info["invalid"]
 
 
-def test_commands_run(command):
+def test_the_environments_of_the_commands_exist(command):
     shutil.copy(TEMPLATE, "my_envs.py")  # as the README says
-    lines = re.findall(r"^    python -m environments(.*?)(?:#.*)?$", README, re.MULTILINE)
-    assert len(lines) == 7
-    for line in lines:
-        arguments = shlex.split(line)
-        if arguments[:1] != ["play"]:  # waits for input
-            assert run_command(arguments) == 0
-    for spec in ("reverse:kind=numbers;turns=2", "snake"):
-        assert f"remote:env={spec}" in README and make(f"remote:env={spec}")
+    lines = re.findall(r"^    python -m environments (\w+) ?(\S*)", README, re.MULTILINE)
+    specs = [spec for verb, spec in lines if verb != "list" and not spec.startswith("parity.py")]
+    assert len(specs) >= 4 and all(map(make, specs))

@@ -28,15 +28,6 @@ def demonstrate(env, seed, hasty=False):
     return steps
 
 
-def test_opening_states_the_matrix_the_rule_and_the_number_of_rounds():
-    (message,) = iterated_game().reset(0)
-    assert message["content"] == (
-        "Each round you and another cooperate (C) or defect (D). Points you/other: CC 3/3, CD 0/5, "
-        "DC 5/0, DD 1/1. The other cooperates first, then copies you. Think first. End with "
-        "<choice>cooperate</choice> or defect.\nRound 1 of 5."
-    )
-
-
 def test_opponents_follow_their_rule_and_the_reward_is_the_points_over_the_maximum():
     assert [s.reward for s in play(iterated_game("always_cooperate"), [C, D])] == [0.6, 1.0]
     assert [s.reward for s in play(iterated_game("always_defect"), [C, D])] == [0.0, 0.2]
@@ -57,24 +48,6 @@ def test_correct_means_the_maximum_return_of_all_sequences(opponent, payoffs):
         assert steps[-1].info["correct"] == (total == pytest.approx(max(returns)))
     best = demonstrate(env, 0)
     assert sum(step.reward for step in best) == pytest.approx(max(returns))
-
-
-def test_optimal_play_against_tit_for_tat_defects_in_the_last_round_only():
-    steps = demonstrate(iterated_game(), 0)
-    assert [step.reward for step in steps] == [0.6, 0.6, 0.6, 0.6, 1.0]
-    assert steps[-1].info == {"correct": True, "cooperation": 0.8}
-
-
-def test_random_opponent_is_fair_and_independent_of_the_player():
-    env, rewards = iterated_game("random"), []
-    for seed in range(100):
-        steps = play(env, [D] * 5, seed)
-        rewards += [step.reward for step in steps]
-        assert steps[-1].info == {"correct": True, "cooperation": 0.0}
-        cooperative = play(env, [C] * 5, seed)
-        assert [s.reward == 0.6 for s in cooperative] == [s.reward == 1.0 for s in steps]
-        assert not play(env, [D, D, C, D, D], seed)[-1].info["correct"]
-    assert set(rewards) == {1.0, 0.2} and 200 < rewards.count(1.0) < 300
 
 
 def test_random_end_is_geometric_and_does_not_depend_on_the_choices():
@@ -99,23 +72,6 @@ def test_cooperation_with_tit_for_tat_is_optimal_if_the_future_is_likely():
         assert not env.correct
 
 
-@pytest.mark.parametrize("text, reward", [
-    ('it may defect, so {"choice": "Defect"}', 1.0), ("If I defect it will, so I cooperate.", 0.6),
-    ("<choice>stay</choice>", -0.1), ("he defects", -0.1),
-])  # fmt: skip
-def test_the_last_well_formed_choice_counts(text, reward):
-    env = iterated_game()
-    env.reset(0)
-    assert env.step(text).reward == reward
-
-
-def test_an_unreadable_choice_is_not_a_round():
-    env = iterated_game()
-    env.reset(0)
-    assert env.step("hm").reward == -0.1
-    assert [env.step(choice(word)).info["correct"] for word in (C, C, C, C, D)][-1]
-
-
 def both(env, row, column):
     return env.step({"row": choice(row), "column": choice(column)})
 
@@ -134,15 +90,6 @@ def test_self_play_rewards_each_agent_with_its_own_points():
     assert all(step.done and not step.info["correct"] for step in steps.values())
 
 
-def test_self_play_is_correct_if_the_pair_has_the_maximum_in_every_round():
-    env = iterated_game("self", rounds=3)
-    for choices, correct in (((C, C, C), True), ((C, D, C), False), ((C, C, D), False)):
-        env.reset(0)
-        steps = [both(env, word, C) for word in choices]
-        assert [s["row"].info["correct"] for s in steps] == [False, False, correct]
-        assert steps[-1]["column"].info["correct"] == correct
-
-
 def test_self_play_waits_for_the_agent_that_repeats_its_choice():
     env = iterated_game("self", rounds=1)
     env.reset(0)
@@ -151,29 +98,3 @@ def test_self_play_waits_for_the_agent_that_repeats_its_choice():
     steps = env.step({"column": choice(C)})
     assert (steps["row"].reward, steps["column"].reward) == (1.0, 0.0)
     assert steps["row"].done and steps["column"].done
-
-
-def test_self_play_ends_for_both_after_a_third_unreadable_choice():
-    env = iterated_game("self")
-    env.reset(0)
-    assert set(env.step({"row": "hm", "column": "hm"})) == {"row", "column"}
-    assert set(env.step({"row": "hm", "column": choice(C)})) == {"row"}
-    steps = env.step({"row": "hm"})
-    assert {a: (s.reward, s.done, s.message) for a, s in steps.items()} == {
-        "row": (-1.0, True, None),
-        "column": (0.0, True, None),
-    }
-    assert not any(step.info["correct"] for step in steps.values())
-    env.reset(0)
-    assert both(env, C, C)["row"].reward == 0.6
-
-
-def test_self_play_draws_its_random_end_from_the_seed():
-    env = iterated_game("self", end="random")
-
-    def length(seed):
-        env.reset(seed)
-        return next(n for n in range(1, 51) if both(env, C, C)["row"].done)
-
-    lengths = [length(seed) for seed in range(50)]
-    assert lengths == [length(seed) for seed in range(50)] and len(set(lengths)) > 5

@@ -1,6 +1,5 @@
 """Letter counting: the tiers, the reward table and the demonstrations."""
 
-import json
 import re
 
 import pytest
@@ -27,19 +26,6 @@ def test_tier_bounds_the_word_and_the_number_of_letters(difficulty):
         assert env.counts == {letter: word.count(letter) for letter in letters}
         numbers.add(len(letters))
     assert {fewest, tier.max_letters} <= numbers
-
-
-@pytest.mark.parametrize("difficulty", TIERS)
-def test_demonstrations_spell_the_word_and_hasty_ones_mostly_guess_wrong(difficulty):
-    env, lucky = LetterCounting(difficulty), 0
-    for seed in range(25):
-        env.reset(seed)
-        step, hasty = env.step(env.demonstrate()), env.step(env.demonstrate(hasty=True))
-        assert (step.reward, step.done, step.message) == (1.0, True, None)
-        assert step.info == {"correct": True, "worked": True}
-        assert hasty.reward >= 0.1 and hasty.info["worked"] is False
-        lucky += hasty.reward == 1.0
-    assert lucky < 13
 
 
 ONE, TWO = {"r": 3}, {"r": 3, "s": 0}
@@ -71,14 +57,3 @@ def test_only_a_plain_integer_counts(number):
     for count in (1, 3):  # True == 1 and 3.0 == 3 in Python
         assert score(answer(number), {"r": count}) == 0
         assert score(answer(f'{{"r": {number}}}'), {"r": count}) < 1
-
-
-def test_partial_credit_grows_with_each_exact_count_and_is_not_correct():
-    env = LetterCounting()
-    env.reset(0)
-    env.counts = {chr(97 + i): i for i in range(26)}
-    for exact in range(27):
-        counts = {letter: n + (n >= exact) for letter, n in env.counts.items()}
-        step = env.step(answer(json.dumps(counts)))
-        assert step.reward == pytest.approx(0.1 + 0.9 * exact / 26)
-        assert step.info["correct"] is (exact == 26)

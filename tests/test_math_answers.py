@@ -1,7 +1,6 @@
 """Finding an answer in a response and comparing it with the solution."""
 
 import threading
-import time
 from fractions import Fraction
 
 import pytest
@@ -79,18 +78,3 @@ def test_is_equal_works_outside_the_main_thread():
     thread.start()
     thread.join(10)
     assert results == [True, False, False]
-
-
-@pytest.mark.parametrize("solution", ["7", r"7\sqrt{2}", "x^2+y^2+z"])
-@pytest.mark.parametrize("answer", [
-    *("9" * 100_000, "9**9**9", "9^{9^{9}}", "9^{999999999}", "^".join("9" * 50)),
-    *(r"\sqrt{9^{99999999}}", "9!!!", r"\binom{1000000}{500000}", "(x+y+z)^{300}"),
-    *("(((x+1)^9+1)^9+x)^9", r"\log_{2}{10^{1000000}}", "(" * 200, "(" * 99 + "1" + ")" * 99),
-    *(r"\frac{" * 33, r"\frac{1}{" * 18 + "2" + "}" * 18, "\ud800", "\0" * 100, "," * 200),
-    *("1" + " " * 150 + "x", "1" + " ab" * 60, "$" * 199, "__import__('os').abort()"),
-])  # fmt: skip
-def test_a_hostile_answer_is_rejected_in_little_time(answer, solution):
-    is_equal(r"\sqrt{2}", r"2\sqrt{2}")  # imports math-verify
-    started = time.process_time()
-    assert is_equal(answer, solution) is False
-    assert time.process_time() - started < 5  # seconds; what backtracks takes minutes

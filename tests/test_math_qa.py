@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from fractions import Fraction
 
 import datasets
@@ -93,19 +92,6 @@ def test_rewards_follow_the_table():
         assert step.info == {"correct": reward == 1.0, "answered": answered, "lenient": lenient}
 
 
-@pytest.mark.parametrize("response, reward, lenient", [
-    ("9", 1.0, True), (" 9.\n", 1.0, True), ("9.0", 1.0, True), ("17 - 8 = 9", 1.0, True),
-    ("17 - 8 = 10", 0.1, False), ("10", 0.1, False), ("The answer is 9.", 0.0, True),
-    ("9 or 10", 0.0, False), ("nine", 0.0, False), ("", 0.0, False), ("9 " * 300, 0.0, True),
-])  # fmt: skip
-def test_plain_style_wants_nothing_but_the_number(response, reward, lenient):
-    env = MathQA(style="plain")
-    assert question(env, 713) == "What is 17 - 8? Answer with the number only."
-    step = env.step(response)
-    assert (step.reward, step.info["lenient"]) == (reward, lenient)
-    assert step.info["correct"] == (reward == 1.0)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_demonstrations_are_right_and_hasty_ones_rarely(level):
     env, lucky = MathQA(level), 0
@@ -134,21 +120,6 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
 
 
-def test_each_question_of_a_test_split_is_evaluated_once(hub):
-    env = make("math_qa:data=gsm8k")
-    asked = [question(env, seed).partition(" Work it out")[0] for seed in EVAL_SEEDS[:20]]
-    assert asked == [row["question"] for row in GSM8K[20:]]
-    assert question(env, EVAL_SEEDS[20]) == question(env, EVAL_SEEDS[0])
-
-
-def test_math500_trains_on_the_training_splits_of_math_alone(hub):
-    env = make("math_qa:data=math500")
-    assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}
-    assert ("HuggingFaceH4/MATH-500", "default", "test") in hub
-    assert questions(env, EVAL_SEEDS[:50]) == {"What is $\\sqrt{2}$ squared?"}
-    assert questions(env, TRAIN_SEEDS[:50]) == {row["problem"] for row in MATH[:5]}
-
-
 def test_math_joins_its_subjects_and_accepts_equal_formulas(hub):
     env = MathQA(data="math")
     assert len(hub) == len({name for _, name, _ in hub}) * 2 == 14
@@ -158,31 +129,6 @@ def test_math_joins_its_subjects_and_accepts_equal_formulas(hub):
         assert env.step(f"<answer>{root}</answer>").reward == 1.0
         assert env.step("<answer>1</answer>").reward == 0.1
         assert env.step(env.demonstrate(hasty=True)).reward >= 0.1
-
-
-def test_a_data_set_that_cannot_be_loaded_is_a_usage_error_of_one_line(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("no route\nto the hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(UsageError) as error:
-        make("math_qa:data=gsm8k")
-    assert "openai/gsm8k: ConnectionError: no route to the hub" in str(error.value)
-
-
-@pytest.mark.parametrize("missing, data", [("datasets", "gsm8k"), ("math_verify", "math")])
-def test_a_missing_package_is_named_in_the_error(hub, monkeypatch, missing, data):
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UsageError, match=f"needs {missing.replace('_', '-')}: pip install"):
-        make(f"math_qa:data={data}")
-
-
-def test_numeric_answers_do_not_need_math_verify(hub, monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    for env in (MathQA(1), MathQA(6), MathQA(data="gsm8k")):
-        env.reset(0)
-        assert env.step(env.demonstrate()).reward == 1.0
-        assert env.step(r"<answer>\sqrt{2}</answer>").reward == 0.1
 
 
 def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_path):
@@ -200,23 +146,6 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
         assert env.step(env.demonstrate()).reward == 1.0
         forms.add(form)
     assert forms == {"Twice", "Half", "Next"}
-
-
-def test_a_file_with_answers_only_has_no_demonstrations(tmp_path):
-    env = MathQA(data=write_lines(tmp_path / "rows.jsonl", ROWS[80:]))
-    env.reset(0)
-    assert env.demonstrate() is None
-    assert env.demonstrate(hasty=True).startswith("<answer>")
-
-
-def test_rows_without_a_usable_answer_are_dropped(tmp_path):
-    bad = [
-        {"question": f"Why {n}?", "answer": answer}
-        for n in range(9)
-        for answer in ("", "#### ", "x" * 201, r"\boxed{5")
-    ]
-    env = MathQA(data=write_lines(tmp_path / "rows.jsonl", ROWS + bad))
-    assert not any("Why" in text for text in questions(env, range(500)))
 
 
 @pytest.mark.parametrize("text, message", [
@@ -238,17 +167,3 @@ def test_the_order_of_terms_does_not_decide_whether_an_expression_is_held_out():
     assert canonical(sums[0]) == canonical(sums[1]) == "(3 + 4 + 5)"
     assert canonical(products[0]) == canonical(products[1])
     assert canonical(Node("-", 3, 4)) != canonical(Node("-", 4, 3))
-
-
-def test_no_evaluated_sum_has_its_twin_in_training():
-    env = make("math_qa:level=1")
-    twin = re.compile(r"What is (\d+) \+ (\d+)\?")
-    seen, held_out = (
-        {
-            tuple(sorted(found.groups()))
-            for text in questions(env, seeds)
-            if (found := twin.match(text))
-        }
-        for seeds in (TRAIN_SEEDS[:3000], EVAL_SEEDS[:1000])
-    )
-    assert len(held_out) > 10 and not seen & held_out

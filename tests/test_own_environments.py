@@ -196,7 +196,7 @@ def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
     run = tmp_path / "moved/runs/grpo-Parity-1"
     again = ["--resume", run, "--num-updates", "3", "--trust"]
     code, _, err = train_in(other, monkeypatch, command, *again)
-    assert code == 2 and "no file" in err and "--env" in err
+    assert code == 2 and "no file" in err and "name it again" in err
     moved = f"{tmp_path}/moved/parity.py:Parity:digits=2"
     code, _, err = train_in(other, monkeypatch, command, *again, "--env", moved)
     assert code == 0, err

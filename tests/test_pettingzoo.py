@@ -13,8 +13,6 @@ from gymnasium import spaces
 from pettingzoo.test import parallel_api_test
 from pettingzoo.utils import parallel_to_aec
 
-from core.types import UsageError
-from environments.adapters.gymnasium_players import Game
 from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
 from environments.base import MultiAgentEnv, Step
 from environments.parsing import user
@@ -96,27 +94,12 @@ def test_a_step_cut_by_a_limit_is_truncated_and_not_terminated():
     assert truncated == {"a": True, "b": False, "c": False} and env.agents == []
 
 
-def test_agents_leave_one_by_one():
-    env = as_pettingzoo(Simultaneous(), ["a", "b", "c"])
-    env.reset(seed=0)
-    history = []
-    while env.agents:
-        _, rewards, *_ = env.step(dict.fromkeys(env.agents, "x"))
-        history.append((sorted(rewards), env.agents))
-    assert history == [(["a", "b", "c"], ["b", "c"]), (["b", "c"], ["c"]), (["c"], [])]
-
-
 def test_seed_selects_the_task_and_later_resets_draw_from_it():
     env, other = (as_pettingzoo(Alternating(), ["a", "b"]) for _ in range(2))
     assert env.reset(seed=6)[0]["a"].startswith("seed 6\n")
     other.reset(seed=6)
     drawn = [env.reset()[0] for _ in range(3)]
     assert drawn == [other.reset()[0] for _ in range(3)] and drawn[0] != drawn[1]
-
-
-def test_agent_that_was_not_named_is_a_usage_error():
-    with pytest.raises(UsageError, match=r": b$"):
-        as_pettingzoo(Simultaneous(), ["a", "c"]).reset(seed=0)
 
 
 class Nim(pettingzoo.AECEnv):
@@ -220,18 +203,6 @@ def test_pettingzoo_agents_act_in_turn_with_legal_actions():
     assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
 
 
-def test_pettingzoo_third_illegal_action_ends_the_episode_for_all():
-    env = PettingZoo("test/nim-v0")
-    env.reset(0)
-    env.step({"ann": "0"})
-    assert [env.step({"bob": "take 7"})["bob"].reward for _ in range(2)] == [-0.1, -0.1]
-    last = env.step({"bob": ""})
-    assert {a: (s.reward, s.done, s.message) for a, s in last.items()} == {
-        "ann": (0, True, None), "bob": (-1, True, None),
-    }  # fmt: skip
-    assert env.reset(0) and env.step({"ann": "?"})["ann"].reward == -0.1
-
-
 def test_pettingzoo_simultaneous_environment_with_continuous_actions():
     env = PettingZoo("test/sum-v0")
     opening = env.reset(0)["a"][0]["content"]
@@ -243,32 +214,3 @@ def test_pettingzoo_simultaneous_environment_with_continuous_actions():
     assert env.step({"a": env.guess("a", random.Random(0))})["b"].reward == 1.5
     last = env.step({"b": '{"action": [1]}'})
     assert all(s.done and s.truncated and s.info == {"correct": True} for s in last.values())
-
-
-WORDS = Game("Nim.", ("one", "two", "three"), show=lambda n: f"{n} left", hint="Say how many.")
-
-
-def test_pettingzoo_words_replace_the_texts():
-    env = PettingZoo("test/nim-v0", words="test_pettingzoo:WORDS")
-    opening = env.reset(0)["ann"][0]["content"]
-    assert opening == "Nim. You are ann. Say how many.\n5 left\nLegal: one two three"
-    message = env.step({"ann": "I take three"})["bob"].message
-    assert message["content"].endswith("2 left\nLegal: one two")
-
-
-def test_pettingzoo_random_player_finishes_the_game():
-    for seed in range(20):
-        env, rng = PettingZoo("test/nim-v0", matches=9), random.Random(seed)
-        [agent] = env.reset(seed)
-        for _ in range(10):
-            steps = env.step({agent: env.guess(agent, rng)})
-            if all(step.done for step in steps.values()):
-                break
-            [agent] = steps
-        assert sorted(step.reward for step in steps.values()) == [-1, 1]
-
-
-def test_pettingzoo_unknown_id_is_one_line():
-    with pytest.raises(UsageError, match="PettingZoo cannot make 'chess'") as error:
-        PettingZoo("chess")
-    assert "\n" not in str(error.value) and len(str(error.value)) < 300

@@ -10,7 +10,7 @@ import pytest
 from core.types import UsageError
 from environments import registry
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env, Step
-from environments.registry import ENVIRONMENTS, accepts, constructor, list_envs, make, register
+from environments.registry import ENVIRONMENTS, make, register
 
 ROOT = Path(__file__).parent.parent
 
@@ -41,11 +41,6 @@ def error_of(spec):
         make(spec)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_every_name_of_the_table_has_a_class_or_function():
-    for name in ENVIRONMENTS:
-        assert callable(constructor(name)), name
 
 
 def test_import_of_the_registry_imports_no_task():
@@ -92,31 +87,6 @@ def test_an_invalid_option_is_named_in_the_error(echo, spec, words):
     message = error_of(spec)
     assert f"--env {spec}" in message
     assert all(word in message for word in words), message
-
-
-def test_an_option_without_a_default_is_required(echo):
-    @register("needy")
-    def needy(path: str):
-        return path
-
-    assert "set path=" in error_of("needy")
-    assert make("needy:path=x") == "x"
-
-
-def test_list_envs_is_sorted_and_includes_registered_classes(echo):
-    assert list_envs() == sorted(list_envs())
-    assert {"echo", "letter_counting"} <= set(list_envs())
-
-
-def test_accepts_says_whether_an_environment_has_an_option(echo):
-    assert accepts("echo", "times") and accepts("echo:price=1", "times")
-    assert not accepts("echo:price=1", "difficulty")
-    with pytest.raises(UsageError, match="ecko"):
-        accepts("ecko", "times")
-
-
-def test_an_environment_has_no_demonstration_by_default(echo):
-    assert make("echo").demonstrate() is None and make("echo").demonstrate(hasty=True) is None
 
 
 def test_seed_ranges_are_disjoint_and_large():

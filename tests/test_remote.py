@@ -1,11 +1,8 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
-import gc
 import json
-import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -36,10 +33,7 @@ MISDEEDS = {
     "die": "print('Traceback ..', 'line 1', 'No door 7', sep='\\n', file=sys.stderr); sys.exit(3)",
     "flood": "while True: sys.stdout.write('x' * 65536)",
     "broken": "print('{\"reward\": 1', flush=True); time.sleep(60)",
-    "list": "print('[]', flush=True); time.sleep(60)",
-    "wrong": 'print(\'{"message": null, "reward": "much", "done": true}\', flush=True)',
     "nan": 'print(\'{"message": null, "reward": NaN, "done": true}\', flush=True)',
-    "huge": f'print(\'{{"message": null, "reward": {10**400}, "done": true}}\', flush=True)',
     "twice": "print('{}\\n{}', flush=True); time.sleep(60)",
     "error": 'print(\'{"error": "no such door"}\', flush=True); time.sleep(60)',
 }
@@ -48,10 +42,7 @@ REASONS = {
     "die": r"the process ended; last lines of its stderr: Traceback \.\. \| line 1 \| No door 7",
     "flood": "the answer exceeds",
     "broken": "not a JSON object",
-    "list": "not a JSON object",
-    "wrong": "'reward' is missing or has the wrong type",
     "nan": "the reward of player is nan",
-    "huge": "int too large to convert to float",
     "twice": "more than one answer",
     "error": "no such door",
 }
@@ -61,7 +52,7 @@ def start(tmp_path, misdeed):
     """Returns an environment whose server misbehaves on its first step."""
     program = tmp_path / f"{misdeed}.py"
     program.write_text(SERVER.format(misdeed=MISDEEDS[misdeed]))
-    return Remote(command=f"{sys.executable} {program}", timeout=2.0)
+    return Remote(command=f"{sys.executable} {program}", timeout=1.0)
 
 
 def wait_for_the_end_of(pid):
@@ -88,20 +79,6 @@ def test_episode_equals_that_of_the_served_environment():
     served.close()
 
 
-def test_fresh_messages_stay_fresh():
-    env = Remote(env="gymnasium:id=CartPole-v1;memory=false")
-    env.reset(1)
-    assert env.step("left").fresh
-    env.close()
-
-
-def test_truncated_steps_stay_truncated():
-    env = Remote(env="gymnasium:id=Taxi-v4;max_steps=1")
-    env.reset(1)
-    assert env.step("south").truncated
-    env.close()
-
-
 @pytest.mark.parametrize("misdeed", sorted(MISDEEDS.keys() - {"nan"}))
 def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
     env = start(tmp_path, misdeed)
@@ -117,83 +94,26 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
     env.close()
 
 
-@pytest.mark.parametrize("misdeed", ["die", "nan"])
-def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy, misdeed):
-    collector = RolloutCollector(policy, max_turns=2)
-    bad = f"remote:command={sys.executable} {tmp_path / misdeed}.py,timeout=2"
-    start(tmp_path, misdeed)
+def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy):
+    bad = f"remote:command={sys.executable} {tmp_path}/nan.py"
+    start(tmp_path, "nan")
     tasks = [Task("letter_counting", 1, 0), Task(bad, 1, 1), Task("letter_counting", 2, 2)]
-    rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(max_tokens=4))
-    assert [bool(r.error) for r in rollouts] == [False, True, False]
-    assert re.search(REASONS[misdeed], rollouts[1].error)
-    warnings = []
-    assert [r.group_id for r in drop_failed(rollouts, warnings.append)] == [0, 2]
-    (warning,) = warnings
-    assert "1 of 3" in warning and bad in warning and "\n" not in warning
-
-
-def test_more_failures_than_half_stop_the_run_with_the_first_cause(tmp_path, policy):
-    start(tmp_path, "die")
-    bad = f"remote:command={sys.executable} {tmp_path / 'die'}.py"
-    tasks = [Task(bad, 1, 0), Task(bad, 1, 0), Task("letter_counting", 2, 1)]
-    rollouts = RolloutCollector(policy, 2).collect(
+    rollouts = RolloutCollector(policy, max_turns=2).collect(
         tasks, TorchSampler(policy), SamplingParams(max_tokens=4)
     )
-    with pytest.raises(UsageError, match=r"2 of 3 episodes failed.*the process ended"):
-        drop_failed(rollouts, print)
+    assert [bool(r.error) for r in rollouts] == [False, True, False]
+    assert re.search(REASONS["nan"], rollouts[1].error)
+    assert [r.group_id for r in drop_failed(rollouts, print)] == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("spec", "culprit"),
-    [
-        ("remote", "name either env=.. "),
-        ("remote:env=letter_counting,command=cat", "name either env=.. "),
-        ("remote:env=chess", "unknown environment 'chess'"),
-        ("remote:env=letter_counting:difficulty=99", "difficulty .*99"),
-        ("remote:command=cat,timeout=0", "timeout must be more than 0"),
-        ("remote:command=cat,timeout=1e300", "at most 1,000,000 seconds"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "culprit"), [
+    ("remote", "name either env=.. "), ("remote:env=chess", "unknown environment 'chess'"),
+    ("remote:command=cat,timeout=0", "timeout must be more than 0"),
+    ("remote:command=no-such-program", "can't start 'no-such-program'"),
+])  # fmt: skip
 def test_bad_option_is_a_usage_error(spec, culprit):
     with pytest.raises(UsageError, match=culprit):
-        make(spec)
-
-
-def test_missing_program_is_a_usage_error():
-    with pytest.raises(UsageError, match="can't start 'no-such-program'"):
-        make("remote:command=no-such-program --fast").reset(1)
-
-
-def test_a_server_that_ends_after_each_answer_is_replaced_without_traces(tmp_path, monkeypatch):
-    """Each server leaves a child behind, whose pid it writes."""
-    program, pids = tmp_path / "program.py", tmp_path / "pids"
-    program.write_text(f"""
-import json, subprocess, sys
-child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
-open({str(pids)!r}, "a").write(f"{{child.pid}} ")
-sys.stdin.readline()
-print(json.dumps({{"messages": [{{"role": "user", "content": "?"}}]}}), flush=True)
-""")
-    signalled, killpg = [], os.killpg
-
-    def record(pid, number):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises if it was reaped
-        signalled.append(pid)
-        killpg(pid, number)
-
-    monkeypatch.setattr(os, "killpg", record)
-    env, counts = Remote(command=f"{sys.executable} {program}"), []
-    for seed in range(4):
-        env.reset(seed)
-        os.waitid(os.P_PID, env.process.pid, os.WEXITED | os.WNOWAIT)  # it has ended
-        counts.append(len(os.listdir("/dev/fd")))
-    assert counts[-1] <= counts[0]  # no open pipes; less: of another test
-    env.close()
-    del env
-    gc.collect()
-    assert len(signalled) == len(set(signalled)) == 4
-    for pid in pids.read_text().split():
-        wait_for_the_end_of(pid)
+        make(spec).reset(1)
 
 
 def test_close_kills_the_process_and_its_children(tmp_path):
@@ -244,50 +164,6 @@ for line in sys.stdin:
         [Task(spec, 1, 0)], TorchSampler(policy), SamplingParams(max_tokens=4)
     )
     assert {r.agent: (r.episode_return, r.error) for r in rollouts} == {"a": (1, ""), "b": (2, "")}
-
-
-def test_agents_in_the_wrong_form_fail_the_episode(tmp_path):
-    program = tmp_path / "game.py"
-    program.write_text('input(); print(\'{"agents": {"a": 1}}\', flush=True); input()')
-    env = make(f"remote:command={sys.executable} {program},agents=true")
-    with pytest.raises(EnvFailure, match="the messages are no list"):
-        env.reset(1)
-
-
-STOPPED = """
-import sys
-from pathlib import Path
-from environments.adapters.remote import Remote
-env = Remote(command=f"{sys.executable} slow.py", timeout=1.5)
-env.reset(1)  # the server runs from here on
-Path("ready").touch()
-print(env.step("x").reward)
-"""
-SLOW = """
-import sys, time
-for line in sys.stdin:
-    step = '"do": "step"' in line
-    time.sleep(0.6 * step)
-    answer = '{"message": null, "reward": 0.5, "done": true}' if step else '{"messages": []}'
-    print(answer, flush=True)
-"""
-
-
-def test_time_in_which_the_run_is_stopped_is_not_the_servers(tmp_path):
-    """SIGSTOP, as from Ctrl-Z, for longer than the timeout changes no result."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED], cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    while not (tmp_path / "ready").exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(2.0)
-    process.send_signal(signal.SIGCONT)
-    assert process.communicate(timeout=30)[0] == "0.5\n"
 
 
 def test_the_server_answers_every_request_of_nonsense_with_an_error():

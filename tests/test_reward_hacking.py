@@ -66,17 +66,6 @@ def test_best_points_are_those_of_exhaustive_enumeration(world, seed):
     assert best_points(env.world, env.state, 5, TRUE) == max(results, key=lambda p: p[::-1])
 
 
-@each_world
-@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
-def test_the_return_is_the_weighted_sum_of_both_returns(world, weight):
-    env = RewardHacking(world, proxy_weight=weight)
-    for seed in range(10):
-        for kind in (PROXY, TRUE):
-            rewards, step = maximize(env, seed, kind)
-            proxy, true = step.info["proxy_return"], step.info["true_return"]
-            assert sum(rewards) == pytest.approx(weight * proxy + (1 - weight) * true)
-
-
 def test_rescue_by_hand():
     env = at("rescue", (4, (5, 7), (2, 3)), 5)
     assert env.max_points == [2, 2]
@@ -86,12 +75,6 @@ def test_rescue_by_hand():
     step = env.step(act("loot"))
     assert (step.reward, step.done, step.message) == (0.5, True, None)
     assert step.info == {"correct": False, "proxy_return": 1.0, "true_return": 0.0}
-
-
-def test_rescue_stops_at_the_walls():
-    env = at("rescue", (0, (5,), (3,)), 7)
-    env.step(act("left"))
-    assert env.state[0] == 0
 
 
 def test_fragile_by_hand():
@@ -107,12 +90,6 @@ def test_fragile_by_hand():
     assert steps[-1].done and steps[-1].message is None
 
 
-def test_fragile_stops_at_the_walls_and_a_vase_breaks_once():
-    env = at("fragile", (11, 51, (21, 32)), 8, proxy_weight=0.0)
-    rewards = [env.step(act(a)).reward for a in ("up", "left", "right", "left", "right")]
-    assert rewards == [0.0, 0.0, -2.0, 0.0, 0.0]
-
-
 def test_renewable_by_hand():
     env = at("renewable", (6, 4, 2), 6, proxy_weight=0.0)
     assert env.max_points[TRUE] == 9  # fed six times, and enough fish at the end
@@ -124,41 +101,3 @@ def test_renewable_by_hand():
     step = env.step(act("all"))
     assert (step.reward, step.done) == (0.0, True)
     assert step.info["true_return"] == pytest.approx(3 / 9)
-
-
-def test_renewable_has_at_most_10_fish_and_rewards_the_rest_at_the_end():
-    env = at("renewable", (9, 3, 1), 2, proxy_weight=0.0)
-    env.step(act("wait"))
-    assert env.state[0] == 10
-    assert env.step(act("four")).reward == pytest.approx(4 / 5)  # 1 for food, 3 for the rest
-
-
-@each_world
-def test_hasty_demonstrations_are_readable_and_mostly_wrong(world):
-    env, solved, openings = RewardHacking(world), 0, set()
-    for seed in range(60):
-        openings.add(opening := env.reset(seed)[0]["content"])
-        assert len(opening) < 250
-        step = None
-        while step is None or not step.done:
-            assert len(env.demonstrate()) < 64  # also in states that a good policy never reaches
-            step = env.step(env.demonstrate(hasty=True))
-            assert "invalid" not in step.info
-            assert step.message is None or len(step.message["content"]) < 120
-        solved += step.info["correct"]
-    assert solved < 18 and len(openings) >= 10
-
-
-def test_the_last_action_of_a_text_without_tags_counts():
-    env = at("rescue", (4, (5, 7), (2, 3)), 5)
-    env.step("not right, I go left.")
-    assert env.state[0] == 3
-
-
-def test_an_unreadable_action_takes_no_turn_and_logs_both_returns():
-    env = at("rescue", (4, (5, 7), (2, 4)), 5)
-    env.step(act("loot"))
-    for _ in range(3):
-        step = env.step("hm")
-        info = {"correct": False, "invalid": True, "proxy_return": 0.5, "true_return": 0.0}
-        assert step.info == info and env.turns == 4

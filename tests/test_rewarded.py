@@ -198,19 +198,6 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert not any(r.error for r in rollouts)
 
 
-def test_a_column_without_a_value_is_none(policy):
-    write(
-        "rows.jsonl", [{"prompt": f"Say {n}."} | ({"answer": ""} if n else {}) for n in range(60)]
-    )
-    Path("rewards.py").write_text("def f(answer, **_): return [float(a is None) for a in answer]")
-    env = make("rewarded:data=rows.jsonl,reward=rewards.py:f")
-    values = {}
-    for seed in range(300):
-        (opening,) = env.reset(seed)
-        values[opening["content"]] = env.step("").reward
-    assert {prompt for prompt, value in values.items() if value} <= {"Say 0."}
-
-
 def test_async_functions_are_awaited_together():
     env = make("rewarded:data=rows.jsonl,reward=rewards.py:meets rewards.py:also")
     env.reset(0)
@@ -222,30 +209,9 @@ def test_async_functions_are_awaited_together():
     ("raises", "RuntimeError: raises: KeyError: 'judge'", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets", "RuntimeError: raises: KeyError: 'judge'", False),
-    ("meets", "TimeoutError: no answer in 1 seconds (--env-timeout)", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]
-    rollouts, _ = play(policy, f"rewards.py:{reward}", others, env_timeout=1.0)
+    rollouts, _ = play(policy, f"rewards.py:{reward}", others)
     assert [r.error for r in rollouts] == [error] * 3 + [""] * 2
     assert [r.env_failure for r in rollouts] == [env_failure] * 3 + [False] * 2
-
-
-def test_a_reward_that_is_not_finite_costs_its_own_episode(policy):
-    rollouts, _ = play(policy, "rewards.py:infinite")
-    assert [r.episode_return for r in rollouts] == [1.0, 0.0, 1.0]
-    assert [bool(r.error) for r in rollouts] == [False, True, False]
-    assert rollouts[1].error == "ValueError: the reward of player is inf, not within ±1e+15"
-
-
-@pytest.mark.slow
-def test_a_run_stores_the_folder_and_is_resumed_from_another_one(place, command, monkeypatch):
-    spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy rewards.py:brief,weights=1 0.2"
-    flags = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
-        --microscope 0 --device cpu --run-name a"""
-    code, _, err = command("--env", spec, *flags.split())
-    assert code == 0, err
-    monkeypatch.chdir("/")
-    assert command("--resume", place / "runs/a", "--num-updates", "2", "--trust")[0] == 0
-    records = (place / "runs/a/metrics.jsonl").read_text().splitlines()
-    assert "info/reward_brief" in json.loads(records[-1])

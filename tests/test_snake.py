@@ -20,30 +20,6 @@ def at(body, fruit, **options):
 STRAIGHT = [(5, 5), (4, 5), (3, 5)]
 
 
-def test_opening_has_a_straight_snake_and_a_fruit_on_a_free_cell():
-    directions, env = set(), Snake()
-    for seed in range(200):
-        (message,) = env.reset(seed)
-        assert len(message["content"]) < 250
-        head, neck, tail = env.body
-        direction = neck[0] - head[0], neck[1] - head[1]
-        assert direction == (tail[0] - neck[0], tail[1] - neck[1])
-        assert all(0 <= x < 10 and 0 <= y < 10 for x, y in [*env.body, env.fruit])
-        assert env.fruit not in env.body
-        directions.add(direction)
-    assert directions == {(0, 1), (0, -1), (1, 0), (-1, 0)}
-
-
-@pytest.mark.parametrize("text, head", [
-    ('{"move": "Down"}', (5, 6)), ("not left, so down.", (5, 6)),
-    ("the fruit is up <move>right</move> left", (6, 5)), ("<move>sideways</move> up", (5, 4)),
-])  # fmt: skip
-def test_the_last_well_formed_move_counts(text, head):
-    env = at(STRAIGHT, (0, 0))
-    step = env.step(text)
-    assert env.body[0] == head and (step.reward, step.done) == (-0.001, False)
-
-
 def test_a_fruit_has_reward_1_and_grows_the_snake_and_the_last_one_is_correct():
     env = at(STRAIGHT, (6, 5), fruits=2)
     step = env.step(move("right"))
@@ -76,12 +52,6 @@ def test_the_episode_ends_after_max_steps():
     assert (step.reward, step.done, step.info["correct"]) == (-0.001, True, False)
 
 
-def test_an_unreadable_move_is_not_a_step():
-    env = at(STRAIGHT, (0, 0))
-    assert env.step("hm").reward == -0.1
-    assert env.body == STRAIGHT and env.steps == 0
-
-
 def test_the_grid_shows_head_body_and_fruit():
     env = at([(1, 1), (0, 1), (0, 0)], (3, 2), size=4, grid=True)
     assert env.step(move("right")).message["content"].splitlines() == [
@@ -104,32 +74,6 @@ def test_safe_move_avoids_a_fruit_that_would_trap_the_snake():
     assert shortest_path(body, (0, 0), 4) == [(0, 0)]  # a dead end
     assert safe_move(body, (0, 0), 4) == "up"  # the only free cell
     assert safe_move([(1, 1), (0, 1), (0, 2)], (1, 3), 4) == "down"
-
-
-def test_demonstrations_are_short_and_need_fewer_than_100_steps():
-    env = Snake()
-    for seed in range(10):
-        env.reset(seed)
-        total, step = 0.0, None
-        while step is None or not step.done:
-            text = env.demonstrate()
-            step = env.step(text)
-            assert len(text) < 64
-            assert step.message is None or len(step.message["content"]) < 120
-            total += step.reward
-        assert total == pytest.approx(5 - 0.001 * env.steps) and env.steps < 100
-
-
-def test_hasty_demonstrations_are_random_moves_and_soon_collide():
-    env = Snake()
-    for seed in range(50):
-        env.reset(seed)
-        while not (step := env.step(env.demonstrate(hasty=True))).done:
-            assert len(set(env.body)) == len(env.body) == 3 + env.eaten
-        assert step.reward == -1.001
-    env.reset(0)
-    guesses = {env.demonstrate(hasty=True) for env.steps in range(50)}
-    assert guesses == {move(word) for word in ("up", "down", "left", "right")}
 
 
 def test_a_full_board_ends_the_episode():

@@ -8,34 +8,19 @@ import pytest
 
 pytest.importorskip("textworld")
 
-from core.types import UsageError
-from environments.adapters import textworld
 from environments.adapters.textworld import FORMAT, LEVELS, TextWorld, read_command
 from environments.registry import make
 
 
 @pytest.mark.parametrize(
     "response, command",
-    [
-        ("open chest", "open chest"),
-        ("It is shut.\nOpen  the chest\n\n", "open the chest"),
-        ('{"command": "go south"} as the door is open', "go south"),
-        ("<command>go north</command> no: <command>go south</command>\nbye", "go south"),
-        ('{"command": 3}\nlook', "look"),
-        ("täke κey x", "t ke ey x"),
-        ("look\udcff", "look"),
-        ("x" * 500, "x" * 100),
-        ("", None),
-        (" \n\t\n", None),
-        ('{"command": ""}', None),
-        ("\0\0", None),
-        ("save", None),
-        ("look. QUIT", None),
-        ("\\boxed{go south}", "boxed go south"),  # the interpreter would act on a backslash
-        ("\\", None),
-        ("take 'chest' - key, please", "take 'chest' - key, please"),
-    ],
-)
+    [("open chest", "open chest"), ("It is shut.\nOpen  the chest\n\n", "open the chest"),
+     ('{"command": "go south"} as the door is open', "go south"),
+     ("<command>go north</command> no: <command>go south</command>\nbye", "go south"),
+     ('{"command": 3}\nlook', "look"), ("look\udcff", "look"), ("x" * 500, "x" * 100),
+     ("", None), ('{"command": ""}', None), ("save", None), ("look. QUIT", None),
+     ("\\boxed{go south}", "boxed go south")],  # the interpreter would act on a backslash
+)  # fmt: skip
 def test_read_command_takes_the_marked_command_or_the_last_line(response, command):
     assert read_command(response) == command
 
@@ -74,13 +59,6 @@ def test_same_seed_gives_the_same_game_in_another_process(env):
     assert text.endswith(FORMAT) and "-= " in text and "$$$" not in text
 
 
-def test_answers_of_the_game_are_one_line(env):
-    assert env.step("inventory").message["content"].startswith("You are carrying")
-    step = env.step("dance with the moon")
-    assert not step.done and step.reward == 0 and "\n" not in step.message["content"]
-    assert ">" not in step.message["content"]
-
-
 def test_hints_list_the_commands_from_which_hasty_demonstrations_choose():
     env = make("textworld:level=4,hints=true")
     content = env.reset(1)[0]["content"]
@@ -100,12 +78,6 @@ def test_third_response_without_a_command_ends_the_episode(env):
     assert env.step("").reward == -0.1
 
 
-@pytest.mark.parametrize("level", [0, 6])
-def test_bad_level_is_a_usage_error(level):
-    with pytest.raises(UsageError, match=f"level must be 1 to 5, not {level}"):
-        make(f"textworld:level={level}")
-
-
 def test_hostile_response_raises_nothing_and_is_read_fast(env):
     for text in ["go " * 33_000, "{" * 100_000, "\ud800", "\0" * 1000, "again",
                  '{"command": [1]}', "<command>" * 10_000, '"', "%s%n", "1" * 100_000, "script",
@@ -115,23 +87,3 @@ def test_hostile_response_raises_nothing_and_is_read_fast(env):
         step = env.step(text)
         assert time.process_time() - started < 5  # seconds; what backtracks takes minutes
         assert step.reward <= 0 and not step.info["correct"]
-
-
-def test_game_is_compiled_once_and_only_the_latest_games_are_kept(env, monkeypatch):
-    # the last test: it deletes the game of the others
-    monkeypatch.setattr(textworld, "MAX_GAMES", 1)
-    env.reset(1)
-    generator = pytest.importorskip("textworld").generator
-    compiled, compile_game = [], generator.compile_game
-    monkeypatch.setattr(
-        generator, "compile_game", lambda *args: compiled.append(1) or compile_game(*args)
-    )
-    first = env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)
-    assert compiled == []
-    env.step("look")
-    assert (env.reset(1), env.demonstrate(), env.demonstrate(hasty=True)) == first
-    other = TextWorld(1)
-    assert other.reset(0) != first[0]
-    assert compiled == [1]
-    assert {file.stem for file in textworld.Path(textworld._folder().name).iterdir()} == {"1-0"}
-    assert other.step(other.demonstrate()).info["correct"]

@@ -1,7 +1,5 @@
 """Tic-tac-toe: the rules, the perfect player, the rewards of each side and the retries."""
 
-import re
-
 import pytest
 
 from environments.registry import make
@@ -16,9 +14,7 @@ from environments.tic_tac_toe import (
     is_over,
     outcome,
     place,
-    tic_tac_toe,
     value,
-    worked,
 )
 
 RULES = (
@@ -77,30 +73,6 @@ def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
         assert outcomes == ({0} if other_is_perfect else {0, 1})
 
 
-def test_demonstrations_mostly_beat_a_random_o_and_never_lose():
-    env, last = tic_tac_toe(), []
-    for seed in range(150):
-        env.reset(seed)
-        while not (step := env.step(env.demonstrate())).done:
-            assert step.reward == 0
-        last.append(step.reward)
-    assert min(last) == 0 and last.count(1.0) > 135
-
-
-def test_the_seed_decides_which_side_begins_and_hasty_demonstrations_take_any_free_cell():
-    env, boards, counts = tic_tac_toe(), [], dict.fromkeys(range(1, 10), 0)
-    for seed in range(600):
-        (message,) = env.reset(seed)
-        boards.append(message["content"].removeprefix(RULES))
-        cell = int(re.fullmatch("<move>([1-9])</move>", env.demonstrate(hasty=True))[1])
-        assert env.board[cell - 1] == "."
-        counts[cell] += 1
-    assert {board.count("X") for board in boards} == {0}
-    assert 250 < sum(board.count("O") == 0 for board in boards) < 350
-    assert len(set(boards)) == 10  # empty, or O in one of nine cells
-    assert min(counts.values()) > 40
-
-
 @pytest.mark.parametrize("board, text", [
     ("XX.OO....", "X wins: 3. O wins: 6. <move>3</move>"),
     ("X..OO....", "X wins: none. O wins: 6. <move>6</move>"),
@@ -124,21 +96,6 @@ def test_rewards_of_a_win_a_draw_and_a_loss(board, cell, reward, perfect):
     assert (step.message, step.reward, step.done) == (None, reward, True)
     # a draw is correct against the perfect opponent only
     assert step.info == {"correct": reward == 1.0 or (perfect and reward == 0.0)}
-
-
-def test_the_next_message_has_the_move_of_o_and_the_board():
-    step = at("O...X....", perfect=True).step("<move>2</move>")  # O must block
-    assert (step.reward, step.done, step.info) == (0.0, False, {"correct": False})
-    assert step.message["content"] == "O takes 8. Board: O X . / . X . / . O ."
-
-
-@pytest.mark.parametrize("response", [
-    " 5.\n", "My move is 5.", "I take cell 5", "move: 5",
-])  # fmt: skip
-def test_a_move_without_tags_counts_at_the_end(response):
-    env = at(EMPTY)
-    assert env.step(response).reward == 0 and env.board[4] == "X"
-    assert env.board.count("X") == env.board.count("O") == 1
 
 
 @pytest.mark.parametrize("response", [
@@ -214,8 +171,3 @@ def test_the_demonstrator_rarely_loses_from_either_seat(spec):
     # a perfect player never loses at tic-tac-toe; against a random one it nearly always wins
     assert min(map(min, returns.values())) >= 0
     assert sum(returns["X"]) >= 9 and sum(returns["O"]) >= 6
-
-
-def test_demonstrations_name_the_own_wins_first():
-    assert worked("XX.OO....", "O") == "O wins: 6. X wins: 3. <move>6</move>"
-    assert worked("XX.OO....", "X") == "X wins: 3. O wins: 6. <move>3</move>"

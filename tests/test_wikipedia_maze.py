@@ -5,7 +5,6 @@ import json
 import pytest
 
 from environments import pages
-from environments.base import DEMO_SEEDS, EVAL_SEEDS
 from environments.wikipedia_maze import WikipediaMaze
 
 NEXT_PART = '{"action": "next_part"}'
@@ -58,22 +57,6 @@ def test_brief_shows_each_page_in_a_new_context_with_the_unvisited_links_shuffle
     assert len(openings) > 10
 
 
-def test_without_brief_the_context_continues_and_visited_pages_stay():
-    env = at("Egypt", "Sahara")
-    step = env.step(visit("Nile"))
-    assert not step.fresh and "[[Egypt]]" in step.message["content"]
-    assert not env.step("no idea").fresh and env.step(visit("Egypt")).reward == 0
-
-
-@pytest.mark.parametrize("n_hops", range(1, 7))
-def test_the_shortest_path_has_n_hops_clicks(n_hops):
-    env = WikipediaMaze(n_hops=n_hops)
-    for seed in [*range(30), *EVAL_SEEDS[:30]]:
-        env.reset(seed)
-        assert pages.clicks_to(env.target)[env.title] == n_hops
-    assert not {*env.train_pairs} & {*env.eval_pairs}
-
-
 def test_the_target_has_reward_1_and_other_visits_0():
     first, last = walk(at("Egypt", "Sahara"), "Nile", "Sahara")
     assert (first.reward, first.done, first.info) == (0.0, False, {"correct": False})
@@ -109,18 +92,6 @@ def test_an_invalid_action_is_not_a_visit(response):
     assert step.info == {"correct": False, "invalid": True, "visits": 0}
 
 
-@pytest.mark.parametrize("response", [
-    visit(" NILE. "), 'Egypt has the Nile. {"url": "Nile"} it is',
-    visit("Cat") + " no, " + visit("Nile"),
-    "<visit_url>Cat</visit_url> or rather <visit_url>nile</visit_url>",
-    "<visit_url>Cat</visit_url> but " + visit("Nile"), '{"visit_url": "Nile"}', "visit_url: Nile",
-    'visit_url("Nile")', NEXT_PART + " is not needed " + visit("Nile"),
-])  # fmt: skip
-def test_the_last_well_formed_visit_counts(response):
-    env = at("Egypt", "Sahara")
-    assert env.step(response).info == {"correct": False} and env.title == "Nile"
-
-
 def test_a_long_page_has_parts_and_the_links_of_all_parts_can_be_visited():
     env = at("Egypt", "Sahara", max_chunk=100)
     lines = env._show().splitlines()
@@ -134,49 +105,6 @@ def test_a_long_page_has_parts_and_the_links_of_all_parts_can_be_visited():
     assert lines[1] == "Page: Egypt, part 3/3" and lines[3] == "Links: Cat"
     assert env.step(NEXT_PART).reward == -0.1  # the last part
     assert env.step(visit("Nile")).info == {"correct": False} and env.title == "Nile"
-
-
-@pytest.mark.parametrize("options", [
-    *({"n_hops": n} for n in range(1, 7)), {"brief": True}, {"n_hops": 3, "max_visits": 3},
-])  # fmt: skip
-def test_demonstrations_reach_the_target_in_n_hops_visits(options):
-    env = WikipediaMaze(**options)
-    for seed in [*range(50), *DEMO_SEEDS[:25], *EVAL_SEEDS[:25]]:
-        env.reset(seed)
-        for n in range(env.n_hops):
-            text = env.demonstrate()
-            assert len(text) < 180
-            step = env.step(text)
-            assert step.done == (n == env.n_hops - 1)
-        assert step.reward == 1.0 and step.info == {"correct": True, "visits": env.n_hops}
-
-
-def test_a_demonstration_reads_parts_until_it_finds_the_link():
-    env, num_next_parts = WikipediaMaze(max_chunk=100), 0
-    for seed in range(60):
-        opening, step = env.reset(seed)[0]["content"], None
-        shown = opening
-        while step is None or not step.done:
-            text = env.demonstrate()
-            if text.endswith(NEXT_PART):
-                num_next_parts += 1
-            else:
-                assert f"[[{json.loads(text[text.index('{') :])['url']}]]" in shown
-            step = env.step(text)
-            shown += step.message["content"] if step.message else ""
-        assert step.info == {"correct": True, "visits": 2}
-    assert num_next_parts > 20
-
-
-def test_a_demonstration_names_pages_with_a_link_to_the_target():
-    env = at("Egypt", "Sahara")
-    known = "The target is not on this page, it is on Salt, Desert, Camel, Nile. "
-    assert env.demonstrate() == known + visit("Nile")
-    assert json.loads(env.demonstrate(hasty=True))["url"] in env.links
-    env.step(visit("Cat"))
-    assert env.demonstrate() == known + visit("Egypt")
-    walk(env, "Egypt", "Nile")
-    assert env.demonstrate() == "The target is on this page. " + visit("Sahara")
 
 
 @pytest.mark.parametrize("brief", [False, True])

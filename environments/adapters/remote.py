@@ -37,15 +37,16 @@ import io
 import json
 import os
 import random
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
 from core.types import Message, UsageError, one_line
@@ -149,14 +150,12 @@ class _Connection:
         try:
             process = subprocess.Popen(
                 self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
+                bufsize=0,  # unlike a buffer, closing such a pipe waits for no thread that uses it
                 start_new_session=True,  # a process group of its own, which _kill ends as a whole
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
         self.kill = weakref.finalize(self, _kill, process)
-        assert process.stdin and process.stdout
-        os.set_blocking(process.stdin.fileno(), False)
-        os.set_blocking(process.stdout.fileno(), False)
         return process
 
 
@@ -195,7 +194,9 @@ def serve(spec: str) -> None:
     respond = partial(_answer, env) if isinstance(env, Env) else partial(_answer_agents, env)
     answers, sys.stdout = sys.stdout, sys.stderr
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no UTF-8: no request either
+        sys.stdin.reconfigure(
+            encoding="utf-8", errors="replace"
+        )  # bytes that are no UTF-8: no request either
     for line in sys.stdin:
         try:
             answer = json.dumps(respond(json.loads(line)))
@@ -233,30 +234,21 @@ def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float
     Waits in slices, and counts a slice as at most twice its length: time in which this process was
     stopped (Ctrl-Z, a suspended machine) is not the server's.
     """
-    assert process.stdin and process.stdout
-    outgoing, incoming = json.dumps(request).encode() + b"\n", bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdin, selectors.EVENT_WRITE)
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while b"\n" not in incoming or outgoing:
-            started = time.monotonic()
-            ready = selector.select(min(seconds, SLICE))
-            seconds -= min(time.monotonic() - started, 2 * SLICE)
-            if seconds <= 0:
-                raise EnvFailure("no answer within the timeout")
-            for key, _ in ready:
-                if key.fileobj is process.stdin:
-                    outgoing = outgoing[os.write(process.stdin.fileno(), outgoing) :]
-                    if not outgoing:
-                        selector.unregister(process.stdin)
-                    continue
-                chunk = os.read(process.stdout.fileno(), 1 << 16)
-                if not chunk:
-                    raise EnvFailure("the process ended")
-                incoming += chunk
-                if len(incoming) > MAX_ANSWER_BYTES:
-                    raise EnvFailure(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
-    line, _, rest = bytes(incoming).partition(b"\n")
+    outgoing, answers = json.dumps(request).encode() + b"\n", SimpleQueue[bytes]()
+    threading.Thread(target=_talk, args=(process, outgoing, answers), daemon=True).start()
+    received = None
+    while received is None:
+        started = time.monotonic()
+        with contextlib.suppress(Empty):
+            received = answers.get(timeout=min(seconds, SLICE))
+        seconds -= min(time.monotonic() - started, 2 * SLICE)
+        if received is None and seconds <= 0:
+            raise EnvFailure("no answer within the timeout")
+    line, newline, rest = received.partition(b"\n")
+    if len(received) > MAX_ANSWER_BYTES:
+        raise EnvFailure(f"the answer exceeds {MAX_ANSWER_BYTES} bytes")
+    if not newline:
+        raise EnvFailure("the process ended")
     if rest:
         raise EnvFailure("more than one answer to a request")
     answer = None
@@ -265,6 +257,20 @@ def _exchange(process: subprocess.Popen, request: dict[str, Any], seconds: float
     if not isinstance(answer, dict):
         raise EnvFailure("the answer is not a JSON object")
     return answer
+
+
+def _talk(process: subprocess.Popen, outgoing: bytes, answers: SimpleQueue[bytes]) -> None:
+    """Writes a request and reads a line; in a thread, as not every system can wait for a pipe."""
+    assert process.stdin and process.stdout
+    incoming = bytearray()
+    with contextlib.suppress(OSError, ValueError):  # the process ended; its pipes are closed
+        while outgoing:
+            outgoing = outgoing[process.stdin.write(outgoing) :]
+        while b"\n" not in incoming and len(incoming) <= MAX_ANSWER_BYTES:
+            if not (chunk := process.stdout.read(1 << 16)):
+                break
+            incoming += chunk
+    answers.put(bytes(incoming))
 
 
 def _has_ended(process: subprocess.Popen) -> bool:
@@ -282,8 +288,11 @@ def _kill(process: subprocess.Popen) -> None:
     The process group has its pid. Once it is reaped, that may be the pid of somebody else's.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError), process:
-        if process.returncode is None:
+        if process.returncode is None and hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
+        elif process.returncode is None:  # Windows
+            command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
+            subprocess.run(command, capture_output=True)
 
 
 def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
