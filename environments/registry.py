@@ -86,6 +86,7 @@ SOURCE = re.compile(
 FOLDER = re.compile(r"[.~]|[^:]*[\\/]|[A-Za-z]:[\\/]")  # how the folder of an opponent begins
 PATHS = [  # options of environments that name files, folders or modules
     ("", "opponent"), ("rewarded", "data"), ("rewarded", "reward"), ("remote", "env"),
+    ("math_qa", "data"),
     ("gymnasium", "words"), ("pettingzoo", "words"),
 ]  # fmt: skip
 PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
@@ -436,7 +437,8 @@ def _change_paths(spec: str, change: Callable[[str, int], str]) -> str:
             if key == "opponent":
                 changed = change(value, 2) if FOLDER.match(value) else value
             elif key == "data":
-                changed = change(value, 1)
+                is_path = name == "rewarded" or "." in value  # math_qa:data=math is a name
+                changed = change(value, 1) if is_path else value
             elif key == "reward":
                 words = [_change_source(word, change) for word in split_words(value)]
                 changed = " ".join(map(shlex.quote, words))

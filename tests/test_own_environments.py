@@ -120,6 +120,8 @@ def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkey
     ("games.py:Nim:opponent=older:4", "{}/games.py:Nim:opponent=older:4"),
     ("tic_tac_toe:opponent=openai:a/b@http://c/v1", "tic_tac_toe:opponent=openai:a/b@http://c/v1"),
     ("os.path:Maze", "os.path:Maze"), ("snake:size=5", "snake:size=5"),
+    ("math_qa:data=rows.jsonl", "math_qa:data={}/rows.jsonl"),
+    ("math_qa:data=my_envs", "math_qa:data=my_envs"),
 ])  # fmt: skip
 @pytest.mark.parametrize("folder", ["place", "a place, b:c=d"])
 def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
