@@ -17,6 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,9 +25,9 @@ import filelock
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
-from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, flag, trust_flags
+from core.config import ALGORITHMS, COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
 from core.files import PART, published, remove
-from core.types import CannotWrite, Fault, UsageError
+from core.types import CannotWrite, Fault, UsageError, printable
 from environments.registry import absolute
 
 DISK_ERRORS = {
@@ -72,6 +73,14 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
         raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
+    gone = {name: values.pop(name) for name in GONE if name in values}
+    for name, value in {} if skip_unknown else gone.items():
+        with suppress(ValueError):
+            if _from_words(type(GONE[name]), value) == GONE[name]:
+                _note(f"{file}: {name} is no setting any more, and always {GONE[name]}")
+                continue
+        raise UsageError(f"{file}: {name} is no setting any more, and always {GONE[name]}, not "
+                         f"{reprlib.repr(value)}: remove the line")  # fmt: skip
     folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
     typed = _typed(Config, values, f"{file}: ", skip_unknown)
     for name in {"env", "eval_env"} & {*typed}:
@@ -208,6 +217,11 @@ def _locked(run: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@cache  # a command reads its file several times
+def _note(line: str) -> None:
+    print(printable(line), file=sys.stderr)
 
 
 def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:

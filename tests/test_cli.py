@@ -76,6 +76,14 @@ def test_an_invalid_file_is_one_line_with_its_name(tmp_path, capsys, text, named
     assert err.startswith("train.py: ") and f"{file}" in err and named in err
 
 
+def test_a_setting_that_is_gone_is_named_and_refused_only_if_it_had_another_value(tmp_path, capsys):
+    assert read_config(written(tmp_path, "lr: 0.5\nenv_workers: 64\n")).lr == 0.5
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "env_workers" in err
+    with pytest.raises(UsageError, match="env_workers"):
+        read_config(written(tmp_path, "env_workers: 1\n"))
+
+
 def test_a_resumed_run_keeps_its_settings(tmp_path):
     written(tmp_path, "lr: 0.5\nnum_updates: 7\n")
     resume = ["--resume", str(tmp_path)]
