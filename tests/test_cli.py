@@ -1,5 +1,7 @@
 """Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -137,7 +139,7 @@ def test_defaults_depend_on_the_model(flags, lr, sft_lr, max_tokens):
     assert cfg.sft_steps == 0
 
 
-def test_every_number_has_a_valid_range():
+def test_every_number_has_a_range_whose_ends_are_valid():
     numbers = {name for name, value in vars(resolve(Config())).items()
                if type(value) in (int, float)}  # fmt: skip
     for name in config.ALGORITHMS:
@@ -145,7 +147,26 @@ def test_every_number_has_a_valid_range():
         numbers |= {f"{name}.{k}" for k, v in options if type(v) in (int, float)}
     others = {"max_tokens_per_micro_batch", "grpo.clip_low", "grpo.clip_high", "ppo.value_lambda"}
     assert config.RANGE_OF.keys() == numbers | others  # None by default
-    assert sum(len(names.split()) for *_, names in config.RANGES) == len(config.RANGE_OF)
+    for name, allowed in config.RANGE_OF.items():
+        assert not any(config.range_problem(name, x) for x in (allowed.low, allowed.high))
+        for beyond in (allowed.low - 1e-13, allowed.high * (1 + 1e-15), math.nan):
+            assert config.flag(name) in config.range_problem(name, beyond)
+    assert not config.range_problem("tis_cap", 0) and config.range_problem("lr", 0)
+
+
+def test_help_begins_with_the_settings_that_matter_and_shows_all_others_in_groups(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    text = capsys.readouterr().out
+    parts = re.split(r"^\W*([a-z ]+) options\W*$", text, flags=re.MULTILINE)
+    boxes = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert next(iter(boxes)) == "main"
+    assert len(re.findall(r"^\W*--", boxes["main"], flags=re.MULTILINE)) == 10
+    for flag, box in (("--lr", "main"), ("--top-p", "sampling"), ("--grpo.clip-high", "grpo")):
+        assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
+    for name in {*vars(Config()), *config.RANGE_OF} - {*config.ALGORITHMS, "template_date"}:
+        assert config.flag(name) in text
+    assert "--template-date" not in text
 
 
 @pytest.mark.parametrize(
