@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
@@ -511,7 +511,7 @@ def facts_of(kind: type[T], cls: type = Config, prefix: str = "") -> dict[str, T
     """
     found: dict[str, T] = {}
     for name, annotation in get_type_hints(cls, include_extras=True).items():
-        if is_dataclass(annotation):
+        if name in ALGORITHMS:
             found |= facts_of(kind, annotation, f"{name}.")
         facts = [f for f in getattr(annotation, "__metadata__", ()) if isinstance(f, kind)]
         found |= {f"{prefix}{name}": fact for fact in facts}
