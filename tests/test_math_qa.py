@@ -120,6 +120,14 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
 
 
+def test_math500_trains_on_the_training_splits_of_math_alone(hub):
+    env = make("math_qa:data=math500")
+    assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}
+    assert ("HuggingFaceH4/MATH-500", "default", "test") in hub
+    assert questions(env, EVAL_SEEDS[:50]) == {"What is $\\sqrt{2}$ squared?"}
+    assert questions(env, TRAIN_SEEDS[:50]) == {row["problem"] for row in MATH[:5]}
+
+
 def test_math_joins_its_subjects_and_accepts_equal_formulas(hub):
     env = MathQA(data="math")
     assert len(hub) == len({name for _, name, _ in hub}) * 2 == 14

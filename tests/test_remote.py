@@ -116,6 +116,15 @@ def test_bad_option_is_a_usage_error(spec, culprit):
         make(spec).reset(1)
 
 
+def test_without_process_groups_close_kills_the_process(monkeypatch):
+    monkeypatch.delattr("os.killpg")  # as on Windows
+    env = Remote(env="letter_counting")
+    env.reset(1)
+    process = env.process
+    env.close()
+    assert process.poll() is not None
+
+
 def test_close_kills_the_process_and_its_children(tmp_path):
     program = tmp_path / "parent.py"
     program.write_text(

@@ -290,9 +290,11 @@ def _kill(process: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError), process:
         if process.returncode is None and hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
-        elif process.returncode is None:  # Windows
-            command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
-            subprocess.run(command, capture_output=True)
+        elif process.returncode is None:
+            with contextlib.suppress(OSError):  # Windows: with its children
+                command = ["taskkill", "/F", "/T", "/PID", str(process.pid)]
+                subprocess.run(command, capture_output=True)
+            process.kill()
 
 
 def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
