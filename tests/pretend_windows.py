@@ -8,17 +8,18 @@ load this file first, through a sitecustomize.py in `folder`.
 
 For the files of this project only (PyTorch and others need their Linux):
 - modules, functions and constants that Windows does not have are missing: LACKING, OF_SIGNAL, OF_OS
-- `os.name`, `sys.platform`, `os.linesep` are those of Windows; /proc, /dev, /sys, /tmp are missing
+- `os.name`, `sys.platform`, `os.linesep` are those of Windows; /proc, /dev and /sys are missing
 - pipes cannot be selected; folders cannot be opened; only a file opened to write can be fsynced
 - `os.kill` with 0, which would end the process there, and `preexec_fn` raise
+- the main thread may not wait over a second for another thread: Ctrl-C would not wake it
 - a text file that is opened without an encoding raises EncodingWarning
 For all code of the process:
 - text files without an encoding are cp1252, as are stdin, stdout and stderr, and write CRLF
 - a file that this process has open or mapped cannot be removed or replaced, nor its folder renamed
 - `os.rename` replaces nothing, `os.replace` no folder; names with <>:"|?* are invalid
 
-Not pretended: backslashes in paths, drives, names without case, signals and the console, the
-processes' tree, threads that Ctrl-C does not wake while they wait, how libraries do on Windows.
+Not pretended: backslashes in paths, drives, names without case, signals and the console, the tree
+of processes, files that another process has open, how the libraries do on Windows.
 """
 
 import builtins
@@ -32,6 +33,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -41,26 +43,12 @@ OURS = tuple(str(ROOT / name) for name in ("core/", "environments/", "algorithms
                                            "train.py", "scratch.py"))  # fmt: skip
 LACKING = {"fcntl", "resource", "termios", "pwd", "grp", "readline", "tty", "pty", "curses",
            "syslog", "posix"}  # fmt: skip
-OF_SIGNAL = {
-    "SIGABRT",
-    "SIGBREAK",
-    "SIGFPE",
-    "SIGILL",
-    "SIGINT",
-    "SIGSEGV",
-    "SIGTERM",
-    "SIG_DFL",
-    "SIG_IGN",
-    "signal",
-    "getsignal",
-    "raise_signal",
-    "default_int_handler",
-    "strsignal",
-    "valid_signals",
-    "set_wakeup_fd",
-    "Signals",
-    "Handlers",
-}  # fmt: skip  all that `signal` has there
+OF_SIGNAL = set(
+    """
+    SIGABRT SIGBREAK SIGFPE SIGILL SIGINT SIGSEGV SIGTERM SIG_DFL SIG_IGN signal getsignal
+    raise_signal default_int_handler strsignal valid_signals set_wakeup_fd Signals Handlers
+""".split()
+)  # all that `signal` has there
 OF_OS = set(
     """
     fork forkpty setsid getsid killpg getpgid setpgid setpgrp getpgrp getuid geteuid getgid getegid
@@ -69,15 +57,16 @@ OF_OS = set(
     O_CLOEXEC O_NONBLOCK O_SYNC O_DSYNC sched_getaffinity sched_setaffinity sched_yield pread pwrite
     preadv pwritev readv writev sysconf confstr statvfs fstatvfs uname getloadavg set_blocking
     get_blocking openpty ttyname ctermid posix_spawn sendfile sync fdatasync lockf posix_fallocate
-    memfd_create pipe2 getxattr listxattr register_at_fork tcgetpgrp EX_OK fwalk
+    memfd_create pipe2 getxattr listxattr register_at_fork tcgetpgrp EX_OK
 """.split()
 )
-POSIX_ONLY = ("/proc", "/sys", "/dev", "/tmp/")
+POSIX_ONLY = ("/proc", "/sys", "/dev")
+LIBRARY = os.path.dirname(os.__file__)  # the standard library
 INVALID = set('<>:"|?*')
 real = types.SimpleNamespace(
     open=io.open, os_open=os.open, fsync=os.fsync, kill=os.kill, replace=os.replace,
     rename=os.rename, unlink=os.unlink, mkdir=os.mkdir, stat=os.stat, scandir=os.scandir,
-    import_=builtins.__import__, popen=subprocess.Popen,
+    import_=builtins.__import__, popen=subprocess.Popen, wait=threading.Condition.wait,
 )  # fmt: skip
 
 
@@ -106,6 +95,7 @@ def start() -> None:
     for name in ("stat", "scandir"):
         setattr(os, name, hide_posix_only(getattr(os, name)))
     builtins.__import__ = import_
+    threading.Condition.wait = wait
 
 
 # --- for this project's files only ---------------------------------------------------------------
@@ -187,20 +177,26 @@ PRETENDED = {
 }  # fmt: skip
 
 
+def wait(self, timeout=None):
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if (timeout is None or timeout > 1) and in_main_thread and called_by_us():
+        raise AssertionError("on Windows Ctrl-C does not end this wait")
+    return real.wait(self, timeout)
+
+
 def called_by_us() -> bool:
     """Whether one of our files called the function of the standard library that is running."""
     frame = sys._getframe(2)
-    library = os.path.dirname(os.__file__)
-    while frame and (path := frame.f_code.co_filename) and (
-        path.startswith(("<frozen", __file__)) or os.path.dirname(path) == library
-    ):  # fmt: skip
+    while frame and frame.f_code.co_filename.startswith(("<frozen", __file__, LIBRARY)):
+        if "-packages" in frame.f_code.co_filename:
+            return False
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
 def hide_posix_only(function):
     def hidden(path=".", *args, **options):
-        if str(path).startswith(POSIX_ONLY[:3]) and path != os.devnull and called_by_us():
+        if str(path).startswith(POSIX_ONLY) and path != os.devnull and called_by_us():
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         return function(path, *args, **options)
 
@@ -213,7 +209,7 @@ def hide_posix_only(function):
 def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *others,
               **options):  # fmt: skip
     if isinstance(file, (str, os.PathLike)):
-        if str(file).startswith(POSIX_ONLY[:3]) and file != os.devnull and called_by_us():
+        if str(file).startswith(POSIX_ONLY) and file != os.devnull and called_by_us():
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(file))
         if set(mode) & set("wax"):
             check_name(file)
