@@ -157,6 +157,13 @@ class Popen(real.popen):
         super().__init__(*args, **options)
 
 
+def run(command, **options):
+    if command[0] != "taskkill":
+        return subprocess.run(command, **options)
+    os.killpg(int(command[-1]), signal.SIGKILL)
+    return subprocess.CompletedProcess(command, 0)
+
+
 class Selector(selectors.SelectSelector):
     def register(self, fileobj, *args):
         number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
@@ -169,7 +176,7 @@ PRETENDED = {
     "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync, kill=kill),
     "sys": Pretended(sys, platform="win32"),
     "signal": Pretended(signal, {name for name in dir(signal) if name not in OF_SIGNAL}),
-    "subprocess": Pretended(subprocess, Popen=Popen, CREATE_NEW_PROCESS_GROUP=0),
+    "subprocess": Pretended(subprocess, Popen=Popen, run=run, CREATE_NEW_PROCESS_GROUP=0),
     "selectors": Pretended(
         selectors, {"PollSelector", "EpollSelector"}, DefaultSelector=Selector,
         SelectSelector=Selector,
