@@ -44,12 +44,12 @@ def windows(tmp_path_factory, tmp_path):
 
 @pytest.fixture
 def finished(windows):
-    """The output of such a command, which must succeed."""
+    """The output of such a command, which must end with `code`."""
 
-    def run(*args, typed=""):
+    def run(*args, typed="", code=0):
         process = windows(*args, typed=subprocess.PIPE)
         output, _ = process.communicate(typed, timeout=120)
-        assert process.returncode == 0, output
+        assert process.returncode == code, output
         return output
 
     return run
@@ -75,6 +75,14 @@ def end_when(process, finished, end):
 def test_own_environment_is_played_with_typed_answers(finished):
     output = finished("-m", "environments", "play", "maze.py:Maze", typed="left\n")
     assert "user: ? 0" in output and "reward +1" in output  # cp1252 has no →
+
+
+def test_own_environment_is_checked(finished):
+    finished("-m", "environments", "check", "letter_counting")
+
+
+def test_exercises_are_checked(finished):
+    assert "Next: exercise 1" in finished("scratch.py", code=1)
 
 
 @pytest.mark.parametrize("args", [["train.py", "--help"], ["-m", "environments"]])
