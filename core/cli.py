@@ -125,11 +125,10 @@ def need_temporary_folder(program: str) -> None:
 def use_expandable_segments() -> None:
     """Makes PyTorch's blocks of GPU memory growable, against fragmentation; before `import torch`.
 
-    vLLM before 0.32 reads the second name only; it switches the option off for its own pool.
+    vLLM switches the option off for its own pool.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    if not any(name in os.environ for name in names):
-        os.environ.update(dict.fromkeys(names, "expandable_segments:True"))
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def _check_temporary_folder() -> None:

@@ -154,7 +154,7 @@ def smaller_weights(lora_rank: int, quantized: bool) -> str:
     """
     if quantized:
         return ""
-    # vLLM would need a dequantized copy
+    # vLLM has no code for this format
     return "--quantize nf4 --sampler torch, " if lora_rank else "--lora-rank 16, "
 
 

@@ -8,14 +8,12 @@ another form, such as experts on a CPU, and LoRA adapters into the engine's slot
 never merged with the base weights. The KV cache is allocated only inside `with sampler:`; training
 can use its memory while the engine sleeps.
 
-With --quantize vLLM computes with a dequantized copy of the base, because vLLM 0.32 has no code for
-bitsandbytes' format any more (vllm#39583). That takes more memory than an unquantized base, which
-is shared.
+vLLM has no code for bitsandbytes' format any more (vllm#39583): --quantize needs --sampler torch.
 
 If an engine fails or its log-probs are wrong on a GPU, change one thing at a time:
 
     --vllm-eager                    neither torch.compile nor CUDA graphs, as on a CPU
-    VLLM_USE_V2_MODEL_RUNNER=0      Model Runner V1, as on a CPU; otherwise V2 from vLLM 0.32 on
+    VLLM_USE_V2_MODEL_RUNNER=0      Model Runner V1, as on a CPU, instead of V2
     VLLM_LOGGING_LEVEL=INFO         shows which attention kernel vLLM takes
 
 runs/benchmarks/gpu_check.py does so for each step that fails, and also with Triton's attention.
@@ -44,7 +42,6 @@ from core import distributed, weight_sharing
 from core.files import scratch_folder
 from core.model import Policy
 from core.process_state import preserve_process_state, preserve_random_state
-from core.quantize import dequantized, is_quantized, num_weights
 from core.sampler import (
     Exchange,
     Request,
@@ -59,7 +56,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, UsageError
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
-# nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors, with nf4 0.068
+# nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
 PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
@@ -121,10 +118,6 @@ class NanoLLM(Sampler):
         """
         if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
             raise UsageError(obstacle)
-        # the model whose weights vLLM computes with
-        self.model: Any = policy.causal_lm
-        if policy.quantized:
-            self.model = dequantized(policy.causal_lm, policy.dtype)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy, self.with_kept_ids = policy, with_kept_ids
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
@@ -132,7 +125,7 @@ class NanoLLM(Sampler):
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.awake = True
-        self.weights = weight_sharing.EngineWeights(self.model)
+        self.weights = weight_sharing.EngineWeights(policy.causal_lm)
         self.copies_weights = False  # some of them, after each step
         if policy.device.type == "cuda" and policy.dtype == torch.float32:
             # vLLM computes float32 attention with Triton, whose default rounds to TF32
@@ -153,8 +146,6 @@ class NanoLLM(Sampler):
                 f"{type(policy.causal_lm).__name__}: log-probs of vLLM differ by {gap:.1e} nats "
                 f"from training's, {limit:.0e} is allowed: use --sampler torch"
             )
-        if policy.quantized:
-            self.remark = _copy_remark(policy)
         if copied := self.weights.copied():
             self.copies_weights = self.weights.trained
             num_bytes = sum(parameter.nbytes for parameter in copied.values())
@@ -292,11 +283,8 @@ class NanoLLM(Sampler):
         while engine_core.batch_queue or engine_core.scheduler.has_requests():
             self.engine.step()
         if self.policy.device.type == "cuda":
-            if frees_only_cache():
-                self.engine.sleep(level=0)
-                self.engine.release_kv_cache_memory()
-            else:
-                self.engine.sleep(level=1)
+            self.engine.sleep(level=0)
+            self.engine.release_kv_cache_memory()
         for storage, _ in self.cpu_cache:
             storage.resize_(0)
 
@@ -314,9 +302,6 @@ class NanoLLM(Sampler):
         self.engine, self.slots, self.cpu_cache = None, [], []
         # vLLM keeps our loader
         self.weights.engine_model, self.weights.laid_out = None, []
-        if self.policy.quantized:
-            self.model = self.weights.model = self.policy.causal_lm
-            self.weights.shared = {}
         free_cached_memory()
 
     def _start(self, memory_arguments: dict[str, Any], eager: bool) -> None:
@@ -328,13 +313,9 @@ class NanoLLM(Sampler):
 
         policy = self.policy
         weight_sharing.register_loader(self.weights)
-        if not frees_only_cache():
-            # before 0.32 Model Runner V2 divides by the temperature in 16 bits, and allocates the
-            # KV cache without counting the memory of CUDA graphs
-            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         # vLLM sets it for the whole process: keep the trainer's
         os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] = torch.get_float32_matmul_precision()
-        arguments = _engine_arguments(policy, self.model.config, eager, memory_arguments)
+        arguments = _engine_arguments(policy, eager, memory_arguments)
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
         use_memory_pool = CuMemAllocator.use_memory_pool
@@ -367,7 +348,7 @@ class NanoLLM(Sampler):
                 lambda worker: worker.model_runner.lora_manager.add_dummy_lora(request, rank=1)
             )
             self.engine.add_lora(request)
-            self.slots = weight_sharing.adapter_slots(self.model, engine_model)
+            self.slots = weight_sharing.adapter_slots(policy.causal_lm, engine_model)
         if policy.device.type == "cpu":  # vLLM's CPU build has no sleep()
             [caches] = self.engine.collective_rpc(lambda worker: worker.model_runner.kv_caches)
             storages = {c.untyped_storage().data_ptr(): c.untyped_storage() for c in caches}
@@ -414,8 +395,9 @@ def why_not_shareable(policy: Policy) -> str:
     if config.get_text_config() is not config:
         return (f"--sampler vllm supports no multimodal models such as {model_class}: "
                 f"take a text model, {alternative}")  # fmt: skip
-    if "quantization_config" in config.to_dict() and not policy.quantized:
-        return f"quantized weights cannot be shared with vLLM: load them in bfloat16, {alternative}"
+    if policy.quantized or "quantization_config" in config.to_dict():
+        return ("vLLM cannot share quantized weights: leave --quantize out, take a model that is "
+                f"not quantized, {alternative}")  # fmt: skip
     if policy.lora_rank > LORA_RANKS[-1]:
         return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
     if policy.dtype == torch.float64:
@@ -427,7 +409,10 @@ def why_not_shareable(policy: Policy) -> str:
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
     with preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
 
+        if not hasattr(LLMEngine, "release_kv_cache_memory"):
+            return f'vLLM is older than 0.32: pip install -e ".[vllm]", {alternative}'
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
@@ -435,31 +420,15 @@ def why_not_shareable(policy: Policy) -> str:
     return ""
 
 
-def _copy_remark(policy: Policy) -> str:
-    quantized = [p for p in policy.causal_lm.parameters() if is_quantized(p)]
-    megabytes = sum(map(num_weights, quantized)) * policy.dtype.itemsize / 1e6
-    return (f"vLLM computes with a dequantized copy of the 4-bit weights, {megabytes:.1f} MB: "
-            "--quantize none needs less memory, --sampler torch least")  # fmt: skip
-
-
 def why_no_kept_ids(policy: Policy) -> str:
     """Says why vLLM cannot return which tokens top-k and top-p kept; "" if it can.
 
-    vLLM 0.32 has it in the model runner for GPUs (v2), which its CPU build does not use.
+    vLLM has it in the model runner for GPUs (V2), which its CPU build does not use.
     """
-    import vllm
-
-    if policy.device.type == "cuda" and hasattr(vllm.EngineArgs, "return_sampling_mask"):
+    if policy.device.type == "cuda":
         return ""
-    return ("--top-k and --top-p with --sampler vllm need vLLM 0.32 on a GPU, which returns the "
-            "tokens that they kept: use --sampler torch, or neither of them")  # fmt: skip
-
-
-def frees_only_cache() -> bool:
-    """Whether vLLM can free its KV cache alone (0.32), and not just its whole memory pool."""
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    return hasattr(LLMEngine, "release_kv_cache_memory")
+    return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
+            "that they kept: use --sampler torch, or neither of them")  # fmt: skip
 
 
 def free_cached_memory() -> None:
@@ -488,16 +457,14 @@ def save_config(config: Any, cache_root: str) -> str:
     return str(folder)
 
 
-def _engine_arguments(
-    policy: Policy, config: Any, eager: bool, memory_arguments: dict[str, Any]
-) -> Any:
+def _engine_arguments(policy: Policy, eager: bool, memory_arguments: dict[str, Any]) -> Any:
     """Returns vllm.EngineArgs."""
     import vllm
 
     on_cpu = policy.device.type == "cpu"
     head = {"head_dtype": "float32"} if policy.fp32_head else {}
     return vllm.EngineArgs(
-        model=save_config(config, vllm.envs.VLLM_CACHE_ROOT),
+        model=save_config(policy.causal_lm.config, vllm.envs.VLLM_CACHE_ROOT),
         hf_overrides={"architectures": [type(policy.causal_lm).__name__], **head},
         load_format=weight_sharing.LOAD_FORMAT,
         trust_remote_code=policy.trust_remote_code,

@@ -12,13 +12,12 @@ afterwards. Embedding, norms, output layer and what is not an `nn.Linear`, such 
 keep their dtype. The base is never trained, so a resumed run quantizes it to the same codes again.
 """
 
-import copy
 import logging
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 
 # PEFT imports bitsandbytes, which on some CPUs warns about a kernel that we do not use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
@@ -61,23 +60,3 @@ def num_bytes(parameter: nn.Parameter) -> int:
     if state is None:
         return parameter.nbytes
     return parameter.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
-
-
-def dequantized(model: PreTrainedModel, dtype: torch.dtype) -> Any:
-    """A copy of a model whose quantized weights are tensors of `dtype` again, for vLLM.
-
-    Everything else, LoRA adapters included, is shared with `model`. Only the weights of the copy
-    can be used: the forward pass of its LoRA layers is still that of 4 bits.
-    """
-    from bitsandbytes.functional import dequantize_4bit
-
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin: Any = copy.deepcopy(model, shared)  # deepcopy takes these instead of copying them
-    for layer in twin.modules():
-        weight = layer._parameters.get("weight")  # a LoRA layer's `weight` is that of its base
-        if is_quantized(weight):
-            dense = dequantize_4bit(weight.data, weight.quant_state).to(dtype)
-            layer.weight = nn.Parameter(dense, requires_grad=False)
-    del twin.config.quantization_config
-    twin.hf_quantizer, twin.is_quantized = None, False
-    return twin

@@ -30,8 +30,7 @@ Options of `memory` change these terms; runs/optimizer_memory has their table:
     ranks n       1/n               masters, moments and gradients; and 8 V D for the gradients of
                                     two buckets, each as large as the embedding
     nf4           0.516             bytes per weight of the layers, s for the embeddings; and s D F
-                                    for the layer that is dequantized. --sampler torch: for vLLM
-                                    the base would be dequantized as a whole
+                                    for the layer that is dequantized; with --sampler torch
     checkpointing activations       L s D t, the inputs of the layers, and saved t for one layer
 
 Weights, masters, adapters and moments are always in memory. Gradients, activations and logits are
