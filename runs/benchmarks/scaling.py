@@ -1,13 +1,9 @@
-"""Data parallel: an update on 2 ranks, measured, and on 8, 64 and 512 GPUs, computed.
+"""Data parallel: an update on 2 ranks and on 1, a CPU core each.
 
-    python runs/benchmarks/scaling.py ranks  # 1 against 2 ranks, a core each; 4 minutes
-    python runs/benchmarks/scaling.py model  # computed; measures the CPU's part; 1 minute
+    python runs/benchmarks/scaling.py      # 4 minutes
 
-ranks: `torchrun --nproc-per-node N train.py`, each rank on one CPU core, the same global batch.
-The time of an update is time/rollout_s + time/train_s of metrics.jsonl, without the first update.
-
-model: large_scale.py has the equations and the assumptions; --model.assumptions.compute-share and
-the like change them.
+`torchrun --nproc-per-node N train.py`, each rank on one CPU core, the same global batch. The time
+of an update is time/rollout_s + time/train_s of metrics.jsonl, without the first update.
 """
 
 import json
@@ -17,15 +13,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import large_scale
 import tyro
-from pairs import RESULTS, Side, alternate, in_child, publish, ratios, spread
+from pairs import Side, alternate, in_child, publish, ratios, spread
 
 TRAIN = Path(__file__).resolve().parents[2] / "train.py"
 VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
@@ -34,61 +29,32 @@ PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # one core per rank
 
 @dataclass
 class Args:
-    """What to measure or compute."""
+    """What to measure."""
 
-    what: tyro.conf.Positional[Literal["ranks", "model"]]
     rounds: int = 5  # pairs of launches
     updates: int = 5  # per launch; the first is left out
     ranks: int = 2  # compared with 1
-    num_prompts: int = 0  # in the global batch; 0: 64 on a GPU, 8 on a CPU
+    num_prompts: int = 8  # in the global batch
     group_size: int = 8
-    max_tokens: int = 0  # per completion; 0: 512 on a GPU, 64 on a CPU
-    shape: str = ""  # see workload.py; empty: 1.7B on a GPU, 4M on a CPU
-    model: large_scale.Scale = field(default_factory=large_scale.Scale)
+    max_tokens: int = 64  # per completion
+    shape: str = "4M"  # see workload.py
     write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
-    if args.what == "model":
-        cases = model(args.model)
-        publish("scaling_model", cases, large_scale.table, args.write)
-        if args.write:
-            large_scale.draw(cases, RESULTS / "large_scale.png")
-        return
-    import torch
-
-    gpu = torch.cuda.is_available()
-    args = replace(args, num_prompts=args.num_prompts or (64 if gpu else 8))
-    shape = args.shape or ("1.7B" if gpu else "4M")
-    max_tokens = args.max_tokens or (512 if gpu else 64)
     with tempfile.TemporaryDirectory() as folder:
-        dtype = "bfloat16" if gpu else "float32"
-        in_child(VS_TRL, "make", folder=f"{folder}/model", size=shape, dtype=dtype)
-        work = {"shape": shape, "max_tokens": max_tokens, "num_prompts": args.num_prompts,
-                "group_size": args.group_size}  # fmt: skip
-        cases = [work | ranks(args, folder, max_tokens)]
-        publish("scaling_ranks", cases, ranks_table, args.write)
+        in_child(VS_TRL, "make", folder=f"{folder}/model", size=args.shape, dtype="float32")
+        work = {k: getattr(args, k) for k in ("shape", "max_tokens", "num_prompts", "group_size")}
+        publish("scaling_ranks", [work | ranks(args, folder)], ranks_table, args.write)
 
 
-# --- model: computed -----------------------------------------------------------------------------
-
-
-def model(scale: large_scale.Scale) -> list[dict[str, Any]]:
-    """Measures the controller's costs; an update of the same batch, and of one that grows."""
-    costs = large_scale.controller(scale.rounds, scale.batch)
-    return [large_scale.compute(replace(scale, grows=grows), costs) for grows in (False, True)]
-
-
-# --- ranks: measured -----------------------------------------------------------------------------
-
-
-def ranks(args: Args, folder: str, max_tokens: int) -> dict[str, Any]:
+def ranks(args: Args, folder: str) -> dict[str, Any]:
     """Runs 1 rank and N ranks in turn. Raises ValueError if there are fewer cores than ranks."""
     if not 1 < args.ranks <= len(os.sched_getaffinity(0)):
         raise ValueError(f"--ranks {args.ranks}: use 2 or more, and at most one per core")
     flags = {
         "model-id": f"{folder}/model", "num-updates": args.updates, "num-prompts": args.num_prompts,
-        "group-size": args.group_size, "max-tokens": max_tokens, "max-turns": 1,
+        "group-size": args.group_size, "max-tokens": args.max_tokens, "max-turns": 1,
         "max-tokens-per-micro-batch": 2048, "eval-num-tasks": 0, "microscope": 0, "device": "cpu",
         "save-every": 0,
     }  # fmt: skip

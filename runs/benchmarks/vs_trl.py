@@ -153,9 +153,7 @@ class StepTimer:
     gpu: bool
     phase: str = "training"  # everything but sampling
     sampling: list[float] = field(default_factory=list)  # seconds, one per step
-    sampling_cpu: list[float] = field(default_factory=list)  # CPU seconds of the process
     ends: list[float] = field(default_factory=list)  # time at the end of each step
-    cpu: list[float] = field(default_factory=list)  # CPU seconds of the process until then
     sampled: list[int] = field(default_factory=list)  # tokens, one per step
     prompt_tokens: int = 0
     peaks: dict[str, float] = field(default_factory=dict)  # GB on the device, by phase
@@ -167,17 +165,15 @@ class StepTimer:
 
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
-        self.cpu.append(time.process_time())
 
     def time_sampling(self, sample: Callable) -> Callable:
         """Wraps the function that samples; its time counts as sampling."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             self.phase = "sampling"
-            started, cpu = time.perf_counter(), time.process_time()
+            started = time.perf_counter()
             result = sample(*args, **kwargs)
             self.sampling.append(time.perf_counter() - started)
-            self.sampling_cpu.append(time.process_time() - cpu)
             self.phase = "training"
             return result
 
@@ -212,8 +208,6 @@ class StepTimer:
             "step_s": statistics.median(steps),
             "sampling_s": statistics.median(self.sampling[1:]),
             "steps_s": steps,
-            "steps_cpu_s": [b - a for a, b in pairwise(self.cpu)],
-            "sampling_cpu_s": self.sampling_cpu[1:],
             "sampled": self.sampled,
             "prompt_tokens": self.prompt_tokens,
             "resident_gb": peak_resident() / GB,

@@ -41,20 +41,6 @@ class Shape:
     head_dim: int
     vocab: int = 704  # at least the vocabulary of the tiny tokenizer
 
-    @property
-    def queries(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        return self.kv_heads * self.head_dim
-
-    @property
-    def layer_weights(self) -> int:
-        """Weights of the matrices of all layers. Each token is multiplied by each of them once."""
-        attention = 2 * self.width * (self.queries + self.keys)
-        return self.layers * (attention + 3 * self.width * self.mlp)
-
 
 SHAPES = {
     "minute": Shape(32, 64, 2, 4, 2, 8),
