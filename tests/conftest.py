@@ -43,10 +43,10 @@ FAMILIES = {  # supported by both samplers
 def pytest_configure():
     """Processes that tests start inherit ignored signals: a shell ignores SIGINT in background
     jobs, and nohup ignores SIGHUP."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 class LoopbackServer(ThreadingHTTPServer):

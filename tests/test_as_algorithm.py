@@ -3,7 +3,6 @@
 import ast
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -79,17 +78,6 @@ def test_advantages_are_those_of_grpo(algorithm):
     assert (ours[5] == 0).all() and (ours[~mask] == 0).all()  # alone in its group; padding
 
 
-def test_advantages_compare_discounted_returns_of_episodes(algorithm):
-    rewards, mask = torch.tensor([[0.0, 4.0], [3.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
-    turn_ids = torch.tensor([[0, 1], [0, 1]])
-    advantages, targets = algorithm.compute_advantages(
-        rewards, mask, mask, turn_ids, torch.zeros(2), None, 0.5, OPTIONS
-    )
-    expected = 0.5 / (0.5**0.5 + 1e-4)  # returns 2 and 3: mean 2.5, standard deviation √½
-    assert torch.allclose(advantages[:, 0], torch.tensor([-expected, expected]))
-    assert torch.equal(advantages[:, 0], advantages[:, 1]) and targets is None
-
-
 @pytest.mark.parametrize(
     "exercises, algo, options", [((3, 5), grpo, OPTIONS), ((3, 4), reinforce, None)]
 )
@@ -104,23 +92,16 @@ def test_loss_gradient_and_metrics_are_those_of_the_library(tmp_path, exercises,
     assert found[0][2] == pytest.approx(found[1][2])
 
 
-def test_advantages_of_exercise_10_are_those_of_reinforce_with_the_group_as_baseline(tmp_path):
+def test_advantages_of_exercises_10_and_7_are_those_of_reinforce_and_ppo(tmp_path):
     rewards, mask, group_ids = episodes()
-    ours = advantages_of(make_algorithm(tmp_path, (10, 5)), rewards, mask, group_ids)
-    turn_ids = torch.zeros_like(mask, dtype=torch.int64)
-    inputs = rewards, mask, mask, turn_ids, group_ids, None, 1.0
-    theirs, _ = reinforce.compute_advantages(*inputs, reinforce.Options("group"))
-    torch.testing.assert_close(ours, theirs)
-
-
-def test_advantages_and_value_targets_of_exercise_7_are_those_of_ppo(tmp_path):
-    rewards, mask, group_ids = episodes()
-    values = torch.randn(6, 5)
-    loss_mask, turn_ids = mask.clone(), torch.zeros_like(mask, dtype=torch.int64)
+    values, loss_mask, turn_ids = torch.randn(6, 5), mask.clone(), torch.zeros(6, 5).long()
     loss_mask[3] = False
     inputs = rewards, mask, loss_mask, turn_ids, group_ids, values, 1.0
-    ours = make_algorithm(tmp_path, (5, 7)).compute_advantages(*inputs, None)
-    torch.testing.assert_close(ours, ppo.compute_advantages(*inputs, ppo.Options()))
+    for exercises, algo, options in (
+        ((10, 5), reinforce, reinforce.Options("group")), ((5, 7), ppo, ppo.Options()),
+    ):  # fmt: skip
+        ours = make_algorithm(tmp_path, exercises).compute_advantages(*inputs, None)
+        torch.testing.assert_close(ours, algo.compute_advantages(*inputs, options))
 
 
 def test_kl_of_exercise_6_is_that_of_the_library(tmp_path):
@@ -159,7 +140,6 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(algorithm):
         ("group_advantages", "return returns.nope", "line 71 (exercise 3): AttributeError"),
         ("group_advantages", "return None", "(exercise 3) returned NoneType, not a tensor"),
         ("group_advantages", "return returns[:, None]", "a tensor of shape [5, 1], not [5]"),
-        ("group_advantages", "return returns / 0", "returned a value that is not finite"),
         ("clipped_loss", "return x.detach().mean()", "returned a tensor without a gradient"),
         ("clipped_loss", "assert len(x) < 5", "(exercise 5): AssertionError"),
     ],
@@ -175,16 +155,6 @@ def test_wrong_code_is_one_line_that_names_line_and_exercise(tmp_path, name, cod
     line = lines.index(f"    {code}") + 1
     message = message.replace("line 71", f"scratch.py, line {line}")
     assert message in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_out_of_memory_in_an_exercise_is_left_to_the_loop():
-    def group_advantages(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    module = ModuleType("scratch")
-    module.group_advantages = group_advantages  # type: ignore[attr-defined]
-    with pytest.raises(torch.OutOfMemoryError):
-        advantages_of(ScratchAlgorithm(module), *episodes())
 
 
 def load(text: str, **settings: object) -> ScratchAlgorithm:

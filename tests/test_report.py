@@ -129,23 +129,17 @@ def test_token_traces_are_packed_without_loss(tmp_path):
     plain = trace(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
     infinite = trace(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
     uneven = trace(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
-    rows = [row("train", 1, i, "x", token_traces=[x])
-            for i, x in enumerate((plain, infinite, uneven, {}))]  # fmt: skip
-    groups = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
-    assert [group["rollouts"][0]["traces"] for group in groups] == [
-        [[["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000]],
-        [[["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]]],
-        [None],
-        [None],
-    ]
-
-
-def test_a_turn_of_several_has_the_number_of_its_sequence(tmp_path):
-    values = trace(["a", "b"], *[[-0.5, -0.5]] * 4)
-    traces = [values | {"sequence": [0, 0]}, values | {"sequence": [1, 1]}]
+    of_several_turns = plain | {"sequence": [3, 3]}
+    traces = [plain, infinite, uneven, {}, of_several_turns]
     rows = [row("train", 1, 1, "x", token_traces=traces)]
     (group,) = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
-    assert [packed[5] for packed in group["rollouts"][0]["traces"]] == [0, 1]
+    assert group["rollouts"][0]["traces"] == [
+        [["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000],
+        [["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]],
+        None,
+        None,
+        [["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000, 3],
+    ]
 
 
 def test_loss_of_a_run_is_given_in_options_of_grpo(tmp_path):
@@ -241,16 +235,13 @@ def warned():
     return records
 
 
-def test_report_lists_each_warning_with_its_updates(tmp_path, warned):
+def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path, warned):
     data = report_data(tmp_path, warned)
     assert [tuple(warning.values()) for warning in data["warnings"]] == [
         ("kl_runaway", [9, 30], "KL <b>0.1", WARNINGS["kl_runaway"][0]),
         ("sampler_gap", [9], "differ", WARNINGS["sampler_gap"][0]),
     ]
     assert "warnings" not in data["curves"]
-
-
-def test_final_lines_tell_accuracy_warnings_and_a_next_command(tmp_path, warned):
     assert final_lines(write_run(tmp_path / "a", warned), CONFIG) == [
         "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30] before RL -> 0.60 [0.50, 0.70] after "
         "30 updates",

@@ -375,17 +375,6 @@ def test_held_out_tasks_are_shown_before_and_after(run, visit):
         assert "✓ correct" in after and f"at {UPDATES} " in after
 
 
-def test_missing_data_is_named(tmp_path, visit):
-    page = visit(write_report(write_run(tmp_path / "new"), CONFIG))
-    text = page.locator("body").inner_text()
-    for words in ("no evaluation yet", "not recorded", "No evaluation", "no training rollouts"):
-        assert words in text
-    rows = [row("train", 1, 1, "plain", 1.0), row("train", 1, 1, "", rewards=[], messages=[])]
-    page = visit(write_report(write_run(tmp_path / "old", trained(1), rows), CONFIG))
-    text = page.locator(".open").inner_text()
-    assert "plain" in text and "no token trace" in text
-
-
 def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):
     runs = []
     for i, name in enumerate(["first", "second", NAME]):
@@ -403,20 +392,3 @@ def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):
     page.select_option("#run", "2")
     page.locator("#groups .rollouts button").first.click()
     assert "by 2" in page.locator(".open").inner_text()
-
-
-def test_warnings_are_listed_and_marked_in_the_curves(tmp_path, visit):
-    metrics = [{"update": u, "reward/mean": u / 9, "sft/loss": 1.0} for u in range(1, 9)]
-    metrics[4]["warnings"] = {"kl_runaway": f"KL 0.3 {MARKUP}", MARKUP: "unknown"}
-    metrics[6]["warnings"] = {"kl_runaway": "KL 0.4"}
-    page = visit(write_report(write_run(tmp_path / "wrong", metrics), CONFIG))
-    first, second = page.locator("#warnings li").all_inner_texts()
-    assert "kl_runaway at update 5, 7: the policy changes too much" in first
-    assert "KL 0.3 </script><script>" in first and "unknown" in second
-    assert "2 warnings (below)" in page.locator("#about").inner_text()
-    chart = page.locator("#charts .card").nth(1)
-    marks = chart.locator(".warning")
-    assert marks.locator("text").all_text_contents() == ["1", "1", "2"]
-    chart.locator("svg").focus()
-    page.keyboard.press("ArrowLeft")
-    assert chart.locator("output").inner_text() == "update 7: 0.778 · warning 1: kl_runaway"

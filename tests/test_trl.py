@@ -18,11 +18,12 @@ from conftest import save_small
 from datasets import Dataset
 from single_update import single_update
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 import train
-from algorithms import grpo, reinforce
-from core import batching, config
+from algorithms import grpo
+from core import config
+from core.batching import to_rollout_batch
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
@@ -32,8 +33,7 @@ GROUP = 4
 ROLLOUTS = len(PROMPTS) * GROUP
 MAX_TOKENS = 40  # what `dr_grpo` divides by
 BETA = 0.04
-K3 = {"kl_coef": BETA, "kl_estimator": "k3"}  # what TRL's `beta` is, for GRPO
-K1 = {"kl_coef": BETA, "kl_estimator": "k1", "kl_in": "reward"}  # and for RLOO
+K3 = {"kl_coef": BETA, "kl_estimator": "k3"}  # what TRL's `beta` is
 RELATIVE = 1e-5
 pytestmark = pytest.mark.filterwarnings("ignore:.*(gradient_checkpointing|rollout_func)")
 
@@ -126,21 +126,12 @@ class Watch(TrainerCallback):
         model.load_state_dict(self.present)
 
 
-class ScriptedRLOO(RLOOTrainer):
-    """TRL's, but for the sampling: GRPOTrainer takes a `rollout_func`, RLOOTrainer has none."""
-
-    script: list
-
-    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
-        return self.script
-
-
 def gradient_of(model):
     """The gradients of all weights, side by side."""
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
 
 
-def make_trainer(folder, weights, rollouts, kind=GRPOTrainer, watch=None, vllm=None, **changes):
+def make_trainer(folder, weights, rollouts, watch=None, vllm=None, **changes):
     """TRL's trainer on our rollouts; what isn't given is as TRL has it."""
     sampled = as_trl_has_it(rollouts)
     fixed = {
@@ -150,19 +141,15 @@ def make_trainer(folder, weights, rollouts, kind=GRPOTrainer, watch=None, vllm=N
         "per_device_train_batch_size": ROLLOUTS, "num_generations": GROUP, "num_iterations": 2,
         "max_steps": 2, "max_completion_length": MAX_TOKENS, "beta": 0.0,
     }  # fmt: skip
-    config = {GRPOTrainer: GRPOConfig, ScriptedRLOO: RLOOConfig}[kind]
-    others = {"rollout_func": lambda prompts, trainer: sampled} if kind is GRPOTrainer else {}
-    trainer = kind(
+    trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder),
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         reward_funcs=lambda completions, **kwargs: sampled["paid"],
-        args=config(**{**fixed, **changes}),
+        args=GRPOConfig(**{**fixed, **changes}),
         callbacks=[watch] if watch else [],
-        **others,
+        rollout_func=lambda prompts, trainer: sampled,
     )
-    if kind is ScriptedRLOO:
-        trainer.script = sampled["completion_ids"]
     if trainer.ref_model is not None:
         trainer.ref_model.load_state_dict(weights["reference"])
     if vllm:  # as if vLLM had sampled, and had the newest weights
@@ -287,53 +274,12 @@ def test_options_do_what_trl_s_do(folder, weights, draw, name):
     assert (0 < ours[1]["weights/capped"] < 1) == (name == "weights")
 
 
-def our_advantages(folder, weights, rollouts, **changes):
-    cfg, batch = our_config(**changes), batching.to_rollout_batch(rollouts)
-    policy, _, reference, _ = our_run(cfg, folder, weights)
-    batch.old_logprobs, _ = train.score_logprobs(policy, batch, cfg.temperature)
-    if reference is not None:
-        batch.ref_logprobs, _ = train.score_logprobs(reference, batch, cfg.temperature)
-    rewards, turn_ids = train.shape_rewards(cfg, batch)
-    algorithm, options = train.algorithm_for(cfg)
-    advantages, _ = algorithm.compute_advantages(
-        rewards, batch.completion_mask, batch.completion_mask, turn_ids, batch.group_ids, None,
-        cfg.gamma, options,
-    )  # fmt: skip
-    return advantages[:, 0]
-
-
 def test_advantages_equal_trl_s(folder, weights, draw):
-    rollouts, scale = draw(), "batch"
-    for rollout in rollouts[:GROUP]:  # a group without spread
-        for turn in rollout.turns:
-            turn.reward = 1 / len(rollout.turns)
-    theirs = scored(make_trainer(folder, weights, rollouts, scale_rewards=scale))["advantages"]
-    options = grpo.Options(scale_rewards=scale)
-    ours = our_advantages(folder, weights, rollouts, grpo=options)
+    rollouts = draw()
+    theirs = scored(make_trainer(folder, weights, rollouts, scale_rewards="batch"))["advantages"]
+    cfg, batch = our_config(grpo=grpo.Options(scale_rewards="batch")), to_rollout_batch(rollouts)
+    rewards, turn_ids = train.shape_rewards(cfg, batch)
+    mask, group_ids = batch.completion_mask, batch.group_ids
+    inputs = rewards, mask, mask, turn_ids, group_ids, None, cfg.gamma, cfg.grpo
+    ours = grpo.compute_advantages(*inputs)[0][:, 0]
     torch.testing.assert_close(ours, theirs, rtol=RELATIVE, atol=1e-6)
-    assert (ours[:GROUP] == 0).all() and (ours[GROUP:] != 0).all()
-
-
-RLOO = reinforce.Options("leave_one_out")
-
-
-def test_rloo_has_trl_s_gradient_per_rollout_where_ours_is_per_token(folder, weights, draw):
-    # at ratio 1, with N tokens in B rollouts:
-    #   TRL:  L = -Σ_i A_i ρ_i / B,          ∇L = -Σ_i A_i ∇log π(y_i) / B
-    #   ours: L = -Σ_i A_i log π(y_i) / N,   ∇L = -Σ_i A_i ∇log π(y_i) / N
-    # TRL's ratio is of the whole sequence and clipped; ours has none, so there's no second step
-    rollouts = draw(turns=1)
-    gradients, _ = our_steps(
-        folder, weights, rollouts, algo="reinforce", reinforce=RLOO, num_epochs=1, **K1
-    )
-    once = {"kind": ScriptedRLOO, "num_iterations": 1, "max_steps": 1, "beta": BETA}
-    their_gradients, _ = their_steps(folder, weights, rollouts, **once)
-    tokens = sum(rollout.num_tokens for rollout in rollouts)
-    assert_close(gradients[0] * tokens / ROLLOUTS, their_gradients[0])
-
-
-def test_advantages_of_rloo_equal_trl_s(folder, weights, draw):
-    rollouts = draw(turns=1)
-    theirs = scored(make_trainer(folder, weights, rollouts, kind=ScriptedRLOO, beta=BETA))
-    ours = our_advantages(folder, weights, rollouts, algo="reinforce", reinforce=RLOO, **K1)
-    torch.testing.assert_close(ours, theirs["advantages"], rtol=RELATIVE, atol=1e-6)

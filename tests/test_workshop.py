@@ -5,7 +5,6 @@ import inspect
 import io
 import itertools
 import re
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.sampler import SamplingParams, draw
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
 from core.workshop.exercises import EXERCISES, Exercise
@@ -68,19 +66,12 @@ def test_solutions_are_right_and_the_exit_code_is_0(write, capsys):
     assert (code, capsys.readouterr().out.count("✓ right")) == (0, 10)
 
 
-def test_each_exercise_has_a_function_a_solution_and_four_mistakes():
+def test_each_exercise_has_a_function_and_a_solution_with_its_signature():
     stubs = load(STUBS)
-    defined = [
-        n.name
-        for n in ast.parse(STUBS.read_text(encoding="utf-8")).body
-        if isinstance(n, ast.FunctionDef)
-    ]
-    assert defined == [exercise.name for exercise in EXERCISES]
     assert [exercise.number for exercise in EXERCISES] == list(range(1, 11))
-    for name in defined:
-        stub, solution = (inspect.signature(vars(m)[name]) for m in (stubs, solutions))
+    for exercise in EXERCISES:
+        stub, solution = (inspect.signature(vars(m)[exercise.name]) for m in (stubs, solutions))
         assert stub == solution
-        assert len(MISTAKES[name]) >= 4
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
@@ -130,35 +121,12 @@ RIGHT = {
         result.insert(0, later)
     return torch.stack(result)
 """,
-    "training_step": """def training_step(model, optimizer, input_ids, mask, returns, group_ids):
-    optimizer.zero_grad()
-    x = token_logprobs(model(input_ids), input_ids)
-    with torch.no_grad():
-        old = token_logprobs(model(input_ids), input_ids)
-    a = group_advantages(returns, group_ids).repeat_interleave(x.shape[1]).view(x.shape)
-    loss = clipped_loss(x, old, a, mask)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm=1.0)
-    optimizer.step()
-    model.zero_grad()
-    return float(loss.detach())
-""",
 }
 
 
 def test_right_answers_written_in_another_way_pass(write):
     module = load(write(**RIGHT))
     assert {v.exercise.name for v in check_all(module) if v.state == "right"} >= set(RIGHT)
-
-
-def test_solution_of_sample_returns_the_log_probs_of_the_sampler():
-    logits, params = torch.randn(50, 9), SamplingParams(1, temperature=0.7)
-    ids, logprobs = solutions.sample(logits, 0.7, torch.Generator().manual_seed(3))
-    probs = (logits / 0.7).softmax(-1)
-    chance = probs.cumsum(-1) - probs / 2  # the middle of each token's interval
-    drawn, ours = draw(logits, params, chance.gather(1, ids[:, None]).squeeze(1))
-    assert torch.equal(drawn, ids)
-    assert torch.allclose(logprobs, ours, atol=1e-6)
 
 
 def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, capsys):
@@ -177,32 +145,17 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
 @pytest.mark.parametrize(
     "code, said",
     [
-        ("    return None", "the function returned None"),
-        ("    return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
-        ("    return (logprobs - 9).log().sum()", "1 of 1 numbers are nan or infinity"),
-        ("    return (advantages * logprobs).sum() / -0.5", "the number is 2 times the expected"),
+        ("return None", "the function returned None"),
+        ("return 6.0", "the function returned a float; a float tensor is asked for"),
+        ("return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
+        ("return (logprobs - 9).log().sum()", "1 of 1 numbers are nan or infinity"),
+        ("return (advantages * logprobs).sum() / -0.5", "the number is 2 times the expected"),
     ],
 )
 def test_answer_without_a_known_mistake_is_described(write, capsys, code, said):
-    file = write(reinforce_loss=f"def reinforce_loss(logprobs, advantages, mask):\n{code}\n")
+    file = write(reinforce_loss=f"def reinforce_loss(logprobs, advantages, mask):\n    {code}\n")
     assert run_command([], file) == 1
     assert said in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(
-    "expected, actual, problem",
-    [
-        (torch.ones(2), [1.0, 1.0], "a list; a float tensor"),
-        (torch.ones(2).bool(), torch.ones(2), "a float tensor; a bool tensor"),
-        (1.0, torch.tensor(1.0), "a float tensor; a float"),
-        ((torch.ones(2).long(), torch.ones(2)), (torch.ones(2), torch.ones(2)), "result 1: "),
-        ((torch.ones(2), torch.ones(2)), (torch.ones(2),), "1 results, not 2"),
-    ],
-)
-def test_wrong_type_is_named(expected, actual, problem):
-    found = checker.wrong_type(expected, actual)
-    assert found is not None and problem in found[0]
-    assert checker.wrong_type(expected, expected) is None
 
 
 def test_hints_come_in_three_steps_for_the_mistake_that_was_made(write, monkeypatch, capsys):
@@ -246,8 +199,7 @@ def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
     monkeypatch.setattr(checker, "TIME_LIMIT", 0.2)
     slow = "def gae(rewards, values, gamma=1.0, lam=0.95):\n    import time\n    time.sleep(1)\n"
     verdict = check(EXERCISES[6], load(write(gae=slow)))
-    assert verdict.state == "wrong"
-    assert "still running after 0.2 s" in verdict.actual
+    assert verdict.state == "wrong" and "still running after 0.2 s" in verdict.actual
 
 
 def test_exercise_waits_for_those_that_it_calls(write):
@@ -271,26 +223,10 @@ def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys, text, messag
     assert message in err and err.count("\n") == 1
 
 
-def test_script_checks_itself_wherever_it_is(write, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["scratch.py"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(write()), run_name="__main__")
-    assert stopped.value.code == 0
-
-
-def test_missing_function_is_named(write):
-    file = write(kl_k3="def k3(logprobs, ref_logprobs):\n    return 0\n")
-    assert "kl_k3" in check(EXERCISES[5], load(file)).cause
-
-
-def test_hint_and_solution_are_printed_on_request(capsys):
-    assert run_command(["--hint", "3"]) == 0
-    assert "With which other returns" in capsys.readouterr().out
-    assert run_command(["--hint", "3", "2"]) == 0
-    assert "group_ids.unique()" in capsys.readouterr().out
+def test_solutions_are_printed_and_unknown_exercises_refused(capsys):
     assert run_command(["--solution", "3"]) == 0
     assert capsys.readouterr().out.startswith("def group_advantages(")
-    for wrong in (["--hint", "11"], ["--hint", "3", "4"], ["--solution", "x"]):
+    for wrong in (["--hint", "11"], ["--hint", "3", "4"]):
         with pytest.raises(SystemExit) as stopped:
             run_command(wrong)
         assert stopped.value.code == 2
