@@ -90,6 +90,8 @@ def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder)
         rollouts = played(policy, [0.0, 1.0, 2.0])
         metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
         steps[target] = metrics["update/steps"]
+        left = [p.grad for p in policy.trainable().values() if p.grad is not None]
+        assert not any(gradient.any() for gradient in left)  # nothing for the next update
     assert steps == {0.0: 3, 1e-6: 1, 1e3: 3}
 
 

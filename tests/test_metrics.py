@@ -63,6 +63,8 @@ def test_rollout_metrics_by_hand():
     rollouts[2].turns *= 2
     rollouts[3].episode_truncated = True
     rollouts[7].error = "TimeoutError"
+    for number, one in enumerate(rollouts):
+        one.info["steps"] = number
     metrics = rollout_metrics(rollouts)
     returns = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 2.0, -1.5])
     expected = {
@@ -70,11 +72,11 @@ def test_rollout_metrics_by_hand():
         "reward/std": returns.std(correction=0).item(), "reward/correct": 4 / 7,
         "groups/zero_std_fraction": 2 / 4, "groups/all_right": 2 / 4, "groups/all_wrong": 1 / 4,
         "length/mean": 18 / 8, "length/max": 4, "length/hit_token_limit": 1 / 8,
-        "info/worked": 1 / 3, "reported/worked": 3, "episodes/turns": 8 / 7,
+        "info/worked": 1 / 3, "reported/worked": 3, "info/steps": 3.0, "episodes/turns": 8 / 7,
         "episodes/truncated": 1 / 7, "episodes/failed": 1 / 8, "tokens/sampled": 25,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert "info/note" not in metrics and "info/correct" not in metrics
+    assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
     assert rollout_metrics(rollouts[7:]) == {"tokens/sampled": 0}
 
 
@@ -162,7 +164,7 @@ def test_update_stats_by_hand(cap, mode, capped):
         index=torch.tensor([[3, 4, 0]]),
     )
     old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])  # 0, 0.5 and 1 from the sampler's
-    ratio = torch.tensor([[0.5, 0.4, 3.0]])  # 3 is above a cap of 2, 0.4 below 1 / 2
+    ratio = torch.tensor([[2.0, 0.4, 3.0]])  # 3 is above a cap of 2, 0.4 below 1 / 2
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
     stats.add(first, torch.tensor(7.0), old_logprobs, entropy, ratio, {"kl/approx": 9.0})
     stats.end_minibatch(0)
@@ -175,10 +177,10 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.end_minibatch(1)
     assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 4))
     stats.num_steps, stats.grad_norm = 3, 0.25
-    low = 4 if mode == "mask" else 0  # a half and two fifths, divided by 4, are too low twice
+    low = 2 if mode == "mask" else 0  # of 0.5 and 0.1, twice, one is too low
     expected = {
         "loss": -4.0, "kl/approx": 0.5 / 7, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
-        "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (3.9 + 0.45) / 7,
+        "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
         "weights/capped": (capped + low) / 7, "tokens/trained": 3, "update/steps": 3,
         "update/skipped": 0.0,
         # variances of a sample: targets 1 3 2 0 4: 10/4; minus the values, -.5 .5 0 0 4: 12.1/4

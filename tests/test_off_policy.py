@@ -1,7 +1,5 @@
-"""Corrections for the sampler's distribution: ratios, weights and rejection by hand, and the exact
-expected gradient of a chain of two tokens."""
+"""Corrections for the sampler's distribution: ratios, weights and rejection by hand."""
 
-import itertools
 import math
 
 import pytest
@@ -62,31 +60,3 @@ def test_opsm_leaves_out_negative_advantages_of_rows_that_moved_away():
     mask[0, 1] = False  # then the mean of row 0 is that of its first token: 0.5
     logprobs = logprobs.masked_fill(~mask, NAN)
     assert not_stale(logprobs, sampler, advantages, mask, limit=0.5)[0, 0]
-
-
-def test_only_the_product_has_the_gradient_of_the_policy():
-    """Two tokens of a table of logits, sampled by other logits: the sum over all four sequences of
-    chance · weight · return · ∇ log π, against ∇ of the expected return."""
-    generator = torch.Generator().manual_seed(0)
-    logits, noise = torch.randn(2, 3, 2, generator=generator, dtype=torch.float64)
-    logits.requires_grad_()
-
-    def logprobs(table, x, y):  # the second token depends on the first
-        return torch.stack([table.log_softmax(-1)[0, x], table.log_softmax(-1)[1 + x, y]])[None]
-
-    def bias(level):
-        expected, estimate = 0.0, 0.0
-        for x, y in itertools.product(range(2), repeat=2):
-            own, sampler = logprobs(logits, x, y), logprobs(logits.detach() + 0.5 * noise, x, y)
-            gain = 1.0 + 2 * x - 3 * x * y
-            expected = expected + own.sum().exp() * gain
-            ratio = sampler_ratio(own, sampler, torch.ones(1, 2, dtype=torch.bool), level)
-            estimate = estimate + sampler.sum().exp() * gain * (ratio * own).sum()
-        exact, ours = (
-            torch.autograd.grad(value, logits, retain_graph=True)[0]
-            for value in (expected, estimate)
-        )
-        return (exact - ours).abs().max().item()
-
-    assert bias("product") < 1e-12
-    assert bias("token") > 1e-3 and bias("geometric") > 1e-3
