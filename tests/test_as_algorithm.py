@@ -3,6 +3,7 @@
 import ast
 import json
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
@@ -234,12 +235,14 @@ def test_solutions_train_as_the_library_does(command, vowels):
     """With the library's sampler, exercise 8 not being written yet: the same metrics."""
     text = solved(sample="def sample(logits, temperature, generator):\n    raise TODO\n")
     Path("scratch.py").write_text(text, encoding="utf-8")
+    started = perf_counter()
     shared = [*SHORT, "--kl-coef", "0.3", "--tis-cap", "0"]
     code, out, _ = command(*shared, "--algo", "scratch", "--run-name", "mine")
     assert code == 0 and "picoRL · scratch (exercises 3, 5, 6) · vowels" in out
     ours = "--grpo.loss-type grpo --grpo.aggregation token --kl-estimator k3".split()
     assert command(*shared, *ours, "--run-name", "ours")[0] == 0
     a, b = (records(name)[-1] for name in ("mine", "ours"))
+    assert 0 < b["time/rollout_s"] < perf_counter() - started > b["time/train_s"] > 0
     assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
     assert b["kl/reference"] > 0 and b["clip/high_fraction"] > 0
     numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}

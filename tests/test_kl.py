@@ -76,6 +76,8 @@ def test_the_loop_weights_kl_and_entropy_as_the_surrogate(kind):
     loss, sums = train.regularizers(cfg, reinforce, logprobs, old, entropy, weights, micro)
     exact = 0.3 * kl(logprobs[0, :4], REFERENCE) - 0.2 * entropy[0, 0]
     torch.testing.assert_close(gradient(loss, logits), gradient(exact, logits), atol=1e-6, rtol=0)
+    if kind != "k2":
+        assert loss.item() == pytest.approx(exact.item(), abs=1e-6)
     ratio = (logprobs[0, :4] - OLD).exp()
     k3 = weighted_kl(logprobs[0, :4], ratio, REFERENCE, "k3").sum().item()
     assert sums == {"kl/reference": pytest.approx(k3)}  # a sum over tokens, without their weights

@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from core.config import Config
 from core.optimizer import make_optimizer
 from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
-from core.seeds import SAMPLING, derive_seed
+from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.tasks import train_tasks
 from core.types import Rollout, Turn
 
@@ -99,8 +100,10 @@ def test_minibatches_are_steps_of_their_own_against_the_same_old_policy(qwen3_fo
     policy = load_small(qwen3_folder)
     optimizer = make_optimizer(policy, 2e-3)
     rollouts = played(policy, [0.0, 1.0, 2.0, 3.0])
-    cfg = config(num_epochs=2, num_minibatches=2)
-    metrics = single_update(cfg, policy, optimizer, rollouts)
+    cfg = config(num_epochs=2, num_minibatches=2, seed=5)
+    with patch.object(train, "minibatches", wraps=train.minibatches) as drawn:
+        metrics = single_update(cfg, policy, optimizer, rollouts, update=7)
+    drawn.assert_called_once_with(4, 2, 2, derive_seed(5, MINIBATCHES, 7))
     assert metrics["update/steps"] == 4
     assert metrics["kl/approx"] > 1e-4  # the second epoch is away from where it sampled
     assert metrics["gap/logprob_max"] < 1e-4  # and yet the old log-probs are the sampler's

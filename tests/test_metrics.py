@@ -197,18 +197,19 @@ def test_an_update_without_tokens_has_no_means():
     assert means == {"update/steps": 0, "update/skipped": 1.0, "tokens/trained": 0}
 
 
-def test_lenient_accuracy_is_there_where_an_environment_reports_it():
+def test_lenient_accuracy_and_calls_are_there_where_an_environment_reports_them():
     seeds = iter(range(5))
 
     def rollout(env, **info):
         return Rollout(env, "player", next(seeds), 0, [], [], info=info)
 
     metrics = metrics_of([
-        rollout("a", correct=True, lenient=True), rollout("a", correct=False, lenient=True),
-        rollout("a", correct=False, lenient=False), rollout("a"), rollout("b", correct=True),
+        rollout("a", correct=True, lenient=True), rollout("a", lenient=True, tool_calls=1),
+        rollout("a", lenient=False, tool_calls=0), rollout("a"), rollout("b", correct=True),
     ])  # fmt: skip
     assert (metrics["eval/a/accuracy"], metrics["eval/a/lenient"]) == (1 / 4, 1 / 2)
-    assert "eval/b/lenient" not in metrics
+    assert metrics["eval/a/called"] == 1 / 4
+    assert not {"eval/b/lenient", "eval/b/called"} & metrics.keys()
 
 
 def test_seeds_with_the_same_opening_are_one_task():
