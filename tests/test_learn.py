@@ -30,7 +30,7 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
     found = []
     optimizer.step = lambda: found.extend(p.grad.clone() for p in optimizer.masters)
     policy.micro_batch_tokens = max_tokens_per_micro_batch
-    cfg = Config(algo=algo, max_grad_norm=0)
+    cfg = Config(algo=algo, max_grad_norm=0, sft_best=3)
     metrics = single_update(cfg, policy, optimizer, rollouts)
     return found, metrics
 
@@ -51,6 +51,7 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
     for name, value in metrics_1.items():
         assert value == pytest.approx(metrics_2[name], rel=1e-4, abs=1e-5), name
     assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
+    assert metrics_1["sft/best_loss"] > 1  # of random weights
 
 
 def played(policy, rewards, num_turns=1, max_tokens=9):
