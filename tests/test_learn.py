@@ -28,7 +28,9 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
             policy.value_head.weight.normal_(generator=torch.Generator().manual_seed(0))
     optimizer = make_optimizer(policy, 1e-3)
     found = []
-    optimizer.step = lambda: found.extend(p.grad.clone() for p in optimizer.masters)
+    optimizer.step = lambda: found.extend(
+        torch.zeros(()) if p.grad is None else p.grad.clone() for p in optimizer.masters
+    )  # the best have no gradient of the value head
     policy.micro_batch_tokens = max_tokens_per_micro_batch
     cfg = Config(algo=algo, max_grad_norm=0, sft_best=3)
     metrics = single_update(cfg, policy, optimizer, rollouts)
@@ -203,9 +205,11 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
     policy.micro_batch_tokens = 30  # several micro-batches
     rollouts = rollouts_of(2, 2, prompt=5)
     run = SimpleNamespace(policy=policy, optimizer=make_optimizer(policy, 1e-3), progress={})
-    cfg = Config(temperature=0.5)  # of sampling
-    before = nll(policy, rollouts)
-    assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
+    cfg = Config(temperature=0.5, max_grad_norm=0.25)  # the temperature is that of sampling
+    before, clip_and_step = nll(policy, rollouts), run.optimizer.clip_and_step
+    with patch.object(run.optimizer, "clip_and_step", wraps=clip_and_step) as stepped:
+        assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
+    stepped.assert_called_once_with(0.25, True)
     assert nll(policy, rollouts) < before - 0.01
     # --sft-best: the best rollout so far, which may be an earlier one
     run.progress["best"] = []
