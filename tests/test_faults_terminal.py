@@ -1,19 +1,116 @@
 """No text of others acts on the terminal, and each page of a run is written on its own."""
 
+import io
 import random
+from contextlib import redirect_stderr
 
 import pytest
+from rich.console import Console
 
-from core import config, report, run_dir
+from core import chat, cli, config, interrupt, report, run_dir
+from core.console import Display
 from core.report import curves
-from runs.faults import terminal
+from core.types import CONTROL_CHARACTERS, Rollout, UsageError
+from environments import __main__ as play
+from environments.base import Env, Step
+
+ATTACKS = (
+    "\x1b]0;renamed\x07", "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "\x07",
+    "\x7f", "a\rb", "\x1b[8m", "\u202eevil\u2066", "\ud800", "[/INST]", "[/x]", "[bold]",
+    "[link=x]", "[/]", "\\[", "$\\frac{",
+)  # fmt: skip
+RECORD = {"reward/mean": 0.5, "time/rollout_s": 0.1, "time/train_s": 0.1}
 
 
-def test_no_text_of_others_acts_on_the_terminal():
-    found = {name: check() for name, check in terminal.cases(random.Random(0))}
-    assert len(found) > 150 and not {name: line for name, line in found.items() if line}
-    assert terminal._judge(lambda text: text, "\x1b[2J")  # the cases can fail
-    assert terminal._judge(lambda text: "", "[/x]")
+def display(text):
+    """What the plain display and the first frame of the live one print."""
+    shown = io.StringIO()
+    messages = [{"role": "assistant", "content": text}]
+    rollout = Rollout(text, text, 0, 0, messages)
+    for options in ({}, {"force_terminal": True, "color_system": None}):
+        console = Console(file=shown, width=200, highlight=False, **options)
+        with Display(text, console) as screen:
+            with screen.phase(text, 1) as phase:
+                phase.advance(text)
+            screen.update(1, RECORD | {f"info/{text}": 1.0}, [rollout])
+            screen.say(text)
+            live = screen._render()
+        Console(file=shown, width=200, color_system=None).print(live)
+    return _plain(shown.getvalue())
+
+
+def episode(text):
+    """What `python -m environments show` prints of an environment that says `text`."""
+
+    class Hostile(Env):
+        def reset(self, seed):
+            return [{"role": text, "content": text}]
+
+        def step(self, response):
+            return Step({"role": text, "content": text}, 1.0, True, {text: text})
+
+        def demonstrate(self, hasty=False):
+            return text
+
+    return _recorded(play, "CONSOLE", lambda: play.run_episode(Hostile(), 0, interactive=False))
+
+
+def note(text):
+    """What core/chat.py prints beside an answer."""
+    return _recorded(chat, "NOTES", lambda: chat._note(text))
+
+
+def error(text):
+    """What a command prints of a UsageError; adds a failure where it is not one line."""
+
+    def fail(_):
+        raise UsageError(f"{text}\n{text}")
+
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
+        code = cli.run(fail, [], lambda args: args)
+    shown = stderr.getvalue()
+    return shown if code == 2 and shown.count("\n") == 1 else f"\x07{shown}"
+
+
+def traceback(text):
+    """What a command prints of an error that nobody expected."""
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
+        interrupt.show_error(RuntimeError, RuntimeError(text), None)
+    return stderr.getvalue()
+
+
+PLACES = {
+    "display": display, "play": episode, "chat": note, "error": error, "traceback": traceback,
+}  # fmt: skip
+
+
+def _recorded(module, name, call):
+    """What `call` prints to the console `module.name`."""
+    own, file = getattr(module, name), io.StringIO()
+    setattr(module, name, Console(file=file, width=200))
+    try:
+        call()
+    finally:
+        setattr(module, name, own)
+    return file.getvalue()
+
+
+def _plain(text):
+    """Without the sequences with which rich moves the cursor of a live display."""
+    for sequence in ("\x1b[?25l", "\x1b[?25h", "\x1b[1A", "\x1b[2K", "\r"):
+        text = text.replace(sequence, "")
+    return text
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_text_of_others_acts_on_the_terminal(place):
+    rng = random.Random(0)
+    for text in (*ATTACKS, *("".join(rng.choices(ATTACKS, k=3)) for _ in range(3))):
+        shown = PLACES[place](text)
+        assert not CONTROL_CHARACTERS.search(shown), text
+        assert not text.isprintable() or text in shown
 
 
 @pytest.mark.parametrize("name", ["$\\frac{", "_a" + "x" * 3000])

@@ -1,6 +1,8 @@
 """A file runs no code and sends no key without --trust on the command line of this start."""
 
-import random
+import contextlib
+import io
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,69 @@ from core import chat, cli, config, league
 from core.config import Config
 from core.types import UsageError
 from environments import registry
-from runs.faults import trust
+
+CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
+# {file}: a file of Python code that creates the marker; {marker}: that file
+SPECS = (
+    "{file}:Maze", "evil_module:Maze", "evil_module:Maze:size=4",
+    "gymnasium:id=evil_module:Maze-v0",
+    'gymnasium:id="evil_module\\u003aMaze-v0"', "gymnasium:id=CartPole-v1,words=evil_module:GAME",
+    "gymnasium:id=A-v0,env_id=evil_module:Maze", "gymnasium:id=A-v0,url=x,options=evil_module:a",
+    "pettingzoo:words={file}:GAME", "remote:command=touch {marker}", "remote:env={file}:Maze",
+    'remote:command="touch {marker}"', "remote: command = touch {marker}",
+    "rewarded:data=rows.jsonl,reward={file}:one", "evil_module:Maze:opponent=guess",
+    "{file}:Maze:opponent=openai:m@http://127.0.0.1:9/v1", "gymnasium:id=evil_module:Maze,=",
+)  # fmt: skip
+SENT = (
+    {"sampler": "openai", "base_url": "http://127.0.0.1:9/v1", "num_updates": 0},
+    {"env": ["tic_tac_toe:opponent=openai:m@http://127.0.0.1:9/v1"]},
+    {"env": ['tic_tac_toe:opponent="openai:m\\u0040http://127.0.0.1:9/v1"']},
+)
 
 
-def test_no_file_runs_code_or_sends_the_key_without_trust():
-    found = {name: check() for name, check in trust.cases(random.Random(0))}
-    assert len(found) > 100 and not {name: line for name, line in found.items() if line}
+def attack(folder, settings, how):
+    """Reads `settings` as a config.yaml as `how` says; returns exit code and the line it prints."""
+    here = folder / "here"
+    here.mkdir(exist_ok=True)
+    for file in ("evil.py", "evil_module.py"):
+        (folder / file).write_text(CODE.format(marker=str(folder / "marker")))
+    words = {"{file}": str(folder / "evil.py"), "{marker}": str(folder / "marker"),
+             "{folder}": str(folder)}  # fmt: skip
+    text = yaml.safe_dump(settings)
+    for word, value in words.items():
+        text = text.replace(word, value)
+    (folder / "config.yaml").write_text(text)
+    file = str(folder / "config.yaml") if how == "--config" else str(folder)
+
+    def validated(cfg):
+        config.validate(config.resolve(cfg))
+        return 0
+
+    errors = io.StringIO()
+    with contextlib.chdir(here), contextlib.redirect_stderr(errors):
+        if how == "chat":
+            return chat.run(lambda *_: 0, [file]), errors.getvalue()
+        return cli.run(validated, [how, file]), errors.getvalue()
 
 
-def test_the_cases_notice_code_that_runs(monkeypatch):
+def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    cases = [({"env": ["snake", spec]}, "would run") for spec in SPECS]
+    cases += [({"eval_env": [spec]}, "would run") for spec in SPECS[::3]]
+    cases += [(settings, "would send") for settings in SENT]
+    ways = itertools.cycle(["--config", "--resume", "chat"])
+    for settings, said in cases:
+        how = next(ways) if said == "would run" else "--config"
+        settings = {"env_path": "{folder}", **settings}  # of an older version
+        code, err = attack(tmp_path, settings, how)
+        assert code == 2 and err.count("\n") == 1 and said in err and "--trust" in err, settings
+        assert "secret-7" not in err and not (tmp_path / "marker").exists()
+
+
+def test_the_attacks_notice_code_that_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "check_trust", lambda *_: None)
-    settings = {"env": ["{file}:Maze:opponent=guess"], "env_path": "{folder}"}
-    assert "its code has run" in trust.attack(settings, "--config", "would run")
+    attack(tmp_path, {"env": ["{file}:Maze:opponent=guess"], "env_path": "{folder}"}, "--config")
+    assert (tmp_path / "marker").exists()
 
 
 def parse(tmp_path, flags, **settings):
@@ -85,7 +138,7 @@ def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
 ):
     evil, marker = tmp_path / "evil", tmp_path / "marker"
     (evil / "model").mkdir(parents=True)
-    (evil / "my.py").write_text(trust.CODE.format(marker=str(marker)))
+    (evil / "my.py").write_text(CODE.format(marker=str(marker)))
     settings = {"env": ["tic_tac_toe:opponent=./model"], "env_path": str(evil)}
     (evil / "config.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)

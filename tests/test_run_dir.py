@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from test_files import small_files
 
-from core import checkpoint
 from core.run_dir import create_run, lock_run_dir, new_folder, read_config
 from core.types import CannotWrite, Fault, UsageError
 
@@ -197,67 +196,3 @@ def test_a_resumed_run_does_not_write_through_a_link(tmp_path, command):
     assert command("--resume", "runs/a", "--num-updates", "3")[0] == 0
     assert contents() == before and len(before) > 4
     assert (run / "checkpoint").is_symlink() and len(list(scratch.iterdir())) == 2
-
-
-# Runs `python train.py` in a namespace of its own, in which it may mount a small or read-only disk.
-MOUNTED = """
-set -e
-mkdir -p runs
-mount -t tmpfs -o size=SIZEk,nr_inodes=INODES none runs
-cp -r kept/. runs 2> /dev/null || true
-[ SIZE = 0 ] || mount -o remount,MODE runs
-python=$1; shift
-set +e
-"$python" "$@"; code=$?
-mount -o remount,rw,size=200m runs 2> /dev/null
-cp -r runs/. after
-exit $code
-"""
-
-
-def run_mounted(tmp_path, size, mode, *args, inodes=0):  # 0: without a limit
-    script = MOUNTED.replace("SIZE", str(size)).replace("MODE", mode)
-    script = script.replace("INODES", str(inodes))
-    (tmp_path / "after").mkdir(exist_ok=True)
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "-",
-         sys.executable, str(ROOT / "train.py"), *args],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return done.returncode, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(  # a run needs 4 MB, and 10 MB per checkpoint
-    "kib", [20_000, *(pytest.param(kib, marks=pytest.mark.seeds) for kib in (5_000, 30_000))]
-)
-def test_a_full_disk_stops_the_run_and_leaves_its_checkpoint(tmp_path, kib):
-    code, err = run_mounted(tmp_path, kib, "rw", *SMALL)
-    assert code == 1 and err.count("\n") == 1, err
-    assert "No space left on device" in err and "Traceback" not in err
-    left = tmp_path / "after" / "a"
-    found = checkpoint.find_checkpoint(left)
-    assert (found.folder is not None) == (kib > 5_000)
-    assert not list(left.glob("checkpoint/.part*"))
-    (tmp_path / "runs").rmdir()
-    (tmp_path / "after").rename(tmp_path / "runs")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "--resume", "runs/a"], cwd=tmp_path,
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_read_only_disk_is_one_line(tmp_path, command):
-    (tmp_path / "kept").mkdir()
-    code, err = run_mounted(tmp_path, 50_000, "ro", *SMALL)
-    assert code == 1 and err.count("\n") == 1 and "Read-only file system" in err, err
-    assert command(*SMALL)[0] == 0
-    (tmp_path / "kept").rmdir()
-    (tmp_path / "runs").rename(tmp_path / "kept")
-    args = ("--resume", "runs/a", "--num-updates", "6")
-    code, err = run_mounted(tmp_path, 50_000, "ro", *args)
-    assert code == 1 and err.count("\n") == 1 and "Read-only file system" in err, err
-    assert checkpoint.find_checkpoint(tmp_path / "after" / "a").progress["update"] == 4

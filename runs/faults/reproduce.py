@@ -1,159 +1,381 @@
-"""Damages, kills, cuts off and deceives runs in many ways, and counts what picoRL does about it.
+"""Stops runs while they write, or damages what they wrote, and resumes them.
 
-    python runs/faults/reproduce.py                           # all; about ten minutes on two cores
-    python runs/faults/reproduce.py --only files kills --tries 20 --seed 7 --no-write
+    python runs/faults/reproduce.py                          # three minutes on two cores
+    python runs/faults/reproduce.py --only power full --tries 30 --seed 7
 
-Each area is a file of this folder with a function `cases`. A try fails if it ends in a traceback,
-takes more than 30 seconds, prints more than one line for invalid input, or gives another result
-without a word. The random seed is printed; with the same seed the tries are the same. The results
-are saved in results.json and as a table in README.md.
+A resumed run must end with the metrics of one that nothing stopped. Ways to stop a run:
+
+    kill      SIGKILL before the nth change to a file of the run (an audit hook of Python counts)
+    write     SIGXFSZ in the middle of a write, at a random byte
+    time      SIGKILL at a random time
+    power     SIGKILL before the nth change; then every file loses what was written to it after
+              its last fsync: it is cut, or the end is zeros
+    signal    SIGINT, SIGTERM or SIGHUP at a random time: the run saves and ends
+    full      the disk of `runs` is full after a random byte: a tmpfs, so Linux alone
+    limit     no file may be larger than a random number of bytes
+    damage    a random file of a finished run is cut, zeroed, changed or removed
+
+A run whose disk is full ends with one line and exit code 1, and leaves nothing half-written. A
+damaged run may also be refused, with one line and exit code 2. Processes are forked from one that
+has imported everything, so each takes about a second. "two ranks" are stopped by kills only.
 """
 
-import importlib
+import ctypes
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import random
+import resource
+import shutil
 import signal
-import subprocess
+import socket
 import sys
+import tempfile
+import threading
 import time
-import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+sys.path.insert(0, str(ROOT))
 
-import tyro  # noqa: E402
-from record import commit, machine, write_table  # noqa: E402
-
-LIMIT = 30  # seconds for one try
-ANSWER = "answer: "
-AREAS: dict[str, tuple[int, str]] = {  # file -> tries, and what they are
-    "kills": (60, "runs stopped up to three times by kills in a write, lost power and signals"),
-    "disks": (150, "disks that are full, over a quota, read-only or broken, in runs and commands"),
-    "terminal": (200, "control sequences and markup in texts that reach the terminal"),
-    "trust": (150, "settings and answers from files and servers that try to run code"),
+FLAGS = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2
+    --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
+    --max-model-len 256 --device cpu""".split()
+SETTINGS = {
+    "full": "--algo grpo --sft-best 2",
+    "lora": "--algo reinforce --lora-rank 2 --kl-coef 0.1",
+    "ppo": "--algo ppo --num-epochs 2 --num-minibatches 2",
+    "reference": "--algo grpo --kl-coef 0.1 --filter-groups 1",
+    "two ranks": "--algo grpo",
 }
+KILLS = ("kill", "write", "time")  # also of rank 0 of two
+WAYS = (*KILLS, "power", "signal", "full", "limit", "damage")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+TIMEOUT = 60  # seconds for one process, which takes one or two
+GRACE = 3  # seconds for the other rank to end after one was killed
+NEW_USER, NEW_MOUNTS, PRIVATE = 0x10000000, 0x20000, 0x44000  # of unshare and mount, in Linux
 
 
 @dataclass
-class Args:
-    """What to try."""
+class Death:
+    """How a process ends."""
 
-    only: tuple[str, ...] = tuple(AREAS)  # areas
-    tries: int = 0  # of each area; 0: as in the table
-    seed: int = field(default_factory=lambda: random.SystemRandom().randrange(10**6))
-    write: bool = True  # save results.json and the table in README.md
-
-
-class TookTooLong(BaseException):
-    """Not an Exception, which the code under test might catch."""
+    way: str = ""  # "": nothing stops it
+    change: int = 0  # the number of the change, from 1
+    size: int = 0  # bytes that a file may have, or that the disk has left
+    seconds: float = 0.0
+    signal: int = 0
 
 
-def main(args: Args) -> int:
-    """Makes all tries, two areas at a time; returns 1 if one failed."""
-    if unknown := set(args.only) - set(AREAS):
-        print(f"unknown area {unknown.pop()}; choose from {', '.join(AREAS)}", file=sys.stderr)
-        return 2
-    print(f"seed {args.seed}", flush=True)
-    with ThreadPoolExecutor(2) as pool:
-        futures = {
-            area: pool.submit(in_child, area, args.tries or AREAS[area][0], args.seed)
-            for area in args.only
-        }
-        results = {area: future.result() for area, future in futures.items()}
-    print("\n".join(table(results)))
-    if args.write:
-        saved = {"seed": args.seed, "machine": machine(), "commit": commit(), "areas": results}
-        (HERE / "results.json").write_text(json.dumps(saved, indent=1) + "\n")
-        command = f"`python runs/faults/reproduce.py --seed {args.seed}`"
-        above = f"{command} at commit {saved['commit']} on {saved['machine']}."
-        write_table(HERE, [above, "", *table(results)])
-    return int(any(result["failures"] for result in results.values()))
+@dataclass
+class Whole:
+    """A run that nothing stopped."""
+
+    folder: Path
+    flags: list[str]
+    metrics: list[dict[str, Any]]
+    changes: int
+    seconds: float
 
 
-def in_child(area: str, tries: int, seed: int) -> dict[str, Any]:
-    """The result of `make_tries` in a process of its own, whose output is shown."""
-    command = [sys.executable, __file__, "--child", area, str(tries), str(seed)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    assert child.stdout
-    result = None
-    for line in child.stdout:
-        if line.startswith(ANSWER):
-            result = json.loads(line.removeprefix(ANSWER))
-        else:
-            print(f"{area}: {line}", end="", flush=True)
-    if child.wait() or result is None:
-        raise RuntimeError(f"the process of {area} ended with {child.returncode}")
-    return result
+@dataclass
+class Faults:
+    """Makes tries below `folder`."""
+
+    folder: Path
+    wholes: dict[str, Whole] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        self.context: Any = multiprocessing.get_context("forkserver")
+        modules = ["train", "core.report.page", "core.report.curves", "peft"]
+        self.context.set_forkserver_preload(modules)
+
+    def try_once(self, way: str, setting: str, rng: random.Random) -> str:
+        """Stops a run up to three times and resumes it to its end; "" or what went wrong."""
+        if setting not in self.wholes:
+            self.wholes[setting] = self.run_whole(setting)
+        whole = self.wholes[setting]
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            if way == "damage":
+                return self.damaged(folder, whole, rng)
+            for death in [*(draw(way, whole, rng) for _ in range(rng.randint(1, 3))), Death()]:
+                if failure := self.stopped(folder, whole, death, rng):
+                    return f"{death}: {failure}"
+            if metrics_of(folder) != whole.metrics:
+                return "other metrics"
+            left = list(folder.glob("runs/a/**/.part*"))
+            return f"left {left}" if left else ""
+        finally:
+            shutil.rmtree(folder)
+
+    def run_whole(self, setting: str) -> Whole:
+        folder = self.folder / setting
+        folder.mkdir()
+        flags, started = [*FLAGS, *SETTINGS[setting].split()], time.monotonic()
+        codes = self.run(folder, flags, Death(), 2 if setting == "two ranks" else 1)
+        if any(codes):
+            raise RuntimeError(f"a run that nothing stops ended with {codes}: {output_of(folder)}")
+        changes = len((folder / "changes").read_text().splitlines())
+        return Whole(folder, flags, metrics_of(folder), changes, time.monotonic() - started)
+
+    def stopped(self, folder: Path, whole: Whole, death: Death, rng: random.Random) -> str:
+        """Starts or resumes the run of `folder`, and stops it; "" or what went wrong."""
+        args = ["--resume", "runs/a"] if (folder / "runs/a").exists() else whole.flags
+        ranks = 2 if whole.folder.name == "two ranks" else 1
+        codes = self.run(folder, args, death, ranks)
+        if (folder / "after").exists():  # what was on the small disk
+            shutil.rmtree(folder / "runs")
+            (folder / "after").rename(folder / "runs")
+        text = output_of(folder)
+        if None in codes or "Traceback" in text:
+            return f"exit codes {codes}: {text[-500:]!r}"
+        allowed = {0}
+        if death.way in ("full", "limit"):
+            allowed = {0, 1}
+            if codes[0] == 1 and (text.count("\n") != 1 or "fix this, then run" not in text):
+                return f"not one line: {text!r}"
+            if left := list(folder.glob("runs/**/.part*")):
+                return f"left {left}"
+        elif death.way == "signal":  # before the run has begun, the signal ends it
+            allowed = {0, 130, *(-s for s in SIGNALS)}
+        elif death.way:
+            allowed = {0, -signal.SIGKILL, -signal.SIGXFSZ}
+        if codes[0] not in allowed:
+            return f"exit code {codes}: {text[-500:]!r}"
+        if death.way == "power":
+            cut_power(folder, rng)
+        return ""
+
+    def damaged(self, folder: Path, whole: Whole, rng: random.Random) -> str:
+        """Damages a file of a finished run, and resumes the run; "" or what went wrong."""
+        shutil.copytree(whole.folder / "runs", folder / "runs")
+        files = [p for p in sorted((folder / "runs/a").rglob("*")) if p.is_file()]
+        file = rng.choice([p for p in files if p.name != "config.yaml"])
+        content, what = file.read_bytes(), rng.choice(["cut", "zeroed", "changed", "removed"])
+        start = rng.randrange(max(1, len(content)))
+        if what == "removed":
+            file.unlink()
+        elif content:
+            end = len(content) if what == "cut" else min(len(content), start + rng.randint(1, 4096))
+            middle = {
+                "cut": b"",
+                "zeroed": bytes(end - start),
+                "changed": rng.randbytes(end - start),
+            }
+            file.write_bytes(content[:start] + middle[what] + content[end:])
+        codes, text = self.run(folder, ["--resume", "runs/a"], Death()), output_of(folder)
+        name = f"{file.relative_to(folder)} {what}"
+        if codes == [2] and text.count("\n") == 1 and "Traceback" not in text:
+            return ""  # refused
+        same = codes == [0] and metrics_of(folder) == whole.metrics
+        return "" if same else f"{name}: exit code {codes}, or other metrics: {text[-500:]!r}"
+
+    def run(self, folder: Path, args: list[str], death: Death, ranks: int = 1) -> list[int | None]:
+        """Runs `train.py ARGS` in new processes; returns their exit codes, None if one hangs."""
+        (folder / "changes").unlink(missing_ok=True)
+        (folder / "errors.txt").unlink(missing_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(ranks):
+            environment = {} if ranks == 1 else {
+                "TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+            }  # fmt: skip
+            own = (args, str(folder), environment, death if rank == 0 else Death())
+            children.append(self.context.Process(target=train_in_child, args=own))
+            children[-1].start()
+        if death.way in ("time", "signal"):
+            children[0].join(death.seconds)
+            if children[0].is_alive():
+                os.kill(children[0].pid, signal.SIGKILL if death.way == "time" else death.signal)
+        multiprocessing.connection.wait([child.sentinel for child in children], TIMEOUT)
+        hangs = False
+        for child in children:  # after a death the other ends, or is killed as torchrun would
+            failed = any(c.exitcode for c in children)
+            child.join(GRACE if failed else TIMEOUT)
+            if child.is_alive():
+                hangs = hangs or not failed
+                child.kill()
+                child.join()
+        return [None if hangs else child.exitcode for child in children]
 
 
-def make_tries(area: str, tries: int, seed: int) -> dict[str, Any]:
-    """Makes `tries` of an area; returns their number, the failures and the longest time."""
-    module = importlib.import_module(area)
-    limit = getattr(module, "LIMIT", LIMIT)  # kills: of one process, several in a try
-    failures, longest, started = [], 0.0, time.monotonic()
-    made = 0
-    for name, call in islice(module.cases(random.Random(f"{seed} {area}")), tries):
-        begun = time.monotonic()
-        failure = try_once(call, limit)
-        longest = max(longest, time.monotonic() - begun)
-        made += 1
-        if failure:
-            failures.append(f"{name}: {failure}"[:1000])
-            print(failures[-1], flush=True)
-        if made % 50 == 0:
-            print(f"{made} of {tries} tries, {len(failures)} failures", flush=True)
-    seconds = time.monotonic() - started
-    return {"tries": made, "failures": failures, "longest_s": longest, "seconds": seconds}
+def draw(way: str, whole: Whole, rng: random.Random) -> Death:
+    """A moment at which a run is stopped."""
+    size = int(10 ** rng.uniform(0, 5.3))
+    if way == "limit":
+        size += 20_000  # room for what the process prints
+    if way == "full":
+        size = int(rng.random() * size_of(whole.folder / "runs"))
+    return Death(way, rng.randint(1, whole.changes), size, rng.uniform(0.05, 1.2 * whole.seconds),
+                 rng.choice(SIGNALS))  # fmt: skip
 
 
-def try_once(call: Callable[[], str], limit: float) -> str:
-    """What `call` returns; a line for an exception, or if it takes more than `limit` seconds."""
+def train_in_child(args: list[str], folder: str, environment: dict[str, str], death: Death) -> None:
+    """Runs the command in this process, and ends it as `death` says."""
+    # a shell ignores SIGINT in background jobs, and nohup SIGHUP; a process inherits that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    os.chdir(folder)
+    os.environ.update(environment)
+    sys.stdout = open("output.txt", "a", buffering=1)  # noqa: SIM115
+    sys.stderr = open("errors.txt", "a", buffering=1)  # noqa: SIM115
+    if death.way == "full":
+        mount_small_disk(death.size)
+    if death.way == "limit":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
+    if environment.get("RANK", "0") == "0":
+        watch(death)
+    import train
+    from core import interrupt
 
-    def too_long(*_: object) -> None:
-        raise TookTooLong
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, limit)
+    interrupt.set_hooks()
     try:
-        return call()
-    except TookTooLong:
-        return f"no end after {limit} seconds"
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(frame.filename).name}:{frame.lineno}"
-        return f"{type(error).__name__} at {place}: {str(error)[:200]!r}"
+        code = train.run_command(args)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if death.way == "full":  # the disk vanishes with this process
+            shutil.rmtree("kept")
+            shutil.copytree("runs", "after", symlinks=True)
+    sys.exit(code)
 
 
-def table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """One row per area, and their sum, as Markdown."""
-    lines = [
-        "| area | what | tries | failures | longest try, s |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for area, result in results.items():
-        failures = len(result["failures"])
-        lines.append(f"| [{area}]({area}.py) | {AREAS[area][1]} | {result['tries']} | {failures} | "
-                     f"{result['longest_s']:.1f} |")  # fmt: skip
-    tries = sum(result["tries"] for result in results.values())
-    failures = sum(len(result["failures"]) for result in results.values())
-    return [*lines, f"| all | | {tries:,} | {failures} | |"]
+def watch(death: Death) -> None:
+    """Notes what this process changes in the run and flushes, and ends it as `death` says."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    changes, synced = os.open("changes", flags), os.open("synced", flags)
+    count, fsync = 0, os.fsync
+
+    def note(event: str, arguments: Any) -> None:
+        nonlocal count
+        if event not in CHANGES or threading.current_thread() is not threading.main_thread():
+            return
+        path = str(arguments[0])
+        in_run = path.startswith("runs") or "/runs/" in path
+        if not in_run or (event == "open" and not writes(arguments)):
+            return
+        count += 1
+        os.write(changes, f"{event} {path}\n".encode())
+        if count == death.change and death.way in ("kill", "power"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if count == death.change and death.way == "write":
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        os.write(synced, f"{status.st_ino} {status.st_size}\n".encode())
+
+    os.fsync = noted_fsync
+    sys.addaudithook(note)
+
+
+def writes(arguments: Any) -> bool:
+    """Whether a call of open() may change a file."""
+    mode, flags = arguments[1], arguments[2]
+    if isinstance(mode, str):
+        return any(letter in mode for letter in "wax+")
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def mount_small_disk(num_bytes: int) -> None:
+    """Lets this process see a disk at `runs` that has its content and `num_bytes` more."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+
+    def call(name: str, *arguments: Any) -> None:
+        if getattr(libc, name)(*arguments):
+            raise OSError(ctypes.get_errno(), name)
+
+    call("unshare", NEW_USER | NEW_MOUNTS)
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    call("mount", b"none", b"/", None, PRIVATE, None)
+    Path("runs").mkdir(exist_ok=True)
+    Path("runs").rename("kept")
+    Path("runs").mkdir()
+    room = size_of(Path("kept")) + num_bytes + 100_000
+    call("mount", b"none", b"runs", b"tmpfs", 0, f"size={room}".encode())
+    shutil.copytree("kept", "runs", symlinks=True, dirs_exist_ok=True)
+
+
+def size_of(folder: Path) -> int:
+    """The bytes that the files of a folder take, in pages of 4 KB."""
+    return sum(-(-path.stat().st_size // 4096) * 4096 for path in folder.rglob("*"))
+
+
+def cut_power(folder: Path, rng: random.Random) -> None:
+    """Takes from each file what was written to it after its last fsync, or zeros it."""
+    synced: dict[int, int] = {}
+    for line in (folder / "synced").read_text().splitlines():
+        inode, size = map(int, line.split())
+        synced[inode] = size
+    for path in (folder / "runs").rglob("*"):
+        if path.is_file():
+            status = path.stat()
+            kept = min(synced.get(status.st_ino, 0), status.st_size)
+            end = rng.choice([kept, rng.randint(kept, status.st_size), status.st_size])
+            with path.open("r+b") as file:
+                if rng.random() < 0.5:  # some file systems keep the size and lose the content
+                    file.seek(end)
+                    file.write(bytes(status.st_size - end))
+                else:
+                    file.truncate(end)
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl without times."""
+    lines = (folder / "runs/a/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+
+
+def output_of(folder: Path) -> str:
+    """What the last process printed of errors."""
+    return (folder / "errors.txt").read_text() if (folder / "errors.txt").exists() else ""
+
+
+def main(only: list[str], tries: int, seed: int) -> int:
+    """Makes the tries in turn and prints a table; returns 1 if one failed."""
+    print(f"seed {seed}", flush=True)
+    made = {way: [0, 0] for way in only}
+    with tempfile.TemporaryDirectory(prefix="picorl-faults-") as name:
+        faults = Faults(Path(name).resolve())
+        for number in range(tries):
+            way, rng = only[number % len(only)], random.Random(f"{seed} {number}")
+            setting = rng.choice([s for s in SETTINGS if s != "two ranks" or way in KILLS])
+            failure = faults.try_once(way, setting, rng)
+            made[way][0] += 1
+            if failure:
+                made[way][1] += 1
+                print(f"{way}, {setting}: {failure}", flush=True)
+    print("| way | tries | failures |\n| --- | --- | --- |")
+    failures = sum(failed for _, failed in made.values())
+    for row, (count, failed) in (made | {"all": [tries, failures]}).items():
+        print(f"| {row} | {count} | {failed} |")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        made = make_tries(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-        print(ANSWER + json.dumps(made), flush=True)
-    else:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    import argparse
+
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument("--only", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--tries", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    sys.exit(main(**vars(parser.parse_args())))
