@@ -39,34 +39,18 @@ def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
     assert traced == plain | {"token_traces": [trace]}
 
 
-def test_non_finite_metrics_are_logged_as_null(tmp_path):
-    with RunLog(tmp_path, CONFIG) as log:
-        log.log({"update": 0, "reward/mean": float("nan"), "loss": float("inf")})
-    assert read_records(tmp_path / "metrics.jsonl") == [
-        {"update": 0, "reward/mean": None, "loss": None}
-    ]
-
-
-def test_any_name_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):
+def test_any_name_and_number_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):
     record = {"update": 0, "info/a\nb\u2028\ud800</script>": 1.0, "warnings": {"\t": "x"}}
     with RunLog(tmp_path, CONFIG) as log:
-        log.log(record)
+        log.log(record | {"reward/mean": float("nan"), "loss": float("inf")})
         progress = {"sft_step": 0, "update": 0, **log.sync()}
-    assert rewind(tmp_path, progress) == "" and read_records(tmp_path / "metrics.jsonl") == [record]
+    assert rewind(tmp_path, progress) == ""
+    expected = record | {"reward/mean": None, "loss": None}
+    assert read_records(tmp_path / "metrics.jsonl") == [expected]
 
 
 def test_lines_that_are_no_objects_are_skipped(tmp_path):
-    lines = [
-        "[1]",
-        "3",
-        "null",
-        '"kind"',
-        "",
-        '{"update": 2, "rew',
-        "\xff",
-        "[" * 100_000,
-        "{'a': 1}",
-    ]
+    lines = ["[1]", "3", "null", "", '{"update": 2, "rew', "\xff", "[" * 100_000]
     text = "\n".join(['{"update": 0}', *lines, '{"update": 1}', '{"update": 2, "los'])
     (tmp_path / "metrics.jsonl").write_text(text, encoding="latin-1")
     assert read_records(tmp_path / "metrics.jsonl") == [{"update": 0}, {"update": 1}]
@@ -75,11 +59,8 @@ def test_lines_that_are_no_objects_are_skipped(tmp_path):
 
 DAMAGE = {
     "tail cut": lambda data: data[:-1500],
-    "middle cut": lambda data: data[:3000] + data[4500:],
     "zeroed": lambda data: data[:2000] + bytes(4096) + data[6096:],
-    "garbled line": lambda data: data.replace(b'{"update": 5,', b'{"upd#te": 5,'),
     "flipped digit": lambda data: data.replace(b"0.55", b"0.56"),
-    "line twice": lambda data: data + data.splitlines(keepends=True)[-1],
     "lines swapped": lambda data: b"".join(data.splitlines(keepends=True)[::-1]),
     "missing": None,
 }
@@ -131,20 +112,11 @@ def test_rewind_drops_the_records_after_a_checkpoint(tmp_path, sft_step, update,
     records = [{"sft_step": 20}, {"sft_step": 40}, {"update": 0}, {"update": 1}, {"update": 2}]
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         write_lines(tmp_path / name, records)
-    rewind(tmp_path, {"sft_step": sft_step, "update": update})
+        with (tmp_path / name).open("ab") as file:  # what lost power may leave
+            file.write(b"\0\n\0\0")
+    assert rewind(tmp_path, {"sft_step": sft_step, "update": update}) == ""
     for name in ("metrics.jsonl", "rollouts.jsonl"):
         assert read_records(tmp_path / name) == records[:kept]
-
-
-@pytest.mark.parametrize("tail", [b"\0" * 500, b"\0\n\0\n", b'{"update": 3, "re'])
-def test_rewind_says_nothing_about_what_lost_power_left_after_the_checkpoint(tmp_path, tail):
-    records = [{"update": 0}, {"update": 1}, {"update": 2}]
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        write_lines(tmp_path / name, records)
-        with (tmp_path / name).open("ab") as file:
-            file.write(tail)
-    assert rewind(tmp_path, {"sft_step": 0, "update": 1}) == ""
-    assert read_records(tmp_path / "rollouts.jsonl") == records[:2]
 
 
 def test_rollouts_are_rotated_read_and_rewound_across_both_files(tmp_path, monkeypatch):
@@ -163,15 +135,14 @@ def test_rollouts_are_rotated_read_and_rewound_across_both_files(tmp_path, monke
     assert [r["update"] for file in files for r in read_records(file)] == kept[:1]
 
 
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_tracker_receives_the_numbers_of_every_update(tmp_path, monkeypatch, name):
+def test_tracker_receives_the_numbers_of_every_update(tmp_path, monkeypatch):
     sent, settings = [], {}
     tracker = SimpleNamespace(
         log=lambda scalars, step: sent.append((step, scalars)), finish=lambda: sent.append("end")
     )
     module = SimpleNamespace(init=lambda **kwargs: settings.update(kwargs) or tracker)
-    monkeypatch.setitem(sys.modules, name, module)
-    with RunLog(tmp_path, CONFIG, track=name) as log:
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with RunLog(tmp_path, CONFIG, track="wandb") as log:
         log.log({"sft_step": 1, "sft/loss": 3.0})
         log.log({"update": 0, "eval/e/accuracy": 0.5})
         log.log({"update": 1, "reward/mean": 0.25, "warnings": {"kl_runaway": "KL 0.1"}})
