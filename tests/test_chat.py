@@ -252,11 +252,6 @@ def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(kind, run
                            "correct True")  # fmt: skip
 
 
-def test_task_plays_the_environment_that_env_names(talk, qwen3_folder):
-    code, out, err = talk(qwen3_folder, "--env", "reverse", "--max-tokens", 9, lines="/task\n")
-    assert code == 0 and re.search("reward [-0-9.]+ · ", out) and "task of reverse" in err
-
-
 class Question(Env):
     def reset(self, seed: int) -> list[Message]:
         return [{"role": "user", "content": QUESTION}]

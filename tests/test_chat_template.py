@@ -201,32 +201,6 @@ KNOWN = {
         "<|endoftext|> <|endoftext|>", "<|endoftext|><|user|>\nHi\n<|assistant|>\n",
         "<|endoftext|>", "\n<|user|>\nSo?\n<|assistant|>\n",
     ),
-    "zephyr": Known(
-        EACH + "{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}"
-        + opens_in_loop("{{ '<|assistant|>\n' }}"),
-        "<s> </s>", "<|user|>\nHi</s>\n<|assistant|>\n", "</s>",
-        "\n<|user|>\nSo?</s>\n<|assistant|>\n",
-    ),
-    "cohere": Known(
-        "{{ bos_token }}" + EACH + "{{ '<|START_OF_TURN_TOKEN|>' + ('<|USER_TOKEN|>' if m.role == "
-        "'user' else '<|CHATBOT_TOKEN|>') + m.content.strip() + '<|END_OF_TURN_TOKEN|>' }}"
-        + opens("{{ '<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>' }}"),
-        "<BOS_TOKEN> <|END_OF_TURN_TOKEN|> <|START_OF_TURN_TOKEN|> <|USER_TOKEN|> "
-        "<|CHATBOT_TOKEN|>",
-        "<BOS_TOKEN><|START_OF_TURN_TOKEN|><|USER_TOKEN|>Hi<|END_OF_TURN_TOKEN|>"
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>",
-        "<|START_OF_TURN_TOKEN|><|USER_TOKEN|>So?<|END_OF_TURN_TOKEN|>"
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-    ),
-    "granite": Known(
-        EACH + "{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content }}"
-        "{{ '<|end_of_text|>\n' }}" + opens("{{ '<|start_of_role|>assistant<|end_of_role|>' }}"),
-        "<|end_of_text|> <|end_of_text|> <|start_of_role|> <|end_of_role|>",
-        "<|start_of_role|>user<|end_of_role|>Hi<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|>", "<|end_of_text|>",
-        "\n<|start_of_role|>user<|end_of_role|>So?<|end_of_text|>\n"
-        "<|start_of_role|>assistant<|end_of_role|>",
-    ),
     "exaone 3.5": Known(
         EACH + "{{ '[|' + m.role + '|]' + m.content }}"
         "{{ '[|endofturn|]\n' if m.role == 'assistant' else '\n' }}"

@@ -24,7 +24,6 @@ from conftest import save_small
 from test_process_state import state
 from test_sampler import stream_staggered, trainer_gap
 from test_train import ROOT, metrics_of
-from transformers import AutoConfig
 
 from core import load_trace, nanollm, weight_sharing
 from core.model import load_policy
@@ -483,22 +482,6 @@ def test_calls_that_free_and_allocate_the_cache_of_a_gpu(qwen3, load):
     assert engine.calls == []
     sampler.close()  # asleep: unmapped memory would be freed twice
     assert engine.calls == [("wake_up",), ("shutdown",)]
-
-
-def test_models_of_equal_shape_share_a_config_folder(qwen3, tmp_path, load):
-    """vLLM's compile cache depends on the folder."""
-    policies = [load(str(folder)) for folder in (
-        qwen3, save_small("qwen3", tmp_path / "same", head_dim=32),
-        save_small("qwen3", tmp_path / "other", head_dim=64))]  # fmt: skip
-    root = str(tmp_path / "cache")
-    first, same, other = (nanollm.save_config(policy.causal_lm.config, root) for policy in policies)
-    assert first == same != other
-    assert sorted(os.listdir(tmp_path / "cache/nanollm")) == sorted(
-        map(os.path.basename, {first, other})
-    )
-    config = AutoConfig.from_pretrained(first)
-    assert (config.model_type, config.head_dim) == ("qwen3", 32)
-    assert policies[0].causal_lm.config._name_or_path == str(qwen3)
 
 
 def test_failed_start_start_and_close_leave_the_process_unchanged(

@@ -256,15 +256,6 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
 
 
-def test_dead_server_is_not_asked_for_the_rest(server, policy):
-    sampler = OpenAISampler(policy, server.url, "m")
-    assert sampler.sample([], PARAMS, chats=[chat("pear")])[0].error == ""
-    server.failures = [404] * 1000
-    completions = sampler.sample([], PARAMS, chats=[chat("pear")] * 100)
-    assert all(c.error for c in completions) and len(server.asked) <= 1 + 2 * 8
-    assert completions[99].error.startswith("not sent: 8 requests in a row failed: status 404")
-
-
 def test_command_evaluates_a_server(server, command):
     flags = "--sampler openai --num-updates 0 --eval-num-tasks 12 --run-name a".split()
     code, out, err = command(*flags, "--base-url", server.url, "--model-id", "qwen3:4b")

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import save_small
 from test_prefix_sharing import flash_attention
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
@@ -291,11 +290,6 @@ def test_an_offloaded_optimizer_has_the_metrics_of_one_on_the_gpu(command, dtype
     expected, found = metrics_of("gpu"), metrics_of("host")
     for ours, theirs in zip(found, expected, strict=True):
         assert {k: v for k, v in ours.items() if k in theirs} == pytest.approx(theirs)
-
-
-@pytest.mark.slow
-def test_a_model_that_is_not_packed_has_the_metrics_of_the_cpu(command, tmp_path):
-    assert_same_run(command, "--model-id", save_small("gemma3", tmp_path / "gemma3"))
 
 
 def test_a_run_with_a_tensor_on_the_wrong_device_fails(command, monkeypatch):

@@ -233,6 +233,11 @@ def test_draw_renormalises_over_what_top_k_and_top_p_keep(options, kept):
         assert torch.allclose(logprobs[drawn == token], logprob)
 
 
+def test_top_p_keeps_the_fewest_tokens_that_have_the_mass():
+    kept = keep_likely(torch.zeros(1, 4), SamplingParams(max_tokens=1, top_p=0.5))
+    assert kept.isfinite().sum() == 2  # of four equal ones, half the mass exactly
+
+
 def test_top_p_moves_no_float64_to_the_device(monkeypatch):
     """MPS has no float64."""
     moved, to = [], torch.Tensor.to

@@ -15,9 +15,8 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core import chat, config, smollm2
+from core import chat, smollm2
 from core.chat_template import ids_after_completion, prompt_ids
-from core.config import Config
 from core.model import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
@@ -137,12 +136,6 @@ def test_it_trains_resumes_chats_and_teaches(command, use_cache, monkeypatch, ca
     records = map(json.loads, Path("runs/b/metrics.jsonl").read_text().splitlines())
     (kl,) = [record["kl/reference"] for record in records if "kl/reference" in record]
     assert abs(kl) < 1e-4  # the policy and its teacher are the same model
-
-
-def test_its_defaults_fit_a_laptop():
-    cfg = config.resolve(Config(model_id="smollm2", lora_rank=16))
-    assert (cfg.max_tokens, cfg.max_tokens_per_micro_batch) == (64, 2048)
-    assert cfg.max_model_len == 8 * 64 + 1024
 
 
 @pytest.mark.vllm

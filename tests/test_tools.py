@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from core import tools
-from core.chat_template import closing_ids, prompt_ids, render, render_calls
+from core.chat_template import prompt_ids, render, render_calls
 from core.rollouts import RolloutCollector
 from core.run_dir import read_config
 from core.run_log import read_records
@@ -26,15 +26,12 @@ from environments.base import EVAL_SEEDS, Env, EnvFailure, Step
 from environments.parsing import user
 from environments.registry import make, register
 from environments.tools import (
-    MAX_CALLS,
     MAX_RESULT,
     UNREADABLE,
     Call,
     ToolEnv,
     call_text,
     describe,
-    messages_of,
-    read_calls,
     schemas,
 )
 from environments.web import Episode
@@ -281,32 +278,6 @@ def test_schemas_come_from_hints_and_docstrings():
     assert schemas(make("letter_counting")) == []
 
 
-def no_docstring(a: int) -> int:
-    return a
-
-
-def no_hint(a) -> int:
-    """
-    Add.
-
-    Args:
-        a: A number.
-    """
-    return a
-
-
-@pytest.mark.parametrize("functions", [[no_docstring], [no_hint], 5, [Adder().add] * 2])
-def test_an_unusable_tool_is_one_line(functions, command, tmp_path, monkeypatch):
-    @register("unusable")
-    class Unusable(Adder):
-        def __init__(self):
-            self.tools = functions
-
-    code, _, err = command(*"--env unusable --run-name a".split())
-    assert code == 2 and err.count("\n") == 1 and "tool" in err
-    assert not (tmp_path / "runs/a").exists()
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_calls_are_read_in_the_format_of_the_template(name):
     family = FAMILIES[name]
@@ -332,14 +303,6 @@ def test_a_prompt_that_opens_a_thought_has_no_calls_before_its_end():
     call = FAMILIES["qwen"].call
     assert tools.read_calls(tokenizer, call) == []
     assert len(tools.read_calls(tokenizer, f"hm {call}</think>{call}")) == 1
-
-
-def test_a_demonstration_closes_the_thought_that_the_prompt_opens():
-    template = FAMILIES["none"].template
-    tokenizer = tokenizer_of(template.replace("assistant\n' }}", "assistant\n<think>\n' }}"))
-    text = tools.in_format_of(tokenizer, Adder().demonstrate())
-    assert text == "</think>\n\n" + Adder().demonstrate()
-    assert len(tools.read_calls(tokenizer, text)) == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -431,12 +394,6 @@ def test_a_refused_call_is_a_result_and_the_episode_goes_on(policy, call, reason
     assert rollout.info["tool_errors"] == rollout.info["tool_calls"] == 1
 
 
-def test_calls_beyond_the_limit_are_refused(policy):
-    rollout, _ = play(policy, call_text("add", a=2, b=3) * 50, "ok")
-    assert results(rollout)[:MAX_CALLS] == ["5"] * MAX_CALLS
-    assert results(rollout)[MAX_CALLS:] == [f"error: at most {MAX_CALLS} calls in one response"]
-
-
 def test_a_turn_of_calls_counts_under_max_turns(policy):
     rollout, _ = play(policy, *[call_text("add", a=2, b=3)] * 2, max_turns=2)
     assert rollout.episode_truncated and len(rollout.turns) == 2 and not rollout.info["correct"]
@@ -476,31 +433,11 @@ def test_a_schema_cannot_forge_a_turn(policy):
     assert policy.tokenizer.decode(sampler.prompts[0]).count("<|im_end|>") == 3
 
 
-def test_a_result_that_does_not_fit_truncates_the_episode(policy):
-    policy.max_length = 2000
-    long = call_text("repeat", text="ab", times=2000)
-    rollout, _ = play(policy, long)
-    assert rollout.episode_truncated and not rollout.error and len(rollout.turns) == 1
-
-
 def test_a_tool_that_hangs_or_fails_costs_its_own_episode(policy):
     hangs, _ = play(policy, call_text("sleep"), env_timeout=0.2)
     assert "no answer in 0.2 seconds" in hangs.error and not hangs.env_failure
     fails, _ = play(policy, call_text("fail"))
     assert fails.error == "EnvFailure: the server is gone" and fails.env_failure
-
-
-def test_an_environment_without_tools_receives_calls_as_text(policy):
-    @register("plain")
-    class Plain(Adder):
-        def __init__(self):
-            self.responses = []
-
-        def step(self, response):
-            return Step(None, float(response == call_text("add", a=1)), True)
-
-    rollout, _ = play(policy, call_text("add", a=1), env="plain")
-    assert rollout.episode_return == 1.0 and rollout.info == {}
 
 
 def test_transformers_reads_calls_where_only_a_response_template_knows_the_format():
@@ -531,18 +468,6 @@ def test_transformers_reads_calls_where_only_a_response_template_knows_the_forma
     assert env.step(call).message["content"] == "5"  # the schema says that they are integers
 
 
-def test_hermes_calls_are_the_default():
-    assert read_calls(call_text("add", a="é")) == [Call("add", {"a": "é"})]
-    assert read_calls('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}') == [
-        Call("add", {"a": 1})
-    ]
-
-
-def test_an_environment_with_tools_is_not_served_to_another_process():
-    with pytest.raises(UsageError, match="calculator has tools, which remote does not pass on"):
-        make("remote:env=calculator")
-
-
 # --- the system prompt
 
 
@@ -564,12 +489,6 @@ def test_a_system_prompt_comes_before_every_context(policy):
     alone = [{"role": "system", "content": "Be kind."}, user("Two?")]
     assert sampler.chats == [[both, user("One?")], alone]
     assert sampler.prompts[1] == prompt_ids(policy.tokenizer, alone)
-
-
-def test_the_schemas_follow_the_system_prompt(policy):
-    _, sampler = play(policy, "ok", system_prompt="Be kind.")
-    text = sampler.chats[0][0]["content"]
-    assert text.startswith("Be kind.\n\nYou can call functions") and "crash" in text
 
 
 def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
@@ -601,14 +520,6 @@ def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(
     assert episode.log[-1]["text"].startswith("error: there is no tool 'nothing'")
 
 
-def test_several_results_of_a_step_are_all_shown():
-    env = ToolEnv(Adder())
-    env.reset(0)
-    step = env.step(call_text("add", a=1, b=1) + call_text("add", a=2, b=2))
-    assert [m["content"] for m in messages_of(step)] == ["2", "4"]
-    assert (step.reward, step.done) == (0.0, False)
-
-
 RUN = """--env calculator --num-prompts 2 --group-size 2 --eval-every 0
     --max-turns 2 --max-tokens 4 --eval-num-tasks 2 --run-name a"""
 
@@ -632,8 +543,3 @@ def test_a_run_with_tools_is_evaluated_and_resumed_to_the_same_metrics(command, 
     last = read_records(tmp_path / "runs/b/metrics.jsonl")[-1]
     for name in ("reward/mean", "tokens/sampled", "loss", "eval/calculator/return_mean"):
         assert last[name] == whole[-1][name], name
-
-
-def test_closing_ids_before_a_result_are_those_before_a_user():
-    tokenizer = tokenizer_of(QWEN)
-    assert closing_ids(tokenizer, "tool") == closing_ids(tokenizer, "user")
