@@ -12,7 +12,7 @@ each answer as the token ids that were sampled, as training does. Without a term
 the input is one message. Answers go to stdout, everything else goes to stderr.
 """
 
-from core import cli, interrupt  # first: Ctrl-C in the other imports
+from core import cli  # first: Ctrl-C in the other imports
 
 # isort: split
 import copy
@@ -149,7 +149,6 @@ def main(flags: Flags, cfg: Config) -> int:
     """Answers each line that is typed or piped in. Returns the exit code."""
     with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
         speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
-    interrupt.end_start()
     if flags.web:
         task = held_out_task(cfg, 0)
         env, tokenizer = make(task.env), speakers[0].policy.tokenizer

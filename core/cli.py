@@ -77,10 +77,15 @@ def run(
     of a machine prints that a run has stopped, and returns the code of it; the other ranks return
     0, as torchrun would end the first, which still writes the pages, if another had failed.
     """
+    interrupt.end_start()
+    return _run(main, args, parse, program)
+
+
+def _run(
+    main: Callable[[Any], int], args: list[str], parse: Callable[[list[str]], Any], program: str
+) -> int:
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
-        if interrupt.asked_early:
-            raise KeyboardInterrupt
         _check_temporary_folder()
         code = main(parse(args))
         return code if is_first else 0
@@ -105,20 +110,19 @@ def run(
         print(f"{program}: {one_line(stopped)}")
         return 130
     except KeyboardInterrupt:  # before the run could save anything, or the second Ctrl-C
-        interrupt.asked_early = False
         return 130
 
 
 def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects; otherwise prepare the import of torch."""
-    if code := run(lambda _: 0, args):
+    if code := _run(lambda _: 0, args, parse, "train.py"):
         sys.exit(code)
     use_expandable_segments()
 
 
 def need_temporary_folder(program: str) -> None:
     """Exit with a line if no place for temporary files is writable; before `import torch`."""
-    if code := run(lambda _: 0, [], lambda _: None, program):
+    if code := _run(lambda _: 0, [], lambda _: None, program):
         sys.exit(code)
 
 

@@ -1,9 +1,12 @@
-"""Calls environments: slow ones many at the same time, in threads, each within a time limit.
+"""Calls environments in daemon threads: slow ones many at the same time, each within a time limit.
 
 Results do not depend on the timing of threads: every episode has an instance of its own, and
-outcomes keep the order of the calls. Calls are made one after the other in the calling thread as
-long as they are fast, and always for environments that declare `thread_safe = False` or draw from
-the process-wide generators of `random` or NumPy.
+outcomes keep the order of the calls. One thread makes all calls one after the other as long as they
+are fast, and always those of environments that declare `thread_safe = False` or draw from the
+process-wide generators of `random` or NumPy. Slow ones have a thread for each call.
+
+A call that exceeds the limit is given up. An endless loop in Python is interrupted; what a library
+does goes on, so the environment of such a call must not be used or closed any more.
 
 `call_all` waits for all calls of a round. `EnvThreads` hands over each outcome as it comes, for
 episodes that do not wait for each other.
@@ -24,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from core.interrupt import time_limit
-
+POLL = 0.05  # seconds; Windows lets Ctrl-C wait for the end of a wait
 SLOW = 0.01  # seconds; an environment with such a call is called in threads from then on
 LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
 ENOUGH = 8  # calls to know this from: a busy machine delays a few calls of a fast environment
@@ -34,8 +36,12 @@ Call = tuple[str, Callable[[], Any]]  # the spec of an environment, and what to 
 Outcome = tuple[Any, BaseException | None]  # what the call returned or raised
 
 
+class TimeLimit(TimeoutError):
+    """A call was given up: its environment may still be at work in its thread."""
+
+
 class _Overdue(BaseException):
-    """Raised in a thread whose call exceeds its time limit."""
+    """Raised in a thread whose call was given up, when it runs Python code again."""
 
 
 class EnvCalls:
@@ -43,6 +49,7 @@ class EnvCalls:
 
     def __init__(self, num_threads: int, timeout: float) -> None:
         self.num_threads, self.timeout = num_threads, timeout
+        self.one: _OneThread | None = None  # makes the calls that are fast
         self.say: Callable[[str], None] = lambda line: None
         self.alone: set[str] = set()  # specs that are never called in threads
         self.slow: set[tuple[str, str]] = set()  # kinds of calls and specs: called in threads
@@ -51,31 +58,53 @@ class EnvCalls:
     def call_all(self, kind: str, calls: list[Call]) -> list[Outcome]:
         """Makes all calls of one kind, such as "reset"; the outcomes are in their order.
 
-        An exception is an outcome, except for KeyboardInterrupt, which is raised.
+        An exception is an outcome.
         """
         if kind == "step":
             calls = [(spec, partial(self._timed, spec, call)) for spec, call in calls]
         folder, before = os.getcwd(), generators()
-        outcomes: dict[int, Outcome] = {}
-        together = []
-        for i, (spec, call) in enumerate(calls):
-            if (kind, spec) in self.slow and spec not in self.alone:
-                together.append(i)
-                continue
-            started = time.perf_counter()
-            if threading.current_thread() is threading.main_thread():
-                outcomes[i] = _outcome(folder, call, self.timeout)
-            else:  # where time limits need a thread, because they cannot use a signal
-                (outcomes[i],) = self._in_threads(folder, [call])
-            if self.num_threads > 1 and time.perf_counter() - started > SLOW:
-                self.slow.add((kind, spec))
-                self.check_generators({spec}, before)
+        outcomes = self._in_order([
+            partial(self._unless_slow, kind, spec, partial(_outcome, folder, call), before)
+            for spec, call in calls
+        ], folder)  # fmt: skip
+        together = [i for i, outcome in enumerate(outcomes) if outcome is None]
         before = generators()
         found = self._in_threads(folder, [calls[i][1] for i in together])
         self.check_generators({calls[i][0] for i in together}, before)
-        outcomes |= dict(zip(together, found, strict=True))
-        os.chdir(folder)
-        return [outcomes[i] for i in range(len(calls))]
+        late = dict(zip(together, found, strict=True))
+        return [outcome or late[i] for i, outcome in enumerate(outcomes)]
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self.one:
+            self.one.given_up = True
+            self.one.todo.put([])
+
+    def _unless_slow(
+        self, kind: str, spec: str, make: Callable[[], Outcome], before: tuple[Any, ...]
+    ) -> Outcome | None:
+        """The outcome of a call; None if an earlier call has shown that these are slow."""
+        if (kind, spec) in self.slow and spec not in self.alone:
+            return None
+        started = time.perf_counter()
+        outcome = make()
+        if self.num_threads > 1 and time.perf_counter() - started > SLOW:
+            self.slow.add((kind, spec))
+            self.check_generators({spec}, before)
+        return outcome
+
+    def _in_order(
+        self, makes: list[Callable[[], Outcome | None]], folder: str
+    ) -> list[Outcome | None]:
+        """The outcomes of calls that one thread makes, another one once it is given up."""
+        outcomes: list[Outcome | None] = []
+        while len(outcomes) < len(makes):
+            if self.one is None or self.one.given_up:
+                self.one = _OneThread(self.timeout)
+            outcomes += self.one.make_all(makes[len(outcomes) :])
+            if self.one.given_up:
+                os.chdir(folder)
+        return outcomes
 
     def _in_threads(self, folder: str, calls: list[Callable[[], Any]]) -> list[Outcome]:
         """Makes each call in a thread; the outcomes are in their order."""
@@ -145,11 +174,7 @@ class EnvThreads:
             except queue.Empty:
                 if outcomes or not self.timeout or time.monotonic() < deadline:
                     break
-                text = f"no answer in {self.timeout:g} seconds (--env-timeout)"
-                key, outcome = first, (None, TimeoutError(text))
-                # takes effect when the thread runs Python code again
-                ident = ctypes.c_ulong(thread.ident or 0)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Overdue))
+                key, outcome = first, _give_up(thread, self.timeout)
                 os.chdir(self.folder)
             if self.running.pop(key, None):  # else it was too late
                 outcomes[key] = outcome
@@ -168,12 +193,63 @@ class EnvThreads:
             self.done.put((key, _outcome(self.folder, call)))
 
 
-def _outcome(folder: str, call: Callable[[], Any], timeout: float = 0.0) -> Outcome:
+class _OneThread(threading.Thread):
+    """A daemon thread that makes calls one after the other, each within `timeout` seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        super().__init__(daemon=True)
+        self.timeout, self.given_up = timeout, False
+        self.lock = threading.Lock()  # of what follows
+        self.outcomes: list[Outcome | None] = []
+        self.since = 0.0  # when the latest call began
+        self.todo, self.done = queue.SimpleQueue[list[Callable[[], Any]]](), threading.Event()
+        self.start()
+
+    def make_all(self, makes: list[Callable[[], Outcome | None]]) -> list[Outcome | None]:
+        """The outcomes of all, or of those up to a call that exceeds the limit."""
+        self.outcomes, self.since = [], time.monotonic()
+        self.done.clear()
+        self.todo.put(makes)
+        try:
+            while not self.done.wait(POLL):
+                with self.lock:
+                    late = self.timeout and time.monotonic() - self.since > self.timeout
+                    if late and len(self.outcomes) < len(makes):
+                        self.given_up = True
+                        return [*self.outcomes, _give_up(self, self.timeout)]
+        except BaseException:  # Ctrl-C
+            self.given_up = True
+            raise
+        return self.outcomes
+
+    def run(self) -> None:
+        with suppress(_Overdue):
+            while not self.given_up:
+                for make in self.todo.get():
+                    with self.lock:
+                        if self.given_up:
+                            return
+                        self.since = time.monotonic()
+                    outcome = make()
+                    with self.lock:
+                        if self.given_up:
+                            return
+                        self.outcomes.append(outcome)
+                self.done.set()
+
+
+def _give_up(thread: threading.Thread, timeout: float) -> Outcome:
+    """Interrupts a call as soon as it runs Python code again. Returns its outcome."""
+    ident = ctypes.c_ulong(thread.ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Overdue))
+    return None, TimeLimit(f"no answer in {timeout:g} seconds (--env-timeout)")
+
+
+def _outcome(folder: str, call: Callable[[], Any]) -> Outcome:
     """Makes one call; restores the working directory `folder`, which the run's paths need."""
     try:
-        with time_limit(timeout):
-            outcome: Outcome = call(), None
-    except (KeyboardInterrupt, _Overdue):
+        outcome: Outcome = call(), None
+    except _Overdue:
         raise
     except BaseException as error:  # SystemExit too: an environment must not end the run
         outcome = None, error

@@ -1,21 +1,17 @@
-"""Ctrl-C at safe points only, and time limits for calls into environments."""
+"""Ctrl-C: it ends the start of a program at once, and a run at a safe point."""
 
-import contextlib
 import os
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from core.types import Stopped, printable
-
-asked_early = False  # Ctrl-C came before an Interrupt; a library may have caught the exception
 
 
 def is_program() -> bool:
@@ -25,71 +21,55 @@ def is_program() -> bool:
 
 
 def set_hooks() -> None:
-    """Lets Ctrl-C end this program with code 130 and no traceback, also while it imports torch.
+    """Lets Ctrl-C end this program with code 130 until `end_start`, also in slow imports.
 
-    Tracebacks of errors lose the control characters that the message of an error may contain.
+    An exception would not do: libraries catch it, and Python drops it in some callbacks. Tracebacks
+    of errors lose the control characters that the message of an error may contain.
     """
     sys.excepthook = show_error
-    if sys.unraisablehook is sys.__unraisablehook__:  # pytest has its own
-        sys.unraisablehook = _on_dropped_error
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_early_ctrl_c)
+    if _takes_signals() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)
 
 
-def _on_early_ctrl_c(number: int, frame: FrameType | None) -> None:
-    global asked_early
-    asked_early = True
-    raise KeyboardInterrupt
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(130)
 
 
 def end_start() -> None:
-    """Raise KeyboardInterrupt if Ctrl-C came so far; from now on the program may catch it."""
-    if asked_early:
-        raise KeyboardInterrupt
-    if signal.getsignal(signal.SIGINT) is _on_early_ctrl_c:
+    """From now on Ctrl-C raises KeyboardInterrupt."""
+    if _takes_signals() and signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _takes_signals() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def show_error(*error: Any) -> None:
     """Prints the traceback of an error (its class, itself, its frames) that nobody caught."""
-    if asked_early or issubclass(error[0], KeyboardInterrupt):
+    if issubclass(error[0], KeyboardInterrupt):
         sys.exit(130)
     print(printable("".join(traceback.format_exception(*error))), file=sys.stderr, end="")
 
 
-def _on_dropped_error(dropped: Any) -> None:
-    """Python drops what __del__ and callbacks of weak references raise, and calls this.
-
-    Sends Ctrl-C again, from a thread and later: here the exception would be dropped again.
-    """
-    if not issubclass(dropped.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(dropped)
-        return
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.01, signal.pthread_kill, (main, signal.SIGINT))
-    timer.daemon = True
-    with suppress(RuntimeError):  # at the end of Python no thread starts
-        timer.start()
-
-
 class Interrupt:
-    """Delays SIGINT, SIGTERM and SIGHUP: the first sets a flag for `check`, the next acts as usual.
+    """Delays Ctrl-C, SIGTERM and SIGHUP: the first sets a flag for `check`, the next acts as usual.
 
-    SIGHUP says that the terminal is gone; what is printed from then on is lost. A SIGHUP that is
-    ignored, as under nohup, stays ignored.
+    SIGHUP says that the terminal is gone; what is printed from then on is lost. A signal that is
+    ignored, as SIGHUP under nohup, stays ignored. In a thread other than the main one, where
+    Python has no signals, nothing is delayed.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.say: Callable[[str], None] = lambda line: None
         self.previous: dict[int, Any] = {}  # the handler of each signal outside this context
 
     def __enter__(self) -> "Interrupt":
-        global asked_early
-        self.requested, asked_early = asked_early, False
         self.terminals = [handle for handle in (1, 2) if os.isatty(handle)]
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+        names = ("SIGINT", "SIGTERM", "SIGHUP") if _takes_signals() else ()
+        for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
+            if signal.getsignal(number) != signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self._request)
         return self
 
@@ -117,56 +97,6 @@ class Interrupt:
         for handle in self.terminals:
             if not os.isatty(handle):  # it is gone: a write would raise
                 os.dup2(os.open(os.devnull, os.O_WRONLY), handle)
-
-
-class _TimeLimit(BaseException):
-    """Not an Exception, because the interrupted code may catch those."""
-
-
-LEAVING = (__file__, contextlib.__file__)  # code that runs when the body has ended
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds`; 0: no limit.
-
-    The signal arrives between two Python instructions, so it interrupts a C library only when that
-    returns. Such an environment can run in a process of its own (environments/adapters/remote.py).
-    Only the main thread gets signals; in others, functions that the body calls look at the time
-    before each line, which makes them slower.
-    """
-    if seconds == 0:
-        yield
-        return
-
-    finished, deadline = False, time.monotonic() + seconds
-
-    def on_alarm(number: int, frame: FrameType | None) -> None:
-        if not finished and frame and frame.f_code.co_filename not in LEAVING:
-            raise _TimeLimit
-
-    def on_line(frame: FrameType, event: str, value: Any) -> Any:
-        if time.monotonic() > deadline and frame.f_code.co_filename not in LEAVING:
-            raise _TimeLimit
-        return on_line
-
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before: Any
-    if in_main_thread:
-        before = signal.signal(signal.SIGALRM, on_alarm)
-        # every second, if the body catches it
-        outer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    else:
-        before = sys.gettrace()
-        sys.settrace(on_line)
-    try:
-        yield
-    except _TimeLimit:
-        raise TimeoutError(f"no answer in {seconds:g} seconds (--env-timeout)") from None
-    finally:
-        finished = True  # a second alarm while the first one is handled
-        if in_main_thread:
-            signal.signal(signal.SIGALRM, before)
-            signal.setitimer(signal.ITIMER_REAL, *outer)
-        else:
-            sys.settrace(before)
+        if number == signal.SIGINT:
+            with suppress(RuntimeError):  # the signal came inside a write
+                self.say("stopping after this step; press Ctrl-C again to quit")

@@ -38,7 +38,7 @@ from core.chat_template import (
     without_opened_thought,
     without_thinking,
 )
-from core.env_calls import Call, EnvCalls, Outcome, generators
+from core.env_calls import Call, EnvCalls, Outcome, TimeLimit, generators
 from core.model import Policy
 from core.sampler import Exchange, Request, Sampler, SamplingParams
 from core.seeds import derive_seed
@@ -79,6 +79,7 @@ class Episode:
     task: Task
     env: MultiAgentEnv | None = None  # None: not built yet
     failed: bool = False  # its environment is not used again
+    given_up: bool = False  # its environment may still be at work, so it's not even closed
     rounds: int = 0  # how often its agents were asked to act
     agents: dict[str, AgentState] = field(default_factory=dict)
     seat: str = ""  # the only agent whose rollout is kept; empty: that of all agents
@@ -191,6 +192,7 @@ class RolloutCollector:
         """Closes all environments."""
         self.close_envs([(spec, env) for spec, envs in self.idle_envs.items() for env in envs])
         self.idle_envs.clear()
+        self.calls.close()
 
     def set_prompt(self, agent: AgentState) -> None:
         """Renders the agent's new messages, unless the context is full: then sets `context_full`.
@@ -348,7 +350,7 @@ class RolloutCollector:
         """Keeps its environment for another episode, or returns it to be closed."""
         with contain_failure(episode):
             _check_seats(episode)
-        if episode.env is None:
+        if episode.env is None or episode.given_up:
             return []
         if episode.failed:
             return [(episode.task.env, episode.env)]
@@ -646,6 +648,7 @@ def contain_failure(episode: Episode) -> Iterator[None]:
         raise
     except BaseException as error:  # SystemExit too: an environment must not end the run
         episode.failed = True
+        episode.given_up |= isinstance(error, TimeLimit)
         if not episode.agents:
             episode.agents[PLAYER] = _new_agent(episode, PLAYER)
         for agent in episode.agents.values():

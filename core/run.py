@@ -268,7 +268,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
         Display(title, quiet=log_dir != folder) as display,
     ):
-        sampler.say = display.say
+        sampler.say = interrupt.say = display.say
         own = [*found.remarks, damage, policy.remark, sampler.remark]
         of_settings = config.remarks(cfg, distributed.num_ranks())
         for line in filter(None, [*own, *of_settings, *remarks]):

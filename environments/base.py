@@ -119,7 +119,8 @@ class Instance:
     """What environments for one agent and for several have in common.
 
     `thread_safe`: whether several instances may be called at the same time, from any thread. Set it
-    to False for a class that shares state between instances, or whose library does.
+    to False for a class that shares state between instances, or whose library does: then one
+    thread, which is not the main one, makes all its calls.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
     most --env-instances of them exist at the same time.
     """

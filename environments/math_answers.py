@@ -8,8 +8,8 @@ be right), and so is a rounded number.
 
 Every other solution (roots, sets, intervals, formulas) is compared as text, then by math-verify.
 math-verify can run for minutes or forever: on twenty nested fractions or on 9^{9^9}. Its time limit
-uses signals and works on the main thread only. Expressions that are long, deep or have high powers
-are therefore compared as text only.
+works on the main thread only, and environments run in others. Expressions that are long, deep or
+have high powers are therefore compared as text only.
 
 >>> find_answer(r"<answer>7</answer>? No: \boxed{\frac{1}{2}}.")
 '\\frac{1}{2}'
@@ -20,7 +20,6 @@ are therefore compared as text only.
 import logging
 import math
 import re
-import threading
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -52,7 +51,6 @@ COMMANDS = set(
 )
 POWER = re.compile(r"\^ *(?:[0-9a-z]|\{ *-?(?:[0-9]?[a-z]?|[0-9]/[0-9]|T|\\prime) *\})(?![0-9])")
 MAX_CHARACTERS, MAX_POWERS, MAX_EXPANSION, MAX_DEPTH, MAX_DIGITS = 100, 3, 16, 4, 6
-TIME_LIMIT = 2  # seconds for math-verify, where signals work: on the main thread
 
 
 class Number(NamedTuple):
@@ -169,14 +167,12 @@ def _verify(answer: str, solution: str) -> bool:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # silence "no time limit"
-    main = threading.current_thread() is threading.main_thread()
-    limit = TIME_LIMIT if main else None
     try:
         expected, given = (
-            parse(f"${text}$", parsing_timeout=limit, fallback_mode="no_fallback")
+            parse(f"${text}$", parsing_timeout=None, fallback_mode="no_fallback")
             for text in (solution, answer)
         )
-        return verify(expected, given, timeout_seconds=limit)
+        return verify(expected, given, timeout_seconds=None)
     except Exception:  # math-verify cannot parse the answer
         return False
 

@@ -1,10 +1,10 @@
-"""Signals: saved at a safe point, also when the terminal is gone."""
+"""Ctrl-C and a terminal that is gone: a run is saved at a safe point; a start ends at once."""
 
 import os
-import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,15 +18,12 @@ PROGRAM = """
 import pathlib, sys, time
 from core.interrupt import Interrupt
 from core.types import Stopped
-print("\\n".join("0" * 40), flush=True)
 try:
     with Interrupt() as interrupt:
         pathlib.Path("ready").touch()
         while True:
             time.sleep(0.01)
             interrupt.check_alone()
-            if pathlib.Path("hung-up").exists():
-                print("an update", flush=True)
 except Stopped:
     print("stopped", flush=True)
     print("stopped", file=sys.stderr, flush=True)
@@ -34,8 +31,52 @@ except Stopped:
 """
 
 
+def test_ctrl_c_is_answered_at_once_and_stops_at_the_next_check_and_a_second_one_at_once():
+    said = []
+    with Interrupt() as interrupt:
+        interrupt.say = said.append
+        interrupt.check()
+        signal.raise_signal(signal.SIGINT)
+        assert len(said) == 1 and interrupt.requested
+        with pytest.raises(Stopped):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_in_another_thread_nothing_is_delayed():
+    found = []
+
+    def enter():
+        with Interrupt() as interrupt:
+            found.append(signal.getsignal(signal.SIGINT))
+            interrupt.check()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_signal_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            interrupt.check()
+            signal.raise_signal(signal.SIGTERM)
+            with pytest.raises(Stopped):
+                interrupt.check()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_run_whose_terminal_is_gone_is_saved(tmp_path):
     """The kernel sends SIGHUP, and every write to the terminal fails from then on."""
+    pty = pytest.importorskip("pty")
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, stdin=slave, stdout=slave, stderr=slave,
@@ -51,15 +92,41 @@ def test_a_run_whose_terminal_is_gone_is_saved(tmp_path):
     assert (tmp_path / "saved").exists()
 
 
-def test_a_signal_that_nohup_ignores_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with Interrupt() as interrupt:
-            signal.raise_signal(signal.SIGHUP)
-            interrupt.check()
-            signal.raise_signal(signal.SIGTERM)
-            with pytest.raises(Stopped):
-                interrupt.check()
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+# Python imports this first. Ctrl-C arrives at the import of MODULE. Python drops what a callback
+# of a weak reference raises; libraries catch exceptions.
+SITE = """
+import os, signal, sys, weakref
+
+class Target: pass
+
+def interrupt(_=None):
+    signal.raise_signal(signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["MODULE"]:
+            sys.meta_path.remove(self)
+            target = Target()
+            reference = weakref.ref(target, interrupt)
+            del target
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("torch", [f"{ROOT}/train.py"]),
+        ("rich", ["-m", "core.chat", "tiny"]),
+        ("tyro", ["-m", "core.league", "guess"]),
+    ],
+)
+def test_ctrl_c_in_the_start_ends_without_a_traceback(tmp_path, module, command):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | {"PYTHONPATH": path, "MODULE": module},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
