@@ -3,16 +3,11 @@
     python runs/on_flyte.py --algo ppo --num-updates 20                     # one run on the cluster
     python runs/on_flyte.py --sweep seed=0,1,2 algo=grpo,ppo -- --lr 5e-5   # six runs
     python runs/on_flyte.py --local --sweep seed=0,1,2 -- --num-updates 10  # without Flyte
-    python runs/on_flyte.py --gpu --nodes 2 --pod-template shared -- --env countdown    # torchrun
 
 A sweep runs all combinations of the values. Separate values that contain commas by semicolons:
 'env=reverse;gymnasium:id=CartPole-v1,repeat=3'. Switches take true or false. The cluster is that
 of .flyte/config.yaml (`flyte create config`). A run that fails is a row of the table that says
 why; the other runs continue. Exit code: 1 if a run failed, 2 for invalid input.
-
-With --nodes, or several GPUs in the resources below, Flyte's plugin for PyTorch starts each run as
-torchrun would, one process per GPU. The processes share the run's folder, so --pod-template has to
-name a PodTemplate of the cluster that mounts a disk of all nodes (ReadWriteMany) at /shared.
 """
 
 import argparse
@@ -22,7 +17,6 @@ import os
 import sys
 import time
 import tomllib
-from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
@@ -58,23 +52,8 @@ TASK_FLAGS.add_argument(
     "--gpu", action="store_true", default=os.environ.get("PICORL_ON") == "gpu",
     help="use machines with a GPU",
 )  # fmt: skip
-TASK_FLAGS.add_argument(
-    "--nodes", type=int, default=int(os.environ.get("PICORL_NODES", "1")), help="machines per run"
-)
-TASK_FLAGS.add_argument(
-    "--pod-template", default=os.environ.get("PICORL_POD_TEMPLATE", ""), metavar="NAME",
-    help="PodTemplate that mounts a disk of all nodes at /shared",
-)  # fmt: skip
-ASKED = TASK_FLAGS.parse_known_args()[0]
-MACHINE_NAME = "gpu" if ASKED.gpu else "cpu"
+MACHINE_NAME = "gpu" if TASK_FLAGS.parse_known_args()[0].gpu else "cpu"
 MACHINE = {"cpu": CPU, "gpu": GPU}[MACHINE_NAME]
-PER_NODE = int(MACHINE["resources"].get("gpu", ":1").partition(":")[2])  # processes, one per GPU
-PROCESSES = ASKED.nodes * PER_NODE
-RESTARTS = 3  # from the last checkpoint, if a process or a node dies
-Elastic: Any = None
-if PROCESSES > 1:
-    with suppress(ImportError):
-        from flyteplugins.pytorch import Elastic  # imports torch
 SWEEP_RESOURCES: dict[str, Any] = {"cpu": 1, "memory": "2Gi"}  # of the task that waits for the runs
 CONCURRENCY = 8  # runs at the same time on the cluster; locally one
 COLUMNS = ["run", "environment", "before RL [95%]", "after RL [95%]", "minutes", "folder"]
@@ -95,8 +74,6 @@ def main(args: list[str]) -> int:
     end = args.index("--") if "--" in args else len(args)
     options, flags = parser.parse_known_args(args[:end])
     try:
-        if PROCESSES != 1:
-            check_nodes(options.local)
         labels, runs = plan(options.sweep, flags + args[end + 1 :])
         results = run_here(runs) if options.local else run_on_flyte(runs, options.flyte_local)
     except UsageError as error:
@@ -136,16 +113,6 @@ def plan(sweep: list[str] | None, flags: list[str]) -> tuple[list[str], list[lis
     return [" ".join(label for label, _ in choice) or stem for choice in choices], named
 
 
-def check_nodes(local: bool) -> None:
-    """Raises UsageError if runs of several processes are not possible."""
-    if PROCESSES < 1 or local:
-        raise UsageError(f"--nodes {ASKED.nodes}: use 1 or more, and not with --local")
-    if not ASKED.pod_template:
-        raise UsageError("--nodes needs --pod-template NAME, to share the run's folder")
-    if flyte is not None and Elastic is None:
-        raise UsageError('--nodes needs flyteplugins-pytorch: pip install -e ".[flyte]"')
-
-
 def axis_of(text: str) -> list[tuple[str, list[str]]]:
     """Returns the label and the flags of each value of a --sweep argument.
 
@@ -179,12 +146,6 @@ def train_once(flags: list[str]) -> Rows:
     Raises RuntimeError with the reason if the run failed.
     """
     started = time.monotonic()
-    run_train(flags)
-    return rows_of(flags, time.monotonic() - started)
-
-
-def run_train(flags: list[str]) -> None:
-    """Runs `python train.py FLAGS`. Raises RuntimeError with the reason if it failed."""
     process = Popen([sys.executable, ROOT / "train.py", *flags], stderr=PIPE, text=True)
     try:
         stderr = process.communicate()[1]
@@ -195,14 +156,10 @@ def run_train(flags: list[str]) -> None:
         lines = [line for line in stderr.splitlines() if line.startswith("train.py: ")]
         lines += stderr.splitlines()[-1:] if "Traceback" in stderr else []
         raise RuntimeError([*lines, f"exit code {process.returncode}"][0])
-
-
-def rows_of(flags: list[str], seconds: float) -> Rows:
-    """Returns a row for each environment that a finished run evaluated."""
     folder = Path("runs", flags[-1])
     evaluated = before_after(read_records(folder / "metrics.jsonl"))
     results = [[env, describe(env, first), describe(env, last)] for env, first, last in evaluated]
-    minutes = f"{seconds / 60:.1f}"
+    minutes = f"{(time.monotonic() - started) / 60:.1f}"
     return [[*row, minutes, str(folder)] for row in results or [["", "not evaluated", ""]]]
 
 
@@ -231,57 +188,23 @@ def run_on_flyte(runs: list[list[str]], local: bool) -> list[Rows]:
 
 if flyte is not None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [*MACHINE["extras"], "flyte"] if PROCESSES > 1 else MACHINE["extras"]
-    extras = [project["optional-dependencies"][name] for name in needed]
+    extras = [project["optional-dependencies"][name] for name in MACHINE["extras"]]
     image = flyte.Image.from_debian_base(name="picorl")
-    common: dict[str, Any] = {
-        "image": image.with_pip_packages(*project["dependencies"], *itertools.chain(*extras)),
-        "pod_template": ASKED.pod_template or None,
-        "env_vars": {
-            "PICORL_ON": MACHINE_NAME,
-            "PICORL_NODES": str(ASKED.nodes),
-            "PICORL_POD_TEMPLATE": ASKED.pod_template,
-            "OMP_NUM_THREADS": str(MACHINE["resources"]["cpu"] // PER_NODE),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a new node can take a dead one's place
-        },
-    }
-    resources = flyte.Resources(**MACHINE["resources"])
     waiting = flyte.Resources(**SWEEP_RESOURCES)
-    several = PROCESSES > 1 and Elastic is not None
-    if several:
-        nodes = flyte.TaskEnvironment(
-            name="picorl_nodes",
-            resources=resources,
-            plugin_config=Elastic(ASKED.nodes, PER_NODE, max_restarts=RESTARTS),
-            **common,
-        )
-
-        @nodes.task
-        def train_on_nodes(flags: list[str], folder: str) -> None:
-            """One process of a run. It returns nothing: every node would write the outputs."""
-            os.chdir(folder)
-            run_train(flags)
-
     environment = flyte.TaskEnvironment(
         name="picorl",
-        resources=waiting if several else resources,
-        depends_on=[nodes] if several else [],
-        **common,
+        resources=flyte.Resources(**MACHINE["resources"]),
+        image=image.with_pip_packages(*project["dependencies"], *itertools.chain(*extras)),
+        env_vars={
+            "PICORL_ON": MACHINE_NAME,
+            "OMP_NUM_THREADS": str(MACHINE["resources"]["cpu"]),
+        },
     )
 
     @environment.task
     def train(flags: list[str]) -> tuple[str, str, Dir]:
         """Returns the rows of the table as JSON, metrics.jsonl, and the folder of the run."""
-        if several:
-            started, context = time.monotonic(), flyte.ctx()
-            if context.mode != "local":
-                shared = Path("/shared", context.action.run_name)
-                shared.mkdir(parents=True, exist_ok=True)
-                os.chdir(shared)
-            train_on_nodes(flags, os.getcwd())
-            rows = rows_of(flags, time.monotonic() - started)
-        else:
-            rows = train_once(flags)
+        rows = train_once(flags)
         folder = Path("runs", flags[-1])
         uploaded = Dir.from_local_sync(folder)
         text = json.dumps([[*row[:-1], uploaded.path] for row in rows])

@@ -9,7 +9,8 @@ The runs stand in the first ```yaml block of runs/FOLDER/README.md:
 
     command   a shell command; {flags} stands for a run's flags, --seed and --run-name {run}
     seeds     each run is made with each of these seeds
-    runs      name: flags, or name: {flags: .., seeds: .., measure: return}
+    runs      name: flags, or name: {flags: .., seeds: .., measure: return}; without flags: a record
+              that the present code cannot make
     keep      "run-seed0/file": files of a run's folder that are copied beside the page
     rows      seeds (a row of the table for each run and seed), runs or environments
     columns   heading: what `cell` computes
@@ -50,7 +51,7 @@ class Run:
     folder: Path
     name: str
     seed: int | None
-    flags: str
+    flags: str | None
     measure: str = "accuracy"  # of an evaluation; or return
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -112,7 +113,7 @@ def main() -> None:
     if unknown := set(args.names) - {run.stem for run in runs}:
         parser.error(f"no such run: {', '.join(sorted(unknown))}; the page has "
                      f"{', '.join(run.stem for run in runs)}")  # fmt: skip
-    for run in [] if args.draw else runs:
+    for run in [] if args.draw else [run for run in runs if run.flags is not None]:
         recorded = (folder / f"{run.stem}.jsonl").exists()
         if (not args.names or run.stem in args.names) and not (args.missing and recorded):
             make_run(run, page)
@@ -130,8 +131,8 @@ def read_page(folder: Path) -> tuple[dict[str, Any], list[Run]]:
     for name, run in page["runs"].items():
         run = run if isinstance(run, dict) else {"flags": run}
         for seed in run.get("seeds", page.get("seeds")) or [None]:
-            flags = run["flags"] or ""
-            runs.append(Run(folder, str(name), seed, flags, run.get("measure", "accuracy")))
+            measure = run.get("measure", "accuracy")
+            runs.append(Run(folder, str(name), seed, run["flags"], measure))
     return page, runs
 
 
