@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from core import distributed
-from core.config import FREE_ON_RESUME, TINY
+from core.config import TINY
 from core.files import published, remove, sealed, unseal
 from core.model import Policy
 from core.optimizer import MasterAdamW
@@ -64,7 +64,8 @@ def save_checkpoint(
         return target
     weights = policy.trainable()
     root.mkdir(parents=True, exist_ok=True)
-    facts = {"progress": progress, "settings": _fixed_settings(run)}
+    settings = yaml.safe_load((run / "config.yaml").read_bytes())
+    facts = {"progress": progress, "settings": settings}
     # a `target` that exists is damaged, or the run was stopped right after it was saved
     with sealed(target, facts) as part:
         save_weights(part, weights)
@@ -216,12 +217,6 @@ def _read_progress(folder: Path) -> tuple[dict[str, Any], str]:
     if not fault and not (isinstance(progress, dict) and {"sft_step", "update"} <= progress.keys()):
         fault = "has a state.json that no run writes"
     return ({}, fault) if fault else (facts["progress"], "")
-
-
-def _fixed_settings(run: Path) -> dict[str, Any]:
-    """The settings in config.yaml that a resumed run must not change."""
-    settings = yaml.safe_load((run / "config.yaml").read_bytes())
-    return {k: v for k, v in settings.items() if k not in FREE_ON_RESUME}
 
 
 def _newest_first(root: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +27,8 @@ import tyro
 
 from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
-from core.run_dir import DISK_ERRORS, read_config
+from core.run_dir import DISK_ERRORS, changed_settings, read_config, read_run_config
 from core.types import Fault, RankLost, Stopped, UsageError, one_line
-from environments.registry import short
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
@@ -40,15 +40,46 @@ def parse(args: list[str]) -> Config:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     if not cfg.config and not cfg.resume:
         return cfg
-    file = Path(cfg.resume, "config.yaml") if cfg.resume else Path(cfg.config)
-    saved, given = read_config(file), cfg
-    cfg = _parse_flags(args, saved)
-    after = _flat(cfg)
-    for name, value in _flat(saved).items() if cfg.resume else ():
-        if value != after[name] and name not in FREE_ON_RESUME:
-            raise UsageError(f"--resume {cfg.resume}: {name} is {value} in this run, "
-                             f"not {after[name]}")  # fmt: skip
-    return _trusted(cfg, given, file)
+    given = cfg
+    if given.config:
+        file = Path(given.config)
+        return _trusted(_parse_flags(args, read_config(file)), given, file)
+    run = _run_folder(given.resume)
+    saved = read_run_config(run)
+    cfg = replace(_parse_flags(args, saved), resume=str(run))
+    _check_changes(cfg, saved, run)
+    return _trusted(cfg, given, run / "config.yaml")
+
+
+def _run_folder(given: str) -> Path:
+    """The run that --resume names, with or without runs/. Raises UsageError if there is none."""
+    for folder in (Path(given), config.RUNS / given):
+        if (folder / "config.yaml").is_file():
+            return folder
+    if run := next((p for p in Path(given).parents if (p / "config.yaml").is_file()), None):
+        raise UsageError(f"--resume {given}: this is inside a run, which continues from its newest "
+                         f"checkpoint: write --resume {run}")  # fmt: skip
+    raise UsageError(f"--resume {given}: not the folder of a run (it has no config.yaml)")
+
+
+def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
+    """Raises UsageError for a change that a resumed run may not make.
+
+    It may change a model's folder, which may have moved: weights that do not fit are refused later.
+    It may also name a device or a sampler that was chosen by itself.
+    """
+    for name, (before, now) in changed_settings(cfg, run).items():
+        moved = name == "model_id" and before not in (*config.TINY, config.SMOLLM2)
+        chosen = name in ("device", "sampler") and before == "auto" and now != "openai"
+        if moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME:
+            continue
+        group, _, key = name.rpartition(".")
+        in_file = getattr(getattr(saved, group) if group else saved, key)
+        if in_file == now:
+            raise UsageError(f"{run / 'config.yaml'} has {name} {now}, and the checkpoint is from "
+                             f"{before}: change it back, or add --allow-changes")  # fmt: skip
+        raise UsageError(f"--resume {run}: {name} is {before} in this run, not {now}: remove it, "
+                         "or add --allow-changes")  # fmt: skip
 
 
 def _trusted(cfg: Config, given: Config, file: Path) -> Config:
@@ -141,15 +172,6 @@ def _check_temporary_folder() -> None:
         tempfile.gettempdir()
     except OSError as error:
         raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
-
-
-def _flat(cfg: Config) -> dict[str, Any]:
-    values = dict(vars(cfg))
-    for name in ("env", "eval_env"):  # their files may have moved
-        values[name] = tuple(map(short, values[name]))
-    for name in ALGORITHMS:
-        values |= {f"{name}.{key}": value for key, value in vars(values.pop(name)).items()}
-    return values
 
 
 def _parse_flags(args: list[str], default: Config) -> Config:

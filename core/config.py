@@ -261,6 +261,8 @@ class LoggingOptions:
     # Take the folder, and the model that it or --model-id names, as it is: run their Python code,
     # send OPENAI_API_KEY to its server, go on after damage of its log.
     trust: bool = False
+    # Resume with other settings than those of the checkpoint, and record which.
+    allow_changes: Annotated[bool, Needs("resume")] = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
     stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
     # Sampled tokens per update that report.html shows one by one; 0: none.
@@ -304,14 +306,16 @@ class Config(
 TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 SMOLLM2 = "smollm2"  # the model of core/smollm2.py
 ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
+RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
-COMMAND_LINE_ONLY = ("config", "resume", "trust")
+COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
 # Settings of earlier versions, and what each of them always is now
 GONE: dict[str, Any] = {"env_workers": 64, "api_concurrency": 8, "api_timeout": 600.0}
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
     *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
+    *"env_timeout base_url eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
     "shard_optimizer",
     *"gpu_memory_utilization vllm_eager".split(),
@@ -364,14 +368,23 @@ def needs_trust(settings: Mapping[str, Any]) -> str:
 
 
 def check_trust(settings: Mapping[str, Any], file: Path) -> None:
-    """Raises UsageError if settings of `file` need --trust."""
-    if found := needs_trust(settings):
+    """Raises UsageError if settings of `file` need --trust: no run of this user in ./runs does."""
+    if (found := needs_trust(settings)) and not is_own(file):
         raise UsageError(f"{file} would {found}: if you trust it, add --trust")
 
 
-def trust_flags(settings: Mapping[str, Any]) -> list[str]:
-    """The flags that a command needs that reads these settings from a file."""
-    return ["--trust"] if needs_trust(settings) else []
+def is_own(file: Path) -> bool:
+    """Whether `file` lies in ./runs, and this user owns it, where the system has owners."""
+    folder = file.resolve().parent
+    if not file.exists() or RUNS.resolve() not in folder.parents:
+        return False
+    owner = os.getuid() if hasattr(os, "getuid") else 0
+    return os.name == "nt" or {file.stat().st_uid, folder.stat().st_uid} == {owner}
+
+
+def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
+    """The flags that a command needs that reads these settings from `file`."""
+    return ["--trust"] if needs_trust(settings) and not is_own(file) else []
 
 
 def validate(cfg: Config) -> None:
@@ -428,7 +441,8 @@ def _problems(cfg: Config) -> Iterator[str]:
     warnings = [*diagnostics.WARNINGS, "any"]
     if unknown := [name for name in cfg.stop_on if name not in warnings]:
         yield f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}"
-    if (compares_within_group(cfg) or cfg.filter_groups) and cfg.group_size < 2:
+    in_groups = cfg.num_updates and (compares_within_group(cfg) or cfg.filter_groups)
+    if in_groups and cfg.group_size < 2:
         yield "--group-size 1: rollouts are compared within their group; use 2 or more"
     if cfg.algo == "ppo" and cfg.credit == "episode":
         yield "--credit episode: PPO estimates the advantage of each token; remove it"

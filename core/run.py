@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
-from core.config import Config
+from core.config import RUNS, Config
 from core.console import Display
 from core.files import scratch_folder
 from core.interrupt import Interrupt
@@ -29,7 +29,6 @@ from core.selection import drop_failed
 from core.types import Rollout, Stopped, UsageError, printable
 from environments.registry import short, split_spec
 
-RUNS = Path("runs")
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
@@ -49,7 +48,7 @@ class Run:
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
-    damage: str = ""  # of the log when the run was resumed; the next update's record says so
+    notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     stopped: bool = False  # ended before the last update
     opened_at: float = field(default_factory=perf_counter)
     page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
@@ -90,10 +89,8 @@ class Run:
         )
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
-        if self.damage:
-            warnings, self.damage = warnings | {"damaged_log": self.damage}, ""
-        if warnings:
-            record["warnings"] = warnings
+        if warnings or self.notes:
+            record["warnings"], self.notes = warnings | self.notes, {}
         self.run_log.log(record)
         if update > 0 and any(name.startswith("eval/") for name in record):
             self._write_pages()
@@ -147,7 +144,7 @@ class Run:
 
     def resume_command(self) -> str:
         """The command that resumes this run."""
-        trust = config.trust_flags(vars(self.cfg))
+        trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
         return run_dir.train_command("--resume", str(self.folder), *trust)
 
     def command_with_less_memory(self) -> str:
@@ -252,6 +249,13 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     damage = distributed.broadcast_from_rank_0(
         lambda: run_log.rewind(log_dir, found.progress, cfg.trust)
     )
+    changes = distributed.broadcast_from_rank_0(
+        lambda: {} if new else run_dir.changed_settings(cfg, folder)
+    )
+    changed = {name: f"{name} {before} -> {now}" for name, (before, now) in changes.items()}
+    recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
+    notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded)}
+    notes = {name: line for name, line in notes.items() if line}
     records = run_log.read_records(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
@@ -269,7 +273,8 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         Display(title, quiet=log_dir != folder) as display,
     ):
         sampler.say = interrupt.say = display.say
-        own = [*found.remarks, damage, policy.remark, sampler.remark]
+        resumed = f"changed at this resume: {', '.join(changed.values())}" if changed else ""
+        own = [*found.remarks, damage, resumed, policy.remark, sampler.remark]
         of_settings = config.remarks(cfg, distributed.num_ranks())
         for line in filter(None, [*own, *of_settings, *remarks]):
             display.say(line)
@@ -281,7 +286,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         )) as collector:  # fmt: skip
             collector.calls.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      progress, history, damage)  # fmt: skip
+                      progress, history, notes)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

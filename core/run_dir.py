@@ -7,15 +7,17 @@ name and then renamed. It is removed again if invalid input ends the run before 
 import dataclasses
 import errno
 import itertools
+import json
 import os
 import reprlib
 import shlex
 import shutil
 import stat
+import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,7 +30,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
 from core.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError, printable
-from environments.registry import absolute
+from environments.registry import absolute, short
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
@@ -51,9 +53,37 @@ def read_config(file: Path) -> Config:
 
     Who then runs what the settings name calls `config.check_trust` first.
     """
-    values = read_settings(file)
-    own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
-    return Config(**(values | own))
+    return _as_config(read_settings(file))
+
+
+def read_run_config(run: Path) -> Config:
+    """As `read_config`, of a run: lines that its config.yaml lacks are those of its checkpoint."""
+    values, trained = read_settings(run / "config.yaml"), trained_settings(run)
+    own = {name: trained.get(name, {}) | values.get(name, {}) for name in ALGORITHMS}
+    return _as_config(trained | values | own)
+
+
+def trained_settings(run: Path) -> dict[str, Any]:
+    """The settings of a run's newest checkpoint, with the types of `Config`; {} if it has none."""
+    for file in sorted(run.glob("checkpoint/[0-9]*/state.json"), reverse=True):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError, UsageError):
+            saved = yaml.safe_dump(json.loads(file.read_bytes())["settings"])
+            values = yaml.load(saved, Loader=yaml.BaseLoader)  # noqa: S506
+            return _read_values(values, f"{file}: ", skip_unknown=True)
+    return {}
+
+
+def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from those of the newest checkpoint, or else of config.yaml: by
+    name (grpo.clip_low), what they were and what they are."""
+    before = _flat(read_settings(run / "config.yaml") | trained_settings(run))
+    now = _flat({name: value for name, value in vars(cfg).items() if name != "run_name"})
+    other = [f"{name}." for name in ALGORITHMS if name != cfg.algo]
+    return {
+        name: (value, now[name])
+        for name, value in before.items()
+        if name in now and now[name] != value and not name.startswith(tuple(other))
+    }
 
 
 def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
@@ -73,16 +103,37 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
         raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
     if not isinstance(values, dict):
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
+    return _read_values(values, f"{file}: ", skip_unknown)
+
+
+def _as_config(values: dict[str, Any]) -> Config:
+    own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
+    return Config(**(values | own))
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    values = dict(settings)
+    for name in {"env", "eval_env"} & {*values}:  # their files may have moved
+        values[name] = tuple(map(short, values[name]))
+    for name in ALGORITHMS:
+        own = values.pop(name, {})
+        own = vars(own) if dataclasses.is_dataclass(own) else own
+        values |= {f"{name}.{key}": value for key, value in own.items()}
+    return values
+
+
+def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
+    """Texts of a file as settings; `prefix` begins the messages."""
     gone = {name: values.pop(name) for name in GONE if name in values}
     for name, value in {} if skip_unknown else gone.items():
         with suppress(ValueError):
             if _from_words(type(GONE[name]), value) == GONE[name]:
-                _note(f"{file}: {name} is no setting any more, and always {GONE[name]}")
+                _note(f"{prefix}{name} is no setting any more, and always {GONE[name]}")
                 continue
-        raise UsageError(f"{file}: {name} is no setting any more, and always {GONE[name]}, not "
+        raise UsageError(f"{prefix}{name} is no setting any more, and always {GONE[name]}, not "
                          f"{reprlib.repr(value)}: remove the line")  # fmt: skip
     folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
-    typed = _typed(Config, values, f"{file}: ", skip_unknown)
+    typed = _typed(Config, values, prefix, skip_unknown)
     for name in {"env", "eval_env"} & {*typed}:
         typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
     return typed
@@ -98,7 +149,12 @@ def train_command(*flags: str) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
         here, all_ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
         launcher = ["torchrun", *(["--nproc-per-node", here] if here == all_ranks else [".."])]
-    return shlex.join([*launcher, script, *flags])
+    return quoted([*launcher, script, *flags])
+
+
+def quoted(words: list[str]) -> str:
+    """A command for the shell of this system."""
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def new_folder(runs: Path, name: str, stem: str) -> Path:
@@ -173,7 +229,7 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
             raise Fault(f"{run} was removed while the run was using it") from None
         if error.errno not in DISK_ERRORS:
             raise
-        resume = train_command("--resume", str(run), *trust_flags(settings))
+        resume = train_command("--resume", str(run), *trust_flags(settings, run / "config.yaml"))
         raise CannotWrite(f"{error.filename or run}: {error.strerror}; earlier checkpoints are "
                           f"intact: fix this, then run {resume}") from None  # fmt: skip
     finally:

@@ -1,5 +1,6 @@
 """Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
+import json
 import math
 import re
 import subprocess
@@ -86,14 +87,64 @@ def test_a_setting_that_is_gone_is_named_and_refused_only_if_it_had_another_valu
         read_config(written(tmp_path, "env_workers: 1\n"))
 
 
-def test_a_resumed_run_keeps_its_settings(tmp_path):
-    written(tmp_path, "lr: 0.5\nnum_updates: 7\n")
-    resume = ["--resume", str(tmp_path)]
-    assert cli.parse([*resume, "--num-updates", "9"]).lr == 0.5
-    with pytest.raises(UsageError, match="lr"):
-        cli.parse([*resume, "--lr", "0.4"])
+TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "eval_every": 10,
+           "model_id": "old/model", "device": "auto", "sampler": "auto"}  # fmt: skip
+
+
+@pytest.fixture
+def resume(tmp_path, monkeypatch):
+    """Parses the flags of a resume of runs/a, which was trained with TRAINED, from a config.yaml
+    with these changes; None leaves a line out."""
+    monkeypatch.chdir(tmp_path)
+
+    def parse(flags, **changes):
+        checkpoint = Path("runs/a/checkpoint/000000-000002")
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        (checkpoint / "state.json").write_text(json.dumps({"settings": TRAINED}))
+        lines = {k: v for k, v in (TRAINED | changes).items() if v is not None}
+        text = "".join(f"{name}: {value}\n" for name, value in lines.items())
+        Path("runs/a/config.yaml").write_text(text)
+        return cli.parse(flags.split())
+
+    return parse
+
+
+@pytest.mark.parametrize(("flags", "name", "value"), [
+    ("--num-updates 9", "num_updates", 9), ("--env-timeout 5", "env_timeout", 5),
+    ("--base-url http://a", "base_url", "http://a"), ("--eval-every 3", "eval_every", 3),
+    ("--eval-num-tasks 8", "eval_num_tasks", 8), ("--device cpu", "device", "cpu"),
+    ("--sampler torch", "sampler", "torch"), ("--model-id moved/it", "model_id", "moved/it"),
+    ("--lr 0.4 --allow-changes", "lr", 0.4),
+])  # fmt: skip
+def test_a_resumed_run_may_change(resume, flags, name, value):
+    cfg = resume(f"--resume runs/a {flags}")
+    assert getattr(cfg, name) == value and (cfg.lr == 5e-05 or name == "lr")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--lr 0.4", "--grpo.clip-low 0.5", "--lora-rank 4", "--sampler openai"]
+)
+def test_a_resumed_run_keeps_its_other_settings(resume, flag):
+    named = flag.split()[0].removeprefix("--").replace("-", "_")
+    with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
+        resume(f"--resume runs/a {flag}", grpo="{clip_low: 0.2}", lora_rank=0)
+
+
+def test_an_edited_config_is_named_and_another_form_of_a_value_is_no_change(resume):
+    same = {"lr": "5e-05", "env": "letter_counting", "seed": "'0'"}
+    assert resume("--resume runs/a", **same) == resume("--resume runs/a")
+    assert resume("--resume runs/a", lr=None).lr == 5e-05  # of the checkpoint
+    with pytest.raises(UsageError, match=r"config\.yaml has lr 0\.1, .* 5e-05"):
+        resume("--resume runs/a", lr=0.1)
+    assert resume("--resume runs/a --allow-changes", lr=0.1).lr == 0.1
+
+
+def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
+    assert Path(resume("--resume a").resume) == Path("runs/a")
+    with pytest.raises(UsageError, match=r"write --resume runs.a$"):
+        resume("--resume runs/a/checkpoint/000000-000002")
     with pytest.raises(UsageError, match="not both"):
-        cli.parse([*resume, "--config", str(tmp_path / "config.yaml")])
+        resume("--resume runs/a --config runs/a/config.yaml")
 
 
 def test_run_returns_the_exit_code_and_prints_one_line(capsys):

@@ -3,13 +3,13 @@
 import contextlib
 import io
 import itertools
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from core import chat, cli, config, league
-from core.config import Config
 from core.types import UsageError
 from environments import registry
 
@@ -119,9 +119,21 @@ def test_registered_environments_need_no_trust(tmp_path, spec, monkeypatch):
     assert parse(tmp_path, [], env=[spec]).env == (spec,)
 
 
-def test_a_printed_command_contains_trust_if_the_run_needs_it():
-    assert config.trust_flags(vars(Config(env=("my.py:Game",)))) == ["--trust"]
-    assert config.trust_flags({"env": ["snake"], "sampler": "torch"}) == []
+def test_a_run_of_this_user_in_runs_needs_no_trust(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file, settings = Path("runs/a/config.yaml"), {"env": ["my.py:Game"]}
+    for place in (file, Path("other/a/config.yaml")):
+        place.parent.mkdir(parents=True)
+        place.write_text(yaml.safe_dump(settings))
+    assert cli.parse(["--resume", "runs/a"]).env == ("my.py:Game",)
+    assert config.trust_flags(settings, file) == []
+    assert config.trust_flags(settings, Path("other/a/config.yaml")) == ["--trust"]
+    with pytest.raises(UsageError, match="--trust"):
+        cli.parse(["--resume", "other/a"])
+    if hasattr(os, "getuid") and os.getuid() == 0:
+        os.chown(file, 1234, -1)
+        with pytest.raises(UsageError, match="--trust"):
+            cli.parse(["--resume", "runs/a"])
 
 
 def play_first_task(flags, cfg):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 import train
@@ -376,11 +377,22 @@ def test_evaluations_are_frequent_at_first(command):
     assert evaluated == [0, 2, 4, 6, 8, 10, 20, 21]
 
 
-def test_resume_refuses_weights_of_another_model(command, finished_run, qwen3_folder):
-    config = Path("runs/a/config.yaml")
-    config.write_text(config.read_text().replace("model_id: tiny", f"model_id: {qwen3_folder}"))
-    code, _, err = command("--resume", "runs/a")
-    assert code == 2 and "differs" in err
+def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_recorded(
+    command, tmp_path, qwen3_folder
+):
+    shutil.copytree(qwen3_folder, "model")
+    flags = [*SMALL, "--sft-steps", "0", "--eval-num-tasks", "0", "--run-name", "a"]
+    assert command("--model-id", "./model", *flags, "--num-updates", "1")[0] == 0
+    Path("model").rename("moved")
+    assert command("--resume", "a")[0] == 2
+    new = ["--model-id", "./moved", "--lr", "0.001", "--allow-changes", "--num-updates", "2"]
+    code, out, err = command("--resume", "a", *new)
+    assert code == 0 and "./model -> ./moved" in out, err
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())
+    assert (saved["model_id"], saved["lr"]) == ("./moved", 0.001)
+    changed = metrics_of(Path("runs/a"))[-1]["warnings"]["changed_settings"]
+    assert changed == "model_id ./model -> ./moved, lr 1e-06 -> 0.001"
+    assert command("--resume", "runs/a", "--num-updates", "3")[0] == 0
 
 
 def test_resume_refuses_a_folder_whose_model_has_changed(command, tmp_path):

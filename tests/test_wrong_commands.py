@@ -36,6 +36,7 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"group_size": 1}, "--group-size"),
     ({"group_size": 1, "algo": "reinforce", "filter_groups": 1}, "--group-size"),
     ({"stop_on": ("nonsense",)}, "--stop-on"),
+    ({"allow_changes": True}, "--resume"),
     # settings that contradict others, or have no effect
     ({"algo": "reinforce", "ppo": PpoOptions(clip=0.3)}, "--ppo"),
     ({"algo": "ppo", "credit": "episode"}, "--credit"),
@@ -184,6 +185,10 @@ def test_invalid_settings_are_named_in_one_line(settings, named):
     with pytest.raises(UsageError, match=re.escape(named)) as error:
         train.prepare(Config(**settings))
     assert str(error.value).isprintable()
+
+
+def test_a_run_that_only_evaluates_needs_no_groups():
+    assert train.prepare(Config(group_size=1, num_updates=0)).group_size == 1
 
 
 @pytest.mark.parametrize(("line", "named"), COMMANDS, ids=[line for line, _ in COMMANDS])

@@ -1,6 +1,5 @@
 """Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from core.config import trust_flags
 from core.files import published
 from core.metrics import before_after, describe
-from core.run_dir import train_command
+from core.run_dir import quoted, train_command
 from core.run_log import METRICS, Record, read_records
 from environments.registry import relative, short
 
@@ -67,8 +66,9 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
 
 def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
     """Returns the command that repeats a run under another name."""
-    flags = ["--config", str(run_dir / "config.yaml"), "--run-name", "again", *trust_flags(config)]
-    return shlex.join(["python", "train.py", *flags])
+    file = run_dir / "config.yaml"
+    flags = ["--config", str(file), "--run-name", "again", *trust_flags(config, file)]
+    return quoted(["python", "train.py", *flags])
 
 
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
@@ -83,8 +83,8 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
         lines.append(f"warning at update {', '.join(map(str, updates))}: {name}: {message}")
     lines.append(f"curves: {run_dir / 'curves.png'}   rollouts: {run_dir / 'report.html'}")
     if config["sampler"] != "openai":
-        trust = "".join(f" {flag}" for flag in trust_flags(config))
-        lines.append(f"talk to it: python -m core.chat {shlex.quote(str(run_dir))} --before{trust}")
+        flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
+        lines.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
     if config["algo"] == "scratch":
         return [*lines, "next: python scratch.py"]
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
