@@ -257,13 +257,6 @@ def records(name: str) -> list[dict]:
     return [record for record in lines if "update" in record]
 
 
-def test_missing_exercises_are_named_before_a_run_folder_is_made(command):
-    Path("scratch.py").write_text(STUBS.read_text(encoding="utf-8"))
-    code, _, err = command("--algo", "scratch")
-    assert (code, err.count("\n")) == (2, 1) and "4 (reinforce_loss)" in err
-    assert not Path("runs").exists()
-
-
 def test_error_during_training_is_one_line_and_keeps_the_checkpoint(command, vowels):
     text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
     Path("scratch.py").write_text(text, encoding="utf-8")

@@ -4,6 +4,10 @@ import torch
 
 import train
 from algorithms.common import clip_cov, covariance, kl_cov
+from core.batching import to_rollout_batch
+from core.seeds import CLIP_COV, derive_seed
+from core.selection import limit_covariance
+from core.types import Rollout, Turn
 
 NAN = float("nan")
 
@@ -36,6 +40,25 @@ def test_kl_cov_takes_the_tokens_with_the_highest_covariance():
     assert kl_cov(cov, mask, 0.5).tolist() == [[True, False, False], [False, True, False]]
     assert kl_cov(cov, mask, 0.001).sum() == 1
     assert torch.equal(kl_cov(cov, mask, 1.0), mask)
+
+
+def test_an_update_chooses_once_from_the_whole_batch():
+    turns = [Turn([1], [5] * 40, [-0.5] * 40, "stop") for _ in range(2)]
+    rollouts = [Rollout("e", "player", i, i, turns=[turn]) for i, turn in enumerate(turns)]
+    batch = to_rollout_batch(rollouts)
+    generator = torch.Generator().manual_seed(0)
+    old, advantages = torch.randn(2, 2, 40, generator=generator)
+    batch.old_logprobs, batch.advantages = old, advantages
+    cfg = train.Config(
+        seed=5, clip_cov=0.2, clip_cov_low=0.0, clip_cov_high=9.0, kl_cov=0.1, kl_cov_coef=0.7
+    )
+    in_loss = torch.arange(80).view(2, 40) % 3 > 0
+    limit_covariance(cfg, batch, in_loss, 7)
+    cov = covariance(old, advantages, in_loss)
+    clipped = clip_cov(cov, in_loss, 0.2, 0.0, 9.0, derive_seed(5, CLIP_COV, 7))
+    assert torch.equal(batch.advantages, advantages.masked_fill(clipped, 0.0))
+    assert torch.equal(batch.kl_cov_coef, 0.7 * kl_cov(cov, in_loss, 0.1).float())
+    assert batch.clip_cov_fraction == clipped.sum().item() / in_loss.sum().item()
 
 
 def test_the_old_log_probs_are_computed_where_a_setting_needs_them():

@@ -128,6 +128,7 @@ def test_mcnemar_counts_the_tasks_that_changed(lost, won, p):
 def test_wilson_interval_by_hand_and_at_one():
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
+    assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] > 0.2
 
 
 def test_before_and_after_are_the_first_and_last_evaluations():
