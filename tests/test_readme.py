@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text()
 PAGES = [
     "README.md", "CONTRIBUTING.md", "algorithms/README.md", "core/README.md",
     "core/workshop/README.md", "environments/README.md", "runs/README.md",
-    "runs/benchmarks/README.md",
+    "runs/benchmarks/README.md", "runs/published/README.md", "runs/which_model/README.md",
 ]  # fmt: skip
 SMALL = """--sft-steps 2 --sft-batch-size 2 --num-updates 1 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --max-tokens 8 --max-turns 1 --device cpu""".split()
