@@ -473,6 +473,8 @@ def _problems(cfg: Config) -> Iterator[str]:
 def _quantize_problems(cfg: Config) -> Iterator[str]:
     if cfg.sampler == "openai":
         yield "--quantize: with --sampler openai the server has the model; remove it"
+    if cfg.sampler == "vllm":
+        yield "--quantize: vLLM has no code for its 4 bits; leave it out, or take --sampler torch"
     if cfg.lora_rank == 0:
         yield f"--quantize {cfg.quantize}: weights in 4 bits are not trained; add --lora-rank 16"
     if cfg.dtype == "float64":

@@ -47,10 +47,7 @@ def smollm2_folder() -> Path:
     Processes that call this at the same time wait for the first. Raises UsageError if a package is
     missing or the cache cannot be written.
     """
-    home = os.path.expanduser("~")
-    if not os.environ.get("XDG_CACHE_HOME") and home == "~":
-        raise UsageError("smollm2: the home folder is unknown; set HOME or XDG_CACHE_HOME")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "picorl")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "picorl").expanduser()
     folder = cache / "smollm2"
     if not unseal(folder)[1]:
         return folder

@@ -1,6 +1,9 @@
 """--quantize nf4: float32 adapters on a base model in 4 bits, sampled from and trained alike."""
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -135,8 +138,14 @@ def test_a_resumed_run_is_the_uninterrupted_run_and_chat_loads_it(command, tmp_p
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({}, "add --lora-rank"), ({"lora_rank": 4, "dtype": "float64"}, "--dtype float32")],
+    [
+        ({}, "add --lora-rank"),
+        ({"lora_rank": 4, "dtype": "float64"}, "--dtype float32"),
+        ({"lora_rank": 4, "sampler": "vllm"}, "leave it out"),
+    ],
 )
-def test_a_run_that_cannot_be_quantized_is_refused_in_one_line(settings, message):
+def test_a_run_that_cannot_be_quantized_is_refused_in_one_line(settings, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", vllm := ModuleType("vllm"))  # as if it were installed
+    vllm.__spec__ = ModuleSpec("vllm", None)
     with pytest.raises(UsageError, match=message):
         config.validate(config.resolve(Config(quantize="nf4", **settings)))

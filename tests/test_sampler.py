@@ -155,18 +155,18 @@ def test_arrivals_wait_until_they_are_a_share_of_the_batch(policy, monkeypatch):
     monkeypatch.setattr(sampler_module, "prefill", record)
     monkeypatch.setattr(policy, "stop_ids", [])
     new = [
-        [Request(i, [65], stream=i) for i in range(17)],
-        *([Request(i, [66])] for i in range(17, 22)),
+        [Request(i, [65], stream=i) for i in range(16)],
+        *([Request(i, [66])] for i in range(16, 20)),
     ]
     ended = []
 
     def exchange(finished, idle):
         ended.extend(key for key, _ in finished)
-        return (new.pop(0) if new else []) if len(ended) < 22 else None
+        return (new.pop(0) if new else []) if len(ended) < 20 else None
 
     TorchSampler(policy).stream(exchange, SamplingParams(max_tokens=8))
-    assert sizes == [17, 5]  # a quarter of 17, rounded up
-    assert sorted(ended) == list(range(22)) and set(ended[:17]) == set(range(17))
+    assert sizes == [16, 4]  # a quarter of 16
+    assert sorted(ended) == list(range(20)) and set(ended[:16]) == set(range(16))
 
 
 def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy):
