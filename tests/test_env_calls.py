@@ -1,5 +1,6 @@
 """Slow environments are called at the same time; results do not depend on the threads."""
 
+import asyncio
 import random
 import threading
 import time
@@ -79,6 +80,10 @@ def test_a_time_limit_in_a_thread_costs_its_own_episode(policy, register, fault)
                 fault()
             return super().step(response)
 
+        def close(self):
+            closed.append(self.seed)
+
+    closed = []
     register(Faulty)
     before = set(threading.enumerate())
     collector = RolloutCollector(policy, 4, env_timeout=1.0)
@@ -86,6 +91,7 @@ def test_a_time_limit_in_a_thread_costs_its_own_episode(policy, register, fault)
     assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(8)]
     assert rollouts[5].error == "TimeLimit: no answer in 1 seconds (--env-timeout)"
     collector.close()
+    assert sorted(closed) == [0, 1, 2, 3, 4, 6, 7]  # the other one may still be at work
     for thread in set(threading.enumerate()) - before if fault is spin else ():
         thread.join(20)
         assert not thread.is_alive()  # it was interrupted
@@ -109,6 +115,19 @@ def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(policy, 
     Fussy.thread_safe = True
     RolloutCollector(policy, 4).collect(tasks(4), Scripted(policy), PARAMS)
     assert len(threads) > 2
+
+
+def test_environments_may_run_asyncio_in_a_notebook(policy, register):
+    class Asks(Slow):
+        def step(self, response):
+            asyncio.run(asyncio.sleep(0))
+            return Step(None, 1.0, True)
+
+    async def cell():  # a notebook has a running loop
+        return RolloutCollector(policy, 1).collect(tasks(2), Scripted(policy), PARAMS)
+
+    register(Asks)
+    assert [r.error for r in asyncio.run(cell())] == ["", ""]
 
 
 def test_process_wide_generators_draw_as_if_the_environments_were_alone(policy, register):

@@ -29,9 +29,9 @@ def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
     assert bytes_per_token(policy) == 2 * 32 * 4
 
 
-@pytest.mark.parametrize("size", [2, 16])
-def test_bytes_per_token_cover_a_packed_pass_whose_prompt_is_long(policy, size):
+def test_bytes_per_token_cover_a_packed_pass_whose_prompt_is_long(policy):
     """A prompt of 400 tokens is kept once per suffix of 10, in the keys and values."""
+    size = 16
     kept = {}
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
 
@@ -46,8 +46,7 @@ def test_bytes_per_token_cover_a_packed_pass_whose_prompt_is_long(policy, size):
         _hidden = policy.hidden_states(packed.input_ids, packed)
     real = sum(storage.nbytes() for storage in kept.values()) / packed.input_ids.numel()
     assert 0.95 * real < bytes_per_token(policy, size) < 1.25 * real
-    if size == 16:
-        assert real > 1.3 * bytes_per_token(policy)  # of separate sequences
+    assert real > 1.3 * bytes_per_token(policy)  # of separate sequences
 
 
 def gradients_of(policy, batch):
@@ -114,18 +113,6 @@ def test_micro_batches_fit_into_what_is_free(
         most = policy.micro_batch_tokens
         set_micro_batch_budget(policy, cfg, future_bytes=10**8)
         assert policy.micro_batch_tokens < most
-
-
-@pytest.mark.slow
-def test_a_run_with_gradient_checkpointing_is_the_same_run(command):
-    small = """--sft-steps 4 --sft-batch-size 4 --num-updates 2 --num-prompts 2 --group-size 4
-        --eval-num-tasks 2 --max-tokens 12 --device cpu""".split()
-    losses = []
-    for mode in ("off", "on"):
-        assert command(*small, "--gradient-checkpointing", mode, "--run-name", mode)[0] == 0
-        lines = Path(f"runs/{mode}/metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line).get("loss") for line in lines])
-    assert losses[0] == losses[1] and losses[0][-1] is not None
 
 
 def on_gpu():
@@ -217,12 +204,6 @@ def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_g
     with pytest.raises(OutOfMemory):
         probe(policy, longest=80, gradient_checkpointing="off")
     assert not policy.checkpointed_layers
-
-
-def test_the_probe_raises_errors_that_are_not_about_memory(policy, monkeypatch, scarce_host):
-    scarce(monkeypatch, 0, lambda: RuntimeError("shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="shapes"):
-        probe(policy, longest=200)
 
 
 SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2

@@ -77,17 +77,6 @@ def test_the_opponents_of_an_environment_keep_their_meaning(spec, game, opponent
     assert isinstance(make(spec), MultiAgentEnv) == bool(opponent)
 
 
-def test_an_environment_with_opponents_of_its_own_keeps_them(monkeypatch):
-    class Chess(Nim):
-        def __init__(self, opponent: str = "engines/a"):
-            if opponent == "self":
-                raise ValueError
-            self.opponent = opponent
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "chess", Chess)
-    assert make("chess:opponent=engines/b").opponent == "engines/b"
-
-
 def test_the_seed_decides_the_seat_and_a_group_shares_it(policy, tmp_path):
     collector = joined(policy, tmp_path)
     tasks = [Task("nim:opponent=demonstrate", seed, seed) for seed in (4, 4, 7, 7, 10, 11)]
@@ -373,12 +362,3 @@ def test_a_resumed_run_meets_the_same_older_copies(command, qwen3_folder, tmp_pa
         for v in row.get("opponents", {}).values()
     }
     assert players <= {f"older:1, update {n}" for n in range(4)} and len(players) > 1
-
-    # the run is now an opponent, found from another folder too
-    Path("elsewhere").mkdir()
-    flags = ["--env", "nim:opponent=runs/a", *FLAGS[2:3], "nim:opponent=runs/a", *FLAGS[5:]]
-    assert command(*flags, *small, "--num-updates", 0, "--run-name", "b")[0] == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir("elsewhere")
-        assert command("--resume", "../runs/b", "--num-updates", 1)[0] == 0
-    assert [r["update"] for r in metrics_of("runs/b")] == [0, 1]

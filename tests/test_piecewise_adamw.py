@@ -1,9 +1,6 @@
 """AdamW with 8-bit moments, and with stochastic rounding, against torch's AdamW in float32."""
 
 import io
-import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,16 +94,6 @@ def test_the_pieces_of_a_tensor_give_the_step_of_the_whole(monkeypatch):
     assert torch.equal(*results)
 
 
-def test_weights_that_are_not_contiguous_are_trained():
-    whole = weight_of((8, 64), torch.bfloat16)
-    columns = torch.nn.Parameter(whole.detach().t())
-    rows = torch.nn.Parameter(whole.detach().t().contiguous())
-    assert not columns.is_contiguous()
-    for weight in (columns, rows):
-        step(optimizer_of("adamw_bf16_sr", weight), gradients((64, 8), 1)[0])
-    assert torch.equal(columns, rows) and torch.equal(whole, rows.t())
-
-
 def test_stochastic_rounding_moves_weights_as_far_as_float32_on_average():
     """100 steps of 1e-6, each far below half the distance of two bfloat16 numbers near 0.02."""
     weight = weight_of(2**16, torch.bfloat16)
@@ -140,10 +127,10 @@ def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
 @pytest.mark.parametrize(
     "kind, dtype, offload",
     [
-        *itertools.product(KINDS_WITH_MASTERS, (torch.float32, torch.bfloat16), (False, True)),
-        ("adamw_bf16_sr", torch.bfloat16, False),
+        ("adamw", torch.bfloat16, False), ("adamw8bit", torch.float32, False),
+        ("adamw8bit", torch.bfloat16, True), ("adamw_bf16_sr", torch.bfloat16, False),
     ],
-)
+)  # fmt: skip
 def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):
     """Also where the one that continues is offloaded and the saved one was not, or the reverse."""
     whole, part, resumed = (weight_of((32, 256), dtype) for _ in range(3))
@@ -172,43 +159,3 @@ def test_an_optimizer_that_does_not_suit_the_weights_is_refused(qwen3_folder):
     make_optimizer(policy, LR, kind="adamw_bf16_sr")
     with pytest.raises(UsageError, match=r"--offload-optimizer .* remove it with --device cpu"):
         make_optimizer(policy, LR, offload=True)
-
-
-SMALL = "--device cpu --num-prompts 4 --group-size 4 --eval-num-tasks 0".split()
-
-
-def metrics_of(name):
-    records = map(json.loads, Path("runs", name, "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, dtype",
-    [
-        pytest.param("adamw8bit", "float32", marks=pytest.mark.seeds),
-        pytest.param("adamw8bit", "bfloat16", marks=pytest.mark.seeds),
-        ("adamw_bf16_sr", "bfloat16"),
-    ],
-)
-def test_sft_follows_adamw_in_float32(command, kind, dtype):
-    sft = "--model-id tiny-random --sft-steps 21 --sft-batch-size 16 --num-updates 0".split()
-    losses = {}
-    for name, flags in {"adamw": (), kind: ("--optimizer", kind, "--dtype", dtype)}.items():
-        assert command(*SMALL, *sft, *flags, "--run-name", name)[0] == 0
-        losses[name] = [r["sft/loss"] for r in metrics_of(name) if "sft/loss" in r]
-    assert losses["adamw"][-1] < 4  # a uniform distribution over the vocabulary: ln 704 = 6.6
-    assert losses[kind] == pytest.approx(losses["adamw"], rel=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_equals_the_uninterrupted_one(command, kind):
-    flags = [*SMALL, "--optimizer", kind, "--dtype", "bfloat16", "--max-tokens", "16",
-             "--entropy-coef", "0.01", "--num-minibatches", "2"]  # fmt: skip
-    assert command(*flags, "--run-name", "whole", "--num-updates", "3")[0] == 0
-    assert command(*flags, "--run-name", "part", "--num-updates", "1")[0] == 0
-    assert command("--resume", "runs/part", "--num-updates", "3")[0] == 0
-    assert metrics_of("whole") == metrics_of("part")
-    assert metrics_of("whole")[-1]["update/steps"] == 2
-    assert command("--resume", "runs/part", "--num-updates", "4", "--optimizer", "adamw")[0] == 2

@@ -124,11 +124,6 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
     assert not any(r.episode_truncated for r in rollouts)
 
 
-def test_max_turns_truncates_the_episode(policy):
-    (rollout,) = play(policy, [Task("countdown", 5, 0)], max_turns=2)
-    assert (len(rollout.turns), rollout.episode_truncated) == (2, True)
-
-
 class Moves(Scripted):
     """Plays a drawn game of tic-tac-toe: one move per batch."""
 
@@ -208,16 +203,6 @@ def test_a_group_is_one_agent_of_one_task(policy):
     ]  # fmt: skip
 
 
-def test_environments_are_built_once_and_reused(policy):
-    collector = RolloutCollector(policy, max_turns=4)
-    tasks = [Task("countdown", 1, i) for i in range(3)]
-    collector.collect(tasks, Scripted(policy), PARAMS)
-    first = set(map(id, collector.idle_envs["countdown"]))
-    collector.collect(tasks, Scripted(policy), PARAMS)
-    assert set(map(id, collector.idle_envs["countdown"])) == first
-    assert len(first) == 3
-
-
 def test_a_demonstration_is_the_text_of_the_environment_with_the_end_of_turn(policy):
     tasks = [Task("letter_counting", 7, 0), Task("letter_counting", 7, 1, hasty=True)]
     worked, hasty = RolloutCollector(policy, max_turns=4).demonstrate(tasks)
@@ -276,13 +261,3 @@ def test_one_agent_demonstrates_and_the_others_guess(policy, monkeypatch):
     for rollout in rollouts:
         worked = [" = " in m["content"] for m in rollout.messages if m["role"] == "assistant"]
         assert worked == [rollout.seed <= 3] * len(worked) and not rollout.error and worked
-
-
-def test_an_agent_that_is_not_declared_fails_its_episode_only(policy, monkeypatch):
-    class Renamed(Nim):
-        agents = ("white", "black")
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "renamed", Renamed)
-    (rollout,) = RolloutCollector(policy, 9).demonstrate([Task("renamed", 0, 0)])
-    assert rollout.agent == "first"
-    assert "'first' acts, but is not one of its agents, white, black" in rollout.error

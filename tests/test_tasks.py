@@ -107,13 +107,3 @@ def test_a_spec_is_built_once_to_check_it_and_again_after_registration(monkeypat
     monkeypatch.setitem(registry.ENVIRONMENTS, "counted", refuses)
     with pytest.raises(UsageError):
         with_difficulty("counted", 2)
-
-
-@pytest.mark.parametrize("default", ["easy", None])
-def test_a_level_that_is_no_number_is_no_difficulty(monkeypatch, default):
-    def worded(level: str = default):
-        return LetterCounting()
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "worded", worded)
-    assert [harder("worded", by) for by in (0, 1)] == ["worded", "worded"]
-    assert next_level(["worded"], 0, 1.0, target=0.8) == 0
