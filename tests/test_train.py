@@ -352,6 +352,7 @@ def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
 
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):
     flags = [*SMALL, "--sft-steps", "0", "--eval-every", "0", "--save-every", "0"]
+    flags += ["--num-prompts", "1", "--max-tokens", "6", "--eval-num-tasks", "2"]
     assert command(*flags, "--run-name", "whole")[0] == 0
     tokens = [r["tokens/sampled"] for r in metrics_of(Path("runs/whole")) if "reward/mean" in r]
     budget = ["--max-sampled-tokens", str(tokens[0] + 1)]  # spent in update 2
