@@ -44,7 +44,8 @@ def test_weights_and_optimizer_are_restored_bit_for_bit(run, qwen3_folder):
         assert torch.equal(parameter, other.trainable()[name]), name
     before, after = optimizer.state_dict()["adamw"], other_optimizer.state_dict()["adamw"]
     for key, state in before["state"].items():
-        assert torch.equal(state["exp_avg"], after["state"][key]["exp_avg"])
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(state[name], after["state"][key][name]), name
 
 
 def test_the_two_newest_checkpoints_are_kept(run):
@@ -186,8 +187,7 @@ def test_a_run_that_has_lost_its_checkpoints_does_not_begin_again(run):
         find_checkpoint(folder)
 
 
-@pytest.mark.parametrize("damage", ["names", "shape", "bytes"])
-def test_damaged_adapters_of_an_exported_model_are_refused(qwen3_folder, tmp_path, damage):
+def test_damaged_adapters_of_an_exported_model_are_refused(qwen3_folder, tmp_path):
     policy = load_policy(str(qwen3_folder), device="cpu", lora_rank=2)
     for weight in policy.trainable().values():
         weight.data.fill_(0.5)
@@ -197,12 +197,8 @@ def test_damaged_adapters_of_an_exported_model_are_refused(qwen3_folder, tmp_pat
     assert all((again.trainable()[n] == 0.5).all() for n in policy.trainable())
     file = exported / checkpoint.ADAPTERS
     saved = load_file(file)
-    first = min(saved)
-    if damage == "names":
-        save_file({f"x.{name}": weight for name, weight in saved.items()}, file)
-    elif damage == "shape":
-        save_file(saved | {first: torch.zeros(3)}, file)
-    else:
-        file.write_bytes(b"{")
-    with pytest.raises(UsageError, match=r"differs from the one configured|cannot be read"):
-        load_adapters(exported, again)
+    renamed = {f"x.{name}": weight for name, weight in saved.items()}
+    for damaged in (renamed, saved | {min(saved): torch.zeros(3)}, None):
+        save_file(damaged, file) if damaged else file.write_bytes(b"{")
+        with pytest.raises(UsageError, match=r"differs from the one configured|cannot be read"):
+            load_adapters(exported, again)
