@@ -54,7 +54,7 @@ SPECS = {
     "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
 }
 MULTI_AGENT = {  # demonstrations of one agent; the others guess
-    "textarena": Facts(-1, 1, 1, "", 20),
+    "textarena": Facts(-1, 1, 1, "", 5),
     "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid", 20),
     "connect4:opponent=self": Facts(-1, 1, 1, "valid", 12),
     "iterated_game:opponent=self": Facts(-1, 1, 5, "valid", 20),
@@ -62,7 +62,8 @@ MULTI_AGENT = {  # demonstrations of one agent; the others guess
 # these have tests in files of their own
 ELSEWHERE = {"openenv", "pettingzoo", "textworld", "rewarded"}
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
-FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW]
+TOOLS = {"calculator", "wiki_search"}  # import transformers, for seconds
+FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = (
     *("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake"),

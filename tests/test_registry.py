@@ -74,13 +74,9 @@ def test_an_unknown_name_lists_the_available_names(echo):
 
 
 @pytest.mark.parametrize("spec, words", [
-    ("echo:time=3", ["'time'", "times, price, loud, text"]), ("echo:=3", ["''"]),
-    ("echo:times=1,price=1,times=1", ["'times'", "twice"]),
-    ("echo:times", ["key=value", "'times'"]), ("echo:times=x", ["times", "integer", "'x'"]),
-    ("echo:times=1.5", ["times", "integer", "'1.5'"]), ("echo:times=", ["times", "integer", "''"]),
-    ("echo:price=cheap", ["price", "number", "'cheap'"]),
-    ("echo:price=inf", ["price", "number", "'inf'"]),
-    ("echo:loud=1", ["loud", "true or false", "'1'"]),
+    ("echo:time=3", ["'time'", "times, price, loud, text"]), ("echo:times=1,times=1", ["twice"]),
+    ("echo:times", ["key=value", "'times'"]), ("echo:times=1.5", ["times", "integer", "'1.5'"]),
+    ("echo:price=inf", ["price", "number", "'inf'"]), ("echo:loud=1", ["loud", "true or false"]),
     ("echo:times=-1", ["at least 0, not -1"]),  # raised by the environment
 ])  # fmt: skip
 def test_an_invalid_option_is_named_in_the_error(echo, spec, words):
