@@ -19,7 +19,7 @@ from environments.registry import register
 
 WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 5e-3 --num-prompts 8 --group-size 8 --num-epochs 4
-    --max-tokens 2 --sft-steps 0 --eval-every 0 --eval-num-tasks 64 --save-every 0
+    --max-tokens 2 --sft-steps 0 --eval-every 0 --eval-num-tasks 8 --save-every 0
     --device cpu""".split()
 VARIANTS = {  # of these only the first is fast; test_float64_step.py has the gradients of all
     "dapo": "--num-updates 24",

@@ -141,6 +141,8 @@ def test_token_weights_by_hand(aggregation, want, want_of_two):
     want = torch.tensor([[x] for x in [*want_of_two, 0, 0]])
     torch.testing.assert_close(two, TRAINED * want)
     assert torch.equal(token_weights(TRAINED & False, aggregation, 8), torch.zeros(4, 4))
+    alone = token_weights(TRAINED[:1], aggregation, 8)  # one token in all
+    assert alone.tolist() == [[0, 1 / 8 if aggregation == "constant" else 1, 0, 0]]
 
 
 def test_without_group_ids_each_rollout_is_a_group():
@@ -158,6 +160,7 @@ def test_masked_mean_ignores_what_is_masked(junk):
     assert masked_mean(values, mask, dim=1).tolist() == [[2.5], [6]]
     assert masked_mean(values, mask, dim=0).tolist() == [[3, 7, 4]]
     assert masked_mean(values, mask & False).item() == 0
+    assert masked_mean(values[0, :2], mask[0, :2]).item() == 1
     assert masked_mean(values, mask & False, dim=1).tolist() == [[0], [0]]
 
 
