@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from pretend_windows import ROOT, environment
@@ -72,15 +74,57 @@ def end_when(process, finished, end):
     return process.returncode, output
 
 
+def test_a_killed_run_resumes_to_the_same_metrics(windows, finished, command, tmp_path):
+    assert command("--run-name", "expected", *SMALL[:-2])[0] == 0  # not on Windows
+    run = tmp_path / "runs" / "a"
+    process = windows("train.py", *SMALL)
+    code, output = end_when(process, (run / "checkpoint/000000-000001").exists, process.kill)
+    assert code == -signal.SIGKILL, output
+    finished("train.py", "--resume", str(Path("runs/a")))
+    assert metrics_of(run) == metrics_of(tmp_path / "runs" / "expected")
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    names = ["config.yaml", "metrics.jsonl", "rollouts.jsonl", "README.md", "report.html"]
+    assert not [name for name in names if b"\r" in (run / name).read_bytes()]
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_a_run_and_chat_answers_with_it(windows, finished, tmp_path):
+    run = tmp_path / "runs" / "a"
+    process = windows("train.py", *SMALL, "--num-updates", "1000")
+    log = run / "rollouts.jsonl"
+
+    def has_trained():
+        return log.exists() and b'"kind": "train"' in log.read_bytes()
+
+    code, output = end_when(process, has_trained, lambda: process.send_signal(signal.SIGINT))
+    assert code == 130 and "--resume" in output
+    chat = finished("-m", "core.chat", "runs/a", "--before", typed='How many r in "cherry"?\n')
+    assert "trained:" in chat
+
+
+@pytest.mark.slow
+def test_own_and_remote_environments_train(finished, tmp_path):
+    finished("train.py", *SMALL, "--env", "maze.py:Maze", "remote:env=letter_counting")
+    last = metrics_of(tmp_path / "runs" / "a")[-1]
+    assert {"eval/maze.py:Maze/accuracy", "eval/remote:env=letter_counting/accuracy"} <= last.keys()
+    assert "runs/a" in finished("-m", "core.report.compare", "runs/a")
+
+
 def test_own_environment_is_played_with_typed_answers(finished):
     output = finished("-m", "environments", "play", "maze.py:Maze", typed="left\n")
     assert "user: ? 0" in output and "reward +1" in output  # cp1252 has no →
+
+
+def test_remote_environment_answers(finished):
+    output = finished("-m", "environments", "show", "remote:env=letter_counting")
+    assert "sum of rewards: 1" in output
 
 
 def test_own_environment_is_checked(finished):
     finished("-m", "environments", "check", "letter_counting")
 
 
+@pytest.mark.slow
 def test_exercises_are_checked(finished):
     assert "Next: exercise 1" in finished("scratch.py", code=1)
 

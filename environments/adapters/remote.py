@@ -152,6 +152,8 @@ class _Connection:
                 self.arguments, stdin=pipe, stdout=pipe, stderr=self.stderr, env=self.variables,
                 bufsize=0,  # unlike a buffer, closing such a pipe waits for no thread that uses it
                 start_new_session=True,  # a process group of its own, which _kill ends as a whole
+                # on Windows: Ctrl-C is for the run alone
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
