@@ -107,7 +107,7 @@ def test_own_and_remote_environments_train(finished, tmp_path):
     finished("train.py", *SMALL, "--env", "maze.py:Maze", "remote:env=letter_counting")
     last = metrics_of(tmp_path / "runs" / "a")[-1]
     assert {"eval/maze.py:Maze/accuracy", "eval/remote:env=letter_counting/accuracy"} <= last.keys()
-    assert "runs/a" in finished("-m", "core.report.compare", "runs/a")
+    assert "compare.html" in finished("-m", "core.report.compare", "runs/a")
 
 
 def test_own_environment_is_played_with_typed_answers(finished):
