@@ -113,7 +113,7 @@ class EnvCalls:
             threads.start(i, call)
         outcomes: dict[Any, Outcome] = {}
         while len(outcomes) < len(calls):
-            outcomes |= threads.ended()
+            outcomes |= threads.ended(POLL)
         return [outcomes[i] for i in range(len(calls))]
 
     def _timed(self, spec: str, call: Callable[[], Any]) -> Any:
@@ -161,16 +161,16 @@ class EnvThreads:
         self.todo.append((key, call))
         self._fill()
 
-    def ended(self, wait: float | None = None) -> dict[Any, Outcome]:
-        """The outcomes that have come since, after at most `wait` seconds; None: at least one."""
+    def ended(self, wait: float) -> dict[Any, Outcome]:
+        """The outcomes that have come since, after at most `wait` seconds."""
         outcomes: dict[Any, Outcome] = {}
-        latest = None if wait is None else time.monotonic() + wait
+        latest = time.monotonic() + wait
         while self.running:
             first, (thread, deadline) = next(iter(self.running.items()))
-            limits = [t for t in (deadline if self.timeout else None, latest) if t is not None]
-            left = max(0.0, min(limits) - time.monotonic()) if limits else None
+            until = min(deadline, latest) if self.timeout else latest
+            left = 0.0 if outcomes else max(0.0, until - time.monotonic())
             try:
-                key, outcome = self.done.get(timeout=0.0 if outcomes else left)
+                key, outcome = self.done.get(timeout=left)
             except queue.Empty:
                 if outcomes or not self.timeout or time.monotonic() < deadline:
                     break
