@@ -88,7 +88,7 @@ def main(args: list[str]) -> int:
         file = Path("runs", runs[0][-1].rpartition("-")[0], "table.md")
         file.parent.mkdir(parents=True, exist_ok=True)
         lines = ["|".join(x.replace("|", "¦") for x in r) for r in [COLUMNS, ["-"] * 6, *rows]]
-        file.write_text("".join(f"|{line}|\n" for line in lines))
+        file.write_text("".join(f"|{line}|\n" for line in lines), encoding="utf-8")
         print(f"the table as Markdown, with the folders: {file}")
     return int(any(row[2].startswith("failed: ") for row in rows))
 
@@ -146,7 +146,7 @@ def train_once(flags: list[str]) -> Rows:
     Raises RuntimeError with the reason if the run failed.
     """
     started = time.monotonic()
-    process = Popen([sys.executable, ROOT / "train.py", *flags], stderr=PIPE, text=True)
+    process = Popen([sys.executable, ROOT / "train.py", *flags], stderr=PIPE, encoding="utf-8")
     try:
         stderr = process.communicate()[1]
     finally:
@@ -187,7 +187,7 @@ def run_on_flyte(runs: list[list[str]], local: bool) -> list[Rows]:
 
 
 if flyte is not None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = [project["optional-dependencies"][name] for name in MACHINE["extras"]]
     image = flyte.Image.from_debian_base(name="picorl")
     waiting = flyte.Resources(**SWEEP_RESOURCES)
@@ -208,7 +208,7 @@ if flyte is not None:
         folder = Path("runs", flags[-1])
         uploaded = Dir.from_local_sync(folder)
         text = json.dumps([[*row[:-1], uploaded.path] for row in rows])
-        return text, (folder / "metrics.jsonl").read_text(), uploaded
+        return text, (folder / "metrics.jsonl").read_text(encoding="utf-8"), uploaded
 
     @environment.task
     def sweep(runs: list[list[str]]) -> list[str]:

@@ -302,7 +302,7 @@ def machine() -> str:
 def commit() -> str:
     """Returns the short hash of the commit that is checked out."""
     command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+    return subprocess.check_output(command, cwd=ROOT, encoding="utf-8").strip()
 
 
 def write_table(folder: Path, lines: list[str], name: str = "") -> None:

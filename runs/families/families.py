@@ -192,7 +192,7 @@ def table(results: dict[str, Any]) -> list[str]:
     by_success = sorted(cells, key=lambda family: sum("nats" not in c for c in cells[family]))
     columns = "full: gap before, after two steps", "LoRA: gap before, after two steps"
     rows = [f"| {family} | {' | '.join(cells[family])} |" for family in by_success]
-    recorded = (HERE / "recorded.txt").read_text().strip()
+    recorded = (HERE / "recorded.txt").read_text(encoding="utf-8").strip()
     return [f"| family | {' | '.join(columns)} |", "| --- | --- | --- |", *rows, "", recorded]
 
 
@@ -207,7 +207,7 @@ def cell(found: dict[str, Any]) -> str:
 def main() -> None:
     """Tries the families on the command line, or all, and writes the table."""
     file = HERE / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    results = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     os.environ.update(nanollm.ENVIRONMENT)
     import vllm.v1.engine.llm_engine  # noqa: F401  (once, and not in every process)
 

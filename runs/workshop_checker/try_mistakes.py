@@ -499,4 +499,4 @@ def rows(trials: list[Trial]) -> str:
 
 
 if __name__ == "__main__":
-    (FOLDER / "README.md").write_text(page(list(try_all())))
+    (FOLDER / "README.md").write_text(page(list(try_all())), encoding="utf-8")
