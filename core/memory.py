@@ -10,9 +10,7 @@ again in the backward pass.
 the budget until it fits. Losses are sums over tokens, so the budget does not change the gradients.
 """
 
-import ctypes
 import gc
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -41,14 +39,6 @@ LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same t
 # messages of PyTorch's allocators on the CPU and on Apple's GPUs
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
-
-
-def keep_freed_memory() -> None:
-    """Tells glibc to keep freed memory for the next tensors, as clearing new pages costs time."""
-    if platform.libc_ver()[0] == "glibc":
-        libc, mmap_threshold, trim_threshold = ctypes.CDLL(None), -3, -1  # as in malloc.h
-        libc.mallopt(mmap_threshold, 32 << 20)
-        libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def set_micro_batch_budget(policy: Policy, cfg: Config, future_bytes: int) -> list[str]:

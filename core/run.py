@@ -228,7 +228,6 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
 @contextmanager
 def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
-    memory.keep_freed_memory()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
     advice = f"Use {smaller}--optimizer adamw8bit, a lower --max-model-len or a smaller model"
