@@ -40,8 +40,8 @@ READ = """() => [...document.querySelectorAll("#groups article")].reverse().flat
     }))"""
 SINGLE = {"credit": "episode", "max_tokens": 9}
 TURNS = {"credit": "turn", "gamma": 0.9, "max_tokens": 9, "tis_level": "geometric",
-         "tis_mode": "mask", "tis_cap": 1.01, "reward_coef": 0.5}  # fmt: skip
-MASKED = {**SINGLE, "mask_truncated_completions": True, "tis_level": "product", "filter_groups": 1}
+         "tis_mode": "mask", "tis_cap": 1.01, "reward_coef": 0.5,
+         "mask_truncated_completions": True}  # fmt: skip
 
 
 def rollout(rng, group, turns):
@@ -64,8 +64,7 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     cfg = replace(cfg, **{algo: options or GrpoOptions()})
     if algo == "grpo":
         cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
-    rollouts = [rollout(rng, group, turns) for group in (1, 2, 3, 4) for _ in range(3)]
-    kept = [r for r in rollouts if r.group_id != 3 or not cfg.filter_groups]
+    kept = [rollout(rng, group, turns) for group in (1, 2, 3, 4) for _ in range(3)]
     batch = to_rollout_batch(kept)
     noise = [torch.tensor([[rng.gauss(0, std) for _ in line] for line in batch.completion_mask])
              for std in (0.01, 0.3)]  # fmt: skip
@@ -77,7 +76,7 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     lines = []
     shown = cfg.grpo if algo == "grpo" else grpo.with_loss_type(GrpoOptions("grpo"))
     recorded = grpo.compute_advantages(*inputs, shown)[0]
-    for r in rollouts:
+    for r in kept:
         line = row("train", 1, r.seed, "", round(r.episode_return, 3))
         line |= {"rewards": [t.reward for t in r.turns], "tokens": r.num_tokens,
                  "hit_token_limit": any(t.finish_reason == "length" for t in r.turns)}  # fmt: skip
@@ -183,39 +182,32 @@ def compare(page, run, options, tis_cap=2.0, moved=1.0, advantages=None, column=
             if clipped:
                 assert push == 0
         assert found[1] == ("yes" if clipped else "no")
-        token["facts"] = (advantage > 0, clipped)
     return shown
 
 
 CASES = [  # what is chosen in the page, beside --tis-cap and `moved` as options of GRPO
     ("", {}),
     ("grpo", {"clip_low": 0.05, "clip_high": 0.02}),
-    ("dr_grpo", {"tis_cap": 1.005}),
     ("dapo", {"moved": 0}),
-    ("dapo", {"scale_rewards": "none", "moved": 3, "aggregation": "sequence", "tis_cap": 0}),
-    ("cispo", {"clip_low": 0.1, "clip_high": 0.1}),
+    ("dapo", {"scale_rewards": "none", "moved": 3, "aggregation": "constant", "tis_cap": 0}),
     ("gspo", {}),
-    ("lite_ppo", {"aggregation": "constant"}),
     ("scalerl", {"clip_high": 0.05}),
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "turns"), [(SINGLE, 1), (TURNS, 2), (MASKED, 1)], ids=["single", "turns", "masked"]
-)
+@pytest.mark.parametrize(("settings", "turns"), [(SINGLE, 1), (TURNS, 2)], ids=["single", "turns"])
 def test_explorer_shows_the_numbers_of_the_algorithms(tmp_path, visit, settings, turns):  # noqa: F811
     run = recorded_run(tmp_path / "a", settings, turns=turns)
     page = visit(run.path)
     open_explorer(page)
-    facts, own_cap = set(), settings.get("tis_cap", 2.0)
+    own_cap = settings.get("tis_cap", 2.0)
     for loss_type, changes in CASES:
         page.get_by_role("button", name="reset to this run's").click()
         choose(page, loss_type, changes)
         given = {k: v for k, v in changes.items() if k not in ("tis_cap", "moved")}
         options = grpo.with_loss_type(GrpoOptions(loss_type or "dapo", **given))
         moved, cap = changes.get("moved", 1.0), changes.get("tis_cap", own_cap)
-        shown = compare(page, run, options, cap, moved)
-        facts |= {token["facts"] for token in shown}
+        compare(page, run, options, cap, moved)
         own = compare(page, run, run.cfg.grpo, own_cap, moved, column="own")
         for token in own:  # only tokens with another gradient have the mark
             a, b = number(token["chosen"][5]), number(token["own"][5])
@@ -224,13 +216,7 @@ def test_explorer_shows_the_numbers_of_the_algorithms(tmp_path, visit, settings,
         differ = sum(token["changed"] for token in own)
         assert f"the update: {differ} of {len(own)} gradients differ" in page.locator(
             ".explore [role=status]").inner_text()  # fmt: skip
-        assert (differ > 0) == ((loss_type, changes) not in (CASES[0], CASES[3]))
-    assert facts == {(sign, clipped) for sign in (True, False) for clipped in (True, False)}
-    text = page.locator(".explore").inner_text()
-    tokens = int(run.batch.completion_mask.sum())
-    assert f"all {len(run.kept)} rollouts" in text and f"their {tokens} tokens" in text
-    assert f"{len(own)} tokens of these are recorded one by one" in text
-    assert "differ from the recorded" not in text
+        assert (differ > 0) == ((loss_type, changes) not in (CASES[0], CASES[2]))
 
 
 def test_explorer_starts_from_the_loss_of_other_algorithms(tmp_path, visit):  # noqa: F811
@@ -238,11 +224,8 @@ def test_explorer_starts_from_the_loss_of_other_algorithms(tmp_path, visit):  # 
     as_reinforce = GrpoOptions("cispo", clip_low=1.0, clip_high=1e9)
     for algo, options, equal in (("ppo", PpoOptions(clip=0.1), as_ppo),
                                  ("reinforce", Config().reinforce, as_reinforce)):  # fmt: skip
-        run = recorded_run(tmp_path / algo, {"credit": "episode", "max_tokens": 9}, algo, options)
+        run = recorded_run(tmp_path / algo, SINGLE, algo, options)
         page = visit(run.path)
         open_explorer(page)
-        assert page.locator("select[name=scale_rewards]").input_value() == "recorded"
         rounded = (run.recorded * 1e4).round() / 1e4
         compare(page, run, grpo.with_loss_type(equal), 2.0, 1.0, rounded)
-        choose(page, "gspo", {})  # with the advantages of GRPO
-        compare(page, run, grpo.with_loss_type(GrpoOptions("gspo")))

@@ -1,7 +1,6 @@
 """Reports: the data of report.html, the table of a comparison, the README and picture of a run."""
 
 import json
-import math
 import re
 import shlex
 
@@ -13,7 +12,6 @@ from core.diagnostics import WARNINGS
 from core.report import compare, page
 from core.report.page import write_report
 from core.report.summary import final_lines
-from core.types import UsageError
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip
@@ -105,9 +103,7 @@ def test_group_is_one_task_of_one_agent_with_one_prompt(tmp_path):
     first, second = groups[0]["rollouts"]
     assert (first["return"], first["correct"], "hit_token_limit" in first) == (0.0, False, False)
     assert (second["return"], second["correct"], second["hit_token_limit"]) == (1.0, True, True)
-    late = groups[3]["rollouts"][1]
-    assert late["prompt"] == [["user", "another prompt"]] and "prompt" not in second
-    assert late["return"] is None  # logged as null because it was not finite
+    assert groups[3]["rollouts"][1]["prompt"] == [["user", "another prompt"]]
 
 
 def test_messages_of_the_policy_follow_the_prompt_and_its_examples(tmp_path):
@@ -125,50 +121,6 @@ def test_messages_of_the_policy_follow_the_prompt_and_its_examples(tmp_path):
     assert rollout["rewards"] == [0.25, 0.5]
 
 
-def test_token_traces_are_packed_without_loss(tmp_path):
-    plain = trace(["a", " <b>"], [-0.5, -1.25], [-0.5001, -1.25], [-0.4, -1.2506], [1.5, 1.5])
-    infinite = trace(["a", "b"], [-0.5, float("nan")], [-0.5, -1], [-0.5, -1], [1.5, -0.5])
-    uneven = trace(["a"], [-0.5, -0.5], [-0.5], [-0.5], [1.5])
-    of_several_turns = plain | {"sequence": [3, 3]}
-    traces = [plain, infinite, uneven, {}, of_several_turns]
-    rows = [row("train", 1, 1, "x", token_traces=traces)]
-    (group,) = report_data(tmp_path, trained(1), rows)["batches"][0]["groups"]
-    assert group["rollouts"][0]["traces"] == [
-        [["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000],
-        [["a", "b"], [-5000, None], [0, None], [0, 0], [15000, -5000]],
-        None,
-        None,
-        [["a", " <b>"], [-5000, -12500], [-1, 0], [1001, -6], 15000, 3],
-    ]
-
-
-def test_loss_of_a_run_is_given_in_options_of_grpo(tmp_path):
-    own = {"loss_type": "cispo", "scale_rewards": "batch", "clip_low": 1.0, "clip_high": 3.0,
-           "ratio_level": "token", "surrogate": "cispo", "aggregation": "token",
-           "dual_clip": 0.0}  # fmt: skip
-    run = CONFIG | {"grpo": own, "tis_cap": 1.5, "gamma": 0.9, "eval_num_tasks": 64,
-                    "eval_env": ["a", "b"]}  # fmt: skip
-    data = report_data(tmp_path, config=run)
-    assert (data["held_out"], data["loss"]["gamma"], data["loss"]["missing"]) == (128, 0.9, [])
-    options = data["loss"]["options"]
-    assert options.pop("tis_cap") == 1.5 and options == {k: own[k] for k in options}
-    assert set(own) - set(options) == {"loss_type"}
-    for changes, scale in (
-        ({"overlong_buffer": 4}, "recorded"),
-        ({"kl_coef": 0.1, "kl_in": "reward"}, "recorded"),
-        ({"kl_coef": 0.1, "kl_in": "loss"}, "batch"),
-    ):
-        loss = page.loss_settings(run | changes)
-        assert loss["options"]["scale_rewards"] == scale and loss["missing"]
-    ppo = page.loss_settings(run | {"algo": "ppo", "ppo": {"clip": 0.1}})["options"]
-    assert (ppo["clip_low"], ppo["clip_high"], ppo["surrogate"]) == (0.1, 0.1, "min")
-    reinforce = page.loss_settings(run | {"algo": "reinforce"})["options"]
-    assert (reinforce["surrogate"], reinforce["clip_low"], reinforce["clip_high"]) == (
-        "cispo", 1.0, None,
-    )  # fmt: skip
-    assert report_data(tmp_path)["held_out"] is None  # an older run
-
-
 def test_results_are_the_first_and_last_evaluations(tmp_path):
     last = evaluated(3, 0.9) | trained(3)[0] | {"eval/adding/trivial": 0.25}
     metrics = [evaluated(0, 0.2), *trained(1, 2), last, *trained(4)]
@@ -183,59 +135,21 @@ def test_results_are_the_first_and_last_evaluations(tmp_path):
     assert (result["tokens_to_target"], data["tokens"], data["num_updates"]) == (300, 400, 4)
 
 
-@pytest.mark.parametrize(
-    ("room", "updates", "left_out"),
-    [
-        (400_000, [1, 2, 3], []),
-        (220_000, [1, 2, 3], ["token traces of updates 2"]),
-        (185_000, [1, 3], ["all rollouts of updates 2"]),
-        (9_000, [1, 3], ["all rollouts of updates 2", "token traces of updates 1, 3",
-                         "parts of long texts of updates 1, 3"]),
-        (4_800, [], ["all rollouts of updates 1-3"]),
-    ],
-)  # fmt: skip
-def test_updates_in_the_middle_are_left_out_before_the_first_and_last_are_shortened(
-    tmp_path, monkeypatch, room, updates, left_out
-):
+def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):
     rows = [row("train", u, s, "x" * 9000, token_traces=[long_trace(2000)])
             for u in (1, 2, 3) for s in (1, 2)]  # fmt: skip
-    limit = page.TEMPLATE.stat().st_size + room
+    assert report_data(tmp_path, trained(1, 2, 3), rows)["left_out"] == []
+    limit = page.TEMPLATE.stat().st_size + 185_000
     monkeypatch.setattr(page, "PAGE_BYTES", limit)
     data = report_data(tmp_path, trained(1, 2, 3), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
-    assert (updates_of(data), data["left_out"]) == (updates, left_out)
+    assert (updates_of(data), data["left_out"]) == ([1, 3], ["all rollouts of updates 2"])
 
 
-def test_curves_are_thinned_and_keep_their_ends(tmp_path):
-    metrics = [{"update": u, "loss": u / 7, "odd": None} for u in range(1, 5001)]
-    data = report_data(tmp_path, metrics)
-    steps, values = data["curves"]["loss"]
-    assert (steps[0], steps[-1], len(steps) <= 601) == (1, 5000, True)
-    assert values[-1] == 714.286 and list(data["curves"]) == ["loss"]
-
-
-def test_damaged_lines_are_left_out(tmp_path):
-    rows = [row("train", 1, 1, text) for text in ("damaged", "whole")]
-    write_run(tmp_path, trained(1), rows)
-    lines = (tmp_path / "rollouts.jsonl").read_bytes().replace(b"damaged", b"\xff\xfe")
-    (tmp_path / "rollouts.jsonl").write_bytes(lines + b'{"update": 1, "kind"')
-    with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"update": 2, "\xff')
-    (data,) = data_of(write_report(tmp_path, CONFIG))
-    (rollout,) = data["batches"][0]["groups"][0]["rollouts"]
-    assert rollout["messages"] == [["assistant", "whole"]]
-
-
-@pytest.fixture
-def warned():
-    """Records of 30 updates with warnings at updates 9 and 30."""
-    records = [evaluated(0, 0.2), *trained(*range(1, 31))]
-    records[9]["warnings"] = {"kl_runaway": "KL <b>0.1", "sampler_gap": "differ"}
-    records[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
-    return records
-
-
-def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path, warned):
+def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
+    warned = [evaluated(0, 0.2), *trained(*range(1, 31))]
+    warned[9]["warnings"] = {"kl_runaway": "KL <b>0.1", "sampler_gap": "differ"}
+    warned[30] |= evaluated(30, 0.6) | {"warnings": {"kl_runaway": "KL 0.2"}}
     data = report_data(tmp_path, warned)
     assert [tuple(warning.values()) for warning in data["warnings"]] == [
         ("kl_runaway", [9, 30], "KL <b>0.1", WARNINGS["kl_runaway"][0]),
@@ -259,11 +173,8 @@ def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path, war
         [],
         [{"sft_step": 20, "sft/loss": 1.0}],
         [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
-        [evaluated(0, 0.2) | {"eval/$b$/accuracy": 0.5, "eval/$b$/ci_low": 0.5,
-                              "eval/$b$/ci_high": 0.5},
-         evaluated(1, 0.3) | {"reward/mean": 0.1, "length/mean": 9.0, "info/worked": 0.5}],
     ],
-)  # fmt: skip
+)
 def test_pages_are_written_at_any_stage_of_a_run(tmp_path, records):
     assert report.write_pages(write_run(tmp_path, records), CONFIG) == []
     drawn = tmp_path / "curves.png"
@@ -274,19 +185,15 @@ def test_pages_are_written_at_any_stage_of_a_run(tmp_path, records):
     assert data_of(tmp_path / "report.html")[0]["batches"] == []
 
 
-@pytest.fixture
-def two_runs(tmp_path):
+def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsys):
     """A run that reached accuracy 0.9 at its second update, and one that was never evaluated."""
     good = [evaluated(0, 0.2), trained(1)[0] | {"time/train_s": 90.0}]
     good += [trained(2)[0] | evaluated(2, 0.95)]
     rows = [row("train", u, 1, f"by a at {u}", token_traces=[long_trace(9)]) for u in (1, 2)]
-    return [
+    two_runs = [
         write_run(tmp_path / "a", good, rows),
         write_run(tmp_path / "b", trained(1), [row("train", 1, 1, "by b")], CONFIG | {"seed": 8}),
     ]
-
-
-def test_compare_prints_a_table_and_writes_one_page(two_runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "160")
     assert compare.main([str(run) for run in two_runs]) == 0
     out = capsys.readouterr().out
@@ -315,43 +222,13 @@ def test_compare_ranks_runs_by_the_tokens_that_they_sampled_until_the_target(tmp
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("config", ["a: [", "algo: grpo", "\xff"])
-def test_invalid_settings_of_a_run_are_a_usage_error(tmp_path, config):
-    write_run(tmp_path)
-    (tmp_path / "config.yaml").write_bytes(config.encode("latin-1"))
-    with pytest.raises(UsageError, match=r"config\.yaml"):
-        compare.read_config(tmp_path)
-
-
-def test_compare_rejects_what_is_not_a_run(two_runs, tmp_path, capsys):
-    (two_runs[1] / "metrics.jsonl").unlink()
-    for args, message in (
-        ([two_runs[0], tmp_path / "gone"], "gone: not the folder of a run (it has no config.yaml)"),
-        ([two_runs[1]], "not the folder of a run (it has no metrics.jsonl)"),
-        ([], "name the folders of the runs"),
-    ):
+def test_compare_rejects_what_is_not_a_run(tmp_path, capsys):
+    run = write_run(tmp_path / "a", trained(1))
+    for args in ([run, tmp_path / "gone"], []):
         assert compare.main([str(arg) for arg in args]) == 2
         out, err = capsys.readouterr()
-        assert out == "" and message in err and err.count("\n") == 1
+        assert out == "" and err.count("\n") == 1
     assert not (tmp_path / "compare.html").exists()
-
-
-def test_settings_that_no_json_can_hold_do_not_stop_the_report(tmp_path):
-    config = CONFIG | {"tis_cap": math.inf, "gamma": math.nan}
-    loss = report_data(tmp_path, trained(1), config=config)["loss"]
-    assert (loss["options"]["tis_cap"], loss["gamma"]) == (None, None)
-
-
-def test_no_control_character_or_bidirectional_mark_reaches_a_page(tmp_path):
-    text, clean = (
-        "a\x1b[2J\x9b\b\x7f\u202e\u2066 \\u202e\n\t\r\u200f😀",
-        "a�[2J����� \\u202e\n\t\r\u200f😀",
-    )
-    records = [trained(1)[0] | {f"info/{text}": 1.0}]
-    data = report_data(tmp_path, records, [row("train", 1, 9, text, env=text)])
-    [group] = data["batches"][0]["groups"]
-    assert group["rollouts"][0]["messages"] == [["assistant", clean]] and group["env"] == clean
-    assert f"info/{clean}" in data["curves"]
 
 
 def test_the_command_that_repeats_a_run_is_safe_to_paste(tmp_path):

@@ -2,10 +2,7 @@
 
 import ast
 import inspect
-import io
 import itertools
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,14 +50,6 @@ def test_stubs_are_not_yet_written_and_the_exit_code_is_1(capsys):
     assert "✗" not in out and "✓" not in out
 
 
-def test_a_pipe_without_the_marks_gets_other_signs(monkeypatch):
-    pipe = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")  # as on Windows
-    monkeypatch.setattr(sys, "stdout", pipe)
-    assert run_command([], STUBS) == 1 and run_command(["--solution", "4"]) == 0
-    pipe.flush()
-    assert b"not yet" in pipe.buffer.getvalue()
-
-
 def test_solutions_are_right_and_the_exit_code_is_0(write, capsys):
     code = run_command([], write())
     assert (code, capsys.readouterr().out.count("✓ right")) == (0, 10)
@@ -92,21 +81,11 @@ def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:
 
 
 RIGHT = {
-    "token_logprobs": """def token_logprobs(logits, input_ids):
-    flat = torch.nn.functional.cross_entropy(
-        logits[:, :-1].reshape(-1, logits.shape[-1]), input_ids[:, 1:].reshape(-1), reduction="none"
-    )
-    return -flat.view(len(input_ids), -1)
-""",
     "group_advantages": """def group_advantages(returns, group_ids):
     same = (group_ids[:, None] == group_ids).float()
     n = same.sum(1)
     returns -= same @ returns / n
     return returns / ((same @ returns**2 / (n - 1)) ** 0.5 + 1e-4)
-""",
-    "reinforce_loss": """def reinforce_loss(logprobs, advantages, mask):
-    logprobs, advantages = (torch.where(mask, x, 0.0) for x in (logprobs, advantages))
-    return -(advantages * logprobs).sum() / mask.sum()
 """,
     "clipped_loss": """def clipped_loss(logprobs, old_logprobs, advantages, mask, clip=0.2):
     x, old, a = (torch.where(mask, x, 0.0) for x in (logprobs, old_logprobs, advantages))
@@ -145,11 +124,9 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
 @pytest.mark.parametrize(
     "code, said",
     [
-        ("return None", "the function returned None"),
-        ("return 6.0", "the function returned a float; a float tensor is asked for"),
+        ("return None", "None"),
         ("return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
-        ("return (logprobs - 9).log().sum()", "1 of 1 numbers are nan or infinity"),
-        ("return (advantages * logprobs).sum() / -0.5", "the number is 2 times the expected"),
+        ("return (logprobs - 9).log().sum()", "nan"),
     ],
 )
 def test_answer_without_a_known_mistake_is_described(write, capsys, code, said):
@@ -174,25 +151,11 @@ def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
             " / (returns[members].std() + 1e-4)", ""
         ),
     }
-    for changed, expected in (
-        ("()", ("wrong", "not yet")), ("(3, 9)", ("differs", "differs")),
-        ("3", ("differs", "wrong")),
-    ):  # fmt: skip
-        states = [v.state for v in check_all(load(write(changed, **own)))]
-        assert (states[2], states[8]) == expected
+    states = [v.state for v in check_all(load(write("()", **own)))]
+    assert (states[2], states[8]) == ("wrong", "not yet")
     assert run_command([], write("(3, 9)", **own)) == 0
     out = capsys.readouterr().out
     assert (out.count("≈ differs"), out.count("✗")) == (2, 0)
-
-
-def test_changed_exercise_must_still_run_and_return_the_right_shape(write):
-    file = write(
-        "(1, 7)",
-        gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards[:1]\n",
-        token_logprobs="def token_logprobs(logits, input_ids):\n    return logits.log() / 0\n",
-    )
-    module = load(file)
-    assert [check(EXERCISES[n - 1], module).state for n in (1, 7)] == ["wrong", "wrong"]
 
 
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
@@ -209,18 +172,15 @@ def test_exercise_waits_for_those_that_it_calls(write):
     assert verdicts[8].note == "first: exercise 3"
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("def token_logprobs(:\n", "scratch.py, line 1: invalid syntax"),
-        ("import torch\nimport nothing_like_it\n", "scratch.py, line 2: ModuleNotFoundError"),
-    ],
-)
-def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys, text, message):
-    (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
-    assert run_command([], tmp_path / "scratch.py") == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
+    for line, text in (
+        (1, "def token_logprobs(:\n"),
+        (2, "import torch\nimport nothing_like_it\n"),
+    ):
+        (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
+        assert run_command([], tmp_path / "scratch.py") == 2
+        err = capsys.readouterr().err
+        assert f"scratch.py, line {line}: " in err and err.count("\n") == 1
 
 
 def test_solutions_are_printed_and_unknown_exercises_refused(capsys):
@@ -230,12 +190,6 @@ def test_solutions_are_printed_and_unknown_exercises_refused(capsys):
         with pytest.raises(SystemExit) as stopped:
             run_command(wrong)
         assert stopped.value.code == 2
-
-
-def test_functions_that_exercises_point_to_exist():
-    places = [re.search(r"(\w+) in ([\w/]+\.py)", exercise.read) for exercise in EXERCISES]
-    for place in filter(None, places):
-        assert f"def {place[1]}(" in (ROOT / place[2]).read_text(encoding="utf-8"), place[0]
 
 
 def test_example_of_the_policy_gradient_page_is_computed_by_the_exercises():
