@@ -5,17 +5,15 @@ actions, one of which is right for the word. The policy starts from random weigh
 demonstrations. All runs share their settings but for what is tested; a run takes a few seconds.
 """
 
-import json
-
 import pytest
 import torch
 from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import report
+from core.run_log import read_records
 from environments import registry
 from environments.base import Env, Step
-from environments.registry import register
 
 WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 5e-3 --num-prompts 8 --group-size 8 --num-epochs 4
@@ -28,50 +26,28 @@ VARIANTS = {  # of these only the first is fast; test_float64_step.py has the gr
 }
 
 
-@pytest.fixture
-def bandit(monkeypatch):
-    known = dict(registry.ENVIRONMENTS)
+class Bandit(Env):
+    def reset(self, seed):
+        self.right = seed % 4
+        return [{"role": "user", "content": WORDS[self.right]}]
 
-    @register("bandit")
-    class Bandit(Env):
-        def reset(self, seed):
-            self.right = seed % 4
-            return [{"role": "user", "content": WORDS[self.right]}]
-
-        def step(self, response):
-            correct = bool(response) and ord(response[0]) % 4 == self.right
-            return Step(None, float(correct), True, {"correct": correct})
-
-    monkeypatch.setattr(report, "write_pages", lambda *args: None)  # longer than the updates
-    yield
-    registry.ENVIRONMENTS.clear()
-    registry.ENVIRONMENTS.update(known)
-
-
-def random_policy(folder):
-    """One layer of random weights."""
-    save_small("qwen3", folder, num_hidden_layers=1)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-    return folder
-
-
-def read(lines):
-    """What the evaluations found, without the name of the environment."""
-    records = [json.loads(line) for line in lines]
-    found = [{k.split("/")[-1]: v for k, v in r.items() if k.startswith("eval/")} for r in records]
-    return [numbers for numbers in found if numbers]
+    def step(self, response):
+        correct = bool(response) and ord(response[0]) % 4 == self.right
+        return Step(None, float(correct), True, {"correct": correct})
 
 
 @pytest.mark.parametrize(
     "variant", [pytest.param(v, marks=[pytest.mark.slow] * (v != "dapo")) for v in VARIANTS]
 )
-def test_the_best_actions_are_learnt_from_chance(command, bandit, tmp_path, variant):
-    flags = ["--model-id", random_policy(tmp_path / "start"), *SETTINGS]
-    flags = ["--env", "bandit", *flags, *VARIANTS[variant].split()]
+def test_the_best_actions_are_learnt_from_chance(command, monkeypatch, tmp_path, variant):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "bandit", Bandit)
+    monkeypatch.setattr(report, "write_pages", lambda *args: None)  # longer than the updates
+    start = save_small("qwen3", tmp_path / "start", num_hidden_layers=1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(start)).save_pretrained(start)
+    flags = ["--env", "bandit", "--model-id", start, *SETTINGS, *VARIANTS[variant].split()]
     code, _, err = command("--run-name", "a", *flags)
     assert (code, err) == (0, "")
-    lines = (tmp_path / "runs/a/metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    before, after = read(lines)
-    assert before["accuracy"] <= 0.5
-    assert after["accuracy"] >= 0.95
+    records = read_records(tmp_path / "runs/a/metrics.jsonl")
+    before, after = (r["eval/bandit/accuracy"] for r in records if "eval/bandit/accuracy" in r)
+    assert before <= 0.5 and after >= 0.95

@@ -10,56 +10,38 @@ from core.report.token_traces import choose_groups, pieces
 from core.types import Rollout, Turn
 from environments import registry
 from environments.base import Env, Step
-from environments.registry import register
 
 SHORT = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 4
     --eval-num-tasks 0 --max-tokens 12 --lr 1e-3 --max-tokens-per-micro-batch 300""".split()
 
 
-@pytest.fixture
-def even():
-    known = dict(registry.ENVIRONMENTS)
+class Even(Env):
+    """Rewards responses of even length, in three turns with contexts of their own."""
 
-    @register("even")
-    class Even(Env):
-        """Rewards responses of even length."""
+    def reset(self, seed):
+        self.left = 3
+        return [{"role": "user", "content": "?"}]
 
-        def __init__(self, turns: int = 1, fresh: bool = False):
-            self.turns, self.fresh = turns, fresh
-
-        def reset(self, seed):
-            self.left = self.turns
-            return [{"role": "user", "content": "?"}]
-
-        def step(self, response):
-            self.left -= 1
-            message = {"role": "user", "content": "again"} if self.left else None
-            return Step(message, float(len(response) % 2 == 0), self.left == 0, fresh=self.fresh)
-
-    yield
-    registry.ENVIRONMENTS.clear()
-    registry.ENVIRONMENTS.update(known)
+    def step(self, response):
+        self.left -= 1
+        message = {"role": "user", "content": "again"} if self.left else None
+        return Step(message, float(len(response) % 2 == 0), self.left == 0, fresh=True)
 
 
-def rows(run, kind="train"):
-    lines = Path(f"runs/{run}/rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == kind]
-
-
-def records(run):
-    lines = Path(f"runs/{run}/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+def records(run, name):
+    lines = Path(f"runs/{run}/{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [{k: v for k, v in json.loads(x).items() if not k.startswith("time/")} for x in lines]
 
 
-def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, even):
-    """Three turns in contexts of their own; then the same run without traces."""
+def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "even", Even)
     for name, budget in (("traced", 4096), ("plain", 0)):
-        flags = ["--env", "even:turns=3,fresh=true", "--microscope", budget, "--run-name", name]
+        flags = ["--env", "even", "--microscope", budget, "--run-name", name]
         assert command(*SHORT, *flags)[0] == 0
-    assert records("traced") == records("plain") and len(records("plain")) == 2
-    assert not any("token_traces" in row for row in rows("plain"))
+    assert records("traced", "metrics") == records("plain", "metrics") != []
+    assert not any("token_traces" in row for row in records("plain", "rollouts"))
     gained = 0.0
-    for row in rows("traced"):
+    for row in records("traced", "rollouts"):
         spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert len(row["token_traces"]) == len(spoken) == len(row["rewards"]) == 3
         for number, (trace, text) in enumerate(zip(row["token_traces"], spoken, strict=True)):
@@ -91,13 +73,7 @@ def test_a_character_of_several_tokens_appears_at_its_last_token(policy):
     found = pieces(policy.tokenizer, ids)
     assert len(found) == len(ids) and "".join(found) == "aé≠b"
     assert found == ["a", "", "é", "", "", "≠", "b"]
-    lonely = policy.tokenizer.encode("é", add_special_tokens=False)[:1]
-    assert pieces(policy.tokenizer, lonely * 3) == ["", "", "\ufffd" * 3]
-    assert pieces(policy.tokenizer, [*lonely * 2, *ids]) == ["", "", "\ufffd" * 2 + "a", *found[1:]]
-
-
-def test_pieces_of_any_bytes_join_to_the_text(policy):
     draw = random.Random(0)
-    for _ in range(50):
+    for _ in range(50):  # any bytes
         ids = [draw.randrange(256) for _ in range(draw.randrange(1, 40))]
         assert "".join(pieces(policy.tokenizer, ids)) == policy.tokenizer.decode(ids)

@@ -2,14 +2,12 @@
 
 import ast
 import inspect
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
@@ -190,37 +188,3 @@ def test_solutions_are_printed_and_unknown_exercises_refused(capsys):
         with pytest.raises(SystemExit) as stopped:
             run_command(wrong)
         assert stopped.value.code == 2
-
-
-def test_example_of_the_policy_gradient_page_is_computed_by_the_exercises():
-    """Expected gradients over all samples, from exercises 3 and 4, and the variances."""
-    page = (ROOT / "core/workshop/policy_gradient.md").read_text(encoding="utf-8")
-    cells = [line.split("|")[2:6] for line in page.splitlines() if line.startswith("| ")]
-    rows = [[float(cell) for cell in row if cell.strip()] for row in cells[2:]]
-    logits, returns = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([1.0, 0.1, 0.0])
-    probs, one = logits.exp(), torch.ones(1, 1).bool()
-
-    def gradient(answer: int, advantage: float) -> torch.Tensor:
-        x = logits.clone().requires_grad_()
-        logprob, a = x.log_softmax(-1)[None, None, answer], torch.tensor([[advantage]])
-        return -torch.autograd.grad(solutions.reinforce_loss(logprob, a, one), x)[0]
-
-    def of_pairs(advantages: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(3)
-        for i, j in itertools.product(range(3), range(3)):
-            first, second = advantages(returns[[i, j]]).tolist()
-            total += probs[i] * probs[j] * (gradient(i, first) + gradient(j, second)) / 2
-        return total
-
-    expected = [probs * (returns - probs @ returns)]
-    for baseline in (0.0, 0.53):
-        samples = torch.stack([gradient(k, float(returns[k]) - baseline) for k in range(3)])
-        mean = probs @ samples
-        variance = probs @ ((samples - mean) ** 2).sum(1)
-        expected.append(torch.cat([mean, variance[None]]))
-    group = torch.tensor([0, 0])
-    expected.append(of_pairs(lambda r: r - r.mean()))
-    expected.append(of_pairs(lambda r: solutions.group_advantages(r, group)))
-    assert len(rows) == len(expected) == 5
-    for row, numbers in zip(rows, expected, strict=True):
-        assert row == pytest.approx(numbers.tolist(), abs=6e-4)
