@@ -30,6 +30,14 @@ def chat(word):
     return [{"role": "user", "content": f'How many r in "{word}"?'}]
 
 
+STREAM = {"Content-Type": "text/event-stream"}
+
+
+def event(text, finish=None):
+    choice = {"delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
 class Server(BaseHTTPRequestHandler):
     """Counts the letters of the quoted word and streams the answer five characters at a time.
 
@@ -127,14 +135,10 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     assert seeds == sorted(derive_seed(7, i) for i in range(20))
 
 
-def test_completion_at_a_limit_finishes_with_length(server, policy, monkeypatch):
+def test_completion_at_a_limit_finishes_with_length(server, policy):
     server.finish = "length"
     [completion] = sample(server, policy, [chat("pear")])
     assert (completion.text, completion.finish_reason) == ("<answer>1</answer>", "length")
-    server.finish = "stop"
-    monkeypatch.setattr(openai_sampler, "MAX_CHARACTERS", 8)
-    [completion] = sample(server, policy, [chat("pear")])
-    assert (completion.text, completion.finish_reason) == ("<answer>", "length")
 
 
 def test_api_key_appears_in_no_message(server, policy, monkeypatch):
@@ -143,11 +147,14 @@ def test_api_key_appears_in_no_message(server, policy, monkeypatch):
     with pytest.raises(UsageError, match=r"finish reason '\[key\]'$"):
         sample(server, policy, [chat("pear")])
     assert server.asked[0][2] == "Bearer secret-7"
-    for key in ("secret-7\nsecret-8", "secret-7\x1b", "secret-\u00e9"):
-        monkeypatch.setenv("OPENAI_API_KEY", key)
-        with pytest.raises(UsageError, match="OPENAI_API_KEY has characters") as error:
-            sample(server, policy, [chat("pear")])
-        assert "secret" not in str(error.value)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-team: a\napi-key: Token secret-8")
+    server.broken["bad"] = STREAM, event("a secret") + event("-7 b secret-8", "stop")
+    [completion] = sample(server, policy, [chat("bad")])
+    assert completion.text == "a [key] b [key]"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7\x1b")
+    with pytest.raises(UsageError, match="OPENAI_API_KEY has characters") as error:
+        sample(server, policy, [chat("pear")])
+    assert "secret" not in str(error.value)
 
 
 def test_busy_server_is_asked_again(server, policy):
@@ -172,28 +179,13 @@ def test_unreachable_server_is_one_line(policy, monkeypatch):
         sampler.sample([], PARAMS, chats=[chat("pear")])
 
 
-STREAM = {"Content-Type": "text/event-stream"}
-
-
-def event(text, finish=None):
-    choice = {"delta": {"content": text}, "finish_reason": finish}
-    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
-
-
-TWO_CHOICES = event("a", "stop").replace(b"[{", b'[{"index": 1, "delta": {}}, {')
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
         (({"Content-Type": "text/html"}, b"<h1>Sign in</h1>"), "text/html, .*<h1>Sign in"),
         ((STREAM, b'data: {"error": {"message": "overloaded"}}\n\n'), "overloaded"),
         ((STREAM, event("<answer>3</ans")), "without a finish reason after: '<answer>3</ans'"),
-        ((STREAM | {"Content-Length": "999"}, event("half")), "peer closed connection"),
         ((STREAM, event("", "content_filter")), "finish reason 'content_filter'"),
-        ((STREAM, event("\ud800", "stop")), "TextEncodeInput"),
-        ((STREAM, TWO_CHOICES), "several choices"),
-        ((STREAM, b"data: " + b"[" * 100_000 + b"\n\n"), "recursion"),
         ((STREAM | {"Content-Encoding": "gzip"}, gzip.compress(bytes(10**6))), "is compressed"),
     ],
 )
@@ -202,43 +194,6 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
     first, broken, last = sample(server, policy, [chat("pear"), chat("bad"), chat("cherry")])
     assert (first.text, last.text) == ("<answer>1</answer>", "<answer>2</answer>")
     assert first.error == last.error == "" and re.search(reason, broken.error)
-
-
-def test_a_key_in_a_completion_and_an_endless_error_are_cut(server, policy, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
-    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "x-team: a\napi-key: Token secret-8")
-    server.broken["bad"] = STREAM, event("a secret") + event("-7 b secret-8", "stop")
-    [completion] = sample(server, policy, [chat("bad")])
-    assert completion.text == "a [key] b [key]"
-    monkeypatch.setattr(openai_sampler, "MAX_STREAM_BYTES", 10_000)
-    server.broken["bad"] = STREAM, b": comment\n\n" * 2000
-    _, broken = sample(server, policy, [chat("pear"), chat("bad")])
-    assert broken.error == "the answer has over 10,000 bytes"
-
-
-def test_a_long_retry_after_fails_the_request_at_once(server, policy):
-    server.failures, server.retry_after = [429], {"Retry-After": "3600"}
-    first, second = sample(server, policy, [chat("pear"), chat("pear")])
-    assert sorted([first.error, second.error]) == ["", "status 429: not now"]
-    assert len(server.asked) == 2
-
-
-def test_a_limited_number_of_requests_is_open_at_once(server, policy, monkeypatch):
-    lock, open_now, peaks, answer = threading.Lock(), [], [], Server.do_POST
-
-    def answer_slowly(handler):
-        with lock:
-            open_now.append(handler)
-            peaks.append(len(open_now))
-        time.sleep(0.1)
-        with lock:
-            open_now.remove(handler)
-        answer(handler)
-
-    monkeypatch.setattr(Server, "do_POST", answer_slowly)
-    sampler = OpenAISampler(policy, server.url, "m", concurrency=3)
-    sampler.sample([], PARAMS, chats=[chat("pear")] * 9)
-    assert max(peaks) == 3
 
 
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy):
@@ -256,16 +211,6 @@ def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
 
 
-def test_command_evaluates_a_server(server, command):
-    flags = "--sampler openai --num-updates 0 --eval-num-tasks 12 --run-name a".split()
-    code, out, err = command(*flags, "--base-url", server.url, "--model-id", "qwen3:4b")
-    assert (code, err) == (0, "")
-    assert "held-out accuracy at update 0: 1.00 [0.76, 1.00]  letter_counting" in out
-    assert {body["model"] for _, body, _ in server.asked} == {"qwen3:4b"}
-    assert all(body["temperature"] == 0 for _, body, _ in server.asked)
-    assert not Path("runs/a/model").exists()
-
-
 def eval_words(number):
     """The words of the first held-out tasks of letter_counting."""
     env = make("letter_counting")
@@ -281,6 +226,9 @@ def test_command_leaves_out_what_the_server_did_not_answer(server, command):
     assert (code, err) == (0, "")
     assert "held-out accuracy at update 0: 1.00 [0.74, 1.00]  letter_counting" in out  # 11 of 11
     assert "1 of 12 episodes failed" in out and "content_filter" in out
+    assert {body["model"] for _, body, _ in server.asked} == {"m"}
+    assert all(body["temperature"] == 0 for _, body, _ in server.asked)
+    assert not Path("runs/a/model").exists()
     rollouts = read_records(Path("runs/a/rollouts.jsonl"))
     assert ["content_filter" in r["error"] for r in rollouts] == [i == 4 for i in range(12)]
 

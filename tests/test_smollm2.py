@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_sampler import trainer_gap
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from core import chat, smollm2
 from core.chat_template import ids_after_completion, prompt_ids
@@ -76,22 +76,6 @@ def test_weights_are_those_that_transformers_reads_from_the_file(cache):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         gap = model(prompt).logits.log_softmax(-1) - theirs(prompt).logits.log_softmax(-1)
     assert gap.abs().max() < 0.5  # nats; the weights are rounded to bfloat16
-
-
-@real
-def test_tokenizer_decodes_every_text_and_splits_digits(cache):
-    tokenizer = AutoTokenizer.from_pretrained(cache / "picorl/smollm2")
-    for text in (
-        'How many r in "cherry"? <answer>3</answer>\n\t ünï ✓ 日本  two  spaces ',
-        "a  17",
-    ):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == text
-    assert tokenizer.tokenize("x  1725") == ["x", "ĠĠ", "1", "7", "2", "5"]
-    assert len(tokenizer) == 49152
-    assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [
-        0, 1, 2]  # fmt: skip
-    assert tokenizer.encode("<|im_end|>") == [2]
 
 
 @real

@@ -4,7 +4,6 @@ test_nanollm.py: LoRA first, then all weights, on one engine each.
 These tests need vLLM: `pytest -m vllm`. runs/families tries many more families.
 """
 
-import json
 import re
 import sys
 
@@ -22,12 +21,6 @@ from families import gaps, greedy_equal, save_model, train
 
 pytestmark = pytest.mark.vllm
 
-MINUTES = ("Mistral", "SmolLM3", "Granite")  # that CI has not got; families.py runs all 36
-FAMILIES = [
-    pytest.param(family, marks=pytest.mark.seeds if family in MINUTES else ())
-    for family in ("Mistral", "Gemma", "OLMo 2", "SmolLM3", "Exaone4", "Glm4", "Phi3", "Granite")
-]
-
 
 def is_rounding(policy, sampler):
     """As in test_nanollm.py; on a CPU float32 is more exact."""
@@ -40,7 +33,7 @@ def load(family, folder, device, **options):
     return load_policy(str(save_model(family, folder)), device=device, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["OLMo 2", "Glm4", "Phi3"])
 def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, device):
     policy = load(family, tmp_path, device, lora_rank=4)
     base = base_weights(policy.causal_lm)
@@ -73,7 +66,7 @@ def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, d
 
 @pytest.mark.parametrize(
     ("family", "copied"),
-    [("Qwen3Moe", r"\.w(13|2)_weight"), ("Mixtral", r"\.w(13|2)_weight"), ("Falcon", "query_key")],
+    [("Qwen3Moe", r"\.w(13|2)_weight"), ("Falcon", "query_key")],
 )
 def test_weights_without_a_view_are_copied_after_each_step(family, copied, tmp_path, device):
     """vLLM lays out experts for its CPU kernel, and computes Falcon's q, k and v."""
@@ -96,21 +89,3 @@ def test_weights_without_a_view_are_copied_after_each_step(family, copied, tmp_p
         assert {name: tensor.data_ptr() for name, tensor in now.items()} == addresses
     finally:
         sampler.close()
-
-
-def test_a_run_logs_the_seconds_in_which_experts_are_copied(command, tmp_path, device):
-    if device == "cuda":
-        pytest.skip("the experts of a GPU may be shared")
-    folder = save_model("Qwen3Moe", tmp_path / "moe")
-    flags = """--device cpu --dtype float32 --sampler vllm --num-updates 2 --num-prompts 2
-        --group-size 2 --max-tokens 8 --eval-num-tasks 0 --sft-steps 2 --sft-batch-size 2
-        --entropy-coef 0.01 --run-name moe""".split()
-    code, out, _ = command("--model-id", folder, *flags)
-    assert code == 0
-    assert "MB are copied after each step" in out
-    lines = (tmp_path / "runs/moe/metrics.jsonl").read_text().splitlines()
-    updates = [record for record in map(json.loads, lines) if record.get("update", 0) > 0]
-    assert len(updates) == 2
-    for record in updates:
-        assert 0 < record["time/sync_s"] < record["time/train_s"]
-        assert record["gap/logprob_max"] < 1e-4
