@@ -11,7 +11,6 @@ RECORD = {
     "reward/mean": 0.5, "length/mean": 12.0, "info/worked": 0.25,
     "time/rollout_s": 0.4, "time/train_s": 0.6,
 }  # fmt: skip
-SKIPPED = RECORD | {"update/skipped": 1.0, "grad/norm": float("nan")}
 ROLLOUT = Rollout(
     "e", "player", 0, 0,
     [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "[b]3[/b]"}],
@@ -62,11 +61,6 @@ def test_text_of_others_cannot_write_control_characters(monkeypatch):
     shown = file.getvalue()
     assert attack not in shown and printable("é\u3000\u200d\n\t") == "é\u3000\u200d\n\t"
     assert all(f"{letter}\ufffd]0;renamed\ufffd" in shown for letter in "abc")
-
-
-def test_update_without_a_finite_gradient_is_reported():
-    assert "update 3 skipped" in screen(SKIPPED)
-    assert "skipped" not in screen(RECORD)
 
 
 def test_sparkline_keeps_the_whole_run_in_view():

@@ -100,30 +100,6 @@ def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path
     assert_alike(metrics_of(tmp_path / "whole" / "runs" / "a"), metrics_of(tmp_path / "runs" / "a"))
 
 
-ALONE = """
-import os
-from core import cli, distributed
-from core.types import OutOfMemory
-
-def main(_):
-    with distributed.process_group("cpu"):
-        if os.environ["RANK"] == "1":
-            raise OutOfMemory("lower the budget")
-        distributed.all_gather([0])
-
-raise SystemExit(cli.run(main, [], parse=lambda args: None))
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_prints_its_error_although_rank_0_notices_that_it_is_gone(tmp_path):
-    (tmp_path / "alone.py").write_text(ALONE)
-    code, _, err = finish(launch(tmp_path, program=tmp_path / "alone.py"))
-    said = {line.split(":")[1] for line in err.splitlines() if line.startswith("train.py: ")}
-    assert code != 0
-    assert said == {" lower the budget", " another rank died, so this rank ends"}, err
-
-
 def kill_a_rank(run, launched):
     """Kill the second rank once the first update is saved."""
     for _ in range(1200):
@@ -144,8 +120,9 @@ def as_rank(monkeypatch, rank, num_ranks):
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("items", [list(range(12)), [5], list(range(1, 40)), []])
+@pytest.mark.parametrize(
+    ("num_ranks", "items"), [(2, []), (3, [5]), (3, [*range(1, 40)]), (8, [*range(12)])]
+)
 def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, items):
     parts = []
     for rank in range(num_ranks):
@@ -181,23 +158,12 @@ def test_only_the_first_rank_of_a_machine_says_that_a_run_stopped(monkeypatch, c
     assert capsys.readouterr().out == ("train.py: stopped and saved\n" if rank == 0 else "")
 
 
-def test_restarts_need_a_run_name(command, monkeypatch):
-    monkeypatch.setattr(distributed, "may_restart", lambda: True)
-    code, _, err = command(*SMALL)
-    assert code == 2 and "needs a --run-name" in err
-
-
-@pytest.mark.parametrize(("visible", "count"), [("0", 9), (None, 1)])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_more_processes_than_gpus_are_one_line(monkeypatch, visible, count, rank):
-    as_rank(monkeypatch, rank, 2)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
+def test_more_processes_than_gpus_are_one_line(monkeypatch):
+    as_rank(monkeypatch, 0, 2)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(distributed, "rendezvous", None)  # not reached
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     message = r"torchrun --nproc-per-node: this machine has 1 GPU\(s\)"
     with pytest.raises(UsageError, match=message), distributed.process_group("auto"):
         pass

@@ -53,48 +53,12 @@ class Slow(Env):
         return Step(None, float(self.seed), True)
 
 
-@pytest.mark.parametrize("workers", [1, 64])
-def test_rollouts_have_the_order_of_the_tasks_whatever_thread_ends_first(policy, register, workers):
-    register(type("Waits", (Slow,), {"waits": workers > 1}))
-    collector = RolloutCollector(policy, 4, env_workers=workers)
-    rollouts = collector.collect(tasks(8), Scripted(policy), PARAMS)
+def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, register):
+    register(type("Waits", (Slow,), {"waits": True}))
+    rollouts = RolloutCollector(policy, 4).collect(tasks(8), Scripted(policy), PARAMS)
     assert not any(r.error for r in rollouts)
     assert [r.seed for r in rollouts] == list(range(8))
     assert [r.episode_return for r in rollouts] == [2.0 * seed for seed in range(8)]
-
-
-def hang():
-    time.sleep(30)
-
-
-def spin():
-    while True:
-        pass
-
-
-@pytest.mark.parametrize("fault", [hang, spin])
-def test_a_time_limit_in_a_thread_costs_its_own_episode(policy, register, fault):
-    class Faulty(Slow):
-        def step(self, response):
-            if self.seed == 5:
-                fault()
-            return super().step(response)
-
-        def close(self):
-            closed.append(self.seed)
-
-    closed = []
-    register(Faulty)
-    before = set(threading.enumerate())
-    collector = RolloutCollector(policy, 4, env_timeout=1.0)
-    rollouts = collector.collect(tasks(8), Scripted(policy), PARAMS)
-    assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(8)]
-    assert rollouts[5].error == "TimeLimit: no answer in 1 seconds (--env-timeout)"
-    collector.close()
-    assert sorted(closed) == [0, 1, 2, 3, 4, 6, 7]  # the other one may still be at work
-    for thread in set(threading.enumerate()) - before if fault is spin else ():
-        thread.join(20)
-        assert not thread.is_alive()  # it was interrupted
 
 
 def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(policy, register):
@@ -165,12 +129,12 @@ class Uneven(Env):
         )
 
 
-def late_collector(policy, max_turns=9, spec="slow", **options):
-    """A collector that knows that the environment answers late, so it does not play in rounds."""
-    collector = RolloutCollector(policy, max_turns, **options)
-    collector.calls.slow.add(("step", spec))
-    collector.calls.seconds[spec].extend([1.0] * 8)
-    return collector
+@pytest.fixture
+def no_rounds(monkeypatch):
+    """Every environment counts as slow, so no episode waits for another."""
+    monkeypatch.setattr(env_calls, "SLOW", 0.0)
+    monkeypatch.setattr(env_calls, "LATE", 0.0)
+    monkeypatch.setattr(env_calls, "ENOUGH", 1)
 
 
 class Pair(MultiAgentEnv):
@@ -192,54 +156,28 @@ class Pair(MultiAgentEnv):
         }
 
 
-@pytest.mark.parametrize(("kind", "start"), [(Uneven, "known"), (Uneven, "found"), (Pair, "known")])
-def test_episodes_without_rounds_have_the_tokens_of_rounds(
-    policy, register, monkeypatch, kind, start
-):
+@pytest.mark.parametrize(("kind", "temperature"), [(Uneven, 1.0), (Pair, 0.0)])
+def test_slow_calls_change_no_token_and_no_reward(policy, register, request, kind, temperature):
     register(kind)
     policy.stop_ids = sorted({*range(0, 704, 9), *policy.stop_ids})
     policy.max_length = 150  # some contexts are full
-    params = SamplingParams(10, float(start == "known"), seed=5)
-    in_rounds = RolloutCollector(policy, 3, env_workers=1)
-    expected = in_rounds.collect(tasks(12), TorchSampler(policy), params)
-    monkeypatch.setattr(env_calls, "SLOW", 0.0)
-    monkeypatch.setattr(env_calls, "LATE", 0.0)
-    collector = (late_collector if start == "known" else RolloutCollector)(policy, 3)
-    rollouts = collector.collect(tasks(12), TorchSampler(policy), params)
-    assert collector.is_late("slow") and not in_rounds.is_late("slow")
+    params = SamplingParams(10, temperature, seed=5)
+    one_by_one = RolloutCollector(policy, 3, env_workers=1)
+    expected = one_by_one.collect(tasks(12), TorchSampler(policy), params)
+    request.getfixturevalue("no_rounds")
+    rollouts = RolloutCollector(policy, 3).collect(tasks(12), TorchSampler(policy), params)
     for found, rollout in zip(rollouts, expected, strict=True):
         assert found.messages == rollout.messages and not found.error
         assert (found.seed, found.agent) == (rollout.seed, rollout.agent)
         assert [t.completion_ids for t in found.turns] == [t.completion_ids for t in rollout.turns]
         assert [t.reward for t in found.turns] == [t.reward for t in rollout.turns]
         assert found.episode_truncated == rollout.episode_truncated
-        for turn, other in zip(found.turns, rollout.turns, strict=True):
-            assert turn.sampler_logprobs == pytest.approx(other.sampler_logprobs, abs=1e-4)
     assert len({len(r.turns) for r in expected}) >= 2
     assert kind is Pair or any(r.episode_truncated for r in expected)
 
 
-def test_an_episode_does_not_wait_for_a_slower_one(policy, register):
-    """In rounds, the first step would wait for an episode that waits for the step."""
-    over = threading.Event()
-
-    class Waits(Uneven):
-        def step(self, response):
-            if self.seed == 0:
-                assert over.wait(20)
-            step = super().step(response)
-            if self.seed == 3 and step.done:  # after four turns
-                over.set()
-            return step
-
-    register(Waits)
-    sampler = TorchSampler(policy)
-    rollouts = late_collector(policy).collect(tasks(6), sampler, SamplingParams(4))
-    assert [len(r.turns) for r in rollouts] == [1, 2, 3, 4, 1, 2]
-    assert not any(r.error for r in rollouts)
-
-
-def test_a_failure_without_rounds_costs_its_own_episode(policy, register):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_failure_costs_its_own_episode(policy, register, request, late):
     class Faulty(Uneven):
         def reset(self, seed):
             if seed == 1:
@@ -248,10 +186,13 @@ def test_a_failure_without_rounds_costs_its_own_episode(policy, register):
 
         def step(self, response):
             if self.seed == 2:
-                time.sleep(60)
+                time.sleep(30)
             if self.seed == 3 and self.left == 2:
                 raise EnvFailure("gone")
             return super().step(response)
+
+        def close(self):
+            closed.append(self.seed)
 
     class Partial(Scripted):
         def sample(self, prompts, params, on_progress=lambda: None, chats=None):
@@ -262,20 +203,24 @@ def test_a_failure_without_rounds_costs_its_own_episode(policy, register):
                 for c, bad in zip(completions, failed, strict=True)
             ]
 
+    closed = []
     register(Faulty)
-    collector = late_collector(policy, env_timeout=1.0)
+    if late:
+        request.getfixturevalue("no_rounds")
+    collector = RolloutCollector(policy, 9, env_timeout=1.0)
     rollouts = collector.collect(tasks(8), Partial(policy), PARAMS)
     assert [r.error for r in rollouts] == [
         "", "OSError: no disk", "TimeLimit: no answer in 1 seconds (--env-timeout)",
         "EnvFailure: gone", "", "", "EnvFailure: no server", "",
     ]  # fmt: skip
     assert [len(r.turns) for r in rollouts] == [1, 0, 1, 3, 1, 2, 0, 4]
-    assert len(collector.idle_envs["slow"]) == 4
+    collector.close()
+    assert closed and 2 not in closed  # it is still at work
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_heavy_environments_are_capped_reused_and_closed(policy, register, monkeypatch, late):
-    living, most, over = set(), [], threading.Event()
+def test_heavy_environments_are_capped_reused_and_closed(policy, register, request, late):
+    living, most = set(), []
 
     class Heavy(Uneven):
         heavy = True
@@ -287,30 +232,22 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, register, monke
                 raise RuntimeError
             return super().reset(seed)
 
-        def step(self, response):
-            if late and self.seed == 0:  # the other instance plays all other tasks
-                assert over.wait(20)
-            if self.seed == 9:
-                over.set()
-            return super().step(response)
-
         def close(self):
             living.remove(self)
 
     register(Heavy)
-    collector = (late_collector if late else RolloutCollector)(policy, 9, env_instances=2)
+    if late:
+        request.getfixturevalue("no_rounds")
+    collector = RolloutCollector(policy, 9, env_instances=2)
     rollouts = collector.collect(tasks(10), TorchSampler(policy), SamplingParams(3))
     assert [r.seed for r in rollouts] == list(range(10))
     assert [bool(r.error) for r in rollouts] == [seed == 5 for seed in range(10)]
     assert max(most) == 2 and len(living) == 2  # the failed one is closed, the others are idle
-    monkeypatch.setitem(registry.ENVIRONMENTS, "other", Heavy)
-    collector.collect([Task("other", 1, 0)], TorchSampler(policy), SamplingParams(3))
-    assert max(most) == 2  # an idle one makes room
     collector.close()
     assert not living
 
 
-def test_environments_that_are_stepped_together_stay_in_rounds(policy, register):
+def test_environments_may_be_stepped_together(policy, register):
     sizes = []
 
     class Batched(Uneven):
@@ -320,23 +257,7 @@ def test_environments_that_are_stepped_together_stay_in_rounds(policy, register)
             return super().step_batch(envs, responses)
 
     register(Batched)
-    collector = late_collector(policy)
+    collector = RolloutCollector(policy, 9)
     for calls in (4, 2):
         collector.collect([Task("slow", 0, i) for i in range(calls)], Scripted(policy), PARAMS)
-    assert sizes == [1, 1, 1, 1, 2]  # the first collection finds it out
-
-
-def test_an_exception_in_on_progress_ends_the_wait_for_an_environment(policy, register):
-    class Hangs(Uneven):
-        def step(self, response):
-            time.sleep(20)
-
-    def stop():
-        if time.monotonic() > started + 0.3:
-            raise KeyboardInterrupt
-
-    register(Hangs)
-    started = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        late_collector(policy).collect(tasks(2), TorchSampler(policy), PARAMS, stop)
-    assert time.monotonic() < started + 15  # before the step ends
+    assert sizes == [4, 2]

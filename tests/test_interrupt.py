@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -43,20 +42,6 @@ def test_ctrl_c_is_answered_at_once_and_stops_at_the_next_check_and_a_second_one
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_in_another_thread_nothing_is_delayed():
-    found = []
-
-    def enter():
-        with Interrupt() as interrupt:
-            found.append(signal.getsignal(signal.SIGINT))
-            interrupt.check()
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert found == [signal.getsignal(signal.SIGINT)]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")

@@ -14,7 +14,6 @@ from conftest import LoopbackServer, load_small
 
 from core import checkpoint, opponents, run_dir
 from core.config import Config, resolve
-from core.model import load_policy
 from core.opponents import Opponents, copies_at, load_opponent
 from core.rollouts import RolloutCollector
 from core.run_log import read_records
@@ -91,19 +90,6 @@ def test_the_seed_decides_the_seat_and_a_group_shares_it(policy, tmp_path):
         answers = [m for m in r.messages if m["role"] == "assistant"]
         assert answers and {m["content"] for m in answers} == {"<move>1</move>"}
         assert len(answers) == len(r.turns)
-
-
-def test_all_that_wait_for_one_opponent_are_one_batch_at_temperature_1(policy, tmp_path):
-    own, a, b = (Scripted(policy, "<move>9</move>") for _ in range(3))
-    collector = joined(policy, tmp_path, samplers={"./a": a, "./b": b})
-    tasks = [Task(f"nim:opponent=./{n}", s, i) for i, (n, s) in enumerate(
-        [("a", 0), ("b", 1), ("a", 2), ("b", 3), ("a", 5), ("b", 7)])]  # fmt: skip
-    collector.collect(tasks, own, replace(PARAMS, temperature=0.0))
-    # seeds 0 and 2 begin; the opponents begin with seed 5 (a) and seeds 1, 3 and 7 (b)
-    assert (own.batches[0][0], a.batches[0][0], b.batches[0][0]) == (2, 1, 3)
-    assert {p.temperature for _, p, _ in own.batches} == {0.0}
-    for _, params, _ in a.batches + b.batches:
-        assert params.temperature == 1.0 and len(set(params.streams)) == len(params.streams)
 
 
 def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_path):
@@ -221,19 +207,6 @@ def test_the_model_of_a_lora_run_is_its_base_with_its_adapters(qwen3_folder, tmp
     loaded = load_opponent(tmp_path, cfg, policy)
     ids = torch.tensor([[5, 6, 7, 8]])
     assert torch.equal(loaded.hidden_states(ids), policy.hidden_states(ids))
-
-
-def test_a_lora_run_of_tiny_without_its_base_is_no_opponent(tmp_path):
-    own = load_policy(
-        "tiny", device="cpu", lora_rank=2, max_length=512, tiny_folder=tmp_path / "base"
-    )
-    cfg = resolve(Config(model_id="tiny", lora_rank=2, max_model_len=512))
-    run_dir.write_config(tmp_path, run_dir.config_to_dict(cfg))
-    checkpoint.export_model(tmp_path, own)
-    load_opponent(tmp_path, cfg, own)
-    shutil.rmtree(tmp_path / "base")
-    with pytest.raises(UsageError, match="is missing"):
-        load_opponent(tmp_path, cfg, own)
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(

@@ -57,13 +57,3 @@ def test_no_circle_of_imports():
 
     for name in graph:
         visit(name, [])
-
-
-def test_the_three_algorithms_line_up():
-    arguments = {}
-    for algo in ("reinforce", "grpo", "ppo"):
-        tree = ast.parse((ROOT / f"algorithms/{algo}.py").read_text())
-        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-        assert [f.name for f in functions[:2]] == ["compute_advantages", "compute_loss"]
-        arguments[algo] = [[a.arg for a in f.args.args] for f in functions[:2]]
-    assert arguments["reinforce"] == arguments["grpo"] == arguments["ppo"]

@@ -1,20 +1,14 @@
 """Tasks depend on the seed and the update only."""
 
-import pytest
-
 from core.tasks import (
     demo_tasks,
     eval_tasks,
     harder,
     next_level,
     train_tasks,
-    training_envs,
     with_difficulty,
 )
-from core.types import UsageError
-from environments import registry
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS
-from environments.letter_counting import LetterCounting
 
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
 
@@ -87,23 +81,3 @@ def test_the_curriculum_follows_the_training_accuracy():
     assert next_level(envs, 0, 0.0, target=0.8) == 0  # not below the given difficulty
     assert next_level(["math_qa:level=6"], 0, 1.0, target=0.8) == 0  # the highest level
     assert [harder(env, 5) for env in envs] == ["math_qa:level=6", "letter_counting:difficulty=6"]
-
-
-def test_a_spec_is_built_once_to_check_it_and_again_after_registration(monkeypatch):
-    built = []
-
-    def counted(difficulty: int = 3):
-        built.append(difficulty)
-        return LetterCounting(difficulty)
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "counted", counted)
-    for _ in range(3):
-        assert training_envs(["counted"], 2, level=2) == ["counted:difficulty=4"]
-    assert built == [2, 3, 4]
-
-    def refuses(difficulty: int = 3):
-        raise UsageError("no")
-
-    monkeypatch.setitem(registry.ENVIRONMENTS, "counted", refuses)
-    with pytest.raises(UsageError):
-        with_difficulty("counted", 2)
