@@ -1,14 +1,12 @@
 """Environments of the user: of files, modules and installed packages, in every command."""
 
-import re
-import sys
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import yaml
 
-from core import chat, tasks
+from core import tasks
 from core.run_dir import read_config
 from core.types import UsageError
 from environments import registry
@@ -27,7 +25,6 @@ from environments.registry import (
     split_spec,
 )
 
-README = (Path(__file__).parent.parent / "environments/README.md").read_text()
 GAMES = """
 from words import WORD  # a file beside this one
 from environments import Env, Step
@@ -54,7 +51,7 @@ SMALL = """--sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 2 --eval-n
 
 @pytest.fixture(autouse=True)
 def place(tmp_path, monkeypatch, command):
-    """A folder with games.py, the package my_envs and parity.py of the README."""
+    """A folder with games.py and the package my_envs."""
     home = tmp_path / "home"
     (home / "my_envs").mkdir(parents=True)
     for folder in (home, home / "my_envs"):
@@ -62,33 +59,20 @@ def place(tmp_path, monkeypatch, command):
         (folder / "games.py").write_text(
             GAMES.replace("from words", "from my_envs.words", folder != home)
         )
-    (home / "parity.py").write_text(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1])
     monkeypatch.chdir(home)
     monkeypatch.setattr(registry, "ENVIRONMENTS", dict(ENVIRONMENTS))
     yield home
     registry._installed.cache_clear()
 
 
-def train_in(folder, monkeypatch, command, *args):
-    """Runs train.py in a folder, with the imports of a new process."""
-    monkeypatch.chdir(folder)
-    sys.path[:] = [path for path in sys.path if "home" not in path]
-    for name in [name for name in sys.modules if "my_envs" in name or "home" in name]:
-        del sys.modules[name]
-    return command(*args)
-
-
 @pytest.mark.parametrize(("spec", "name", "options"), [
     ("snake:size=5", "snake", "size=5"), ("snake", "snake", ""),
-    ("games.py:Maze", "games.py:Maze", ""),
     ("a/b.py:Maze:size=4,x=y:z", "a/b.py:Maze", "size=4,x=y:z"),
-    ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"), ("games:Maze", "games:Maze", ""),
+    ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"),
     ("snake:Maze", "snake", "Maze"),  # a built-in name stays the built-in environment
     ("openenv:url=http://a:80", "openenv", "url=http://a:80"),
-    (r"C:\x.py:Maze", r"C:\x.py:Maze", ""), ("C:/x.py:Maze:size=4", "C:/x.py:Maze", "size=4"),
-    (r"..\my envs\x.py:Maze", r"..\my envs\x.py:Maze", ""),
-    (str(PureWindowsPath("C:/my envs", "x.py")) + ":Maze", r"C:\my envs\x.py:Maze", ""),
-    ("C:/home/my_envs.games:Maze", "C:/home/my_envs.games:Maze", ""),
+    ("C:/x.py:Maze:size=4", "C:/x.py:Maze", "size=4"),
+    (r"C:\my envs\x.py:Maze", r"C:\my envs\x.py:Maze", ""),
     ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", "size=4"),
 ])  # fmt: skip
 def test_split_spec_separates_the_name_from_the_options(spec, name, options):
@@ -115,13 +99,9 @@ def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkey
      "rewarded:data={0}/rows.jsonl,reward={0}/games.py:a {0}/games:b,weights=1 0.3"),
     ("rewarded:data=openai/gsm8k,reward=other:b", "rewarded:data=openai/gsm8k,reward=other:b"),
     ("remote:env=games.py:Maze:size=4;level=2", "remote:env={}/games.py:Maze:size=4;level=2"),
-    ("gymnasium:id=A-v0,words=games.py:GAME", "gymnasium:id=A-v0,words={}/games.py:GAME"),
     ("tic_tac_toe:opponent=runs/x", "tic_tac_toe:opponent={}/runs/x"),
-    ("games.py:Nim:opponent=older:4", "{}/games.py:Nim:opponent=older:4"),
     ("tic_tac_toe:opponent=openai:a/b@http://c/v1", "tic_tac_toe:opponent=openai:a/b@http://c/v1"),
-    ("os.path:Maze", "os.path:Maze"), ("snake:size=5", "snake:size=5"),
-    ("math_qa:data=rows.jsonl", "math_qa:data={}/rows.jsonl"),
-    ("math_qa:data=my_envs", "math_qa:data=my_envs"),
+    ("snake:size=5", "snake:size=5"), ("math_qa:data=rows.jsonl", "math_qa:data={}/rows.jsonl"),
 ])  # fmt: skip
 @pytest.mark.parametrize("folder", ["place", "a place, b:c=d"])
 def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
@@ -138,80 +118,45 @@ def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
     assert absolute(spec, str(place)) == found and short(found) == spec
 
 
-@pytest.mark.parametrize(("spec", "name"), [
-    (r"C:\my envs\x.py:Maze:size=4", "x.py:Maze:size=4"), ("C:/a/my.games:Maze", "my.games:Maze"),
-    (r"rewarded:data=C:\d\p.jsonl,reward=C:\r.py:f", "rewarded:data=p.jsonl,reward=r.py:f"),
-    (r"tic_tac_toe:opponent=C:\runs\x", "tic_tac_toe:opponent=runs/x"),
-])  # fmt: skip
-def test_paths_of_windows_are_shortened(spec, name):
-    assert short(spec) == name
-
-
 @pytest.mark.parametrize(("spec", "words"), [
-    ("none.py:Maze", ["no file none.py"]), (r"C:\x.py", ["FILE.py:Class"]),
-    ("games.py", ["FILE.py:Class"]), ("games.py:size=4", ["FILE.py:Class"]),
-    ("games.py:Maze,size=4", ["FILE.py:Class:key=value"]),
+    ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
     ("games.py:Labyrinth", ["AttributeError", "Labyrinth"]),
-    ("games.py:anything", ["derived from Env"]), ("games.py:WORD", ["derived from Env"]),
     ("os:system:command=touch marker", ["derived from Env"]),
     ("no_envs.games:Maze", ["ModuleNotFoundError", "no_envs"]),
     ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
-    ("games.py:Maze:width=9", ["'width'", "size, level"]),
     ("broken.py:Maze", ["SyntaxError", "broken.py, line 2"]),
-    ("raising.py:Maze", ["ZeroDivisionError", "raising.py, line 1"]),
-    ("leaving.py:Maze", ["SystemExit"]),
 ])  # fmt: skip
 def test_what_cannot_be_imported_or_built_is_one_line(place, command, spec, words):
     (place / "broken.py").write_text("x = 1\ndef f(:\n")
-    (place / "raising.py").write_text("1 / 0\n")
-    (place / "leaving.py").write_text("raise SystemExit('bye')\n")
     code, out, err = command("--env", spec)
     assert (code, out) == (2, "") and err.startswith("train.py: ") and err.count("\n") == 1
     assert all(word in err for word in words), err
     assert not Path("marker").exists() and not Path("runs").exists()
 
 
-@pytest.mark.slow
-def test_a_run_of_the_readmes_file_is_resumed_and_repeated_from_another_folder(
-    place, command, tmp_path, monkeypatch, capsys
+def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
+    place, command, tmp_path, monkeypatch
 ):
-    code, out, err = command("--env", "parity.py:Parity:digits=2", *SMALL, "--sft-steps", "1",
-                             "--sft-batch-size", "2")  # fmt: skip
-    assert code == 0, err
-    run = place / "runs/grpo-Parity-1"
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    assert settings["env"] == [f"{place}/parity.py:Parity:digits=2"]
-    assert "next: python train.py --env parity.py:Parity:digits=2 --seed 0" in out
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "parity.py").write_text("raise OSError('the wrong file')\n")
-    again = ["--resume", run, "--num-updates", "2", "--trust"]
-    code, out, err = train_in(other, monkeypatch, command, *again)
-    assert code == 0, err
-    assert "2 updates" in out and f"--env {place}/parity.py" in out
-    records = (run / "metrics.jsonl").read_text()
-    assert records.count('"eval/parity.py:Parity:digits=2/accuracy"') == 3
-    repeated = ["--config", run / "config.yaml", "--run-name", "b", "--trust"]
-    assert train_in(other, monkeypatch, command, *repeated)[0] == 0
-    assert chat.parse([str(run), "--trust"])[1].env == (f"{place}/parity.py:Parity:digits=2",)
-    place.rename(tmp_path / "moved")
-    run = tmp_path / "moved/runs/grpo-Parity-1"
-    again = ["--resume", run, "--num-updates", "3", "--trust"]
-    code, _, err = train_in(other, monkeypatch, command, *again)
-    assert code == 2 and "no file" in err and "name it again" in err
-    moved = f"{tmp_path}/moved/parity.py:Parity:digits=2"
-    code, _, err = train_in(other, monkeypatch, command, *again, "--env", moved)
-    assert code == 0, err
-
-
-def test_a_run_of_a_module_is_resumed_from_another_folder(place, command, tmp_path, monkeypatch):
-    code, _, err = command("--env", "my_envs.games:Maze:size=4", *SMALL, "--run-name", "a")
+    code, out, err = command("--env", "games.py:Maze:size=4", *SMALL, "--run-name", "a")
     assert code == 0, err
     run = place / "runs/a"
-    code, _, err = train_in(tmp_path, monkeypatch, command, "--resume", run)
-    assert code == 2 and "my_envs.games:Maze:size=4: if you trust it, add --trust" in err
-    again = ["--resume", run, "--num-updates", "2", "--trust"]
-    code, _, err = train_in(tmp_path, monkeypatch, command, *again)
+    spec = f"{place}/games.py:Maze:size=4"
+    assert yaml.safe_load((run / "config.yaml").read_text())["env"] == [spec]
+    assert "next: python train.py --env games.py:Maze:size=4 --seed 0" in out
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "games.py").write_text("raise OSError('the wrong file')\n")
+    monkeypatch.chdir(other)
+    again = ["--resume", run, "--num-updates", "2"]
+    code, _, err = command(*again)
+    assert code == 2 and f"{spec}: if you trust it, add --trust" in err
+    code, _, err = command(*again, "--trust")
+    assert code == 0, err
+    place.rename(tmp_path / "moved")
+    again = ["--resume", tmp_path / "moved/runs/a", "--num-updates", "3", "--trust"]
+    code, _, err = command(*again)
+    assert code == 2 and "no file" in err and "name it again" in err
+    code, _, err = command(*again, "--env", f"{tmp_path}/moved/games.py:Maze:size=4")
     assert code == 0, err
 
 
@@ -220,23 +165,8 @@ def test_a_config_of_an_older_version_names_its_folder(place):
     assert read_config(place / "c.yaml").env == (f"{place}/games.py:Maze", "snake")
 
 
-def test_two_environments_with_the_same_short_name_are_refused(command):
-    code, _, err = command("--env", "games.py:Maze", "my_envs/games.py:Maze")
-    assert code == 2 and "rename" in err
-
-
-def test_show_and_list_take_own_environments(place, capsys):
-    assert run_command(["show", "parity.py:Parity", "--seed", "3"]) == 0
-    assert "demonstrator:" in capsys.readouterr().out
-    assert run_command(["show", "games.py:Labyrinth"]) == 2
-    assert "Labyrinth" in capsys.readouterr().err
-
-
 def test_remote_serves_an_environment_of_a_file(place):
     env = make("remote:env=games.py:Maze:size=4;level=2")
-    assert env.reset(5)[0]["content"] == "go 5 4"
-    env.close()
-    env = make('remote:env="my_envs/games.py:Maze:size=4,level=2"')
     assert env.reset(5)[0]["content"] == "go 5 4"
     env.close()
 
@@ -261,17 +191,12 @@ def test_an_installed_package_adds_names(place, monkeypatch, command, capsys):
 
 def test_a_name_that_is_defined_twice_is_an_error(place, monkeypatch):
     monkeypatch.syspath_prepend(place)
-    install(place, "mazes", "maze = my_envs.games:Maze", "snake = my_envs.games:Maze")
+    install(place, "mazes", "maze = my_envs.games:Maze")
     install(place, "more_mazes", "maze = my_envs.games:small")
     with pytest.raises(UsageError, match=r"several .* 'maze'.*mazes"):
         make("maze")
-    with pytest.raises(UsageError, match=r"several .* 'snake'.*mazes"):
-        make("snake:size=5")
-    assert make("my_envs.games:Maze").size == 3 and make("environments.snake:Snake")
-    for name in ("reverse", "maze"):
-        with pytest.raises(UsageError, match=f"'{name}' exists already"):
-            register(name)(type("Other", (Env,), {}))
-    assert ENVIRONMENTS["reverse"] == "environments.reverse:Reverse"
+    with pytest.raises(UsageError, match="'reverse' exists already"):
+        register("reverse")(type("Other", (Env,), {}))
     first, second = [type("Mine", (Env,), {}) for _ in range(2)]  # a notebook cell, run twice
     register("mine")(first)
     assert register("mine")(second) is second
@@ -306,16 +231,11 @@ class Typed(Env):
 
 @pytest.mark.parametrize(("text", "key", "value"), [
     ('start="Washington, D.C."', "start", "Washington, D.C."),
-    (r'start="a \"b\" = c"', "start", 'a "b" = c'),
-    ('start=say "a"', "start", 'say "a"'),  # only a value as a whole is quoted
-    ("start=None", "start", "None"), ('start="5"', "start", "5"), ("start=-x", "start", "-x"),
-    ("depth=7", "depth", 7), ("depth=None", "depth", None), ("depth=none", "depth", None),
-    ("mode=hard", "mode", "hard"), ("sizes=3 4 -5", "sizes", [3, 4, -5]), ("sizes=", "sizes", []),
-    ("names='New York' b", "names", ("New York", "b")), ('names="a, b"', "names", ("a,", "b")),
-    ("span=0.5 2", "span", (0.5, 2.0)), ("span=none", "span", None),
-    ("path=a b/c.json", "path", Path("a b/c.json")),
-    ("loud=TRUE", "loud", True), ("loud=none", "loud", None), ("plain=6", "plain", 6),
-    ("anything=true", "anything", True), ("anything=8x8", "anything", "8x8"),
+    ('start="5"', "start", "5"), ("depth=7", "depth", 7), ("depth=None", "depth", None),
+    ("mode=hard", "mode", "hard"), ("sizes=3 4 -5", "sizes", [3, 4, -5]),
+    ("names='New York' b", "names", ("New York", "b")), ("span=0.5 2", "span", (0.5, 2.0)),
+    ("path=a b/c.json", "path", Path("a b/c.json")), ("loud=TRUE", "loud", True),
+    ("plain=6", "plain", 6), ("anything=8x8", "anything", "8x8"),
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     register("typed")(Typed)
@@ -325,9 +245,7 @@ def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("depth=x", ["depth", "int | None", "'x'"]), ("mode=medium", ["one of easy, hard", "'medium'"]),
-    ("sizes=3 x", ["sizes", "list[int]"]), ("span=1", ["span"]), ("span=1 2 3", ["span"]),
-    ("loud=5", ["loud", "'5'"]), ("plain=x", ["plain", "integer"]),
-    ('start="a,b', ["key=value", "'b'"]), ("names='a", ["names"]), ("sizes=3,4", ["'4'"]),
+    ("span=1", ["span"]), ("plain=x", ["plain", "integer"]), ("sizes=3,4", ["'4'"]),
 ])  # fmt: skip
 def test_a_value_of_another_type_is_one_line(text, words):
     register("typed")(Typed)

@@ -44,24 +44,10 @@ class Alternating(MultiAgentEnv):
         }
 
 
-class Simultaneous(MultiAgentEnv):
-    """Agents a, b and c act at once; a leaves after turn 1, b after turn 2, c after turn 3."""
-
-    def reset(self, seed):
-        self.turn = 0
-        return {agent: [user("go")] for agent in "abc"}
-
-    def step(self, responses):
-        self.turn += 1
-        done = {agent: "abc".index(agent) < self.turn for agent in responses}
-        return {a: Step(None if done[a] else user("go"), 0.5, done[a]) for a in responses}
-
-
-@pytest.mark.parametrize(("env", "agents"), [(Alternating(), "ab"), (Simultaneous(), "abc")])
-def test_as_pettingzoo_passes_pettingzoos_checker(env, agents):
+def test_as_pettingzoo_passes_pettingzoos_checker():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallel_api_test(as_pettingzoo(env, list(agents)), num_cycles=20)
+        parallel_api_test(as_pettingzoo(Alternating(), ["a", "b"]), num_cycles=20)
 
 
 def test_only_the_action_of_the_asked_agent_counts():
@@ -80,35 +66,11 @@ def test_only_the_action_of_the_asked_agent_counts():
     assert rewards == {"a": -1, "b": 1} and terminated == {"a": True, "b": True}
     assert infos == {"a": {"asked": False}, "b": {"asked": False, "correct": True}}
     assert env.agents == [] and observations == {"a": "", "b": ""}
-
-
-def test_a_step_cut_by_a_limit_is_truncated_and_not_terminated():
-    class Limited(Simultaneous):
-        def step(self, responses):
-            return {agent: Step(None, 0.0, True, truncated=agent == "a") for agent in responses}
-
-    env = as_pettingzoo(Limited(), ["a", "b", "c"])
-    env.reset(seed=0)
-    _, _, terminated, truncated, _ = env.step(dict.fromkeys("abc", "x"))
-    assert terminated == {"a": False, "b": True, "c": True}
-    assert truncated == {"a": True, "b": False, "c": False} and env.agents == []
-
-
-def test_seed_selects_the_task_and_later_resets_draw_from_it():
-    env, other = (as_pettingzoo(Alternating(), ["a", "b"]) for _ in range(2))
-    assert env.reset(seed=6)[0]["a"].startswith("seed 6\n")
-    other.reset(seed=6)
-    drawn = [env.reset()[0] for _ in range(3)]
-    assert drawn == [other.reset()[0] for _ in range(3)] and drawn[0] != drawn[1]
+    assert env.reset(seed=2)[0]["a"].startswith("seed 2\n")
 
 
 class Nim(pettingzoo.AECEnv):
-    """Take one to three of the matches; who takes the last one wins.
-
-    ### Arguments
-
-    matches
-    """
+    """Take one to three of the matches; who takes the last one wins."""
 
     metadata = {"name": "nim"}  # noqa: RUF012
 

@@ -1,9 +1,7 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
-import json
 import random
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +12,6 @@ from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.selection import drop_failed
 from core.tasks import Task
-from core.types import UsageError
 from environments.adapters.remote import Remote, RemoteAgents, RemoteError
 from environments.base import EnvFailure
 from environments.registry import make
@@ -31,19 +28,15 @@ sys.stdin.readline(); sys.stdin.readline()
 MISDEEDS = {
     "hang": "time.sleep(60)",
     "die": "print('Traceback ..', 'line 1', 'No door 7', sep='\\n', file=sys.stderr); sys.exit(3)",
-    "flood": "while True: sys.stdout.write('x' * 65536)",
     "broken": "print('{\"reward\": 1', flush=True); time.sleep(60)",
     "nan": 'print(\'{"message": null, "reward": NaN, "done": true}\', flush=True)',
-    "twice": "print('{}\\n{}', flush=True); time.sleep(60)",
     "error": 'print(\'{"error": "no such door"}\', flush=True); time.sleep(60)',
 }
 REASONS = {
     "hang": "no answer within the timeout",
     "die": r"the process ended; last lines of its stderr: Traceback \.\. \| line 1 \| No door 7",
-    "flood": "the answer exceeds",
     "broken": "not a JSON object",
     "nan": "the reward of player is nan",
-    "twice": "more than one answer",
     "error": "no such door",
 }
 
@@ -70,7 +63,7 @@ def wait_for_the_end_of(pid):
 
 def test_episode_equals_that_of_the_served_environment():
     local, served = make("letter_counting:difficulty=2"), Remote("letter_counting:difficulty=2")
-    for seed in (1, 2, 1_600_000_000):
+    for seed in (1, 1_600_000_000):
         assert served.reset(seed) == local.reset(seed)
         assert served.demonstrate() == local.demonstrate()
         assert served.demonstrate(hasty=True) == local.demonstrate(hasty=True)
@@ -104,25 +97,6 @@ def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy):
     assert [bool(r.error) for r in rollouts] == [False, True, False]
     assert re.search(REASONS["nan"], rollouts[1].error)
     assert [r.group_id for r in drop_failed(rollouts, print)] == [0, 2]
-
-
-@pytest.mark.parametrize(("spec", "culprit"), [
-    ("remote", "name either env=.. "), ("remote:env=chess", "unknown environment 'chess'"),
-    ("remote:command=cat,timeout=0", "timeout must be more than 0"),
-    ("remote:command=no-such-program", "can't start 'no-such-program'"),
-])  # fmt: skip
-def test_bad_option_is_a_usage_error(spec, culprit):
-    with pytest.raises(UsageError, match=culprit):
-        make(spec).reset(1)
-
-
-def test_without_process_groups_close_kills_the_process(monkeypatch):
-    monkeypatch.delattr("os.killpg")  # as on Windows
-    env = Remote(env="letter_counting")
-    env.reset(1)
-    process = env.process
-    env.close()
-    assert process.poll() is not None
 
 
 def test_close_kills_the_process_and_its_children(tmp_path):
@@ -173,16 +147,3 @@ for line in sys.stdin:
         [Task(spec, 1, 0)], TorchSampler(policy), SamplingParams(max_tokens=4)
     )
     assert {r.agent: (r.episode_return, r.error) for r in rollouts} == {"a": (1, ""), "b": (2, "")}
-
-
-def test_the_server_answers_every_request_of_nonsense_with_an_error():
-    lines = [b"\xff\xfe", b"", b"[" * 100_000, b'{"do": []}', b'{"do": "step"}', b"9" * 5000,
-             b'{"do": "reset", "seed": "x"}']  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "environments.adapters.remote", "letter_counting"],
-        input=b"\n".join([*lines, b'{"do": "reset", "seed": 62}', b""]), capture_output=True,
-        cwd=ROOT, timeout=60,
-    )  # fmt: skip
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [[*answer] for answer in answers] == [["error"]] * len(lines) + [["messages"]]
-    assert (done.returncode, done.stderr) == (0, b"")

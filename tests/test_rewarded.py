@@ -69,19 +69,6 @@ def prompts_of(env, seeds):
     return [env.reset(seed)[0]["content"] for seed in seeds]
 
 
-def test_functions_receive_trl_s_arguments_and_return_the_reward():
-    env = make("rewarded:data=rows.jsonl,reward=rewards.py:accuracy")
-    prompt = env.reset(7)[0]
-    n = int(prompt["content"][4:-1])
-    assert prompt == {"role": "user", "content": f"Say {n}."}
-    step = env.step(f"<{n}>")
-    assert (step.reward, step.done, step.message) == (1.0, True, None)
-    assert step.info == {"correct": True, "reward_accuracy": 1.0}
-    calls = env.functions[0][1].__globals__["calls"]
-    assert calls[-1] == ([f"Say {n}."], [f"<{n}>"], [str(n)], {"n": [n]})
-    assert env.step("?").reward == 0.0 and env.step("?").info["correct"] is False
-
-
 def test_several_functions_are_weighted_awaited_and_may_not_apply():
     reward = "rewards.py:accuracy rewards.py:brief rewards.py:sometimes"
     env = make(f"rewarded:data=rows.jsonl,reward={reward},weights=2 0.5 1")
@@ -89,11 +76,10 @@ def test_several_functions_are_weighted_awaited_and_may_not_apply():
     step = env.step(f"{number:>5}")  # 5 characters: brief gives 0.5
     assert step.reward == pytest.approx(2 * 1 + 0.5 * 0.5 + 1 * 0.5)
     assert step.info["reward_brief"] == 0.5 and step.info["correct"] is True
+    assert (step.done, step.message) == (True, None)
     step = env.step("xxxxx")
     assert step.reward == pytest.approx(0.25) and "reward_sometimes" not in step.info
-    equal = make(f"rewarded:data=rows.jsonl,reward={reward}")
-    equal.reset(3)
-    assert equal.step(f"{number:>5}").reward == pytest.approx(1 + 0.5 + 0.5)
+    assert step.info["correct"] is False
 
 
 def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
@@ -105,9 +91,6 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
-    write("back.jsonl", ROWS[::-1])  # another order, the same split
-    back = make("rewarded:data=back.jsonl,reward=rewards.py:sometimes")
-    assert set(prompts_of(back, EVAL_SEEDS[:60])) == set(held_out)
     report = check_env("rewarded:data=rows.jsonl,reward=rewards.py:accuracy", 3)
     assert not report.problems and report.shared == 0
 
@@ -143,17 +126,11 @@ configs:
     (message,) = env.reset(1)
     assert message["content"].startswith("Say ")
     assert env.step(message["content"]).reward == 1.0
-    with pytest.raises(UsageError, match=r"cannot load .*questions"):
-        make(f"{spec}third")
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ("", "set data="), ("data=rows.jsonl", "set data="),
-    ("data=none.jsonl,reward=rewards.py:accuracy", "no file none.jsonl"),
-    ("data=rows.jsonl,reward=rewards.py:precision", "AttributeError"),
+    ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
-    ("data=rows.jsonl,reward=rewards.py:two rewards.py:two", "given twice"),
-    ("data=rows.jsonl,reward=none.py:f", "no file none.py"),
     ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
     ("data=rows.jsonl,reward=rewards.py:two,prompt=question", "row 1: no prompt in 'question'"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
@@ -206,7 +183,6 @@ def test_async_functions_are_awaited_together():
 
 @pytest.mark.parametrize(("reward", "error", "env_failure"), [
     ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
-    ("raises", "RuntimeError: raises: KeyError: 'judge'", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets", "RuntimeError: raises: KeyError: 'judge'", False),
 ])  # fmt: skip
