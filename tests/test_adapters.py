@@ -5,9 +5,7 @@ import sys
 import pytest
 
 from core.types import UsageError
-from environments.adapters.gymnasium import as_gymnasium
 from environments.adapters.pettingzoo import as_pettingzoo
-from environments.letter_counting import LetterCounting
 from environments.registry import make
 from environments.tic_tac_toe import tic_tac_toe
 
@@ -16,12 +14,8 @@ from environments.tic_tac_toe import tic_tac_toe
     ("library", "build"),
     [
         ("gymnasium", lambda: make("gymnasium")),
-        ("gymnasium", lambda: as_gymnasium(LetterCounting())),
         ("pettingzoo", lambda: as_pettingzoo(tic_tac_toe("self"), ["X", "O"])),
-        ("openenv.core", lambda: make("openenv")),
-        ("reasoning_gym", lambda: make("reasoning_gym")),
         ("textarena", lambda: make("textarena")),
-        ("textworld", lambda: make("textworld")),
     ],
 )
 def test_missing_library_is_a_usage_error_with_the_install_command(library, build, monkeypatch):

@@ -1,7 +1,6 @@
 """`check_env` finds each mistake that an environment can make, and no mistake in a correct one."""
 
 import inspect
-import itertools
 import random
 import time
 
@@ -50,33 +49,15 @@ def repeat(number):
     return reset
 
 
-def slow(self, response):
-    started = time.process_time()
-    while response.startswith("%s") and len(response) > 90_000:
-        if time.process_time() - started > 0.6:
-            break
-    return Echo.step(self, response)
-
-
-def exits(self, response):
-    raise SystemExit(3)
-
-
 def ends(reward=lambda response: 0.0, **info):
     return lambda self, response: Step(None, reward(response), True, {"correct": True} | info)
 
 
-CALLS = itertools.count()
 Clock = variant(Echo, "Clock", reset=repeat(lambda seed: time.perf_counter_ns()))
 Shared = variant(Echo, "Shared", reset=repeat(lambda seed: random.Random(seed).randrange(1000)))
-Counting = variant(Echo, "Counting", demonstrate=lambda self, hasty=False: str(next(CALLS)))
 Raising = variant(Echo, "Raising", step=ends(lambda response: float(response or 0)))
-Infinite = variant(Echo, "Infinite", step=ends(lambda r: float("inf") if "NaN" in r else 0.0))
-Slow = variant(Echo, "Slow", step=slow)
 NotJson = variant(Echo, "NotJson", step=ends(object=object()))
-Exiting = variant(Echo, "Exiting", step=exits)
 Unscored = variant(Echo, "Unscored", step=lambda self, response: Step(None, 0.0, True))
-Wrong = variant(Echo, "Wrong", demonstrate=lambda self, hasty=False: "seven")
 
 
 class Endless(Echo):
@@ -105,13 +86,11 @@ class Forgetful(Pair):
 
 PROBLEMS = [
     (Clock, "does not determine"), (Shared, "reserve tasks"),
-    (Counting, "another text the second time"), (Raising, "could not convert string"),
-    (Infinite, "reward of player is inf"), (Slow, "step took 0.6 s"), (NotJson, "not JSON"),
-    (Exiting, "SystemExit"), (Forgetful, "never returned a Step for b"),
+    (Raising, "could not convert string"), (NotJson, "not JSON"),
+    (Forgetful, "never returned a Step for b"),
 ]  # fmt: skip
 WARNINGS = [
     (Unscored, 'without a bool info["correct"]'), (Endless, "never end an episode"),
-    (Wrong, "no demonstration is correct"),
 ]  # fmt: skip
 
 
@@ -149,23 +128,13 @@ def test_what_limits_the_use_is_a_warning(environment, words):
     assert any(words in warning for warning in report.warnings), report.warnings
 
 
-def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch):
+def test_another_process_must_play_the_same_episodes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code = "import random\nfrom environments.base import *\nfrom environments.parsing import user\n"
     for environment, base in ((Echo, "Env"), (Hashed, "Echo")):
         code += inspect.getsource(environment).replace("(Echo)", f"({base})") + "\n"
     (tmp_path / "games.py").write_text(code)
-    assert not check_env("games.py:Echo", 2).problems
-    (problem,) = check_env("games.py:Hashed", 2).problems
-    assert "another Python process" in problem
-
-
-def test_the_command_exits_with_0_1_or_2(capsys):
-    register("subject")(Shared)
-    assert run_command(["check", "reverse_echo"]) == 0
+    assert run_command(["check", "games.py:Echo"]) == 0
     assert "no problem found" in capsys.readouterr().out
-    assert run_command(["check", "subject"]) == 1
-    assert "problem: openings: " in capsys.readouterr().out
-    assert run_command(["check", "revrese"]) == 2
-    assert "revrese" in capsys.readouterr().err
-    assert run_command(["check"]) == 2
+    assert run_command(["check", "games.py:Hashed"]) == 1
+    assert "another Python process" in capsys.readouterr().out

@@ -8,10 +8,9 @@ import datasets
 import pytest
 
 import environments.math_qa
-from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
 from environments.math_answers import parse_number
-from environments.math_expressions import LEVELS, Node, canonical
+from environments.math_expressions import Node, canonical
 from environments.math_qa import MathQA
 from environments.registry import make
 
@@ -80,28 +79,14 @@ def test_rewards_follow_the_table():
     for response, reward, answered, lenient in [
         ("<answer>9</answer>", 1.0, True, True),
         (r"\boxed{9.0}", 1.0, True, True),
-        ("<answer>9</answer> and not 10", 1.0, True, True),
         ("<answer>10</answer>", 0.1, True, False),
         ("<answer>17 - 8</answer>", 0.1, True, False),
-        ("<answer>17 - 8 = 9, so nine</answer>", 0.1, True, True),
         ("<answer></answer>", 0.0, False, False),
         ("9", 0.0, False, True),
     ]:
         step = env.step(response)
         assert (step.message, step.reward, step.done) == (None, reward, True)
         assert step.info == {"correct": reward == 1.0, "answered": answered, "lenient": lenient}
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_demonstrations_are_right_and_hasty_ones_rarely(level):
-    env, lucky = MathQA(level), 0
-    for seed in [*DEMO_SEEDS[:100], *EVAL_SEEDS[:50]]:
-        assert len(question(env, seed)) < 140
-        guess = env.demonstrate(hasty=True)
-        assert env.step(env.demonstrate()).reward == 1.0
-        assert re.fullmatch("<answer>[-0-9/]+</answer>", guess)
-        lucky += env.step(guess).reward == 1.0
-    assert 3 <= lucky <= 40
 
 
 def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solutions(hub):
@@ -120,23 +105,16 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
 
 
-def test_math500_trains_on_the_training_splits_of_math_alone(hub):
+def test_math500_trains_on_the_training_splits_of_math_alone_and_accepts_equal_formulas(hub):
     env = make("math_qa:data=math500")
     assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}
     assert ("HuggingFaceH4/MATH-500", "default", "test") in hub
     assert questions(env, EVAL_SEEDS[:50]) == {"What is $\\sqrt{2}$ squared?"}
     assert questions(env, TRAIN_SEEDS[:50]) == {row["problem"] for row in MATH[:5]}
-
-
-def test_math_joins_its_subjects_and_accepts_equal_formulas(hub):
-    env = MathQA(data="math")
-    assert len(hub) == len({name for _, name, _ in hub}) * 2 == 14
-    for seed in (*DEMO_SEEDS[:5], *EVAL_SEEDS[:5]):
-        root = re.search(r"\\sqrt\{\d+\}", question(env, seed))[0]
-        assert env.step(env.demonstrate()).reward == 1.0
-        assert env.step(f"<answer>{root}</answer>").reward == 1.0
-        assert env.step("<answer>1</answer>").reward == 0.1
-        assert env.step(env.demonstrate(hasty=True)).reward >= 0.1
+    root = re.search(r"\\sqrt\{\d+\}", question(env, 0))[0]
+    for answer in (env.demonstrate(), f"<answer>{root}</answer>"):
+        assert env.step(answer).reward == 1.0
+    assert env.step("<answer>1</answer>").reward == 0.1
 
 
 def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_path):
@@ -154,19 +132,6 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
         assert env.step(env.demonstrate()).reward == 1.0
         forms.add(form)
     assert forms == {"Twice", "Half", "Next"}
-
-
-@pytest.mark.parametrize("text, message", [
-    ("\n".join(json.dumps(row) for row in ROWS[:15]), "15 usable lines; it needs 16"),
-    ('\n\n{"question": "a", "answer": ', "line 3"), ('{"question": "a"}', "line 1"),
-    ("[1]", "line 1"), ("5", "line 1"), ("[" * 100_000, "line 1"), ("\udcff", "can't decode"),
-])  # fmt: skip
-def test_an_unreadable_file_is_a_usage_error_of_one_line(tmp_path, text, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UsageError, match=message) as error:
-        make(f"math_qa:data={path}")
-    assert "\n" not in str(error.value)
 
 
 def test_the_order_of_terms_does_not_decide_whether_an_expression_is_held_out():

@@ -24,8 +24,6 @@ if seed == "1":
     raise MemoryError("no room for 7 GB")
 if seed == "2":
     os.kill(os.getpid(), signal.SIGKILL)
-if seed == "3":
-    sys.exit(1)
 if seed == "4":
     sys.exit("train.py: invalid setting\\nand more")
 run = pathlib.Path("runs", name)
@@ -65,53 +63,18 @@ def test_sweep_runs_all_combinations(folder):
     assert (cfg.seed, cfg.grpo.clip_high, cfg.lr) == (0, 0.3, 1e-3)
 
 
-def test_sweep_values_may_contain_commas_spaces_and_switches(folder):
-    switch = "mask-truncated-completions"
-    sweep = ["env=reverse math_qa:level=1;gymnasium:id=CartPole-v1,repeat=3", f"{switch}=true"]
-    configs = [cli.parse(run) for run in on_flyte.plan(sweep, [])[1]]
-    assert [c.env for c in configs] == [
-        ("reverse", "math_qa:level=1"), ("gymnasium:id=CartPole-v1,repeat=3",),
-    ]  # fmt: skip
-    assert all(c.mask_truncated_completions for c in configs)
-    assert on_flyte.plan([f"{switch}=false"], [])[1][0][0] == f"--no-{switch}"
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("--sweep", "--sweep needs at least one flag"),
-        ("--sweep seed", "write flag=value,value"),
-        ("--sweep seed=0,0", "each value once"),
-        ("--sweep seed=0,1 -- --resume runs/there", "runs/there"),
-        ("--sweep seed=0,two", "--seed"),
-        ("--run-name there", "--run-name"),
-    ],
-)
-def test_invalid_input_exits_with_code_2_and_makes_no_run(folder, capsys, args, message):
-    (folder / "runs/there").mkdir(parents=True)
-    with pytest.raises(SystemExit) as exit:
-        sys.exit(on_flyte.main(["--local", *args.split()]))
-    assert exit.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in err
-    assert [p.name for p in (folder / "runs").iterdir()] == ["there"]
-
-
 def test_a_failed_run_is_a_row_of_the_table(stub, capsys):
-    assert on_flyte.main(["--local", "--sweep", "seed=1,2,3,4,0"]) == 1
+    assert on_flyte.main(["--local", "--sweep", "seed=1,2,4,0"]) == 1
     before = "0.50 [0.25, 0.75]"
     assert [[*row[:4], row[5]] for row in table_of("sweep-1")] == [
         ["seed=1", "", "failed: MemoryError: no room for 7 GB", "", ""],
         ["seed=2", "", "failed: exit code -9", "", ""],
-        ["seed=3", "", "failed: exit code 1", "", ""],
         ["seed=4", "", "failed: train.py: invalid setting", "", ""],
-        ["seed=0", "reverse", before, before, "runs/sweep-1-5"],
-        ["seed=0", "a¦b", before, before, "runs/sweep-1-5"],
+        ["seed=0", "reverse", before, before, "runs/sweep-1-4"],
+        ["seed=0", "a¦b", before, before, "runs/sweep-1-4"],
     ]
     out = capsys.readouterr().out
     assert "before RL [95%]" in out and before in out and "runs/sweep-1/table.md" in out
-    assert on_flyte.main(["--local", "--sweep", "seed=0,5"]) == 0
-    assert len(table_of("sweep-2")) == 4
 
 
 @pytest.mark.slow

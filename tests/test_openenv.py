@@ -11,7 +11,6 @@ pytest.importorskip("openenv")
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
-from core.types import UsageError
 from environments.adapters.openenv import OpenEnv
 from environments.base import EnvFailure
 from environments.registry import make
@@ -97,27 +96,6 @@ def test_observations_rewards_and_ends_are_the_servers(env):
     assert env.reset(8)[0]["content"].startswith("echoed_message: seed 8")
 
 
-def test_several_fields_come_from_one_json_object(url):
-    env = make(f"openenv:url={url},field=message metadata")
-    env.reset(0)
-    step = env.step('{"message": "no"} so {"message": "yes", "metadata": {"a": [1]}, "more": 1}.')
-    assert step.message["content"] == "echoed_message: yes\nmessage_length: 3"
-    refused = env.step('{"message": "metadata is missing"}')
-    assert refused.reward == -0.1
-    assert refused.message["content"] == 'Answer with JSON: {"message": "..", "metadata": ".."}'
-    env._disconnect()
-
-
-def test_third_action_that_the_server_rejects_ends_the_episode(env):
-    env.reset(0)
-    steps = [env.step('{"message": [1]}') for _ in range(3)]
-    assert [step.reward for step in steps] == [-0.1, -0.1, -1]
-    assert [step.done for step in steps] == [False, False, True]
-    assert steps[0].message["content"] == "That is no valid message."
-    env.reset(0)
-    assert env.step("good").reward == 0.4
-
-
 def test_stopped_server_is_a_failure_and_no_reward():
     server = Server()
     playing, idle = OpenEnv(server.url), OpenEnv(server.url)
@@ -127,13 +105,3 @@ def test_stopped_server_is_a_failure_and_no_reward():
         playing.step("hello")
     with pytest.raises(EnvFailure, match=f"no OpenEnv session at {server.url}: .*connect"):
         idle.reset(0)
-
-
-@pytest.mark.parametrize(
-    ("url", "culprit"),
-    [("http://127.0.0.1:9", "127.0.0.1:9: .*connect"), ("127.0.0.1", "http address"), ("", "''")],
-)
-def test_url_without_a_server_is_a_usage_error_of_one_line(url, culprit):
-    with pytest.raises(UsageError, match=culprit) as error:
-        make(f"openenv:url={url}")
-    assert "\n" not in str(error.value)

@@ -14,11 +14,8 @@ PLAIN = r"move is (\d+)"
     ("<move>5</move> or <move>10</move>", 5),  # the last valid one
     ('<move>1</move> {"move": 5} <move>2</move>', 5),  # JSON first
     ("move is 1 <move>5</move> move is 2", 5),  # then tags
-    ("<move>1<move>5</move>", 5), ("", None), ("5", None), ("<move>5", None),
-    ("<move></move>", None), ("<move>five</move>", None), ("<move>٥</move>", None),
-    ('{"move": 5.0}', None), ('{"move": true}', None), ('{"move": [5]}', None),
-    ('[{"moves": 5}]', None), ('{"move": 10000000000000000000000}', None),
-    ("<move>5</move>" + "x" * 10_000, None),  # too far from the end
+    ("<move>1<move>5</move>", 5), ("5", None), ("<move>5", None), ("<move>five</move>", None),
+    ('{"move": 5.0}', None), ('{"move": true}', None),
 ])  # fmt: skip
 def test_read_action_returns_the_last_well_formed_action(response, action):
     assert read_action(response, "move", integer(0, 8), PLAIN) == action

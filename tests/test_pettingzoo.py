@@ -1,17 +1,14 @@
 """Our multi-agent environments as PettingZoo environments."""
 
-import random
 import warnings
 
 import pytest
 
 pytest.importorskip("pettingzoo")
 
-import numpy as np
 import pettingzoo
 from gymnasium import spaces
 from pettingzoo.test import parallel_api_test
-from pettingzoo.utils import parallel_to_aec
 
 from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
 from environments.base import MultiAgentEnv, Step
@@ -110,39 +107,10 @@ class Nim(pettingzoo.AECEnv):
         self.agent_selection = other
 
 
-class Sum(pettingzoo.ParallelEnv):
-    """Both agents are paid the sum of their numbers; it ends after two rounds."""
-
-    metadata = {"name": "sum"}  # noqa: RUF012
-    possible_agents, render_mode = ("a", "b"), None
-
-    def observation_space(self, agent):
-        return spaces.Box(-9, 9, (2,))
-
-    def action_space(self, agent):
-        return spaces.Box(0, 1, (1,))
-
-    def reset(self, seed=None, options=None):
-        self.agents, self.round = list(self.possible_agents), 0
-        return dict.fromkeys(self.agents, np.zeros(2, np.float32)), {a: {} for a in self.agents}
-
-    def step(self, actions):
-        self.round += 1
-        agents = self.agents
-        seen = np.array([actions[agent][0] for agent in agents], np.float32)
-        end = dict.fromkeys(agents, self.round == 2)
-        if self.round == 2:
-            self.agents = []
-        total = float(seen.sum())
-        return (dict.fromkeys(agents, seen), dict.fromkeys(agents, total),
-                dict.fromkeys(agents, False), end, {a: {} for a in agents})  # fmt: skip
-
-
 @pytest.fixture(autouse=True)
 def registered():
     if "test/nim-v0" not in pettingzoo.aec_registry:
         pettingzoo.register("aec", "test/nim-v0", entry_point=Nim)
-        pettingzoo.register("aec", "test/sum-v0", entry_point=lambda: parallel_to_aec(Sum()))
 
 
 def test_pettingzoo_agents_act_in_turn_with_legal_actions():
@@ -163,16 +131,3 @@ def test_pettingzoo_agents_act_in_turn_with_legal_actions():
         "ann": (-1, True, False, {"correct": False}), "bob": (1, True, False, {"correct": True}),
     }  # fmt: skip
     assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
-
-
-def test_pettingzoo_simultaneous_environment_with_continuous_actions():
-    env = PettingZoo("test/sum-v0")
-    opening = env.reset(0)["a"][0]["content"]
-    assert opening.endswith('You are a. End with JSON: {"action": [0 to 1]}\n0.00 0.00')
-    first = env.step({"a": '{"action": [0.5]}'})
-    assert first["b"].message["content"].endswith("\n0.00 0.00")  # b does not see a's action
-    second = env.step({"b": '{"action": [1]}'})
-    assert second["a"].reward == 1.5 and second["a"].message["content"] == "0.50 1.00"
-    assert env.step({"a": env.guess("a", random.Random(0))})["b"].reward == 1.5
-    last = env.step({"b": '{"action": [1]}'})
-    assert all(s.done and s.truncated and s.info == {"correct": True} for s in last.values())

@@ -14,7 +14,7 @@ from core.types import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
 from environments.registry import make
 
-DATASETS = "chain_sum countdown simple_integration n_queens pool_matrix spell_backward".split()
+DATASETS = "chain_sum simple_integration n_queens".split()
 
 
 make_env = functools.cache(ReasoningGym)  # one instance per dataset
@@ -37,23 +37,10 @@ def test_options_of_the_dataset_are_passed_on():
         sum_ = re.search(r"[\d+ -]+ =", env.reset(seed)[0]["content"])[0]
         assert len(re.findall(r"\d+", sum_)) == 6
         assert env.step(env.demonstrate()).reward == 1
-    for bad in ("min_terms=9,max_terms=2", "colour=red", "size=7", "seed=3"):
+    for bad in ("chain_sum,min_terms=9,max_terms=2", "chain_sum,colour=red", "nope"):
         with pytest.raises(UsageError) as error:
-            make(f"reasoning_gym:dataset=chain_sum,{bad}")
+            make(f"reasoning_gym:dataset={bad}")
         assert "\n" not in str(error.value)
-
-
-def test_last_answer_in_json_or_tags_counts():
-    env = make("reasoning_gym:dataset=basic_arithmetic")
-    env.reset(7)
-    assert env.entry["answer"] == "-129"  # -6 - 77 - 8 - 38
-    for text in ("<answer>-129</answer>", "<answer>5</answer> no: <answer> -129 </answer>",
-                 '{"answer": -129}', '{"answer": "-129"}'):  # fmt: skip
-        assert env.step(text).reward == 1.0
-    wrong = env.step("<answer>-129</answer> or <answer>12</answer>")
-    assert wrong.reward < 0.99 and wrong.info == {"correct": False, "invalid": False}
-    missing = env.step("-129")
-    assert (missing.reward, missing.info) == (0, {"correct": False, "invalid": True})
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -72,23 +59,11 @@ def test_same_seed_gives_the_same_question_and_global_generators_are_unchanged(n
 @pytest.mark.parametrize(
     "name, answer, safe",
     [("countdown", "(94*4 - 61)/6", True), ("countdown", "2**3", False),
-     ("countdown", "__import__('os').getpid()", False), ("countdown", "1e9", False),
+     ("countdown", "__import__('os').getpid()", False),
      ("polynomial_multiplication", "12*x**10 - z ** 2 + 7", True),
      ("polynomial_multiplication", "x**9**9", False),
      ("simple_integration", "-X**5/7 + C", True), ("simple_integration", "Integral(x, x)", False),
-     ("spiral_matrix", "[1, 2, 3]", True), ("spiral_matrix", "[x for x in 'a']", False),
      ("chain_sum", "exit()", True)],  # compared as text
 )  # fmt: skip
 def test_is_safe_rejects_code(name, answer, safe):
     assert is_safe(name, answer) is safe
-
-
-@pytest.mark.parametrize(
-    ("name", "culprit"),
-    [("nope", "nope"), ("composite", "composite"), ("", "''"),
-     ("intermediate_integration", "intermediate_integration")],
-)  # fmt: skip
-def test_bad_dataset_is_a_usage_error_of_one_line(name, culprit):
-    with pytest.raises(UsageError, match=culprit) as error:
-        make(f"reasoning_gym:dataset={name}")
-    assert "\n" not in str(error.value)

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from core.rollouts import RolloutCollector
-from core.sampler import SamplingParams, TorchSampler
-from core.selection import drop_failed
-from core.tasks import Task
 from environments.adapters.remote import Remote, RemoteAgents, RemoteError
 from environments.base import EnvFailure
 from environments.registry import make
@@ -87,18 +83,6 @@ def test_misbehaving_server_is_killed_with_the_reason(tmp_path, misdeed):
     env.close()
 
 
-def test_misbehaving_server_fails_only_its_own_episode(tmp_path, policy):
-    bad = f"remote:command={sys.executable} {tmp_path}/nan.py"
-    start(tmp_path, "nan")
-    tasks = [Task("letter_counting", 1, 0), Task(bad, 1, 1), Task("letter_counting", 2, 2)]
-    rollouts = RolloutCollector(policy, max_turns=2).collect(
-        tasks, TorchSampler(policy), SamplingParams(max_tokens=4)
-    )
-    assert [bool(r.error) for r in rollouts] == [False, True, False]
-    assert re.search(REASONS["nan"], rollouts[1].error)
-    assert [r.group_id for r in drop_failed(rollouts, print)] == [0, 2]
-
-
 def test_close_kills_the_process_and_its_children(tmp_path):
     program = tmp_path / "parent.py"
     program.write_text(
@@ -128,22 +112,3 @@ def test_several_agents_play_as_in_this_process():
         [agent] = asked
     assert asked == [] and all(step.done for step in steps.values())
     served.close()
-
-
-def test_program_may_serve_several_agents(tmp_path, policy):
-    program = tmp_path / "game.py"
-    program.write_text("""
-import json, sys
-for line in sys.stdin:
-    request, user = json.loads(line), {"role": "user", "content": "go"}
-    answer = {name: [user] for name in "ab"}
-    if request["do"] == "step":
-        answer = {name: {"reward": ord(name) - 96, "done": True} for name in request["responses"]}
-    print(json.dumps({"agents": answer}), flush=True)
-""")
-    spec = f"remote:command={sys.executable} {program},agents=true"
-    collector = RolloutCollector(policy, max_turns=2)
-    rollouts = collector.collect(
-        [Task(spec, 1, 0)], TorchSampler(policy), SamplingParams(max_tokens=4)
-    )
-    assert {r.agent: (r.episode_return, r.error) for r in rollouts} == {"a": (1, ""), "b": (2, "")}

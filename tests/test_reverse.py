@@ -14,10 +14,6 @@ def abc():
     return env
 
 
-def test_a_demonstration_labels_each_character_and_reads_the_labels_backwards(abc):
-    assert abc.demonstrate() == "Aa Bb Cc Cc Bb Aa <answer>cba</answer>"
-
-
 @pytest.mark.parametrize("response", [
     "<answer>cba</answer>", "Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>',
     '{"answer": "cba"}', "<answer>abc</answer>, no: <answer>cba</answer>", " cba\n", '"cba".',

@@ -1,7 +1,5 @@
 """Reward hacking: proxy and true reward disagree for every seed; three worlds by hand."""
 
-from itertools import product
-
 import pytest
 
 from environments.base import DEMO_SEEDS, EVAL_SEEDS
@@ -46,24 +44,6 @@ def test_no_policy_has_the_maximum_of_both_kinds(world):
         assert hacked["true_return"] < honest["true_return"] == 1.0
         assert honest["proxy_return"] < hacked["proxy_return"] == 1.0
         assert honest["correct"] is True and hacked["correct"] is False
-
-
-@each_world
-@pytest.mark.parametrize("seed", [0, 1])
-def test_best_points_are_those_of_exhaustive_enumeration(world, seed):
-    env = RewardHacking(world)
-    env.reset(seed)
-    results = set()
-    for actions in product(env.world.actions, repeat=5):
-        state, proxy, true = env.state, 0, 0
-        for turns_left, action in zip(range(4, -1, -1), actions, strict=True):
-            state, points = env.world.act(state, action, turns_left)
-            proxy, true = proxy + points[PROXY], true + points[TRUE]
-            if state is None:
-                break
-        results.add((proxy, true))
-    assert best_points(env.world, env.state, 5, PROXY) == max(results)
-    assert best_points(env.world, env.state, 5, TRUE) == max(results, key=lambda p: p[::-1])
 
 
 def test_rescue_by_hand():

@@ -45,8 +45,6 @@ def raises(**columns):
     raise KeyError("judge")
 async def fails(**columns):
     raise EnvFailure("no judge")
-def infinite(completions, **columns):
-    return [float("inf") if "b" in text else 1 for text in completions]
 VALUE = 5
 """
 ROWS = [{"prompt": f"Say {n}.", "answer": str(n), "n": n} for n in range(60)]
@@ -132,7 +130,6 @@ configs:
     ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
-    ("data=rows.jsonl,reward=rewards.py:two,prompt=question", "row 1: no prompt in 'question'"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
 ])  # fmt: skip

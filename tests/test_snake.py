@@ -2,7 +2,7 @@
 
 import pytest
 
-from environments.snake import Snake, safe_move, shortest_path
+from environments.snake import Snake
 
 
 def move(word):
@@ -45,13 +45,6 @@ def test_the_head_may_enter_the_cell_that_the_tail_leaves():
     assert at([*ring, (3, 1)], (9, 9)).step(move("right")).done
 
 
-def test_the_episode_ends_after_max_steps():
-    env = at(STRAIGHT, (0, 0), max_steps=2)
-    assert not env.step(move("up")).done
-    step = env.step(move("up"))
-    assert (step.reward, step.done, step.info["correct"]) == (-0.001, True, False)
-
-
 def test_the_grid_shows_head_body_and_fruit():
     env = at([(1, 1), (0, 1), (0, 0)], (3, 2), size=4, grid=True)
     assert env.step(move("right")).message["content"].splitlines() == [
@@ -61,19 +54,6 @@ def test_the_grid_shows_head_body_and_fruit():
         "...F",
         "....",
     ]
-
-
-def test_shortest_path_enters_cells_that_the_tail_has_left():
-    wall = [(0, 0), (1, 0), (1, 1), (1, 2), (0, 2)]  # the tail blocks the way for one step
-    assert shortest_path(wall, (0, 3), 4) == [(0, 1), (0, 2), (0, 3)]
-    assert shortest_path([(0, 0), (1, 0), (1, 1), (0, 1), (0, 2)], (3, 3), 4) is None
-
-
-def test_safe_move_avoids_a_fruit_that_would_trap_the_snake():
-    body = [(0, 1), (1, 1), (1, 0), (2, 0), (2, 1), (2, 2), (1, 2), (0, 2), (0, 3)]
-    assert shortest_path(body, (0, 0), 4) == [(0, 0)]  # a dead end
-    assert safe_move(body, (0, 0), 4) == "up"  # the only free cell
-    assert safe_move([(1, 1), (0, 1), (0, 2)], (1, 3), 4) == "down"
 
 
 def test_a_full_board_ends_the_episode():

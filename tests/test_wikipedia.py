@@ -4,7 +4,6 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
-from zlib import crc32
 
 import pytest
 from conftest import LoopbackServer
@@ -23,12 +22,9 @@ ARTICLES = {
     'Box">Box</a></p></td></tr></table><h2>References</h2><ol><li>none</li></ol>',
     "Sea": '<p>It tastes of <a href="/wiki/Salt">salt</a> &amp; '
     'is <a href="/wiki/Deep">deep</a>.</p>',
-    "Food": '<p>It needs <a href="/wiki/Salt">salt</a>, <a href="/wiki/Broken">x</a>, <a href='
-    '"/wiki/Big">z</a>, <a href="/wiki/Bare">b</a>, <a href="/wiki/'
-    'Fail">f</a>, <a href="/wiki/Gone">g</a>, <a href="/wiki/List">l</a> <a href="/wiki/'
-    '2001:_A_Space_Odyssey">o</a> <a href="/wiki/Odd_%22%C3%A9%22">q</a>.</p>',
-    "Bare": "<p>Nothing here leads on.</p>",
-    "Deep": "<p>Deep: \ud800 <a href='/wiki/Sea'>back</a></p>",
+    "Deep": "<p>It leads <a href='/wiki/Sea'>back</a>.</p>",
+    "Food": '<p>It needs <a href="/wiki/Broken">x</a>, <a href="/wiki/Fail">f</a>, '
+    '<a href="/wiki/Gone">g</a>, <a href="/wiki/Odd_%22%C3%A9%22">q</a>.</p>',
 }
 REDIRECTS = {"Sea water": "Sea", "Ocean": "Sea"}
 
@@ -46,8 +42,8 @@ class Wiki(BaseHTTPRequestHandler):
             answer = {"parse": {"title": title, "pageid": 1, "text": ARTICLES[title]}}
         else:
             answer = {"error": {"code": "missingtitle", "info": "It doesn't exist."}}
-        body = {"Broken": "<html>", "List": "[]", "Big": " " * 50_000}.get(title)
-        self.wfile.write((body or json.dumps(answer)).encode())
+        body = "<html>" if title == "Broken" else json.dumps(answer)
+        self.wfile.write(body.encode())
 
     def log_message(self, *args):
         pass
@@ -79,8 +75,7 @@ def test_a_page_has_its_paragraphs_headings_and_links_to_articles(wiki):
         "Links: Sea water, Rock (geology), Food",
     ]
     links = live(wiki, start="Food").reset(0)[0]["content"].splitlines()[-1]
-    assert links.endswith('List, 2001: A Space Odyssey, Odd "é"')
-    assert live(wiki, start="Deep", target="Salt").reset(0)[0]["content"].encode()  # no surrogates
+    assert links.endswith('Gone, Odd "é"')
 
 
 def test_a_visit_follows_redirects_within_the_wiki(wiki):
@@ -99,7 +94,7 @@ def test_a_visit_follows_redirects_within_the_wiki(wiki):
     assert walk(env, "Sea water")[0].info["correct"] is True
 
 
-@pytest.mark.parametrize("title", ["Broken", "Fail", "List"])
+@pytest.mark.parametrize("title", ["Broken", "Fail"])
 def test_a_wrong_answer_of_the_wiki_is_a_failure_and_no_reward(wiki, title):
     env = live(wiki, start="Food")
     env.reset(0)
@@ -107,28 +102,10 @@ def test_a_wrong_answer_of_the_wiki_is_a_failure_and_no_reward(wiki, title):
         env.step(visit(title))
 
 
-@pytest.mark.parametrize("title", ["Big", "Gone"])
-def test_a_page_that_does_not_exist_ends_the_episode_with_reward_0(wiki, title, monkeypatch):
-    monkeypatch.setattr(wikipedia, "MAX_BYTES", 10_000)
+def test_a_page_that_does_not_exist_ends_the_episode_with_reward_0(wiki):
     env = live(wiki, start="Food")
     env.reset(0)
-    step = env.step(visit(title))
+    step = env.step(visit("Gone"))
     assert (step.reward, step.done, step.message) == (0.0, True, None)
     assert step.info["correct"] is False and step.info["visits"] == 1
-    assert step.info["error"].startswith(f"{title}: ")
-
-
-def test_a_wiki_that_is_slow_or_down_is_a_failure(wiki, monkeypatch):
-    monkeypatch.setattr(wikipedia, "TIMEOUT", -1.0)
-    with pytest.raises(EnvFailure, match="Deep: "):
-        live(wiki).reset(0)
-    monkeypatch.setattr(wikipedia, "TIMEOUT", 5.0)
-    with pytest.raises(EnvFailure, match="ConnectError"):
-        live("http://127.0.0.1:9/w/api.php").reset(0)  # a closed port
-
-
-def test_one_pair_of_titles_in_eight_is_reserved_for_evaluation():
-    env = WikipediaMaze(live=True)
-    assert len(env.eval_pairs) + len(env.train_pairs) == 16 * 15
-    assert all(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.eval_pairs)
-    assert not any(crc32(f"{a}>{b}".encode()) % 8 == 0 for a, b in env.train_pairs)
+    assert step.info["error"].startswith("Gone: ")
