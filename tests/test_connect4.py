@@ -58,14 +58,6 @@ def test_minimax_wins_before_it_blocks_and_sees_a_double_threat():
     assert best_moves(*stones("O...... O.XX..."), 4) == [4]
 
 
-def test_a_demonstration_names_the_winning_columns_and_does_not_change_the_episode():
-    env = at("O...... O...... O.XXX..")
-    before = env.x, env.o, env.rng.getstate()
-    # 2 and 6 win; both are equally near the centre, and the left one is tried first
-    assert env.demonstrate() == "X wins: 2 6. O wins: 1. <move>2</move>"
-    assert (env.x, env.o, env.rng.getstate()) == before
-
-
 NEARLY_FULL = ".OXOXOX XOXOXOX OXOXOXO OXOXOXO XOXOXOX XOXOXOX"
 
 

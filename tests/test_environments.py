@@ -12,7 +12,7 @@ import pytest
 from core.types import UsageError
 from environments.base import EVAL_SEEDS
 from environments.check import check_env, digest
-from environments.registry import ENVIRONMENTS, make
+from environments.registry import make
 
 ROOT = Path(__file__).parent.parent
 
@@ -40,7 +40,6 @@ SPECS = {
     "math_qa": Facts(0, 1, 1, "optimal"),
     "math_qa:level=6": Facts(0, 1, 1, "optimal"),
     "reward_hacking": Facts(-1, 1, 1, "correct"),
-    "reward_hacking:world=rescue,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "calculator": Facts(0, 1, 1, "optimal"),
@@ -49,7 +48,6 @@ SPECS = {
     "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
     "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
     "gymnasium": Facts(-1, 1, 500, "valid", 2),
-    "gymnasium:id=Blackjack-v1": Facts(-1, 1, 1, "valid"),
     "reasoning_gym": Facts(0, 1, 1, "optimal", 2),
 }
 MULTI_AGENT = {  # demonstrations of one agent; the others guess
@@ -58,8 +56,6 @@ MULTI_AGENT = {  # demonstrations of one agent; the others guess
     "connect4:opponent=self": Facts(-1, 1, 1, "valid", 12),
     "iterated_game:opponent=self": Facts(-1, 1, 5, "valid", 20),
 }
-# these have tests in files of their own
-ELSEWHERE = {"openenv", "pettingzoo", "textworld", "rewarded"}
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
 TOOLS = {"calculator", "wiki_search"}  # import transformers, for seconds
 FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
@@ -69,11 +65,6 @@ HELD_OUT = (
     *("alphabet_sort", "countdown", "calculator", "wiki_search"),
 )
 RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
-
-
-def test_every_environment_of_the_table_is_tested_here():
-    names = {spec.partition(":")[0] for spec in [*SPECS, *MULTI_AGENT]} | ELSEWHERE
-    assert names == {name for name, entry in ENVIRONMENTS.items() if isinstance(entry, str)}
 
 
 @pytest.mark.parametrize("spec", [

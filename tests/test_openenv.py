@@ -34,8 +34,6 @@ class EchoEnvironment(Environment):
         return Echo(echoed_message=f"seed {seed}")
 
     def step(self, action, timeout_s=None, **options):
-        if action.message == "fail":
-            raise RuntimeError("broken")
         length = len(action.message)
         return Echo(
             echoed_message=action.message,
@@ -50,8 +48,8 @@ class EchoEnvironment(Environment):
 
 
 class Server:
-    def __init__(self, sessions=8):
-        app = create_fastapi_app(EchoEnvironment, Text, Echo, max_concurrent_envs=sessions)
+    def __init__(self):
+        app = create_fastapi_app(EchoEnvironment, Text, Echo, max_concurrent_envs=8)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -69,21 +67,9 @@ class Server:
         self.thread.join(timeout=10)
 
 
-@pytest.fixture(scope="module")
-def url():
+def test_observations_rewards_and_ends_are_the_servers_and_a_stopped_one_is_a_failure():
     server = Server()
-    yield server.url
-    server.stop()
-
-
-@pytest.fixture
-def env(url):
-    env = make(f"openenv:url={url}")
-    yield env
-    env._disconnect()
-
-
-def test_observations_rewards_and_ends_are_the_servers(env):
+    env, idle = make(f"openenv:url={server.url}"), OpenEnv(server.url)
     assert env.reset(7) == [
         {"role": "user", "content": "echoed_message: seed 7\nmessage_length: 0"}
     ]
@@ -94,14 +80,8 @@ def test_observations_rewards_and_ends_are_the_servers(env):
     assert (last.reward, last.done, last.message) == (0.3, True, None)
     assert last.info == {"correct": True}
     assert env.reset(8)[0]["content"].startswith("echoed_message: seed 8")
-
-
-def test_stopped_server_is_a_failure_and_no_reward():
-    server = Server()
-    playing, idle = OpenEnv(server.url), OpenEnv(server.url)
-    playing.reset(0)
     server.stop()
     with pytest.raises(EnvFailure, match=server.url):
-        playing.step("hello")
+        env.step("hello")
     with pytest.raises(EnvFailure, match=f"no OpenEnv session at {server.url}: .*connect"):
         idle.reset(0)

@@ -54,11 +54,3 @@ def test_the_grid_shows_head_body_and_fruit():
         "...F",
         "....",
     ]
-
-
-def test_a_full_board_ends_the_episode():
-    env = at(
-        [(x, y) for y in range(4) for x in range(4)[:: -1 if y % 2 else 1]][1:], (0, 0), size=4
-    )
-    env.eaten, env.fruits = 12, 13
-    assert env.step(move("left")).info == {"correct": True, "fruits": 13}

@@ -13,12 +13,6 @@ from environments.tic_tac_toe import (
     is_over,
     outcome,
     place,
-    value,
-)
-
-RULES = (
-    "Tic-tac-toe: you are X. Cells are 1 to 9, row by row. Work it out, then end with "
-    "<move>cell</move>. Board: "
 )
 
 
@@ -44,15 +38,6 @@ def test_the_eight_lines_win_and_a_full_board_without_a_line_is_a_draw():
         assert (outcome(board, "X"), outcome(board, "O")) == (1.0, -1.0)
     assert not is_over("XX.X.....")
     assert is_over("XOXXOOOXX") and outcome("XOXXOOOXX", "X") == 0.0
-
-
-def test_the_empty_board_is_a_draw_and_an_earlier_win_has_a_higher_value():
-    assert value(EMPTY, "X") == 0
-    assert best_moves(EMPTY, "X") == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert best_moves("XX.OO....", "X") == [3]  # 6 would block first
-    assert best_moves("X........", "O") == [5]  # after any other reply X can make two threats
-    assert value("XX.......", "X") == pytest.approx(0.9)
-    assert value("XX.......", "O") == pytest.approx(-(0.9**4))  # O blocks, X makes two threats
 
 
 @pytest.mark.parametrize("perfect", "XO")
