@@ -11,59 +11,33 @@ from gymnasium import spaces
 from pettingzoo.test import parallel_api_test
 
 from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
-from environments.base import MultiAgentEnv, Step
-from environments.parsing import user
-
-
-class Alternating(MultiAgentEnv):
-    """Agents a and b act in turn, `turns` times in all; the last to act wins."""
-
-    def __init__(self, turns=5):
-        self.turns = turns
-
-    def reset(self, seed):
-        self.left = self.turns
-        self.agent = "ab"[seed % 2]
-        self.responses = []
-        return {self.agent: [user(f"seed {seed}"), user("begin")]}
-
-    def step(self, responses):
-        assert list(responses) == [self.agent]
-        self.responses.append(responses[self.agent])
-        previous, self.agent = self.agent, "ab"[self.agent == "a"]
-        self.left -= 1
-        if self.left == 0:
-            won = {"correct": True}
-            return {previous: Step(None, 1, True, won), self.agent: Step(None, -1, True)}
-        return {
-            previous: Step(None, 0.0, False),
-            self.agent: Step(user(f"{previous}: {responses[previous]}"), 0.0, False),
-        }
+from environments.registry import make
 
 
 def test_as_pettingzoo_passes_pettingzoos_checker():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parallel_api_test(as_pettingzoo(Alternating(), ["a", "b"]), num_cycles=20)
+        parallel_api_test(
+            as_pettingzoo(make("tic_tac_toe:opponent=self"), ["X", "O"]), num_cycles=20
+        )
 
 
 def test_only_the_action_of_the_asked_agent_counts():
-    alternating = Alternating(turns=3)
-    env = as_pettingzoo(alternating, ["a", "b"])
-    observations, infos = env.reset(seed=1)
-    assert observations == {"a": "", "b": "seed 1\n\nbegin"}
-    assert infos == {"a": {"asked": False}, "b": {"asked": True}}
-    observations, rewards, terminated, truncated, infos = env.step({"a": "psst", "b": "hello"})
-    assert observations == {"a": "b: hello", "b": ""} and rewards == {"a": 0, "b": 0}
-    assert terminated == truncated == {"a": False, "b": False}
-    assert infos["a"]["asked"] and env.agents == ["a", "b"]
-    env.step({"a": "hi"})
-    assert alternating.responses == ["hello", "hi"]
-    observations, rewards, terminated, _, infos = env.step({"b": "bye"})
-    assert rewards == {"a": -1, "b": 1} and terminated == {"a": True, "b": True}
-    assert infos == {"a": {"asked": False}, "b": {"asked": False, "correct": True}}
-    assert env.agents == [] and observations == {"a": "", "b": ""}
-    assert env.reset(seed=2)[0]["a"].startswith("seed 2\n")
+    env = as_pettingzoo(make("tic_tac_toe:opponent=self"), ["X", "O"])
+    observations, infos = env.reset(seed=0)
+    assert observations["X"].endswith(". . . / . . . / . . .") and observations["O"] == ""
+    assert infos == {"X": {"asked": True}, "O": {"asked": False}}
+    moves = {"X": "<move>1</move>", "O": "<move>2</move>"}
+    observations, rewards, terminated, truncated, infos = env.step(moves)
+    assert observations["X"] == "" and observations["O"].endswith("X . . / . . . / . . .")
+    assert rewards == {"X": 0, "O": 0} and infos["O"]["asked"] and env.agents == ["X", "O"]
+    assert terminated == truncated == {"X": False, "O": False}
+    for agent, cell in (("O", 4), ("X", 2), ("O", 5)):
+        env.step({agent: f"<move>{cell}</move>"})
+    observations, rewards, terminated, _, infos = env.step({"X": "<move>3</move>"})
+    assert rewards == {"X": 1, "O": -1} and terminated == {"X": True, "O": True}
+    assert infos["X"] == {"asked": False, "correct": True} and not infos["O"]["correct"]
+    assert env.agents == [] and observations == {"X": "", "O": ""}
 
 
 class Nim(pettingzoo.AECEnv):

@@ -89,7 +89,8 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
-    report = check_env("rewarded:data=rows.jsonl,reward=rewards.py:accuracy", 3)
+    spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
+    report = check_env(spec, 3, other_process=False)
     assert not report.problems and report.shared == 0
 
 
