@@ -144,7 +144,8 @@ def test_before_and_after_are_the_first_and_last_evaluations():
 
 
 @pytest.mark.parametrize(
-    ("cap", "mode", "capped"), [(2.0, "truncate", 1), (2.0, "mask", 2), (0.0, "truncate", 0)]
+    ("cap", "mode", "capped"),
+    [(2.0, "truncate", 1), (2.0, "mask", 2 + 2), (1.5, "mask", 3 + 4), (0.0, "truncate", 0)],
 )
 def test_update_stats_by_hand(cap, mode, capped):
     """Two epochs; the second has a step on three tokens and one on two."""
@@ -165,7 +166,8 @@ def test_update_stats_by_hand(cap, mode, capped):
         index=torch.tensor([[3, 4, 0]]),
     )
     old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])  # 0, 0.5 and 1 from the sampler's
-    ratio = torch.tensor([[2.0, 0.4, 3.0]])  # 3 is above a cap of 2, 0.4 below 1 / 2
+    # 3 is above a cap of 2, 0.4 below 1 / 2; later, in two micro-batches of 0.5 and 0.1, only 0.1
+    ratio = torch.tensor([[2.0, 0.4, 3.0]])
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
     stats.add(first, torch.tensor(7.0), old_logprobs, entropy, ratio, {"kl/approx": 9.0})
     stats.end_minibatch(0)
@@ -178,11 +180,10 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.end_minibatch(1)
     assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 4))
     stats.num_steps, stats.grad_norm = 3, 0.25
-    low = 2 if mode == "mask" else 0  # of 0.5 and 0.1, twice, one is too low
     expected = {
         "loss": -4.0, "kl/approx": 0.5 / 7, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
         "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
-        "weights/capped": (capped + low) / 7, "tokens/trained": 3, "update/steps": 3,
+        "weights/capped": capped / 7, "tokens/trained": 3, "update/steps": 3,
         "update/skipped": 0.0,
         # variances of a sample: targets 1 3 2 0 4: 10/4; minus the values, -.5 .5 0 0 4: 12.1/4
         "baseline/explained_variance": 1 - 13.3 / 10,
@@ -294,6 +295,8 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
 
     assert p_value(right=(), seeds=range(6)) == {"eval/e/p_value": 1.0}
     assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == {"eval/e/p_value": 0.5}
+    run.progress["first_correct"]["e"] = {f"{seed} player": seed < 4 for seed in range(6)}
+    assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
