@@ -48,7 +48,7 @@ class Slow(Env):
         if self.left:
             time.sleep(0.02 * (self.seed == 0))
             return Step(message("on"), float(self.seed), False)
-        assert not self.waits or self.ended[self.seed + 1].wait(20)
+        assert not self.waits or self.ended[self.seed + 1].wait(120)
         self.ended[self.seed].set()
         return Step(None, float(self.seed), True)
 

@@ -75,7 +75,7 @@ class Server(BaseHTTPRequestHandler):
 
     def send_broken(self, answer):
         if answer == "hang":
-            self.server.ended.wait(30)
+            self.server.ended.wait(120)
             return
         headers, body = answer
         self.send_response(200)

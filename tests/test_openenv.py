@@ -57,14 +57,14 @@ class Server:
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not self.server.started and time.monotonic() < deadline:
             time.sleep(0.02)
         self.url = f"http://127.0.0.1:{port}"
 
     def stop(self):
         self.server.should_exit = True
-        self.thread.join(timeout=10)
+        self.thread.join(timeout=60)
 
 
 def test_observations_rewards_and_ends_are_the_servers_and_a_stopped_one_is_a_failure():

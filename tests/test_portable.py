@@ -50,7 +50,7 @@ def finished(windows):
 
     def run(*args, typed="", code=0):
         process = windows(*args, typed=subprocess.PIPE)
-        output, _ = process.communicate(typed, timeout=120)
+        output, _ = process.communicate(typed, timeout=600)
         assert process.returncode == code, output
         return output
 
@@ -66,11 +66,11 @@ def metrics_of(run):
 
 def end_when(process, finished, end):
     """Calls `end` as soon as `finished()`; returns the exit code and the output."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not finished() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     end()
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     return process.returncode, output
 
 

@@ -32,7 +32,7 @@ def serve():
 
 def ask(server, path, body=None, **headers):
     """(status, headers, text) of a request"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     headers = {"Content-Type": "application/json", **headers}
     data = None if body is None else json.dumps(body)
     connection.request("GET" if body is None else "POST", path, data, headers)
