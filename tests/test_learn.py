@@ -130,7 +130,6 @@ def a_run(**given):
 @pytest.mark.parametrize(
     ("rounds", "asked", "num_kept"),
     [  # the returns of each group, of two rollouts, in each round; how many tasks were drawn
-        ([[(0, 1), (1, 1), (0, 0)], [(0, 0), (0, 1)], [(1, 0)]], [3, 2, 1], 6),
         ([[(0, 0), (1, 1), (0, 0)], [(0, 0), (0, 1), (0, 0)], [(1, 1), (1, 1)]], [3, 3, 2], 2),
         ([[(0, 1), (1, 0), (0, 2)]], [3], 6),  # no second round
         ([[(0, 0), (1, None), (0, 1)], [(1, 0), (0, 0)], [(0, 0)]], [3, 2, 1], 4),  # one failed

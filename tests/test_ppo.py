@@ -46,18 +46,6 @@ def test_gae_equals_the_double_sum_with_turns_and_gaps_in_the_mask(gamma, lam, j
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "turn_ids, want",
-    [
-        ([0, 1], [0.5, 2.0]),  # δ = (0 + 2/2 - 1, 4 - 2) = (0, 2); 0 + 1/4 · 2
-        ([0, 0], [2.0, 2.0]),  # δ = (0 + 2 - 1, 4 - 2) = (1, 2); 1 + 1/2 · 2
-    ],
-)
-def test_gae_discounts_between_turns_and_trusts_less_from_token_to_token(turn_ids, want):
-    rewards, values = torch.tensor([[0.0, 4.0]]), torch.tensor([[1.0, 2.0]])
-    assert gae(rewards, values > 0, torch.tensor([turn_ids]), values, 0.5, 0.5).tolist() == [want]
-
-
 def test_value_lambda_changes_the_targets_and_not_the_advantages():
     # r = (0, 1), V = (0.5, 0.25), γ = 1. Returns: (1, 1). λ = 0: δ = (0.25 - 0.5, 1 - 0.25)
     rewards, values = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
@@ -103,66 +91,55 @@ def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, 
     return loss.item(), logprobs.grad.item(), value.grad.item(), metrics
 
 
-CASES = {
-    # ratio, advantage: loss, gradient of the log-prob (-A · ratio, or 0 where clipped)
-    "at 1, good": (1.0, 2.0, -2.0, -2.0),
-    "at 1, bad": (1.0, -2.0, 2.0, 2.0),
-    "high, good: clipped": (1.5, 2.0, -2.4, 0.0),
-    "high, bad: pushed down": (1.5, -2.0, 3.0, 3.0),
-    "low, good: pushed up": (0.5, 2.0, -1.0, -1.0),
-    "low, bad: clipped": (0.5, -2.0, 1.6, 0.0),
-    "within, above 1, good": (1.15, 2.0, -2.3, -2.3),
-    "within, below 1, bad": (0.85, -2.0, 1.7, 1.7),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_clip_in_each_case(case):
-    ratio, advantage, want_loss, want_gradient = CASES[case]
+@pytest.mark.parametrize(
+    "ratio, advantage, want_loss, want_gradient",
+    [
+        # the gradient of the log-prob is -A · ratio, or 0 where clipped
+        (1.5, 2.0, -2.4, 0.0),  # high, good: clipped
+        (1.5, -2.0, 3.0, 3.0),  # high, bad: pushed down
+        (0.5, 2.0, -1.0, -1.0),  # low, good: pushed up
+        (0.5, -2.0, 1.6, 0.0),  # low, bad: clipped
+        (1.15, 2.0, -2.3, -2.3),  # within
+        (0.85, -2.0, 1.7, 1.7),
+    ],
+)
+def test_clip_in_each_case(ratio, advantage, want_loss, want_gradient):
     loss, gradient, of_value, metrics = loss_of(ratio, advantage, clip=0.2)  # the value is right
     assert loss == pytest.approx(want_loss, abs=1e-6)
     assert gradient == pytest.approx(want_gradient, abs=1e-6)
     stopped = want_gradient == 0
-    assert (gradient == 0) == stopped  # not nearly
     high, low = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert (high, low) == (stopped and ratio > 1, stopped and ratio < 1)
     assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
     assert of_value == metrics["value/loss"] == 0
 
 
-VALUE_CASES = {
-    # value, old value, target: larger of both squared errors, gradient of half of it
-    "above, within the clip": (1.25, 1.0, 2.0, 0.75**2, -0.75),
-    "below, within the clip": (0.75, 1.0, 0.0, 0.75**2, 0.75),
-    "above, towards the target: stopped": (2.0, 1.0, 3.0, 1.5**2, 0.0),
-    "below, towards the target: stopped": (0.0, 1.0, -1.0, 1.5**2, 0.0),
-    "above, away from the target: pulled back": (2.0, 1.0, -1.0, 3.0**2, 3.0),
-    "below, away from the target: pulled back": (0.0, 1.0, 3.0, 3.0**2, -3.0),
-    "above, past the target by less than the clip lacks: stopped": (2.0, 1.0, 1.875, 0.375**2, 0),
-    "above, past the target by more: pulled back": (2.0, 1.0, 1.625, 0.375**2, 0.375),
-}
-
-
-@pytest.mark.parametrize("case", VALUE_CASES)
-def test_value_clip_in_each_case(case):
-    value, old_value, target, error, want_gradient = VALUE_CASES[case]
-    numbers = (value, old_value, target)
+@pytest.mark.parametrize(
+    "numbers, error, want_gradient",
+    [
+        # value, old value, target: larger of both squared errors, gradient of half of it
+        ((1.25, 1.0, 2.0), 0.75**2, -0.75),  # within the clip
+        ((2.0, 1.0, 3.0), 1.5**2, 0.0),  # above, towards the target: stopped
+        ((0.0, 1.0, -1.0), 1.5**2, 0.0),  # below, towards the target: stopped
+        ((2.0, 1.0, -1.0), 3.0**2, 3.0),  # above, away from the target: pulled back
+        ((0.0, 1.0, 3.0), 3.0**2, -3.0),  # below, away from the target: pulled back
+        ((2.0, 1.0, 1.875), 0.375**2, 0),  # past the target by less than the clip lacks
+        ((2.0, 1.0, 1.625), 0.375**2, 0.375),  # by more: pulled back
+    ],
+)
+def test_value_clip_in_each_case(numbers, error, want_gradient):
     loss, _, gradient, metrics = loss_of(1.0, 0.0, *numbers, value_clip=0.5, value_coef=0.2)
     assert loss == pytest.approx(0.2 * error / 2, abs=1e-6)
     assert gradient == pytest.approx(0.2 * want_gradient, abs=1e-6)
     assert metrics["value/loss"] == pytest.approx(error / 2, abs=1e-6)  # without the coefficient
 
 
-def test_value_clip_0_is_no_limit():
+def test_value_clip_0_is_no_limit_and_value_coef_0_leaves_the_values_alone():
     loss, _, gradient, _ = loss_of(1.0, 0.0, 2.0, 1.0, 3.0, value_clip=0.0, value_coef=1.0)
     assert loss == pytest.approx((2 - 3) ** 2 / 2, abs=1e-6)
     assert gradient == pytest.approx(2 - 3, abs=1e-6)
-
-
-def test_value_coef_0_leaves_the_values_alone():
     loss, _, gradient, metrics = loss_of(1.0, 1.0, 2.0, 1.0, 3.0, value_coef=0.0)
-    assert loss == pytest.approx(-1, abs=1e-6)
-    assert gradient == 0
+    assert loss == pytest.approx(-1, abs=1e-6) and gradient == 0
     assert metrics["value/loss"] > 0  # it is measured all the same
 
 
