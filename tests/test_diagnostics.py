@@ -145,5 +145,3 @@ def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():
     assert raised(run_of(4, **still)) == []
     assert raised(run_of(5, **still)) == [("adapters_unchanged", 5)]
     assert raised(run_of(9, **still | {"update__steps": 0})) == []
-    moved = still | {"lora__zero_fraction": lambda update: 0.25 if update < 3 else 0.0}
-    assert raised(run_of(9, **moved)) == []

@@ -41,16 +41,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_stubs_are_not_yet_written_and_the_exit_code_is_1(capsys):
-    code = run_command([], STUBS)
-    out = capsys.readouterr().out
-    assert (code, out.count("· not yet")) == (1, 10)
-    assert "✗" not in out and "✓" not in out
-
-
-def test_solutions_are_right_and_the_exit_code_is_0(write, capsys):
-    code = run_command([], write())
-    assert (code, capsys.readouterr().out.count("✓ right")) == (0, 10)
+def test_stubs_are_not_yet_written_and_solutions_are_right(write, capsys):
+    for file, code, mark in ((STUBS, 1, "· not yet"), (write(), 0, "✓ right")):
+        assert run_command([], file) == code
+        assert capsys.readouterr().out.count(mark) == 10
 
 
 def test_each_exercise_has_a_function_and_a_solution_with_its_signature():
@@ -90,14 +84,6 @@ RIGHT = {
     rho = torch.exp(x - old)
     return torch.maximum(-rho * a, -rho.clamp(1 - clip, 1 + clip) * a)[mask].mean()
 """,
-    "gae": """def gae(rewards, values, gamma=1.0, lam=0.95):
-    result, later, following = [], 0.0, 0.0
-    for r, v in zip(rewards.flip(0), values.flip(0)):
-        later = r + gamma * following - v + gamma * lam * later
-        following = v
-        result.insert(0, later)
-    return torch.stack(result)
-""",
 }
 
 
@@ -107,16 +93,11 @@ def test_right_answers_written_in_another_way_pass(write):
 
 
 def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, capsys):
-    file = write(
-        gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards.nope\n",
-        kl_k3="def kl_k3(logprobs, ref_logprobs):\n    sys.exit(3)\n",
-    )
+    file = write(gae="def gae(rewards, values, gamma=1.0, lam=0.95):\n    return rewards.nope\n")
     code, out = run_command([], file), capsys.readouterr().out
-    assert (code, out.count("✓ right")) == (1, 8)
-    for text, error in (("return rewards.nope", "AttributeError"), ("sys.exit(3)", "SystemExit")):
-        lines = file.read_text(encoding="utf-8").splitlines()
-        number = next(n for n, line in enumerate(lines, 1) if text in line)
-        assert f"scratch.py, line {number}: {error}: " in out
+    assert (code, out.count("✓ right")) == (1, 9)
+    number = file.read_text(encoding="utf-8").splitlines().index("    return rewards.nope") + 1
+    assert f"scratch.py, line {number}: AttributeError: " in out
 
 
 @pytest.mark.parametrize(
@@ -163,13 +144,6 @@ def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):
     assert verdict.state == "wrong" and "still running after 0.2 s" in verdict.actual
 
 
-def test_exercise_waits_for_those_that_it_calls(write):
-    stub = "def group_advantages(returns, group_ids):\n    raise TODO\n"
-    verdicts = check_all(load(write(group_advantages=stub)))
-    assert [v.exercise.number for v in verdicts if v.state == "not yet"] == [3, 9]
-    assert verdicts[8].note == "first: exercise 3"
-
-
 def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
     for line, text in (
         (1, "def token_logprobs(:\n"),
@@ -184,7 +158,6 @@ def test_file_that_cannot_be_imported_is_one_line(tmp_path, capsys):
 def test_solutions_are_printed_and_unknown_exercises_refused(capsys):
     assert run_command(["--solution", "3"]) == 0
     assert capsys.readouterr().out.startswith("def group_advantages(")
-    for wrong in (["--hint", "11"], ["--hint", "3", "4"]):
-        with pytest.raises(SystemExit) as stopped:
-            run_command(wrong)
-        assert stopped.value.code == 2
+    with pytest.raises(SystemExit) as stopped:
+        run_command(["--hint", "11"])
+    assert stopped.value.code == 2
