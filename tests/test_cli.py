@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_files import small_files
 
 from core import cli, config
 from core.config import Config, resolve, validate
-from core.run_dir import config_to_dict, quoted, read_config
+from core.run_dir import config_to_dict, read_config
 from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -48,36 +46,38 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
     assert (cfg.sft_lr, cfg.track, cfg.env) == (None, "none", ("snake",))
 
 
+ALIASES = "\n".join(["a: &a0 [x]"] + [  # 9 to the power of 98 words
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 99)
+])  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
         ("learning_rate: 1", "learning_rate"),
         ("grpo:\n  clip: 1", "grpo.clip"),
-        ("grpo: 0.2", "grpo"),
-        ("lr: {high: 1}", "lr"),
         ("lr: [1, 2]", "lr"),
         ("lr: fast", "lr"),
-        ("num_updates: 2.5", "num_updates"),
         ("num_updates:", "num_updates"),
-        ("cache: 1", "cache"),
         ("algo: gpro", "algo"),
-        ("resume: runs/a", "resume"),
         ("trust: true", "trust"),
+        ("algo: !!python/object/apply:os.system ['touch marker']", "algo"),
         ("just words", ""),
-        ("", ""),
-        ("a: [", "YAML"),
         ("[" * 600, "YAML"),
+        (f"{ALIASES}\nenv: *a98", ""),
         ("lr: \xe9".encode("latin-1"), "YAML"),
-        ("lr: 1".encode("utf-16"), "YAML"),
     ],
+    ids=range(12),
 )
-def test_an_invalid_file_is_one_line_with_its_name(tmp_path, capsys, text, named):
+def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys, text, named):
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "c.yaml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert cli.run(lambda cfg: 0, ["--config", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
-    assert err.startswith("train.py: ") and f"{file}" in err and named in err
+    assert err.startswith("train.py: ") and f"{file}" in err and named in err and len(err) < 600
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
 def test_a_setting_that_is_gone_is_named_and_refused_only_if_it_had_another_value(tmp_path, capsys):
@@ -112,19 +112,15 @@ def resume(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("flags", "name", "value"), [
     ("--num-updates 9", "num_updates", 9), ("--env-timeout 5", "env_timeout", 5),
-    ("--base-url http://a", "base_url", "http://a"), ("--eval-every 3", "eval_every", 3),
-    ("--eval-num-tasks 8", "eval_num_tasks", 8), ("--device cpu", "device", "cpu"),
-    ("--sampler torch", "sampler", "torch"), ("--model-id moved/it", "model_id", "moved/it"),
-    ("--lr 0.4 --allow-changes", "lr", 0.4),
+    ("--device cpu", "device", "cpu"), ("--sampler torch", "sampler", "torch"),
+    ("--model-id moved/it", "model_id", "moved/it"), ("--lr 0.4 --allow-changes", "lr", 0.4),
 ])  # fmt: skip
 def test_a_resumed_run_may_change(resume, flags, name, value):
     cfg = resume(f"--resume runs/a {flags}")
     assert getattr(cfg, name) == value and (cfg.lr == 5e-05 or name == "lr")
 
 
-@pytest.mark.parametrize(
-    "flag", ["--lr 0.4", "--grpo.clip-low 0.5", "--lora-rank 4", "--sampler openai"]
-)
+@pytest.mark.parametrize("flag", ["--grpo.clip-low 0.5", "--lora-rank 4", "--sampler openai"])
 def test_a_resumed_run_keeps_its_other_settings(resume, flag):
     named = flag.split()[0].removeprefix("--").replace("-", "_")
     with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
@@ -148,14 +144,6 @@ def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
         resume("--resume runs/a --config runs/a/config.yaml")
 
 
-def test_printed_commands_are_quoted_for_the_shell_of_the_system(monkeypatch):
-    words = ["python", "train.py", "--resume", "my run"]
-    monkeypatch.setattr(os, "name", "posix")
-    assert quoted(words) == "python train.py --resume 'my run'"
-    monkeypatch.setattr(os, "name", "nt")
-    assert quoted(words) == 'python train.py --resume "my run"'
-
-
 def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     def fails(error):
         raise error
@@ -169,24 +157,10 @@ def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     ]  # fmt: skip
 
 
-def test_a_disk_that_fails_outside_a_run_is_one_line(tmp_path, capsys):
-    def write(cfg):
-        return (tmp_path / "x").write_text("0123456789")
-
-    with small_files(9):
-        assert cli.run(write, []) == 1
-    assert capsys.readouterr().err == (
-        "train.py: a file: File too large; fix this, then run the same command\n"
-    )
-    with pytest.raises(FileNotFoundError):  # a mistake in the code
-        cli.run(lambda cfg: len((tmp_path / "y").read_text()), [])
-
-
 @pytest.mark.parametrize(
     ("flags", "lr", "sft_lr", "max_tokens"),
     [
         ("", 5e-5, 2e-3, 64),
-        ("--model-id tiny-random", 5e-5, 2e-3, 64),
         ("--model-id x/y", 1e-6, 1e-5, 1024),
         ("--model-id x/y --lora-rank 8", 2e-5, 1e-4, 1024),
         ("--lr 0.1 --sft-lr 3e-3 --max-tokens 5", 0.1, 3e-3, 5),
@@ -214,28 +188,17 @@ def test_every_number_has_a_range_whose_ends_are_valid():
     assert not config.range_problem("tis_cap", 0) and config.range_problem("lr", 0)
 
 
-def test_help_begins_with_the_settings_that_matter_and_shows_all_others_in_groups(capsys):
-    with pytest.raises(SystemExit):
-        cli.parse(["--help"])
-    text = capsys.readouterr().out
-    parts = re.split(r"^\W*([a-z ]+) options\W*$", text, flags=re.MULTILINE)
+def test_help_begins_with_the_settings_that_matter_and_is_shown_before_torch_is_imported():
+    command = [sys.executable, "-X", "importtime", "train.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert done.returncode == 0
+    assert "tyro" in imported and not {"torch", "transformers", "numpy"} & imported
+    parts = re.split(r"^\W*([a-z ]+) options\W*$", done.stdout, flags=re.MULTILINE)
     boxes = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert next(iter(boxes)) == "main"
     assert len(re.findall(r"^\W*--", boxes["main"], flags=re.MULTILINE)) == 10
     for flag, box in (("--lr", "main"), ("--top-p", "sampling"), ("--grpo.clip-high", "grpo")):
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
     for name in {*vars(Config()), *config.RANGE_OF} - {*config.ALGORITHMS, "template_date"}:
-        assert config.flag(name) in text
-    assert "--template-date" not in text
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "named"),
-    [(["--help"], 0, "--grpo.clip-high"), (["--lr", "fast"], 2, "--lr"), (["--flag"], 2, "--flag")],
-)
-def test_help_and_mistakes_are_answered_before_torch_is_imported(args, code, named):
-    command = [sys.executable, "-X", "importtime", "train.py", *args]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert done.returncode == code and named in done.stdout + done.stderr
-    assert "tyro" in imported and not {"torch", "transformers", "numpy"} & imported
+        assert config.flag(name) in done.stdout

@@ -80,6 +80,7 @@ def test_yaml_gives_settings_back(tmp_path, config):
 
 @MANY
 @given(configs)
+@example(Config())
 def test_settings_are_valid_or_rejected_in_one_line(config):
     config = resolve(config)
     try:
@@ -88,24 +89,3 @@ def test_settings_are_valid_or_rejected_in_one_line(config):
         assert len(str(error).splitlines()) == 1 and len(str(error)) < 200
     else:
         assert config.lr > 0 and config.num_prompts > 0 and 0 <= config.gamma <= 1 and config.env
-
-
-keys = st.sampled_from([field.name for field in dataclasses.fields(Config)]) | TEXT
-yamls = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@MANY
-@given((st.dictionaries(keys, yamls, max_size=3) | yamls).map(
-    lambda values: yaml.safe_dump(values, allow_unicode=True).encode()) | st.binary(max_size=40)
-)  # fmt: skip
-def test_any_file_is_read_or_rejected(tmp_path, content):
-    file = tmp_path / "config.yaml"
-    file.write_bytes(content)
-    try:
-        assert isinstance(read_config(file), Config)
-    except UsageError as error:
-        assert str(error).startswith(str(file))

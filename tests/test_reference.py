@@ -1,7 +1,6 @@
 """The reference policy of --kl-coef: a frozen copy, or the base without its adapters."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,22 +30,14 @@ def test_the_reference_stays_the_same_when_the_policy_is_trained(qwen3_folder, t
     before = hidden(policy)
     reference = freeze_reference(policy, tmp_path, next_update=0)
     nudge(policy)
-    assert torch.equal(hidden(reference), before)
-    assert not reference.hidden_states(IDS).requires_grad
     assert (hidden(policy) - before).abs().max() > 1e-3
-    assert not reference.trainable()
+    assert torch.equal(hidden(reference), before)
+    assert not reference.hidden_states(IDS).requires_grad and not reference.trainable()
+    for next_update in (0, 1, 3):  # of a resumed run
+        assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update)), before)
     weights = sum(p.numel() * 4 for p in policy.model.parameters())
     assert reference_bytes(Config(kl_coef=1.0), policy) == weights
     assert reference_bytes(Config(), policy) == 0
-
-
-@pytest.mark.parametrize("next_update", [0, 1, 3])
-def test_a_resumed_run_loads_the_reference_of_its_start(qwen3_folder, tmp_path, next_update):
-    policy = load_policy(str(qwen3_folder), device="cpu")
-    before = hidden(policy)
-    freeze_reference(policy, tmp_path, next_update=0)
-    nudge(policy)
-    assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update)), before)
 
 
 def test_a_damaged_reference_is_refused(qwen3_folder, tmp_path):
@@ -58,9 +49,8 @@ def test_a_damaged_reference_is_refused(qwen3_folder, tmp_path):
     file = tmp_path / "reference/weights.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(UsageError, match="reference") as error:
+    with pytest.raises(UsageError, match="reference"):
         freeze_reference(policy, tmp_path, next_update=2)
-    assert "\n" not in str(error.value)
     # before update 1 the policy itself is the reference
     assert torch.equal(hidden(freeze_reference(policy, tmp_path, next_update=1)), before)
     freeze_reference(policy, tmp_path, next_update=2)
@@ -89,8 +79,6 @@ def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path)
     assert not teacher.trainable()
     weights = sum(p.numel() * 4 for p in teacher.model.parameters())
     assert reference_bytes(cfg, policy) == weights
-    with pytest.raises(UsageError, match=f"^--teacher {tmp_path}: no model"):
-        load_teacher(replace(cfg, teacher=str(tmp_path)), policy)
     teacher.tokenizer.add_tokens(["another"])
     teacher.tokenizer.save_pretrained(teacher_folder)
     with pytest.raises(UsageError, match="tokenizer differs"):
@@ -100,12 +88,12 @@ def test_a_teacher_is_another_model_with_the_same_tokens(qwen3_folder, tmp_path)
 def test_distillation_lowers_the_kl_to_the_teacher_without_rewards(qwen3_folder, tmp_path, command):
     teacher = save_small("llama", tmp_path / "llama", initializer_range=0.1)
     flags = f"""--model-id {qwen3_folder} --teacher {teacher} --kl-coef 1 --reward-coef 0
-        --num-updates 12 --num-prompts 4 --group-size 4 --max-tokens 12 --lr 3e-3
+        --num-updates 8 --num-prompts 4 --group-size 4 --max-tokens 12 --lr 3e-3
         --eval-num-tasks 0 --device cpu --run-name a""".split()
     assert command(*flags)[0] == 0
     lines = Path("runs/a/metrics.jsonl").read_text().splitlines()
     kl = [r["kl/reference"] for r in map(json.loads, lines) if "kl/reference" in r]
-    assert len(kl) == 12 and kl[-1] < 0.5 * kl[0]
+    assert len(kl) == 8 and kl[-1] < 0.5 * kl[0]
 
 
 def test_tiny_can_teach_and_an_unknown_teacher_is_one_line(tmp_path, command):

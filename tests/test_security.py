@@ -1,29 +1,43 @@
-"""Code from others does not run: in models, data sets, weights, settings and commands.
+"""Code from others does not run, keys stay here, and no request goes to a host of others.
 
 Each attack is real: a careless reader of the same file would run it, and create the file `marker`.
 ruff's rules in pyproject.toml reject eval, exec, pickle, shells and unsafe YAML in our own source.
 """
 
+import contextlib
+import io
+import itertools
 import json
+import os
 import subprocess
+import threading
+import zipfile
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import save_small
+import yaml
+from conftest import LoopbackServer, save_small
+from test_openai_sampler import Server
+from test_wikipedia_maze import visit
 
-from core import checkpoint
+from core import chat, cli, config, league
 from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.model import load_policy
 from core.optimizer import make_optimizer
 from core.types import UsageError
+from environments import registry, wikipedia
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
 from environments.registry import make
+from environments.wikipedia_maze import WikipediaMaze
 
-ROOT = Path(__file__).parent.parent
+SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
+    --device cpu --run-name a""".split()
+CODE = "from pathlib import Path\nPath({marker!r}).touch()\n"
 
 
 @pytest.fixture
@@ -76,56 +90,30 @@ OWN_MODEL = {
     "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},
 }
 OWN_TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
-NAMED_OWN_TOKENIZER = OWN_TOKENIZER | {"tokenizer_class": "OwnTokenizer"}
 
 
-@pytest.mark.parametrize(
-    ("config", "tokenizer", "loaded"),
-    [
-        (OWN_MODEL, {}, "OwnModel"),
-        ({}, OWN_TOKENIZER, "OwnTokenizer"),
-        ({}, NAMED_OWN_TOKENIZER, "OwnTokenizer"),
-    ],
-)
-def test_code_of_a_model_runs_only_if_trusted(own_code, marker, config, tokenizer, loaded):
+@pytest.mark.parametrize(("config", "tokenizer"), [(OWN_MODEL, {}), ({}, OWN_TOKENIZER)])
+def test_code_of_a_model_runs_only_if_trusted(own_code, marker, config, tokenizer):
     folder = own_code(config, tokenizer)
     with pytest.raises(UsageError, match="--trust") as error:
         load_policy(folder, device="cpu")
     assert "\n" not in str(error.value) and not marker.exists()
     policy = load_policy(folder, device="cpu", trust_remote_code=True)
     assert marker.exists()
-    assert loaded in (type(policy.model).__name__, type(policy.tokenizer).__name__)
+    assert "Own" in type(policy.tokenizer if tokenizer else policy.model).__name__
     assert policy.trust_remote_code  # read by the vLLM sampler
 
 
-def test_every_command_must_give_the_flag(own_code, marker, command):
-    flags = ["--model-id", own_code(OWN_MODEL), "--device", "cpu", "--eval-num-tasks", "0"]
-    flags += ["--num-updates", "0", "--run-name", "a"]
+def test_each_command_must_say_that_it_trusts_a_model(own_code, marker, command):
+    flags = ["--model-id", own_code(OWN_MODEL), *SMALL, "--eval-num-tasks", "0"]
+    flags += ["--num-updates", "0"]
     assert command(*flags, "--trust")[0] == 0
     assert marker.exists()
     marker.unlink()
-    assert "trust_remote_code" not in Path("runs/a/config.yaml").read_text()
-    for args in (["--resume", "runs/a"], [*flags[:-1], "b"]):
-        code, out, err = command(*args)
-        assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust" in err
-        assert not marker.exists()
-    assert command("--resume", "runs/a", "--trust")[0] == 0
-
-
-def test_attention_kernels_are_not_downloaded(own_code):
-    with pytest.raises(UsageError, match="--model-id"):
-        load_policy(own_code({"attn_implementation": "somebody/kernel"}), device="cpu")
-
-
-def test_the_script_of_a_dataset_does_not_run(tmp_path, marker, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "openai/gsm8k"  # load_dataset looks here before it asks the Hub
-    folder.mkdir(parents=True)
-    (folder / "gsm8k.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
-    with pytest.raises(UsageError, match="gsm8k"):
-        make("math_qa:data=gsm8k")
+    code, out, err = command("--resume", "runs/a")
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "--trust" in err
     assert not marker.exists()
+    assert command("--resume", "runs/a", "--trust")[0] == 0
 
 
 class Evil:
@@ -138,67 +126,33 @@ class Evil:
         return open, (self.marker, "w")
 
 
-def assert_evil(file, marker):
-    """A careless reader runs the code in `file`."""
-    with file.open("rb") as opened:  # given a name, torch would read .safetensors as such
-        torch.load(opened, weights_only=False)
-    assert marker.exists()
-    marker.unlink()
-
-
-WEIGHTS = {  # files of a model's folder, and the setting that asks for them
-    "pytorch_model.bin": {},
-    "adapter_model.bin": {},
-    "other.bin": {"transformers_weights": "other.bin"},
-}
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, name, monkeypatch):
+def test_pickled_weights_of_a_model_are_not_read(tmp_path, marker, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a message with a long path is cut
     folder = save_small("qwen3", Path("model"))
-    change(folder / "config.json", **WEIGHTS[name])
-    if name == "adapter_model.bin":
-        adapter = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"], "lora_alpha": 1}
-        (folder / "adapter_config.json").write_text(json.dumps(adapter))
-    else:
-        (folder / "model.safetensors").unlink()
-    torch.save({"weight": Evil(marker)}, folder / name)
-    assert_evil(folder / name, marker)
-    with pytest.raises(UsageError, match="safetensors") as error:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Evil(marker)}, folder / "pytorch_model.bin")
+    with pytest.raises(UsageError, match="safetensors"):
         load_policy(str(folder), device="cpu")
-    assert "\n" not in str(error.value) and not marker.exists()
+    assert not marker.exists()
 
 
-@pytest.mark.parametrize("name", [checkpoint.WEIGHTS, checkpoint.OPTIMIZER])
-def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker, name, monkeypatch):
+def test_a_checkpoint_is_read_without_running_it(tmp_path, policy, marker):
     """Its checksums are right: an attacker who writes one file can write the other."""
     optimizer = make_optimizer(policy, 0.1)
-    writer = optimizer
-    if name == "optimizer.pt":
-        writer = SimpleNamespace(state_dict=lambda: {"adamw": Evil(marker)})
-    else:
-        monkeypatch.setattr(checkpoint, "save_file", lambda _, to: torch.save(Evil(marker), to))
     (tmp_path / "config.yaml").write_text("algo: grpo\n")
-    saved = save_checkpoint(tmp_path, policy, writer, START | {"update": 3})
-    assert_evil(saved / name, marker)
+    evil = SimpleNamespace(state_dict=lambda: {"adamw": Evil(marker)})
+    saved = save_checkpoint(tmp_path, policy, evil, START | {"update": 3})
+    torch.load(saved / "optimizer.pt", weights_only=False)  # as a careless reader
+    assert marker.exists()
+    marker.unlink()
     assert find_checkpoint(tmp_path).folder == saved
     with pytest.raises(UsageError):
         load_checkpoint(saved, policy, optimizer)
     assert not marker.exists()
 
 
-def test_settings_are_read_without_running_them(tmp_path, marker, command):
-    file = tmp_path / "evil.yaml"
-    file.write_text(f"algo: !!python/object/apply:os.system ['touch {marker}']\n")
-    code, _, err = command("--config", file)
-    assert code == 2 and err.startswith(f"train.py: {file}: algo")
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize("template", ["cat; touch {}", "cat `touch {}`", "cat > {}"])
-def test_no_shell_reads_a_remote_command(marker, template):
-    command = template.format(marker)
+def test_no_shell_reads_a_remote_command(marker):
+    command = f"cat; touch {marker}"
     subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert marker.exists()
     marker.unlink()
@@ -208,15 +162,268 @@ def test_no_shell_reads_a_remote_command(marker, template):
     assert not marker.exists()
 
 
-def test_no_shell_reads_the_name_of_a_remote_environment(tmp_path, monkeypatch):
+# {file}: a file of Python code that creates the marker; {marker}: that file
+SPECS = (
+    "{file}:Maze", "evil_module:Maze:size=4", "gymnasium:id=evil_module:Maze-v0",
+    'gymnasium:id="evil_module\\u003aMaze-v0"', "gymnasium:id=CartPole-v1,words=evil_module:GAME",
+    "gymnasium:id=A-v0,url=x,options=evil_module:a", "pettingzoo:words={file}:GAME",
+    "remote:command=touch {marker}", "remote:env={file}:Maze", "remote: command = touch {marker}",
+    "rewarded:data=rows.jsonl,reward={file}:one", "evil_module:Maze:opponent=guess",
+    "gymnasium:id=evil_module:Maze,=",
+)  # fmt: skip
+SENT = (
+    {"sampler": "openai", "base_url": "http://127.0.0.1:9/v1", "num_updates": 0},
+    {"env": ["tic_tac_toe:opponent=openai:m@http://127.0.0.1:9/v1"]},
+    {"env": ['tic_tac_toe:opponent="openai:m\\u0040http://127.0.0.1:9/v1"']},
+)
+
+
+def attack(folder, settings, how):
+    """Reads `settings` as a config.yaml as `how` says; returns exit code and the line it prints."""
+    here = folder / "here"
+    here.mkdir(exist_ok=True)
+    for file in ("evil.py", "evil_module.py"):
+        (folder / file).write_text(CODE.format(marker=str(folder / "marker")))
+    words = {"{file}": str(folder / "evil.py"), "{marker}": str(folder / "marker"),
+             "{folder}": str(folder)}  # fmt: skip
+    text = yaml.safe_dump(settings)
+    for word, value in words.items():
+        text = text.replace(word, value)
+    (folder / "config.yaml").write_text(text)
+    file = str(folder / "config.yaml") if how == "--config" else str(folder)
+
+    def validated(cfg):
+        config.validate(config.resolve(cfg))
+        return 0
+
+    errors = io.StringIO()
+    with contextlib.chdir(here), contextlib.redirect_stderr(errors):
+        if how == "chat":
+            return chat.run(lambda *_: 0, [file]), errors.getvalue()
+        return cli.run(validated, [how, file]), errors.getvalue()
+
+
+def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    cases = [({"env": ["snake", spec]}, "would run") for spec in SPECS]
+    cases += [({"eval_env": [SPECS[0]]}, "would run")]
+    cases += [(settings, "would send") for settings in SENT]
+    ways = itertools.cycle(["--config", "--resume", "chat"])
+    for settings, said in cases:
+        how = next(ways) if said == "would run" else "--config"
+        settings = {"env_path": "{folder}", **settings}  # of an older version
+        code, err = attack(tmp_path, settings, how)
+        assert code == 2 and err.count("\n") == 1 and said in err and "--trust" in err, settings
+        assert "secret-7" not in err and not (tmp_path / "marker").exists()
+
+
+def parse(tmp_path, flags, **settings):
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return cli.parse(["--config", str(file), *flags])
+
+
+def test_what_the_command_line_names_needs_no_trust(tmp_path):
+    saved = {"env": ["evil.py:Maze"], "base_url": "http://there/v1"}
+    assert parse(tmp_path, ["--env", "my.py:Game"], **saved).env == ("my.py:Game",)
+    assert parse(tmp_path, ["--env", "snake"], **saved).env == ("snake",)
+    assert parse(tmp_path, ["--trust"], **saved).env == ("evil.py:Maze",)
+    with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
+        parse(tmp_path, ["--eval-env", "snake"], **saved)
+    assert cli.parse(["--trust"]).trust  # for the code of the model
+
+
+def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
+    server = {"base_url": "http://there/v1", "num_updates": 0}
+    evaluate = ["--sampler", "openai"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert parse(tmp_path, evaluate, **server).base_url == "http://there/v1"
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    with pytest.raises(UsageError, match="would send OPENAI_API_KEY to http://there/v1"):
+        parse(tmp_path, evaluate, **server)
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "a: secret-8")  # openai sends it to any server
+    with pytest.raises(UsageError, match="would send OPENAI_API_KEY OPENAI_CUSTOM_HEADERS to http"):
+        parse(tmp_path, evaluate, **server)
+    here = [*evaluate, "--base-url", "http://here/v1"]
+    assert parse(tmp_path, here, **server).base_url == "http://here/v1"
+
+
+@pytest.mark.parametrize("spec", [
+    "gymnasium:id=CartPole-v1,repeat=2", "remote:env=letter_counting", "tic_tac_toe:opponent=runs/x"
+])  # fmt: skip
+def test_registered_environments_need_no_trust(tmp_path, spec, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
+    assert parse(tmp_path, [], env=[spec]).env == (spec,)
+
+
+def test_a_run_of_this_user_in_runs_needs_no_trust(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    name = "`touch marker`"
-    rows = [{"question": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(30)]
-    Path(name).write_text("\n".join(map(json.dumps, rows)))
-    env = make(f"remote:env=math_qa:data={name}")  # the server process gets the same name
-    assert "What is" in env.reset(1)[0]["content"]
-    env.close()
-    with pytest.raises(UsageError):
-        make("remote:env=tic_tac_toe; touch marker")
-    assert not Path("marker").exists()
+    file, settings = Path("runs/a/config.yaml"), {"env": ["my.py:Game"]}
+    for place in (file, Path("other/a/config.yaml")):
+        place.parent.mkdir(parents=True)
+        place.write_text(yaml.safe_dump(settings))
+    assert cli.parse(["--resume", "runs/a"]).env == ("my.py:Game",)
+    assert config.trust_flags(settings, file) == []
+    assert config.trust_flags(settings, Path("other/a/config.yaml")) == ["--trust"]
+    with pytest.raises(UsageError, match="--trust"):
+        cli.parse(["--resume", "other/a"])
+    if hasattr(os, "getuid") and os.getuid() == 0:
+        os.chown(file, 1234, -1)
+        with pytest.raises(UsageError, match="--trust"):
+            cli.parse(["--resume", "runs/a"])
+
+
+def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
+    tmp_path, monkeypatch, marker
+):
+    def play_first_task(flags, cfg):
+        registry.make(chat.held_out_task(cfg, 0).env).reset(0)
+        return 0
+
+    evil = tmp_path / "evil"
+    (evil / "model").mkdir(parents=True)
+    (evil / "my.py").write_text(CODE.format(marker=str(marker)))
+    settings = {"env": ["my.py:Maze:opponent=./model"], "env_path": str(evil)}
+    (evil / "config.yaml").write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="--trust"):
+        league.main(league.Flags((str(evil),)))
+    Path("my.py").write_text("from environments.snake import Snake as Maze\n")
+    chat.run(play_first_task, [str(evil), "--env", "my.py:Maze"])
+    league.run([str(evil), "guess", "--env", "my.py:Maze"])
+    assert not marker.exists()
+
+
+def test_a_run_does_not_bring_its_own_scratch_py(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("scratch.py").touch()
+    with pytest.raises(UsageError, match=r"would run scratch\.py beside it"):
+        parse(tmp_path, [], algo="scratch")
+    assert parse(tmp_path, ["--trust"], algo="scratch").algo == "scratch"
+    assert parse(tmp_path, ["--algo", "scratch"], algo="scratch").algo == "scratch"
+    monkeypatch.chdir(tmp_path.parent)
+    assert parse(tmp_path, [], algo="scratch").algo == "scratch"
+
+
+OTHER_HOSTS = [  # links of a page; the policy asks for them too
+    *("//evil.example/wiki/Evil", "https://evil.example/wiki/Evil", "http:/evil.example/wiki/Evil"),
+    *("\\\\evil.example\\wiki\\Evil", "https://127.0.0.1@evil.example/wiki/Evil"),
+    *("javascript:alert(1)", "data:text/html,Evil"),
+]
+TITLES = ["/evil.example/A", "../../evil.example/B?c=d&page=C", "@evil.example"]  # valid titles
+
+
+class Wiki(BaseHTTPRequestHandler):
+    """A page full of links to other hosts; 'Away' is a redirect to the other server."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        title = self.path.partition("page=")[2].partition("&")[0]
+        self.send_response(302 if title == "Away" else 200)
+        self.send_header("Location", self.server.other_url)
+        self.send_header("Refresh", f"0; url={self.server.other_url}")
+        self.end_headers()
+        links = [*OTHER_HOSTS, *(f"/wiki/{title}" for title in (*TITLES, "Away"))]
+        text = "".join(f'<p>see <a href="{link}">x</a></p>' for link in links)
+        answer = {"parse": {"title": title, "text": f"{text}<base href='//evil.example/'>"}}
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def serve():
+    """Starts a server with a handler. Each notes in `asked` what it was asked."""
+    servers = []
+
+    def start(handler):
+        server = LoopbackServer(handler)
+        server.asked = []
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_live_wiki_asks_no_other_host(serve, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    wikipedia.fetch_page.cache_clear()
+    here, there = serve(Wiki), serve(Wiki)
+    here.other_url = f"http://127.0.0.1:{there.server_port}/w/api.php?page=Evil"
+    base_url = f"http://127.0.0.1:{here.server_port}/w/api.php"
+    env = WikipediaMaze(live=True, base_url=base_url, start="Home", target="Deep", max_visits=99)
+    for wish in OTHER_HOSTS:
+        env.reset(0)
+        assert env.links == [*TITLES, "Away"]
+        assert env.step(visit(wish)).reward < 0  # not a link of this page
+    for title in TITLES:
+        env.reset(0)
+        assert not env.step(visit(title)).done
+    env.reset(0)
+    with pytest.raises(EnvFailure, match="Away: HTTP status 302"):
+        env.step(visit("Away"))
+    assert len(here.asked) > 4 and there.asked == []
+    assert all(path.startswith("/w/api.php?action=parse&page=") for path in here.asked)
+    wikipedia.fetch_page.cache_clear()
+    for hidden in ("https://en.wikipedia.org@evil.example/api.php", "//evil.example/"):
+        with pytest.raises(UsageError, match="base_url"):
+            WikipediaMaze(live=True, base_url=hidden)
+
+
+SECRETS = {
+    "OPENAI_API_KEY": "sk-openai-61f0c2", "HF_TOKEN": "hf_hub_93be1d",
+    "WANDB_API_KEY": "wandb-5527aa", "FOO_SECRET": "foo-secret-c04e77",
+}  # fmt: skip
+
+
+def leaks(folder):
+    """(file, name of the secret) for each secret in a file's name, its content or an archive."""
+    found = []
+    for path in folder.rglob("*"):
+        texts = [str(path).encode()]
+        if path.is_file():
+            texts.append(path.read_bytes())
+            if zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    texts += [archive.read(name) for name in archive.namelist()]
+        found += [(path.name, key) for key, secret in SECRETS.items()
+                  if any(secret.encode() in text for text in texts)]  # fmt: skip
+    return sorted(found)
+
+
+@pytest.fixture
+def secrets(monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_run_writes_no_secret_of_its_environment(command, secrets):
+    code, out, err = command(*SMALL)
+    assert (code, err) == (0, "")
+    assert len(list(Path("runs/a").rglob("*"))) > 10 and leaks(Path("runs")) == []
+    assert not [secret for secret in SECRETS.values() if secret in out]
+
+
+def test_a_run_with_a_server_writes_no_key(command, secrets, serve):
+    server = serve(Server)
+    server.failures, server.finish, server.broken = [], "stop", {}
+    flags = "--sampler openai --num-updates 0 --eval-num-tasks 4 --run-name a --model-id m".split()
+    code, out, err = command(*flags, "--base-url", f"http://127.0.0.1:{server.server_port}/v1")
+    assert (code, err) == (0, "")
+    assert {key for _, _, key in server.asked} == {f"Bearer {SECRETS['OPENAI_API_KEY']}"}
+    assert leaks(Path("runs")) == []
+    assert not [secret for secret in SECRETS.values() if secret in out]
+
+
+@pytest.mark.parametrize("address", ["user:{}@127.0.0.1:9/v1", "127.0.0.1:9/v1?key={}"])
+def test_a_password_in_a_url_is_rejected_and_not_repeated(command, address):
+    url = f"http://{address.format(SECRETS['FOO_SECRET'])}"
+    flags = "--sampler openai --num-updates 0 --run-name a".split()
+    code, out, err = command(*flags, "--base-url", url)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "--base-url" in err
+    assert SECRETS["FOO_SECRET"] not in err and leaks(Path(".")) == []

@@ -5,18 +5,17 @@ import json
 import math
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from conftest import save_small
 from transformers import AutoModelForCausalLM
 
 import train
 from core import checkpoint
-from core.interrupt import Interrupt
-from core.run import MAX_SKIPPED, Run
+from core.run import MAX_SKIPPED
 from core.types import UsageError
 from environments import base, registry
 from environments.base import Env, Step
@@ -25,14 +24,11 @@ from environments.registry import register
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu
    """.split()
-ROOT = Path(train.__file__).parent
 
 
-def metrics_of(run, with_times=False):
+def metrics_of(run):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in r.items() if with_times or not k.startswith("time/")} for r in records
-    ]
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
 @pytest.fixture(scope="module")
@@ -49,180 +45,6 @@ def whole_run(tmp_path_factory):
     ):
         assert train.run_command(["--run-name", "whole", *SMALL]) == 0
     return folder / "runs/whole"
-
-
-@pytest.fixture
-def finished_run(whole_run, tmp_path):
-    """A copy of `whole_run`, as runs/a of the test's folder."""
-    return shutil.copytree(whole_run, tmp_path / "runs/a")
-
-
-def test_a_run_writes_all_its_files(whole_run):
-    out = (whole_run.parent.parent / "output.txt").read_text()
-    assert {path.name for path in whole_run.iterdir()} == {
-        ".lock", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "README.md",
-        "report.html", "checkpoint", "model", "base",
-    }  # fmt: skip
-    records = metrics_of(whole_run)
-    assert [r["update"] for r in records if "update" in r] == [0, 1, 2, 3, 4]
-    assert ["eval/letter_counting/accuracy" in r for r in records if "update" in r] == [
-        True, False, True, False, True,
-    ]  # fmt: skip
-    for record in records[-4:]:
-        assert record["tokens/trained"] == record["tokens/sampled"] > 0
-        assert record["gap/logprob_max"] < 1e-4
-    rollouts = (whole_run / "rollouts.jsonl").read_text().splitlines()
-    assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 12
-    assert "held-out accuracy" in out and "next: python train.py" in out
-    assert sum(line.startswith("update ") for line in out.splitlines()) == 4
-    AutoModelForCausalLM.from_pretrained(whole_run / "model")
-
-
-def test_the_same_settings_give_the_same_metrics_and_another_seed_others(command, whole_run):
-    assert command("--config", whole_run / "config.yaml", "--run-name", "again")[0] == 0
-    assert metrics_of(Path("runs/again")) == metrics_of(whole_run)
-    other = ["--run-name", "other", "--seed", "1", "--num-updates", "1", "--eval-every", "0"]
-    assert command(*SMALL, *other)[0] == 0
-    (sft, _, update), whole = metrics_of(Path("runs/other")), metrics_of(whole_run)
-    assert sft["sft/loss"] != whole[0]["sft/loss"]
-    assert update["policy/entropy"] != whole[2]["policy/entropy"]
-
-
-SETTINGS = {
-    "grpo": ["--algo", "grpo"],
-    "ppo": ["--algo", "ppo", "--num-epochs", "2"],
-    "lora": ["--algo", "reinforce", "--lora-rank", "2"],
-    "bfloat16": ["--dtype", "bfloat16"],
-    "reference": ["--kl-coef", "0.1", "--num-minibatches", "2", "--filter-groups", "1"],
-    "best and curriculum": ["--sft-best", "4", "--curriculum", "0.01"],
-}
-
-
-@pytest.mark.parametrize(
-    ("variant", "stop_at"),
-    [
-        ("grpo", "sft_step 3"),
-        ("ppo", "update 1"),
-        pytest.param("lora", "sft_step 6", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "update 3", marks=pytest.mark.slow),
-        pytest.param("reference", "update 1", marks=pytest.mark.slow),
-        pytest.param("best and curriculum", "update 3", marks=pytest.mark.slow),
-    ],
-)
-def test_resume_gives_the_metrics_of_an_uninterrupted_run(
-    command, monkeypatch, whole_run, variant, stop_at
-):
-    flags = [*SETTINGS[variant], *SMALL]
-    if variant == "grpo":
-        whole = whole_run
-    else:
-        assert command("--run-name", "whole", *flags)[0] == 0
-        whole = Path("runs/whole")
-    key, value = stop_at.split()
-
-    def interrupt(self, saved=Interrupt.check):
-        run = sys._getframe(1).f_locals.get("run")  # of train.main or train.warm_start
-        if isinstance(run, Run) and run.progress[key] == int(value):
-            self.requested = True
-        saved(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Interrupt, "check", interrupt)
-        code, out, _ = command("--run-name", "cut", *flags)
-    assert code == 130
-    assert "python train.py --resume runs/cut" in out
-    assert not list(Path("runs/cut").glob("**/.part*"))
-    assert command("--resume", "runs/cut")[0] == 0
-    assert metrics_of(Path("runs/cut")) == metrics_of(whole)
-    assert ("value/loss" in metrics_of(whole)[-1]) == (variant == "ppo")
-
-
-def test_a_run_that_crashed_between_checkpoints_resumes_to_the_same_metrics(
-    command, monkeypatch, whole_run
-):
-    def die(*args):
-        raise ZeroDivisionError  # an error that nothing catches
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "UpdateStats", die)
-        with pytest.raises(ZeroDivisionError):
-            command("--run-name", "cut", *SMALL)
-    assert command("--resume", "runs/cut")[0] == 0
-    assert metrics_of(Path("runs/cut")) == metrics_of(whole_run)
-
-
-def test_a_finished_run_can_be_made_longer(command, whole_run):
-    assert command("--run-name", "part", *SMALL, "--num-updates", "2")[0] == 0
-    assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
-    assert metrics_of(Path("runs/part")) == metrics_of(whole_run)
-
-
-def test_a_damaged_checkpoint_is_skipped_and_named(command, finished_run):
-    whole = metrics_of(Path("runs/a"))
-    newest = sorted(Path("runs/a/checkpoint").iterdir())[-1]
-    weights = newest / "weights.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    code, out, _ = command("--resume", "runs/a")
-    assert code == 0
-    assert f"{newest} is damaged" in out
-    assert metrics_of(Path("runs/a")) == whole
-
-
-def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, finished_run):
-    file = Path("runs/a/metrics.jsonl")
-    content = file.read_bytes()
-    file.write_bytes(content[:-1500])
-    flags = ["--resume", "runs/a", "--num-updates", "5"]
-    code, _, err = command(*flags)
-    assert code == 2 and err.count("\n") == 1 and "metrics.jsonl is damaged" in err
-    assert file.read_bytes() == content[:-1500]
-    assert command(*flags, "--trust")[0] == 0
-    assert metrics_of(Path("runs/a"))[-1]["warnings"].keys() == {"damaged_log"}
-    code, out, _ = command("--resume", "runs/a", "--num-updates", "6")
-    assert code == 0 and "damaged" in out  # in the final lines, from the record of update 5
-    assert "warnings" not in metrics_of(Path("runs/a"))[-1]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_the_run_and_names_the_command_that_resumes_it(command, monkeypatch, number):
-    def step(*args, step=train.sft_step):
-        signal.raise_signal(number)
-        return step(*args)
-
-    before = signal.getsignal(number)
-    monkeypatch.setattr(train, "sft_step", step)
-    code, out, err = command("--run-name", "a", *SMALL)
-    assert (code, err) == (130, "") and "python train.py --resume runs/a" in out
-    found = checkpoint.find_checkpoint(Path("runs/a"))
-    assert found.folder is not None and found.progress["sft_step"] == 1
-    assert signal.getsignal(number) is before
-
-
-@pytest.fixture
-def poisoned(monkeypatch):
-    """An environment with rewards so large, on some training seeds, that gradients overflow."""
-    monkeypatch.setattr(base, "MAX_REWARD", math.inf)  # it would refuse them
-    known = dict(registry.ENVIRONMENTS)
-
-    @register("poisoned")
-    class Poisoned(Env):
-        def __init__(self, share: float = 1.0):
-            self.share = share
-
-        def reset(self, seed):
-            self.bad = seed % 100 < 100 * self.share and seed in base.TRAIN_SEEDS
-            self.seed = seed
-            return [{"role": "user", "content": f"{seed}"}]
-
-        def step(self, response):
-            reward = 3e38 if self.bad else float(len(response) % 2)
-            return Step(None, reward, True, {"correct": reward == 1})
-
-    yield
-    registry.ENVIRONMENTS.clear()
-    registry.ENVIRONMENTS.update(known)
 
 
 @pytest.fixture
@@ -255,14 +77,149 @@ def easy():
     registry.ENVIRONMENTS.update(known)
 
 
+def test_a_run_writes_all_its_files(whole_run):
+    out = (whole_run.parent.parent / "output.txt").read_text()
+    assert {path.name for path in whole_run.iterdir()} == {
+        ".lock", "config.yaml", "metrics.jsonl", "rollouts.jsonl", "curves.png", "README.md",
+        "report.html", "checkpoint", "model", "base",
+    }  # fmt: skip
+    records = metrics_of(whole_run)
+    assert [r["update"] for r in records if "update" in r] == [0, 1, 2, 3, 4]
+    assert ["eval/letter_counting/accuracy" in r for r in records if "update" in r] == [
+        True, False, True, False, True,
+    ]  # fmt: skip
+    for record in records[-4:]:
+        assert record["tokens/trained"] == record["tokens/sampled"] > 0
+        assert record["gap/logprob_max"] < 1e-4
+    rollouts = (whole_run / "rollouts.jsonl").read_text().splitlines()
+    assert sum(json.loads(line)["kind"] == "train" for line in rollouts) == 4 * 12
+    assert "held-out accuracy" in out and "next: python train.py" in out
+    assert sum(line.startswith("update ") for line in out.splitlines()) == 4
+    AutoModelForCausalLM.from_pretrained(whole_run / "model")
+
+
+def test_another_seed_gives_other_metrics(command, whole_run):
+    flags = ["--seed", "1", "--num-updates", "1", "--eval-num-tasks", "0", "--run-name", "a"]
+    assert command(*SMALL, *flags)[0] == 0
+    (sft, _, update), whole = metrics_of(Path("runs/a")), metrics_of(whole_run)
+    assert sft["sft/loss"] != whole[0]["sft/loss"]
+    assert update["policy/entropy"] != whole[2]["policy/entropy"]
+
+
+def raise_in(patch, name, number):
+    """Raises a signal in each call of a function of train.py."""
+    called = getattr(train, name)
+
+    def call(*args):
+        signal.raise_signal(number)
+        return called(*args)
+
+    patch.setattr(train, name, call)
+
+
+def test_a_run_stopped_in_its_warm_start_resumes_to_the_same_metrics(
+    command, monkeypatch, whole_run
+):
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        raise_in(patch, "sft_step", signal.SIGTERM)
+        code, out, err = command("--run-name", "cut", *SMALL)
+    assert (code, err) == (130, "") and "python train.py --resume runs/cut" in out
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert checkpoint.find_checkpoint(Path("runs/cut")).progress["sft_step"] == 1
+    assert not list(Path("runs/cut").glob("**/.part*"))
+    assert command("--resume", "runs/cut")[0] == 0
+    assert metrics_of(Path("runs/cut")) == metrics_of(whole_run)
+
+
+def test_a_resumed_run_has_all_its_state(command, monkeypatch, easy):
+    """The value head, the reference, the best rollouts and the level of the tasks."""
+    flags = """--env easy --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1 --sft-best 4
+        --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8""".split()
+    assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
+    with monkeypatch.context() as patch:
+        raise_in(patch, "UpdateStats", signal.SIGINT)
+        assert command(*SMALL, *flags, "--run-name", "cut")[0] == 130
+    assert command("--resume", "runs/cut")[0] == 0
+    last = metrics_of(Path("runs/cut"))[-1]
+    assert {"value/loss", "kl/reference", "sft/best_loss"} <= last.keys()
+    assert last["groups/level"] == 1
+    assert metrics_of(Path("runs/cut")) == metrics_of(Path("runs/whole"))
+
+
+def test_a_crashed_run_resumes_from_its_newest_intact_checkpoint_to_the_same_metrics(
+    command, monkeypatch, whole_run
+):
+    updates = []
+
+    def die_in_update_3(cfg, batch, made=train.UpdateStats):
+        updates.append(batch)
+        if len(updates) == 3:
+            raise ZeroDivisionError  # an error that nothing catches
+        return made(cfg, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "UpdateStats", die_in_update_3)
+        with pytest.raises(ZeroDivisionError):
+            command("--config", whole_run / "config.yaml", "--run-name", "cut")
+    _, newest = sorted(Path("runs/cut/checkpoint").iterdir())
+    weights = newest / "weights.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, out, _ = command("--resume", "runs/cut")
+    assert code == 0 and f"{newest} is damaged" in out
+    assert metrics_of(Path("runs/cut")) == metrics_of(whole_run)
+
+
+def test_a_damaged_log_is_refused_or_its_hole_is_marked(command, whole_run):
+    shutil.copytree(whole_run, "runs/a")
+    file = Path("runs/a/metrics.jsonl")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1500])
+    flags = ["--resume", "runs/a", "--num-updates", "5", "--eval-num-tasks", "1"]
+    code, _, err = command(*flags)
+    assert code == 2 and err.count("\n") == 1 and "metrics.jsonl is damaged" in err
+    assert file.read_bytes() == content[:-1500]
+    code, out, _ = command(*flags, "--trust")
+    assert code == 0 and "damaged" in out
+    assert metrics_of(Path("runs/a"))[-1]["warnings"].keys() == {"damaged_log"}
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """An environment with rewards so large, on some training seeds, that gradients overflow."""
+    monkeypatch.setattr(base, "MAX_REWARD", math.inf)  # it would refuse them
+    known = dict(registry.ENVIRONMENTS)
+
+    @register("poisoned")
+    class Poisoned(Env):
+        def __init__(self, share: float = 1.0):
+            self.share = share
+
+        def reset(self, seed):
+            self.bad = seed % 100 < 100 * self.share and seed in base.TRAIN_SEEDS
+            self.seed = seed
+            return [{"role": "user", "content": f"{seed}"}]
+
+        def step(self, response):
+            reward = 3e38 if self.bad else float(len(response) % 2)
+            return Step(None, reward, True, {"correct": reward == 1})
+
+    yield
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
+
+
 def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisoned):
-    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0.2", "--num-updates", "8"]
-    flags += ["--algo", "reinforce", "--reinforce.baseline", "none", "--max-tokens", "6"]
+    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0.2", "--num-updates", "5"]
+    flags += ["--algo", "reinforce", "--reinforce.baseline", "none", "--max-tokens", "4"]
+    flags += ["--eval-num-tasks", "1"]
     code, out, _ = command("--run-name", "a", *flags)
     records = metrics_of(Path("runs/a"))[1:]
     skipped = [r["update/skipped"] for r in records]
     assert code == 0
-    assert 0 < sum(skipped) < 8
+    assert 0 < sum(skipped) < 5
     assert out.count("skipped: its loss or its gradient is not finite") == sum(skipped)
     assert all((r["reward/mean"] is None) == bool(r["update/skipped"]) for r in records)
     model = AutoModelForCausalLM.from_pretrained("runs/a/model")
@@ -271,7 +228,16 @@ def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisone
 
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
     flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--num-updates", "30"]
-    flags += ["--num-prompts", "1", "--group-size", "2", "--eval-every", "0", "--save-every", "0"]
+    flags += [
+        "--num-prompts",
+        "1",
+        "--group-size",
+        "2",
+        "--eval-num-tasks",
+        "0",
+        "--save-every",
+        "0",
+    ]
     flags += ["--algo", "reinforce", "--reinforce.baseline", "none", "--max-tokens", "2"]
     code, out, _ = command("--run-name", "a", *flags)
     assert code == 1
@@ -291,25 +257,6 @@ def test_an_update_whose_groups_all_have_equal_returns_takes_no_step(command, ea
     assert sum(json.loads(x)["kind"] == "train" for x in rollouts) == 3 * 12  # three rounds
 
 
-def test_groups_without_spread_are_replaced_up_to_the_budget(command, poisoned):
-    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned:share=0", "--num-updates", "2"]
-    flags += ["--group-size", "2", "--num-prompts", "8"]  # half of all pairs have equal returns
-    assert command("--run-name", "a", *flags, "--filter-groups", "12")[0] == 0
-    for record in metrics_of(Path("runs/a"))[1:]:
-        assert record["tokens/trained"] < record["tokens/sampled"]
-        assert 0 < record["groups/zero_std_fraction"] < 1  # of all sampled groups
-    rollouts = [json.loads(x) for x in Path("runs/a/rollouts.jsonl").read_text().splitlines()]
-    first = [r for r in rollouts if r["kind"] == "train" and r["update"] == 1]
-    groups = {}
-    for r in first:
-        groups.setdefault(r["group_id"], []).append(r)
-    spread = [g for g in groups.values() if len({r["return"] for r in g}) > 1]
-    assert len(spread) == 8 < len(groups)
-    assert all(len({r["seed"] for r in g}) == 1 and len(g) == 2 for g in groups.values())
-    record = metrics_of(Path("runs/a"))[1]
-    assert record["tokens/trained"] == sum(r["tokens"] for g in spread for r in g)
-
-
 def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, easy):
     flags = [*SMALL, "--sft-steps", "0", "--env", "easy:level=2", "--num-updates", "4"]
     flags += ["--num-prompts", "2", "--group-size", "2", "--max-tokens", "6"]
@@ -321,19 +268,6 @@ def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, eas
     assert [envs["train", u] for u in (1, 2, 3, 4)] == [
         "easy:level=2", "easy:level=3", "easy:level=4", "easy:level=4",
     ]  # fmt: skip
-    assert command("--run-name", "b", *flags, "--num-updates", "2", "--curriculum", "0.9")[0] == 0
-    assert command("--resume", "runs/b", "--num-updates", "4")[0] == 0
-    assert metrics_of(Path("runs/b")) == metrics_of(Path("runs/a"))
-
-
-def test_an_evaluation_says_from_how_few_openings_its_episodes_start(command):
-    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "0", "--max-turns", "1"]
-    for env, said in (("iterated_game", "(4 episodes of one task, which is also that of training)"),
-                      ("letter_counting", "letter_counting\n")):  # fmt: skip
-        code, out, _ = command(*flags, "--env", env)
-        assert code == 0 and said in out
-    record = metrics_of(Path("runs/grpo-iterated_game-1"))[0]
-    assert (record["eval/iterated_game/openings"], record["eval/iterated_game/p_value"]) == (1, 1)
 
 
 def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
@@ -345,41 +279,34 @@ def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
         assert record["eval/letter_counting/trivial"] == 0.25
         one, any_of_3 = (record[f"eval/letter_counting/pass_at_{k}"] for k in (1, "k"))
         assert one <= any_of_3 <= 3 * one and (24 * one).is_integer()
-    flags += ["--num-updates", "0", "--env", "reverse"]  # has no such player
-    assert command(*flags, "--run-name", "b")[0] == 0
-    assert "eval/reverse/trivial" not in metrics_of(Path("runs/b"))[-1]
 
 
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):
     flags = [*SMALL, "--sft-steps", "0", "--eval-every", "0", "--save-every", "0"]
-    flags += ["--num-prompts", "1", "--max-tokens", "6", "--eval-num-tasks", "2"]
+    flags += "--num-prompts 1 --max-tokens 6 --eval-num-tasks 1 --num-updates 3".split()
     assert command(*flags, "--run-name", "whole")[0] == 0
-    tokens = [r["tokens/sampled"] for r in metrics_of(Path("runs/whole")) if "reward/mean" in r]
+    whole = metrics_of(Path("runs/whole"))
+    tokens = [r["tokens/sampled"] for r in whole if "reward/mean" in r]
     budget = ["--max-sampled-tokens", str(tokens[0] + 1)]  # spent in update 2
     assert command(*flags, *budget, "--run-name", "a")[0] == 0
     records = metrics_of(Path("runs/a"))
     assert [r["update"] for r in records] == [0, 1, 2]
     assert "eval/letter_counting/accuracy" in records[-1] and Path("runs/a/model").exists()
-    assert command("--resume", "runs/a")[0] == 0  # nothing is left to do
-    assert metrics_of(Path("runs/a")) == records
-    assert command("--resume", "runs/a", "--max-sampled-tokens", str(sum(tokens[:3])))[0] == 0
-    # but for the evaluation at update 2, the run without a limit
-    whole = metrics_of(Path("runs/whole"))
+    assert command("--resume", "runs/a", "--max-sampled-tokens", str(sum(tokens)))[0] == 0
     assert metrics_of(Path("runs/a"))[3]["loss"] == whole[3]["loss"]
-    assert len(metrics_of(Path("runs/a"))) == 4
 
 
 def test_evaluations_are_frequent_at_first(command):
-    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "21", "--eval-every", "10"]
-    flags += ["--group-size", "2", "--num-prompts", "1", "--max-tokens", "2", "--save-every", "0"]
-    assert command(*flags, "--run-name", "a")[0] == 0
+    flags = [*SMALL, "--sft-steps", "0", "--num-updates", "13", "--eval-every", "10"]
+    flags += "--group-size 2 --num-prompts 1 --max-tokens 2 --save-every 0".split()
+    assert command(*flags, "--run-name", "a", "--eval-num-tasks", "1")[0] == 0
     records = metrics_of(Path("runs/a"))
     evaluated = [r["update"] for r in records if "eval/letter_counting/accuracy" in r]
-    assert evaluated == [0, 2, 4, 6, 8, 10, 20, 21]
+    assert evaluated == [0, 2, 4, 6, 8, 10, 13]
 
 
 def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_recorded(
-    command, tmp_path, qwen3_folder
+    command, qwen3_folder
 ):
     shutil.copytree(qwen3_folder, "model")
     flags = [*SMALL, "--sft-steps", "0", "--eval-num-tasks", "0", "--run-name", "a"]
@@ -393,14 +320,6 @@ def test_a_model_that_moved_is_resumed_from_its_new_place_and_a_change_is_record
     assert (saved["model_id"], saved["lr"]) == ("./moved", 0.001)
     changed = metrics_of(Path("runs/a"))[-1]["warnings"]["changed_settings"]
     assert changed == "model_id ./model -> ./moved, lr 1e-06 -> 0.001"
-    assert command("--resume", "runs/a", "--num-updates", "3")[0] == 0
-
-
-def test_resume_refuses_a_folder_whose_model_has_changed(command, tmp_path):
-    from conftest import save_small
-
-    folder = save_small("qwen3", tmp_path / "model")
-    assert command("--run-name", "a", "--model-id", folder, *SMALL)[0] == 0
-    save_small("qwen3", folder, hidden_size=64)
+    save_small("qwen3", "moved", hidden_size=64)
     code, _, err = command("--resume", "runs/a")
     assert code == 2 and err.count("\n") == 1 and "differs from the one configured" in err
