@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from core import cli, config
 from core.config import Config, resolve, validate
-from core.run_dir import config_to_dict, read_config
+from core.run_dir import read_config
 from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +21,6 @@ def written(folder, text):
     file = folder / "config.yaml"
     file.write_text(text)
     return file
-
-
-def test_settings_survive_yaml(tmp_path):
-    flags = "--algo ppo --ppo.clip 0.3 --env a:k=1 b --lr 3e-5 --track wandb --lora-alpha 8"
-    cfg = resolve(cli.parse(flags.split()))
-    assert read_config(written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))) == cfg
 
 
 def test_flags_override_the_file(tmp_path):

@@ -8,6 +8,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from algorithms.options import PpoOptions
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, resolve, validate
 from core.run_dir import config_to_dict, read_config
 from core.types import UsageError
@@ -71,6 +72,9 @@ def as_saved(config):
 @MANY
 @given(configs)
 @example(Config(lr=1e-5, env=(), model_id="None", base_url="é\n: #"))
+@example(
+    Config(algo="ppo", ppo=PpoOptions(clip=0.3), env=("a:k=1", "b"), track="wandb", lora_alpha=8)
+)
 def test_yaml_gives_settings_back(tmp_path, config):
     file = written(config, tmp_path / "config.yaml")
     assert read_config(file) == as_saved(config)

@@ -227,19 +227,10 @@ def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisone
 
 
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):
-    flags = [*SMALL, "--sft-steps", "0", "--env", "poisoned", "--num-updates", "30"]
-    flags += [
-        "--num-prompts",
-        "1",
-        "--group-size",
-        "2",
-        "--eval-num-tasks",
-        "0",
-        "--save-every",
-        "0",
-    ]
-    flags += ["--algo", "reinforce", "--reinforce.baseline", "none", "--max-tokens", "2"]
-    code, out, _ = command("--run-name", "a", *flags)
+    flags = """--sft-steps 0 --env poisoned --num-updates 30 --num-prompts 1 --group-size 2
+        --eval-num-tasks 0 --save-every 0 --algo reinforce --reinforce.baseline none
+        --max-tokens 2""".split()
+    code, out, _ = command("--run-name", "a", *SMALL, *flags)
     assert code == 1
     assert f"{MAX_SKIPPED} updates in a row" in out
     assert len(metrics_of(Path("runs/a"))) == 1 + MAX_SKIPPED
@@ -272,13 +263,12 @@ def test_the_curriculum_makes_training_harder_and_leaves_evaluation(command, eas
 
 def test_an_evaluation_shows_the_trivial_player_and_pass_at_k(command):
     flags = [*SMALL, "--sft-steps", "0", "--eval-num-tasks", "8", "--eval-samples", "3"]
-    code, out, _ = command(*flags, "--run-name", "a", "--num-updates", "1")
-    first, last = (r for r in metrics_of(Path("runs/a")) if "update" in r)
+    code, out, _ = command(*flags, "--run-name", "a", "--num-updates", "0")
     assert code == 0 and "trivial baseline: 0.25" in out  # one in four answers is 1
-    for record in (first, last):
-        assert record["eval/letter_counting/trivial"] == 0.25
-        one, any_of_3 = (record[f"eval/letter_counting/pass_at_{k}"] for k in (1, "k"))
-        assert one <= any_of_3 <= 3 * one and (24 * one).is_integer()
+    (record,) = metrics_of(Path("runs/a"))
+    assert record["eval/letter_counting/trivial"] == 0.25
+    one, any_of_3 = (record[f"eval/letter_counting/pass_at_{k}"] for k in (1, "k"))
+    assert one <= any_of_3 <= 3 * one and (24 * one).is_integer()
 
 
 def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(command):

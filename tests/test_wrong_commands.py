@@ -84,8 +84,9 @@ def change(model, what):
     file = model / "model.safetensors"
     weights, up = load_file(file), "model.layers.0.mlp.up_proj.weight"
     if what == "adapter":
-        file.unlink()
-        (model / "config.json").rename(model / "adapter_config.json")
+        for each in model.iterdir():
+            each.unlink()
+        (model / "adapter_config.json").write_text("{}")
     elif what == "unknown_type":
         settings = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(settings | {"model_type": "nonsense"}))
