@@ -114,8 +114,8 @@ def test_random_numbers_come_from_the_seed_and_the_step_and_from_nothing_else():
 @pytest.mark.parametrize(
     "kind, dtype, offload",
     [
-        ("adamw", torch.bfloat16, False), ("adamw8bit", torch.float32, False),
-        ("adamw8bit", torch.bfloat16, True), ("adamw_bf16_sr", torch.bfloat16, False),
+        ("adamw", torch.bfloat16, False), ("adamw8bit", torch.bfloat16, True),
+        ("adamw_bf16_sr", torch.bfloat16, False),
     ],
 )  # fmt: skip
 def test_a_saved_optimizer_continues_exactly(kind, dtype, offload):

@@ -14,19 +14,17 @@ from core.sampler import SamplingParams, TorchSampler
 PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 4
 
 
-def gaps(policy, sampler=None):
+def gaps(policy):
     """|trainer - sampler| of each sampled token, in nats."""
     params = SamplingParams(max_tokens=48, temperature=0.8, seed=1)
-    completions = (sampler or TorchSampler(policy)).sample(PROMPTS, params)
+    completions = TorchSampler(policy).sample(PROMPTS, params)
     found = trainer_gap(policy, completions, params.temperature, PROMPTS)
     assert len(found) > 300
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_in_float64_the_trainers_logprobs_are_the_samplers(family, tmp_path):
-    folder = save_small(family, tmp_path, initializer_range=0.06)
-    assert gaps(load_small(folder, dtype="float32")).max() > 0
+def test_in_float64_the_trainers_logprobs_are_the_samplers_also_with_sliding_windows(tmp_path):
+    folder = save_small("gemma3", tmp_path, initializer_range=0.06)
     assert gaps(load_small(folder, dtype="float64")).max() == 0
 
 

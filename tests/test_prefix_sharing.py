@@ -45,9 +45,8 @@ def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **opti
 
 
 @pytest.mark.parametrize(
-    ("family", "lora_rank"), [("qwen3", 4), ("qwen2", 0), ("llama", 0), ("Granite", 4), ("Glm4", 0),
-    ("OLMo 2", 0), ("SmolLM3", 4), ("Gemma", 0), ("Phi3", 4), ("GPT2", 0), ("OPT", 0),
-    ("Qwen3Moe", 4)],
+    ("family", "lora_rank"), [("qwen3", 4), ("qwen2", 0), ("llama", 0), ("Granite", 4),
+    ("SmolLM3", 4), ("GPT2", 0), ("OPT", 0)],
 )  # fmt: skip
 def test_packed_gradients_equal_those_of_separate_sequences(family, lora_rank, tmp_path):
     save = save_small if family in FAMILIES else save_model
@@ -56,11 +55,10 @@ def test_packed_gradients_equal_those_of_separate_sequences(family, lora_rank, t
     check_packed_gradients(policy)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_packed_gradients_of_flash_attention(qwen3_folder, lora_rank, monkeypatch):
+def test_packed_gradients_of_flash_attention(qwen3_folder, monkeypatch):
     monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
     monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
-    check_packed_gradients(load_small(qwen3_folder, lora_rank=lora_rank, seed=1))
+    check_packed_gradients(load_small(qwen3_folder, lora_rank=4, seed=1))
 
 
 def check_packed_gradients(policy):
@@ -119,7 +117,7 @@ def test_micro_batches_contain_each_prompt_once():
     assert packed.input_ids.numel() == len(places.unique()) == all_tokens - saved
 
 
-@pytest.mark.parametrize("budget", [1, 70, 200, 1000, UNLIMITED])
+@pytest.mark.parametrize("budget", [1, 200, UNLIMITED])
 def test_packed_micro_batches_keep_the_budget_and_every_sampled_token(budget):
     batch = batching.to_rollout_batch(rollouts_of(num_groups=6, size=8, prompt=40))
     micros = list(batching.cut(batch.sequences, budget, pack=True))
@@ -146,9 +144,8 @@ def test_models_with_sliding_windows_shorter_than_their_context_are_not_packed(t
     assert load_small(save_small("qwen2", tmp_path / "full")).packs_groups
 
 
-@pytest.mark.parametrize("family", ["StableLm", "Falcon"])
-def test_models_that_cannot_be_packed_train_unpacked_with_a_remark(family, tmp_path):
-    policy = load_policy(str(save_model(family, tmp_path)), device="cpu")
+def test_models_that_cannot_be_packed_train_unpacked_with_a_remark(tmp_path):
+    policy = load_policy(str(save_model("StableLm", tmp_path)), device="cpu")
     assert not policy.packs_groups
     assert policy.causal_lm.config._attn_implementation == "sdpa"
     assert policy.remark.startswith("computing each prompt once per completion, as its layers")

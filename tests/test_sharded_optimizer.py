@@ -164,6 +164,7 @@ def close(ours, theirs):
         assert (a.float() - b.float()).abs().mean() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_ranks_with_parts_of_the_optimizer_train_as_one(tmp_path):
     weights = make_weights()
