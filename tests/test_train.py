@@ -277,11 +277,13 @@ def test_a_budget_of_tokens_ends_a_run_with_an_evaluation_and_a_checkpoint(comma
     assert command(*flags, "--run-name", "whole")[0] == 0
     whole = metrics_of(Path("runs/whole"))
     tokens = [r["tokens/sampled"] for r in whole if "reward/mean" in r]
-    budget = ["--max-sampled-tokens", str(tokens[0] + 1)]  # spent in update 2
+    budget = ["--max-sampled-tokens", str(tokens[0] + tokens[1])]  # spent in update 2
     assert command(*flags, *budget, "--run-name", "a")[0] == 0
     records = metrics_of(Path("runs/a"))
     assert [r["update"] for r in records] == [0, 1, 2]
     assert "eval/letter_counting/accuracy" in records[-1] and Path("runs/a/model").exists()
+    assert command("--resume", "runs/a")[0] == 0  # nothing is left to do
+    assert metrics_of(Path("runs/a")) == records
     assert command("--resume", "runs/a", "--max-sampled-tokens", str(sum(tokens)))[0] == 0
     assert metrics_of(Path("runs/a"))[3]["loss"] == whole[3]["loss"]
 
