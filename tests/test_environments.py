@@ -22,7 +22,7 @@ class Facts(NamedTuple):
     high: float  # largest reward of a step
     max_return: float
     demo: str  # demonstrations are always "optimal" (maximum return), "correct" or "valid"
-    num_seeds: int = 20
+    num_seeds: int = 10
 
 
 SPECS = {
@@ -31,8 +31,8 @@ SPECS = {
     "reverse_echo": Facts(-1, 1, 3, "optimal"),
     "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
     "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
-    "connect4": Facts(-1, 1, 1, "valid", 12),
-    "snake": Facts(-1.001, 1, 5, "correct", 8),  # each step costs 0.001
+    "connect4": Facts(-1, 1, 1, "valid"),
+    "snake": Facts(-1.001, 1, 5, "correct"),  # each step costs 0.001
     "iterated_game": Facts(-1, 1, 5, "correct"),
     "iterated_game:opponent=random,end=random": Facts(-1, 1, 50, "correct"),
     "alphabet_sort": Facts(0, 1 / 3 + 1e-9, 1, "optimal"),
@@ -52,9 +52,9 @@ SPECS = {
 }
 MULTI_AGENT = {  # demonstrations of one agent; the others guess
     "textarena": Facts(-1, 1, 1, "", 5),
-    "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid", 20),
-    "connect4:opponent=self": Facts(-1, 1, 1, "valid", 12),
-    "iterated_game:opponent=self": Facts(-1, 1, 5, "valid", 20),
+    "tic_tac_toe:opponent=self": Facts(-1, 1, 1, "valid"),
+    "connect4:opponent=self": Facts(-1, 1, 1, "valid"),
+    "iterated_game:opponent=self": Facts(-1, 1, 5, "valid"),
 }
 SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
 TOOLS = {"calculator", "wiki_search"}  # import transformers, for seconds

@@ -153,12 +153,6 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 0, err
 
 
-def test_remote_serves_an_environment_of_a_file(place):
-    env = make("remote:env=games.py:Maze:size=4;level=2")
-    assert env.reset(5)[0]["content"] == "go 5 4"
-    env.close()
-
-
 def install(folder, package, *lines):
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
