@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from core import cli, config
 from core.config import Config, resolve, validate
-from core.run_dir import read_config
+from core.run_dir import quoted, read_config
 from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -135,6 +136,14 @@ def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
         resume("--resume runs/a/checkpoint/000000-000002")
     with pytest.raises(UsageError, match="not both"):
         resume("--resume runs/a --config runs/a/config.yaml")
+
+
+def test_printed_commands_are_quoted_for_the_shell_of_the_system(monkeypatch):
+    words = ["python", "train.py", "--resume", "my run"]
+    monkeypatch.setattr(os, "name", "posix")
+    assert quoted(words) == "python train.py --resume 'my run'"
+    monkeypatch.setattr(os, "name", "nt")
+    assert quoted(words) == 'python train.py --resume "my run"'
 
 
 def test_run_returns_the_exit_code_and_prints_one_line(capsys):

@@ -165,6 +165,21 @@ def test_a_config_of_another_architecture_is_refused_but_buffers_are_ignored(tmp
         load_policy(str(folder), device="cpu")
 
 
+def test_half_of_a_download_is_refused(tmp_path):
+    folder = save_small("qwen3", tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    for damaged in (weights, weights | {"model.norm.weight": norm[:8].clone()}):
+        save_file(damaged, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(UsageError, match=r"1 of its weights .* model.norm.weight"):
+            load_policy(str(folder), device="cpu")
+    save_file(weights | {"model.norm.weight": norm}, folder / "model.safetensors")
+    load_policy(str(folder), device="cpu")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UsageError, match="tokenizer"):
+        load_policy(str(folder), device="cpu")
+
+
 def test_the_adapters_of_a_run_are_trained_on(tmp_path):
     """As with --model-id runs/a/model --lora-rank 2; the folder of the run has moved since."""
     first = tmp_path / "runs/first"
