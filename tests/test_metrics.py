@@ -135,6 +135,7 @@ def test_before_and_after_are_the_first_and_last_evaluations():
     ((env, first, last),) = before_after(records)
     assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
     assert describe(env, last) == "0.75 [0.10, 0.90]"
+    assert before_after(records[:2]) == [("a:k=1", records[1], records[1])]
     assert before_after([{"update": 1}]) == []
 
 
