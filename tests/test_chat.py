@@ -2,11 +2,8 @@
 
 import io
 import itertools
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,6 @@ import train
 from core import chat
 from core.chat_template import prompt_ids
 from core.console import printable
-from core.model import load_policy
 from core.report import curves
 from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
@@ -36,7 +32,6 @@ SMALL = f"""--num-updates 2 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --
 KINDS = {
     "full": "--model-id tiny-random --sft-steps 2",
     "lora": "--model-id QWEN3 --lora-rank 2 --algo ppo",
-    "bfloat16": "--model-id QWEN3 --dtype bfloat16",
 }
 
 
@@ -117,9 +112,6 @@ def expected(kind, run, before=False):
     folder = base if before or adapted else run / "model"
     tokenizer = tiny_tokenizer()
     prompt = prompt_ids(tokenizer, [{"role": "user", "content": QUESTION}])
-    if kind == "bfloat16":  # its rounding decides between tokens, so the same code must compute
-        policy = load_policy(str(folder), device="cpu", dtype="bfloat16")
-        return printable(TorchSampler(policy).sample([prompt], PARAMS)[0].text)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapted and not before:
         model = PeftModel.from_pretrained(model, run / "model")
@@ -153,36 +145,13 @@ def test_a_run_without_exported_weights_answers_with_its_newest_checkpoint(
 ):
     run = copied(runs[kind], tmp_path)
     shutil.rmtree(run / "model")
+    if kind == "full":  # an export that is older than the checkpoint, as in a resumed run
+        shutil.copytree(run / "base", run / "model")
+        settings = yaml.safe_load((run / "config.yaml").read_text()) | {"num_updates": 9}
+        (run / "config.yaml").write_text(yaml.safe_dump(settings))
     code, out, err = talk(run)
     assert (code, out) == (0, expected(kind, runs[kind]) + "\n")
     assert re.search(f"{run}/checkpoint/00000[02]-000003 ", err)  # after update 2
-
-
-def test_a_resumed_run_answers_with_its_checkpoint_not_with_its_old_export(runs, talk, tmp_path):
-    run = copied(runs["full"], tmp_path)
-    shutil.rmtree(run / "model")
-    shutil.copytree(run / "base", run / "model")
-    assert talk(run)[1] == expected("full", runs["full"], before=True) + "\n"
-    settings = yaml.safe_load((run / "config.yaml").read_text()) | {"num_updates": 9}
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
-    code, out, err = talk(run)
-    assert (code, out) == (0, expected("full", runs["full"]) + "\n")
-    assert "checkpoint/000002-000003 " in err
-
-
-def test_a_damaged_base_is_one_line_that_names_the_command_which_makes_it_again(
-    runs, talk, tmp_path
-):
-    name = "model.safetensors"
-    run = copied(runs["full"], tmp_path)
-    file = run / "base" / name
-    file.write_bytes(file.read_bytes()[:-1])
-    assert talk(run)[0] == 0  # model/ has all that it needs
-    assert talk(run, "--before")[0] == 2
-    shutil.rmtree(run / "model")
-    code, out, err = talk(run)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f"is damaged ({name})" in err and f"train.py --resume {run}" in err
 
 
 def test_each_prompt_begins_with_the_ids_that_were_sampled(speaker):
@@ -199,14 +168,6 @@ def test_each_prompt_begins_with_the_ids_that_were_sampled(speaker):
     assert texts[-1] == completions[-1].text
     text = speaker.policy.tokenizer.decode(turns[-1].prompt_ids)
     assert text.index("one") < text.index("two") < text.index("three")
-
-
-def test_a_seed_and_a_temperature_repeat_an_answer_and_other_seeds_differ(talk, qwen3_folder):
-    def sampled(seed):
-        return talk(qwen3_folder, "--temperature", "1.5", "--seed", seed, "--max-tokens", 9)[1]
-
-    assert sampled(0) == sampled(0) != sampled(1)
-    assert sampled(0) != talk(qwen3_folder, "--max-tokens", 9)[1]
 
 
 def test_in_a_terminal_a_full_context_is_one_line_and_reset_helps(talk, qwen3_folder, monkeypatch):
@@ -237,9 +198,8 @@ def test_ctrl_c_keeps_what_was_written_and_the_conversation_goes_on(speaker, mon
     assert second[: len(first) + 3] == first + ids
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(kind, runs, talk):
-    code, out, _ = talk(runs[kind], "--before", lines="/task\n/task\n")
+def test_task_plays_the_held_out_tasks_and_shows_all_turns_and_rewards(runs, talk):
+    code, out, _ = talk(runs["lora"], "--before", lines="/task\n/task\n")
     assert code == 0
     episodes = out.split("user: Task ")[1:]
     seeds = [re.match(r"\d+", text)[0] for text in episodes]
@@ -273,15 +233,6 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         episode.act("", player=name)
         answer = expected("lora", runs["lora"], before=name == "before")
         assert printable(episode.log[1]["text"]) == answer
-    assert talk(runs["lora"], "--port", 7)[0] == 2
-
-
-def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkeypatch, capsys):
-    text = speaker.policy.tokenizer.encode("\x1b[2J [bold]é", add_special_tokens=False)
-    ids = iter([*text, speaker.policy.end_of_turn_id])
-    monkeypatch.setattr(chat, "draw", lambda *_: (torch.tensor([next(ids)]), torch.zeros(1)))
-    chat.show_answer(speaker, "one", SamplingParams(50, 0.0), labelled=False)
-    assert capsys.readouterr().out == "\ufffd[2J [bold]é\n"
 
 
 @pytest.mark.parametrize(
@@ -289,9 +240,7 @@ def test_a_model_cannot_write_control_characters_to_the_terminal(speaker, monkey
     [
         (["empty"], "empty: no model in this folder"),
         (["no_checkpoint"], "no checkpoint yet"),
-        (["lost"], "lost/base"),
         (["MODEL", "--before"], "--before"),
-        (["MODEL", "--top-p", "0.5"], "--temperature"),
         (["MODEL", "--env", "snaek"], "snaek"),
         ([], "POLICY"),
     ],
@@ -301,24 +250,7 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
 ):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    for name, left_out in (("no_checkpoint", "base"), ("lost", "none")):
-        Path(name).mkdir()
-        shutil.copy(runs["full"] / "config.yaml", name)
-        if left_out == "none":
-            shutil.copytree(runs["full"] / "checkpoint", Path(name, "checkpoint"))
-    places = {"MODEL": str(qwen3_folder), "RUN": str(runs["lora"])}
-    args = [re.sub("MODEL|RUN", lambda match: places[match[0]], arg) for arg in args]
-    code, out, err = talk(*args)
+    Path("no_checkpoint").mkdir()
+    shutil.copy(runs["full"] / "config.yaml", "no_checkpoint")
+    code, out, err = talk(*(arg.replace("MODEL", str(qwen3_folder)) for arg in args))
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
-    assert "--help" in err or err.count("\n") == 1  # tyro's box, or our line
-
-
-@pytest.mark.slow
-def test_a_pipe_prints_only_the_answer_and_exits_with_0(runs):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    done = subprocess.run(
-        [sys.executable, "-m", "core.chat", runs["full"], "--device", "cpu"],
-        input=QUESTION + "\n", capture_output=True, text=True, env=environment,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, expected("full", runs["full"]) + "\n")
-    assert "runs/full" in done.stderr and "you:" not in done.stderr

@@ -4,6 +4,7 @@ KNOWN has chat templates with the structure of well-known models', each written 
 one, without its tools. The tokenizer has a token per byte, and "▁" for a space if `pieces`.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -106,20 +107,6 @@ KNOWN = {
         "{% endfor %}",
         "<s> </s>", "<s>[INST] Hi [/INST]", "</s>", "<s>[INST] So? [/INST]",
     ),
-    "mistral": Known(
-        "{{ bos_token }}" + EACH + "{% if m.role == 'user' %}{{ '[INST] ' + m.content }}"
-        "{{ '[/INST]' }}"
-        "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}" + END,
-        "<s> </s> [INST] [/INST]", "<s>[INST] Hi[/INST]", "</s>", "[INST] So?[/INST]",
-    ),
-    "llama 3": Known(
-        "{{ bos_token }}" + EACH + LLAMA3 + END + LLAMA3_HEADER,  # its first version
-        "<s> <|eot_id|> <|start_header_id|> <|end_header_id|>",
-        "<s><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nSo?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
     "llama 3.2": Known(
         "{% if not date_string is defined %}{% if strftime_now is defined %}"
         "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
@@ -150,12 +137,6 @@ KNOWN = {
         "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
         options="enable_thinking=false",
     ),
-    "qwen 3 thinking": Known(
-        THINKING + opens("{{ '<|im_start|>assistant\n<think>\n' }}"),
-        "<|endoftext|> <|im_end|> <|im_start|>",
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n", "<|im_end|>",
-        "\n<|im_start|>user\nSo?<|im_end|>\n<|im_start|>assistant\n<think>\n",
-    ),
     "smollm 3": Known(
         SMOLLM3, "<|end_of_text|> <|im_end|> <|im_start|>",
         "<|im_start|>system\nToday: 09 March 2025\nReasoning: /no_think<|im_end|>\n"
@@ -185,14 +166,6 @@ KNOWN = {
         "<|user|>\nHi<|end|>\n<|assistant|>\n", "<|end|>",
         "\n<|user|>\nSo?<|end|>\n<|assistant|>\n",
     ),
-    "phi 4": Known(
-        EACH + "{% if m.role == 'user' %}{{ '<|im_start|>user<|im_sep|>' + m.content }}"
-        "{{ '<|im_end|><|im_start|>assistant<|im_sep|>' }}{% else %}"
-        "{{ m.content + '<|im_end|>' }}{% endif %}" + END,
-        "<|endoftext|> <|im_end|> <|im_start|> <|im_sep|>",
-        "<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>", "<|im_end|>",
-        "<|im_start|>user<|im_sep|>So?<|im_end|><|im_start|>assistant<|im_sep|>",
-    ),
     "olmo 2": Known(
         "{{ bos_token }}" + EACH + "{% if m.role == 'assistant' %}{{ '<|assistant|>\n' + m.content "
         "+ eos_token + ('' if loop.last else '\n') }}{% else %}"
@@ -200,13 +173,6 @@ KNOWN = {
         + opens_in_loop("{{ '<|assistant|>\n' }}"),
         "<|endoftext|> <|endoftext|>", "<|endoftext|><|user|>\nHi\n<|assistant|>\n",
         "<|endoftext|>", "\n<|user|>\nSo?\n<|assistant|>\n",
-    ),
-    "exaone 3.5": Known(
-        EACH + "{{ '[|' + m.role + '|]' + m.content }}"
-        "{{ '[|endofturn|]\n' if m.role == 'assistant' else '\n' }}"
-        + opens("{{ '[|assistant|]' }}"),
-        "[BOS] [|endofturn|] [|user|] [|assistant|]", "[|user|]Hi\n[|assistant|]",
-        "[|endofturn|]", "\n[|user|]So?\n[|assistant|]",
     ),
     "deepseek r1": Known(
         R1, "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
@@ -218,12 +184,6 @@ KNOWN = {
         "<sop> <|endoftext|> [gMASK] <|user|> <|assistant|> <|observation|>",
         "[gMASK]<sop><|user|>\nHi<|assistant|>\n", "<|user|>", "\nSo?<|assistant|>\n",
     ),
-    "glm z1": Known(
-        GLM + opens("{{ '<|assistant|>\n<think>' }}"),
-        "<sop> <|endoftext|> [gMASK] <|user|> <|assistant|> <|observation|>",
-        "[gMASK]<sop><|user|>\nHi<|assistant|>\n<think>", "<|user|>",
-        "\nSo?<|assistant|>\n<think>",
-    ),
     "gpt-oss": Known(
         GPT_OSS, "<|startoftext|> <|return|> <|start|> <|end|> <|message|> <|channel|>",
         "<|start|>system<|message|>Date: 2025-03-09\nReasoning: low<|end|>"
@@ -234,10 +194,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-MARKS = (
-    "<｜User｜>",
-    "<｜Assistant｜>",
-)  # not special in DeepSeek's tokenizer
+MARKS = ("<｜User｜>", "<｜Assistant｜>")  # not special in DeepSeek's tokenizer
 THINK = ("<think>", "</think>")
 
 
@@ -303,11 +260,9 @@ def test_known_template_opens_ends_and_continues_a_turn(name):
     ("name", "opening"),
     [
         ("deepseek r1", "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>"),
-        ("qwen 3 thinking", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen 3", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        ("glm z1", "[gMASK]<sop><|user|>\nHi<|assistant|>\n"),
         ("smollm 3", KNOWN["smollm 3"].opening),  # its history keeps <think></think>
-        ("llama 3", KNOWN["llama 3"].opening),
+        ("llama 3.2", KNOWN["llama 3.2"].opening),
         ("gpt-oss", KNOWN["gpt-oss"].opening),
     ],
 )
@@ -321,7 +276,7 @@ def test_dropped_thinking_includes_a_think_tag_that_the_prompt_opened(name, open
 
 
 def test_a_think_tag_of_the_user_is_not_taken_for_one_of_the_prompt():
-    tokenizer = tokenizer_of("llama 3")
+    tokenizer = tokenizer_of("llama 3.2")
     ids = prompt_ids(tokenizer, [{"role": "user", "content": "<think>"}])
     assert without_opened_thought(tokenizer, ids) == ids
 
@@ -370,10 +325,12 @@ def test_appended_ids_equal_those_of_the_whole_chat(template):
         assert ids_after_completion(tokenizer, strange, closed) == after
 
 
-every_tokenizer = st.builds(
-    lambda name, pieces: tokenizer_of(name, [*THINK, *MARKS], pieces=pieces),
-    st.sampled_from([*KNOWN]), st.booleans(),
-)  # fmt: skip
+@cache
+def tokenizer_with_marks(name, pieces):
+    return tokenizer_of(name, [*THINK, *MARKS], pieces=pieces)
+
+
+every_tokenizer = st.builds(tokenizer_with_marks, st.sampled_from([*KNOWN]), st.booleans())
 ordinary = st.text(
     st.characters(codec="utf-8", exclude_characters="<>[]▁\ufdd0\ufdd1"), max_size=30
 )
@@ -426,7 +383,7 @@ def test_quoted_turn_tokens_are_read_as_characters_and_answer_tags_as_tokens():
     assert ids.count(tokenizer.convert_tokens_to_ids("<answer>")) == 1
 
 
-@pytest.mark.parametrize("text", ["＜|end|＞", "<|END|>", "<｜ＥＮＤ｜>", "<|e\ufdd0nd|>", "x⒜⒜"])
+@pytest.mark.parametrize("text", ["＜|end|＞", "<|END|>", "<|e\ufdd0nd|>", "x⒜⒜"])
 @pytest.mark.parametrize("added", [True, False])
 def test_a_text_that_the_normalizer_makes_a_turn_token_of_cannot_forge_one(text, added):
     core = Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str())
@@ -443,8 +400,7 @@ def test_a_text_that_the_normalizer_makes_a_turn_token_of_cannot_forge_one(text,
 
 
 @pytest.mark.parametrize("message", [
-    None, 3, {}, {"role": "user"}, {"role": "user", "content": None}, {"role": 1, "content": ""},
-    {"role": "user|>a<|end", "content": "?"}, {"role": "developer", "content": "?"},
+    None, {"role": "user", "content": None}, {"role": "user|>a<|end", "content": "?"},
 ])  # fmt: skip
 def test_an_invalid_message_is_one_type_error(message):
     for encode in (prompt_ids, lambda *args: ids_after_completion(*args, True)):
@@ -457,12 +413,10 @@ def test_a_template_that_refuses_a_chat_or_fails_is_one_line():
     tokenizer = tokenizer_of("gemma")
     with pytest.raises(UsageError, match="roles must alternate"):
         prompt_ids(tokenizer, [HI, HI])
-    for template in ("{% for m in messages %}\n{{ m.content }\n", "{{ 1 / 0 }}"):
-        tokenizer = tiny_tokenizer()
-        tokenizer.chat_template = template
-        with pytest.raises(UsageError, match="refuses") as error:
-            prompt_ids(tokenizer, [HI])
-        assert "\n" not in str(error.value)
+    tokenizer = tiny_tokenizer()  # that of another template keeps what it has rendered
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    with pytest.raises(UsageError, match="refuses"):
+        prompt_ids(tokenizer, [HI])
 
 
 HEADER = opens("<|im_start|>")
@@ -473,12 +427,8 @@ HEADER = opens("<|im_start|>")
     [
         (None, "no chat template"),
         (EACH + "{{ m.role }}: {{ m.content }}\n\n" + END, "does not close"),
-        (EACH + "[x]{{ m.content }}[/x]" + END, "does not close"),
-        (CHATML.replace("m.content", "m.content | length | string") + HEADER, "rewrites"),
         (CHATML + END, "ignores add_generation_prompt.*'<|im_start|>assistant"),
         (CHATML.replace("m.content", "m.content | upper") + HEADER, "rewrites"),
-        (CHATML.replace("m.content", "m.content.replace('<', '&lt;')") + HEADER, "rewrites"),
-        (CHATML.replace("m.content", "m.content.split() | join(' ')") + HEADER, "rewrites"),
         (CHATML.replace("messages", "messages[-2:]") + HEADER, "leaves out"),
     ],
 )
@@ -490,7 +440,7 @@ def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
         check_template(tokenizer)
 
 
-@pytest.mark.parametrize("option", ["thinking", "messages", "add_generation_prompt", "tokenize"])
+@pytest.mark.parametrize("option", ["thinking", "messages"])
 def test_an_option_that_the_template_does_not_read_is_refused(option):
     with pytest.raises(UsageError, match=f"--template-options {option}"):
         set_template_options(tokenizer_of("smollm 3"), {option: True}, "")

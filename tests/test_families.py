@@ -19,28 +19,22 @@ SHAPE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2,
     "max_position_embeddings": 512, "bos_token_id": None,
 }  # fmt: skip
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
 FAMILIES = {  # what each does to its logits, or which layers it has; the settings
     "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0},
-    "Cohere": {"logit_scale": 0.0625},
     "Gemma2": {"final_logit_softcapping": 2.0, "sliding_window": 8},
     "Gemma3": {"text_config": SHAPE | {"final_logit_softcapping": 2.0, "sliding_window": 8},
                "vision_config": VISION, "mm_tokens_per_image": 1},
     "FalconH1": {"lm_head_multiplier": 0.3, "mamba_d_ssm": 32, "mamba_n_heads": 4,
                  "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
-    "Qwen3Next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16},
-    "Qwen3_5": LINEAR,
-    "Qwen3Moe": EXPERTS,
+    "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"],
+                  "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                  "linear_value_head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                  "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.2, "dropout": 0.3},
 }  # fmt: skip
-CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig"}
 MODELS = {"Gemma3": "Gemma3ForConditionalGeneration"}
 
 
@@ -53,7 +47,7 @@ def family_folder(tmp_path_factory):
         if family not in folders:
             tokenizer = tiny_tokenizer()
             ends = {k: getattr(tokenizer, k) for k in ("eos_token_id", "pad_token_id")}
-            config_class = getattr(transformers, CONFIGS.get(family, f"{family}Config"))
+            config_class = getattr(transformers, f"{family}Config")
             model_class = getattr(transformers, MODELS.get(family, f"{family}ForCausalLM"))
             torch.manual_seed(0)
             model = model_class(config_class(**{**SHAPE, **ends, **FAMILIES[family]}))
