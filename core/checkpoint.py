@@ -129,7 +129,7 @@ def check_state(saved: Any, own: Any, place: str) -> None:
     elif isinstance(own, (list, tuple)):
         inner, fits = list(range(len(own))), fits and len(saved) == len(own)
     elif isinstance(own, Tensor):
-        fits = fits and saved.shape == own.shape and saved.dtype == own.dtype
+        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
     if not fits:
         raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
                          "use the one before it")  # fmt: skip
