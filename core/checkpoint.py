@@ -123,7 +123,7 @@ def check_state(saved: Any, own: Any, place: str) -> None:
     none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
     """
     inner: list[Any] = []
-    fits = isinstance(saved, type(own))
+    fits = isinstance(saved, Tensor if isinstance(own, Tensor) else type(own))
     if isinstance(own, dict):
         inner, fits = list(own), fits and saved.keys() == own.keys()
     elif isinstance(own, (list, tuple)):
