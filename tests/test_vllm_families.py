@@ -6,17 +6,17 @@ These tests need vLLM: `pytest -m vllm`. runs/families tries many more families.
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from test_train import ROOT
 
 from core.load_trace import base_weights
 from core.model import load_policy
 from core.nanollm import NanoLLM
 from core.weight_sharing import check_bound
 
-sys.path.append(str(ROOT / "runs/families"))
+sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
 from families import gaps, greedy_equal, save_model, train
 
 pytestmark = pytest.mark.vllm
