@@ -11,7 +11,7 @@ from single_update import single_update
 
 import train
 from algorithms import ppo, sft
-from core.batching import MicroBatch
+from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
 from core.optimizer import make_optimizer
 from core.rollouts import RolloutCollector
@@ -248,9 +248,25 @@ def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):
     assert synced == [run.optimizer] and run.optimizer is not optimizer
 
 
+def test_ranks_add_up_the_log_probs_that_each_has_scored(policy, monkeypatch):
+    """A rank has 0 for the sequences of another rank; here that one has scored all of them."""
+    batch = to_rollout_batch(rollouts_of(2, 2, prompt=5))
+    alone, no_values = train.score_logprobs(policy, batch, 1.0)
+
+    def add_other_rank(tensors):
+        (tensor,) = tensors
+        tensor += alone
+
+    monkeypatch.setattr(train, "micro_batches", lambda policy, batch: [])
+    monkeypatch.setattr(train.distributed, "all_reduce_sum", add_other_rank)
+    assert torch.equal(train.score_logprobs(policy, batch, 1.0)[0], alone)
+    assert no_values is None and alone[batch.completion_mask].max() < 0
+
+
 def test_something_is_due_at_0_at_the_last_and_every_so_often():
     assert [step for step in range(12) if train.is_due(step, 5, 11)] == [0, 5, 10, 11]
     assert [step for step in range(12) if train.is_due(step, 0, 11)] == [0, 11]
+    assert [step for step in range(4) if train.is_due(step, 1, 9)] == [0, 1, 2, 3]
 
 
 def test_rejected_tokens_have_weight_0_and_are_counted():
