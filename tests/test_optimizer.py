@@ -50,7 +50,8 @@ def test_bfloat16_weights_move_at_a_learning_rate_of_1e_6():
 def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(layout):
     start, gradient = torch.arange(6.0).view(2, 3), torch.tensor([[1.0, -2, 0.1], [3, 5, -0.5]])
     ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    optimizer = MasterAdamW([{"params": [ours], "lr": 0.1}], weight_decay=0.0)
+    usual = nn.Parameter(torch.ones(1))  # in the usual order, beside the other
+    optimizer = MasterAdamW([{"params": [ours, usual], "lr": 0.1}], weight_decay=0.0)
     adamw = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.0)
     place = torch.zeros(3, 2).t() if layout == "transposed" else torch.zeros(2, 4)[:, :3]
     ours.data = place.copy_(start)
@@ -64,7 +65,7 @@ def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(
     assert ours.data_ptr() == place.data_ptr()
 
     resumed = nn.Parameter(ours.detach().clone(memory_format=torch.contiguous_format))
-    again = MasterAdamW([{"params": [resumed], "lr": 0.1}], weight_decay=0.0)
+    again = MasterAdamW([{"params": [resumed, usual], "lr": 0.1}], weight_decay=0.0)
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for weight, each in ((ours, optimizer), (resumed, again)):
         each.backward((weight * gradient).sum())

@@ -7,6 +7,7 @@ import pytest
 from core.batching import to_rollout_batch
 from core.rollouts import RolloutCollector
 from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.seeds import derive_seed
 from core.tasks import Task, train_tasks
 from core.types import Completion
 from environments import registry
@@ -24,9 +25,11 @@ class Scripted(Sampler):
         self.ids = policy.tokenizer.encode(text, add_special_tokens=False)
         self.ids += [policy.end_of_turn_id] * closed
         self.text, self.reason, self.batches = text, "stop" if closed else "length", []
+        self.params = []
 
     def sample(self, prompts, params, on_progress=lambda: None, chats=None):
         self.batches.append(prompts)
+        self.params.append(params)
         logprobs = [-1.0] * len(self.ids)
         return [Completion(list(self.ids), logprobs, self.text, self.reason) for _ in prompts]
 
@@ -121,6 +124,9 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
     rollouts = play(policy, tasks, sampler)
     assert [r.episode_return for r in rollouts] == [3.0, 1.0, 2.0]
     assert [len(prompts) for prompts in sampler.batches] == [3, 2, 1]
+    # each turn draws anew, and an episode keeps its stream when others have ended
+    assert [p.seed for p in sampler.params] == [derive_seed(PARAMS.seed, turn) for turn in range(3)]
+    assert [p.streams for p in sampler.params] == [(0, 1000, 2000), (0, 2000), (0,)]
     assert not any(r.episode_truncated for r in rollouts)
 
 

@@ -202,7 +202,7 @@ def test_completion_stays_within_the_context_length(qwen3_folder):
     [completion] = TorchSampler(policy).sample([[65] * 5], SamplingParams(max_tokens=50))
     assert len(completion.token_ids) == 3
     with pytest.raises(UsageError, match="a prompt of 8 tokens does not fit into 8"):
-        TorchSampler(policy).sample([[65] * 8], SamplingParams(max_tokens=50))
+        TorchSampler(policy).sample([[65] * 5, [65] * 8], SamplingParams(max_tokens=50))
 
 
 def test_draw_follows_the_distribution():
