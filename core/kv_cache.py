@@ -13,6 +13,7 @@ train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCac
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,15 +39,20 @@ def prefill(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache_argument(policy.causal_lm): cache},
     ).logits[:, -1]
     prompt_of = torch.tensor([index_of[tuple(prompt)] for prompt in prompts], device=device)
     logits = logits[prompt_of]  # [R, V]
     if policy.packs_groups:
         return SharedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of, max_new_tokens)
     return RepeatedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of)
+
+
+def cache_argument(model: Any) -> str:
+    """What the model's forward pass calls its cache; transformers 5.24 renamed it."""
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 
 class RepeatedPrefixCache:
@@ -65,8 +71,8 @@ class RepeatedPrefixCache:
             input_ids=token_ids[:, None],
             attention_mask=self.mask,
             position_ids=self.mask.sum(1, keepdim=True) - 1,
-            past_key_values=self.cache,
             use_cache=True,
+            **{cache_argument(self.model): self.cache},
         ).logits[:, -1]
 
     def keep(self, rows: Tensor) -> None:
