@@ -66,7 +66,7 @@ def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
     """Raises UsageError for a change that a resumed run may not make.
 
     It may change a model's folder, which may have moved: weights that do not fit are refused later.
-    It may also name a device or a sampler that was chosen by itself.
+    It may also name the device or the sampler where the run had auto.
     """
     for name, (before, now) in changed_settings(cfg, run).items():
         moved = name == "model_id" and before not in (*config.TINY, config.SMOLLM2)

@@ -124,7 +124,7 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
     rollouts = play(policy, tasks, sampler)
     assert [r.episode_return for r in rollouts] == [3.0, 1.0, 2.0]
     assert [len(prompts) for prompts in sampler.batches] == [3, 2, 1]
-    # each turn draws anew, and an episode keeps its stream when others have ended
+    # each turn has a seed of its own; an episode keeps its stream when others have ended
     assert [p.seed for p in sampler.params] == [derive_seed(PARAMS.seed, turn) for turn in range(3)]
     assert [p.streams for p in sampler.params] == [(0, 1000, 2000), (0, 2000), (0,)]
     assert not any(r.episode_truncated for r in rollouts)

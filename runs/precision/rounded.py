@@ -1,7 +1,7 @@
 """train.py with a sampler whose matrices are rounded, on tasks that `tiny` can just solve.
 
 python runs/precision/rounded.py int4 --env sanity --tis-cap 2     # or float8, none
-python runs/precision/rounded.py tasks                             # chooses tasks.txt anew
+python runs/precision/rounded.py tasks                             # chooses tasks.txt again
 """
 
 import sys
