@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    from core import cli
+    from core.run import cli
 
     cli.need_temporary_folder("scratch.py")  # torch cannot be imported without one
 

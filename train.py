@@ -27,8 +27,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from core import cli
 from core.config import Config
+from core.run import cli
 
 if __name__ == "__main__":
     cli.answer_at_once(sys.argv[1:])  # --help and errors, before the slow imports
@@ -40,13 +40,13 @@ from algorithms import common, grpo, ppo, reinforce, sft
 from core import config, distributed, selection, tasks
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.evaluation import evaluate
-from core.memory import probe_peak_memory
 from core.metrics import UpdateStats, rollout_metrics
-from core.model import Policy
 from core.optimizer import optimizer_for
+from core.policy import Policy
 from core.reference import freeze_reference, load_teacher
 from core.report.token_traces import trace_tokens
-from core.run import Run, open_run
+from core.run.memory import probe_peak_memory
+from core.run.open import Run, open_run
 from core.sampler import SamplingParams
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout

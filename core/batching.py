@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from core import distributed
-from core.model import Policy
+from core.policy import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Rollout, Turn
 

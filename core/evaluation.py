@@ -6,7 +6,7 @@ from collections import Counter
 
 from core import metrics, selection, tasks
 from core.config import Config
-from core.run import Run
+from core.run.open import Run
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.types import Rollout, Stopped

@@ -39,9 +39,9 @@ from unittest.mock import patch
 import torch
 
 from core import distributed, weight_sharing
-from core.files import scratch_folder
-from core.model import Policy
+from core.policy import Policy
 from core.process_state import preserve_process_state, preserve_random_state
+from core.run.files import scratch_folder
 from core.sampler import (
     Exchange,
     Request,

@@ -2,7 +2,7 @@
 
 Below float32, each weight has a float32 master here: bfloat16 has 8 bits of mantissa, so an update
 smaller than |w|/256 is rounded away; at a learning rate of 1e-6 that is nearly every update.
---optimizer adamw_bf16_sr has no masters and rounds stochastically (core/piecewise_adamw.py).
+--optimizer adamw_bf16_sr has no masters and rounds stochastically (core/extras/piecewise_adamw.py).
 
 Bytes a weight, for bfloat16 weights that are all trained; runs/optimizer_memory has measured them:
 
@@ -29,8 +29,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from core import distributed
 from core.config import Config
-from core.model import Policy
-from core.piecewise_adamw import PiecewiseAdamW
+from core.extras.piecewise_adamw import PiecewiseAdamW
+from core.policy import Policy
 from core.types import UsageError
 
 FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
@@ -231,7 +231,7 @@ def make_optimizer(
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    from core.sharded_optimizer import ShardedAdamW  # it imports MasterAdamW
+    from core.extras.sharded_optimizer import ShardedAdamW  # it imports MasterAdamW
 
     sharded = shard and kind == "adamw" and distributed.num_ranks() > 1
     make = ShardedAdamW if sharded else MasterAdamW

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
-from core.checkpoint import copy_weights, save_weights
 from core.config import SMOLLM2, Config
-from core.files import sealed, unseal
-from core.model import Policy, load_policy
-from core.smollm2 import smollm2_folder
+from core.extras.smollm2 import smollm2_folder
+from core.policy import Policy, load_policy
+from core.run.checkpoint import copy_weights, save_weights
+from core.run.files import sealed, unseal
 from core.tiny import PRETRAINED
 from core.types import UsageError
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from core import distributed, tools
+from core import distributed
 from core.chat_template import (
     Schema,
     clean_message,
@@ -39,7 +39,8 @@ from core.chat_template import (
     without_thinking,
 )
 from core.env_calls import Call, EnvCalls, Outcome, TimeLimit, generators
-from core.model import Policy
+from core.extras import tools
+from core.policy import Policy
 from core.sampler import Exchange, Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -49,7 +50,7 @@ from environments.registry import constructor, make, short, split_opponent
 from environments.tools import ToolEnv, messages_of
 
 if TYPE_CHECKING:
-    from core.opponents import Opponents
+    from core.extras.opponents import Opponents
 
 PLAYER = "player"  # name of the agent in a single-agent environment
 MAX_OPENINGS = 1000  # prompts that are kept

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from core.kv_cache import prefill
-from core.memory import ran_out
-from core.model import Policy
+from core.policy import Policy
+from core.run.memory import ran_out
 from core.seeds import derive_seed
 from core.types import Completion, Fault, Message, OutOfMemory, UsageError
 

@@ -75,8 +75,8 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
 GROUP = "picorl.environments"  # of the entry points of packages
-# Opponents that are no option of an environment (core/opponents.py): its own players, policies on a
-# server, older copies of the policy, and folders
+# Opponents that are no option of an environment (core/extras/opponents.py): its own players,
+# policies on a server, older copies of the policy, and folders
 OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
 OPPONENTS = "guess, demonstrate, older:UPDATES, openai:MODEL, or a folder such as runs/x or ./x"
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options

@@ -11,7 +11,7 @@ together. Text after the last </think> counts; a call that the policy only think
 >>> call_text("add", a=2, b=3)
 '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
-This is the format of Hermes and Qwen. core/tools.py finds that of other chat templates.
+This is the format of Hermes and Qwen. core/extras/tools.py finds that of other chat templates.
 """
 
 import inspect

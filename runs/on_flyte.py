@@ -28,10 +28,10 @@ from rich.text import Text
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from core import cli  # noqa: E402
 from core.metrics import before_after, describe  # noqa: E402
-from core.run_dir import new_folder  # noqa: E402
-from core.run_log import read_records  # noqa: E402
+from core.run import cli  # noqa: E402
+from core.run.folder import new_folder  # noqa: E402
+from core.run.log import read_records  # noqa: E402
 from core.types import UsageError, one_line, printable  # noqa: E402
 
 try:

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import train
-from core.model import load_policy
+from core.policy import load_policy
 from core.report import curves
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import train
-from core import checkpoint
+from core.run import checkpoint
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):

@@ -10,7 +10,7 @@ from test_workshop import STUBS, solved
 
 from algorithms import grpo, ppo, reinforce
 from core.config import Config, ScratchOptions
-from core.run_log import read_records
+from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.types import Message, UsageError
 from core.workshop import checker

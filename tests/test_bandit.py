@@ -11,7 +11,7 @@ from conftest import save_small
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import report
-from core.run_log import read_records
+from core.run.log import read_records
 from environments import registry
 from environments.base import Env, Step
 

@@ -13,11 +13,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import train
-from core import chat
 from core.chat_template import prompt_ids
-from core.console import printable
+from core.extras import chat
 from core.report import curves
 from core.rollouts import RolloutCollector
+from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
 from core.types import Message

@@ -24,7 +24,7 @@ from core.chat_template import (
     without_thinking,
 )
 from core.config import parse_template_options
-from core.model import Policy
+from core.policy import Policy
 from core.rollouts import AgentState, RolloutCollector
 from core.sampler import to_completion
 from core.tiny import tiny_tokenizer

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_files import small_files
 
-from core import checkpoint
-from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
-from core.model import load_policy
 from core.optimizer import make_optimizer
+from core.policy import load_policy
+from core.run import checkpoint
+from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError
 
 

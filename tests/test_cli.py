@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from core import cli, config
+from core import config
 from core.config import Config, resolve, validate
-from core.run_dir import quoted, read_config
+from core.run import cli
+from core.run.folder import quoted, read_config
 from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from core.console import Display, printable, sparkline
+from core.run.console import Display, printable, sparkline
 from core.types import Rollout
 
 RECORD = {

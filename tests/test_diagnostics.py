@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from core import diagnostics
-from core.checkpoint import find_checkpoint
-from core.run_log import read_records
+from core.run import diagnostics
+from core.run.checkpoint import find_checkpoint
+from core.run.log import read_records
 from environments import base, registry
 
 RUNS = Path(__file__).parent.parent / "runs"

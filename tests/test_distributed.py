@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import cli, distributed, run_dir
+from core import distributed
+from core.run import cli
+from core.run import folder as run_dir
 from core.types import Stopped, UsageError
 
 ROOT = Path(__file__).parent.parent

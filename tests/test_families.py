@@ -8,8 +8,8 @@ import torch
 import transformers
 from conftest import load_small
 
-from core.memory import checkpoint_layers
-from core.model import Policy, load_policy
+from core.policy import Policy, load_policy
+from core.run.memory import checkpoint_layers
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
 from core.types import UsageError

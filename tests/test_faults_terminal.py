@@ -7,9 +7,12 @@ from contextlib import redirect_stderr
 import pytest
 from rich.console import Console
 
-from core import chat, cli, config, interrupt, report, run_dir
-from core.console import Display
+from core import config, report
+from core.extras import chat
 from core.report import curves
+from core.run import cli, interrupt
+from core.run import folder as run_dir
+from core.run.console import Display
 from core.types import CONTROL_CHARACTERS, Rollout, UsageError
 from environments import __main__ as play
 from environments.base import Env, Step
@@ -56,7 +59,7 @@ def episode(text):
 
 
 def note(text):
-    """What core/chat.py prints beside an answer."""
+    """What core/extras/chat.py prints beside an answer."""
     return _recorded(chat, "NOTES", lambda: chat._note(text))
 
 

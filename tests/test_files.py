@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core import checkpoint
-from core.files import flush, published, sealed, unseal
+from core.run import checkpoint
+from core.run.files import flush, published, sealed, unseal
 from core.tiny import tiny_tokenizer
 
 

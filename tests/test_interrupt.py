@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from core.interrupt import Interrupt
+from core.run.interrupt import Interrupt
 from core.types import Stopped
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import pathlib, sys, time
-from core.interrupt import Interrupt
+from core.run.interrupt import Interrupt
 from core.types import Stopped
 try:
     with Interrupt() as interrupt:

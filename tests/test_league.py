@@ -1,4 +1,4 @@
-"""core/league.py: Elo ratings by maximum likelihood, and the games that they are made of."""
+"""core/extras/league.py: Elo ratings by maximum likelihood, and the games that they are made of."""
 
 import json
 import math
@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from conftest import load_small
 
-from core import checkpoint, league, run_dir
 from core.config import Config, resolve
-from core.league import rate
+from core.extras import league
+from core.extras.league import rate
+from core.run import checkpoint
+from core.run import folder as run_dir
 from environments import registry
 from environments.template import Nim
 

@@ -19,7 +19,7 @@ from core import config
 from core.batching import cut, to_rollout_batch
 from core.config import Config
 from core.report.page import write_report
-from core.run_dir import config_to_dict
+from core.run.folder import config_to_dict
 from core.types import Rollout, Turn
 
 pytestmark = pytest.mark.browser

@@ -8,11 +8,12 @@ import torch
 from conftest import load_small, rollouts_of
 
 import train
-from core import batching, memory
+from core import batching
 from core.config import Config, resolve
-from core.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
-from core.model import Policy
 from core.optimizer import make_optimizer
+from core.policy import Policy
+from core.run import memory
+from core.run.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
 from core.types import OutOfMemory
 
 

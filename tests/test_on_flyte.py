@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from core import cli
 from core.metrics import describe
-from core.run_log import read_records
+from core.run import cli
+from core.run.log import read_records
 
 MISSING = 'Flyte is not installed: pip install -e ".[flyte]"'
 ROOT = Path(__file__).parent.parent

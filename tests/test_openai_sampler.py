@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import LoopbackServer
 
-from core import openai_sampler
-from core.model import load_policy
-from core.openai_sampler import OpenAISampler
-from core.run_log import read_records
+from core.extras import openai_sampler
+from core.extras.openai_sampler import OpenAISampler
+from core.policy import load_policy
+from core.run.log import read_records
 from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed
 from core.types import UsageError

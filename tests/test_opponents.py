@@ -1,4 +1,4 @@
-"""core/opponents.py: seats by the seed, one batch per opponent, copies that resume exactly."""
+"""core/extras/opponents.py: seats by the seed, one batch for each, copies that resume exactly."""
 
 import json
 import shutil
@@ -12,11 +12,13 @@ import pytest
 import torch
 from conftest import LoopbackServer, load_small
 
-from core import checkpoint, opponents, run_dir
 from core.config import Config, resolve
-from core.opponents import Opponents, copies_at, load_opponent
+from core.extras import opponents
+from core.extras.opponents import Opponents, copies_at, load_opponent
 from core.rollouts import RolloutCollector
-from core.run_log import read_records
+from core.run import checkpoint
+from core.run import folder as run_dir
+from core.run.log import read_records
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError

@@ -8,8 +8,6 @@ import torch
 from conftest import save_small
 from torch import nn
 
-from core import checkpoint
-from core.model import load_policy
 from core.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
@@ -17,6 +15,8 @@ from core.optimizer import (
     MasterAdamW,
     make_optimizer,
 )
+from core.policy import load_policy
+from core.run import checkpoint
 
 LR = 1e-6
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from core import piecewise_adamw
+from core.extras import piecewise_adamw
 from core.optimizer import MasterAdamW
 
 pytest.importorskip("torchao")

@@ -7,8 +7,8 @@ import torch
 from conftest import load_small, save_small
 from test_sampler import trainer_gap
 
-from core.model import Float32Head
 from core.optimizer import make_optimizer
+from core.policy import Float32Head
 from core.sampler import SamplingParams, TorchSampler
 
 PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from algorithms.options import PpoOptions
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, Config, resolve, validate
-from core.run_dir import config_to_dict, read_config
+from core.run.folder import config_to_dict, read_config
 from core.types import UsageError
 
 MANY = settings(

@@ -8,11 +8,11 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from test_train import metrics_of
 
-from core import chat
-from core.model import load_policy
+from core.extras import chat
+from core.extras.quantize import is_quantized, num_bytes, num_weights
 from core.optimizer import make_optimizer
-from core.quantize import is_quantized, num_bytes, num_weights
-from core.run_dir import read_config
+from core.policy import load_policy
+from core.run.folder import read_config
 from core.sampler import SamplingParams, TorchSampler
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")

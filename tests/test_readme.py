@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from core import chat, cli, config
+from core import config
+from core.extras import chat
 from core.metrics import before_after, describe
-from core.run_log import read_records
+from core.run import cli
+from core.run.log import read_records
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

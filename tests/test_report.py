@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from core import report
-from core.diagnostics import WARNINGS
 from core.report import compare, page
 from core.report.page import write_report
 from core.report.summary import final_lines
+from core.run.diagnostics import WARNINGS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip

@@ -16,11 +16,12 @@ import pytest
 import yaml
 from test_files import small_files
 
-from core import chat, run
 from core.chat_template import prompt_ids
 from core.config import Config
-from core.run import folder_of
-from core.run_dir import create_run, lock_run_dir, new_folder
+from core.extras import chat
+from core.run import open as run
+from core.run.folder import create_run, lock_run_dir, new_folder
+from core.run.open import folder_of
 from core.types import CannotWrite, Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +77,7 @@ def test_runs_without_a_name_that_start_together_have_numbers_of_their_own(tmp_p
 def test_a_second_process_is_refused_and_the_lock_ends_with_the_first(tmp_path):
     run = create_run(tmp_path / "a", SETTINGS)
     code = f"""
-import sys, time; from pathlib import Path; from core.run_dir import lock_run_dir
+import sys, time; from pathlib import Path; from core.run.folder import lock_run_dir
 with lock_run_dir(Path({str(run)!r}), {{}}, new=True): print("locked", flush=True); time.sleep(60)
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from core import run_log
 from core.report.page import pack_rollouts
-from core.run_log import RunLog, read_records, rewind
+from core.run import log as run_log
+from core.run.log import RunLog, read_records, rewind
 from core.types import Rollout, Turn, UsageError
 
 CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}

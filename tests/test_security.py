@@ -23,10 +23,12 @@ from conftest import LoopbackServer, save_small
 from test_openai_sampler import Server
 from test_wikipedia_maze import visit
 
-from core import chat, cli, config, league
-from core.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
-from core.model import load_policy
+from core import config
+from core.extras import chat, league
 from core.optimizer import make_optimizer
+from core.policy import load_policy
+from core.run import cli
+from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError
 from environments import registry, wikipedia
 from environments.adapters.remote import RemoteError

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from core import distributed, sharded_optimizer
+from core import distributed
+from core.extras import sharded_optimizer
+from core.extras.sharded_optimizer import ShardedAdamW, cut_into_buckets
 from core.optimizer import MasterAdamW
-from core.sharded_optimizer import ShardedAdamW, cut_into_buckets
 from core.types import UsageError
 
 ROOT = Path(__file__).parent.parent

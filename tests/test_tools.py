@@ -11,11 +11,11 @@ from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from core import tools
 from core.chat_template import prompt_ids, render, render_calls
+from core.extras import tools
 from core.rollouts import RolloutCollector
-from core.run_dir import read_config
-from core.run_log import read_records
+from core.run.folder import read_config
+from core.run.log import read_records
 from core.sampler import Sampler, SamplingParams
 from core.tasks import Task
 from core.types import Completion, UsageError

@@ -14,8 +14,8 @@ from conftest import save_small
 from transformers import AutoModelForCausalLM
 
 import train
-from core import checkpoint
-from core.run import MAX_SKIPPED
+from core.run import checkpoint
+from core.run.open import MAX_SKIPPED
 from core.types import UsageError
 from environments import base, registry
 from environments.base import Env, Step

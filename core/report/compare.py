@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from core import cli
+from core.run import cli
 
 if __name__ == "__main__":
     cli.need_temporary_folder("core.report.compare")
@@ -25,8 +25,8 @@ from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
-from core.run_dir import read_settings
-from core.run_log import METRICS, Record, read_records
+from core.run.folder import read_settings
+from core.run.log import METRICS, Record, read_records
 from core.types import UsageError, printable
 from environments.registry import short
 

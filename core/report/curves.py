@@ -11,10 +11,10 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core.files import published
 from core.metrics import before_after
 from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings
-from core.run_log import Record
+from core.run.files import published
+from core.run.log import Record
 
 INK, GRID = "#2b2b33", "#e4e4ea"
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db5", "#d9772b", "#2e8b57", "#7b4fa3"

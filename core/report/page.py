@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from algorithms import grpo
-from core import diagnostics
-from core.files import published
 from core.metrics import before_after
 from core.report.summary import (
     logged_warnings,
@@ -26,7 +24,9 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.run_log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
+from core.run import diagnostics
+from core.run.files import published
+from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
 from core.types import printable_json
 from environments.registry import short
 
@@ -215,7 +215,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
 
 
 def _league(file: Path) -> Record | None:
-    """The table of core/league.py; None if the run has none, or one that cannot be read."""
+    """The table of core/extras/league.py; None if the run has none, or one that cannot be read."""
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
         rows = [

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from core.config import trust_flags
-from core.files import published
 from core.metrics import before_after, describe
-from core.run_dir import quoted, train_command
-from core.run_log import METRICS, Record, read_records
+from core.run.files import published
+from core.run.folder import quoted, train_command
+from core.run.log import METRICS, Record, read_records
 from environments.registry import relative, short
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy

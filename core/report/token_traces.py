@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch, cut
-from core.model import Policy
+from core.policy import Policy
 from core.types import Rollout
 
 DIGITS = 4  # of each number in rollouts.jsonl

@@ -23,7 +23,7 @@ from torch import Tensor
 from algorithms import common
 from core import sampler
 from core.config import Config
-from core.memory import ran_out
+from core.run.memory import ran_out
 from core.sampler import SamplingParams
 from core.types import UsageError
 from core.workshop import checker

@@ -35,7 +35,7 @@ import tyro
 from pairs import ANSWER, Side, alternate, in_child, publish, ratios, run_child, spread, verdict
 
 if TYPE_CHECKING:
-    from core.model import Policy
+    from core.policy import Policy
     from core.types import Rollout
 
 DTYPES = ("bfloat16", "float32")
@@ -143,8 +143,8 @@ def rank(dtype: str, mode: str, layers: int) -> dict[str, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from core import distributed
+    from core.extras.sharded_optimizer import ShardedAdamW
     from core.optimizer import MasterAdamW
-    from core.sharded_optimizer import ShardedAdamW
 
     config = LlamaConfig(
         hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
@@ -196,7 +196,7 @@ def measure(
 
     from workload import Shape, save_model
 
-    from core.model import load_policy
+    from core.policy import load_policy
 
     shape = Shape(64, 192, 2, 4, 2, 16, max(384, vocab))
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,7 @@ from figures import figure, panel  # noqa: E402
 from record import recorded_with, write_recorded, write_table  # noqa: E402
 
 from core.report.curves import BLUE  # noqa: E402
-from core.run_log import ROLLOUTS_BYTES  # noqa: E402
+from core.run.log import ROLLOUTS_BYTES  # noqa: E402
 
 UPDATES, EVERY, WARM_UP = 2000, 20, 200
 FLAGS = f"--run-name soak-run --num-updates {UPDATES} --num-prompts 8 --eval-every 100 --lr 2e-5"

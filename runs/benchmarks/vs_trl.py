@@ -237,7 +237,7 @@ def picorl(
     import workload  # noqa: F401 (registers its environment)
 
     import train
-    from core.run import Run
+    from core.run.open import Run
 
     timer = StepTimer(gpu)
     collect, log = train.collect_rollouts, Run.log
@@ -367,7 +367,7 @@ def vllm_share(folder: str, rows: int, length: int) -> float:
 
 
 def trl_lora(rank: int) -> Any:
-    """Returns the same adapters as core.model makes; None for rank 0."""
+    """Returns the same adapters as core.policy makes; None for rank 0."""
     if rank == 0:
         return None
     from peft import LoraConfig

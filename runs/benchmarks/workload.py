@@ -22,7 +22,7 @@ from environments.base import Env, Step
 from environments.registry import register
 
 if TYPE_CHECKING:
-    from core.model import Policy
+    from core.policy import Policy
 
 DIGITS = "0123456789"  # one token each, for the tokenizers of tiny and of smollm2
 TEMPLATE_TOKENS = {"tiny": 3, "smollm2": 30}  # of the chat template, by the tokenizer's model
@@ -107,7 +107,7 @@ def save_smollm2(folder: str) -> int:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from core.smollm2 import smollm2_folder
+    from core.extras.smollm2 import smollm2_folder
 
     converted = smollm2_folder()
     tokenizer = AutoTokenizer.from_pretrained(converted)

@@ -239,7 +239,7 @@ def train_in_child(args: list[str], folder: str, environment: dict[str, str], de
     if environment.get("RANK", "0") == "0":
         watch(death)
     import train
-    from core import interrupt
+    from core.run import interrupt
 
     interrupt.set_hooks()
     try:

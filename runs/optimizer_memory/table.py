@@ -87,7 +87,7 @@ COMBINATIONS = [
     Combination("LoRA, rank 32", rank=fit.RANK),
     Combination("LoRA, rank 32, nf4", rank=fit.RANK, nf4=True),
 ]
-SHARDED = Combination("adamw, 8 ranks", ranks=8)  # core/sharded_optimizer.py
+SHARDED = Combination("adamw, 8 ranks", ranks=8)  # core/extras/sharded_optimizer.py
 
 
 def main() -> None:
@@ -164,8 +164,8 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     device: weights, gradients, moments and masters that are not offloaded; host: those that are;
     resident: by how much the memory of this process has grown; nanoseconds: of the step.
     """
-    from core.model import load_policy
     from core.optimizer import MasterAdamW, make_optimizer
+    from core.policy import load_policy
 
     before = resident()
     with tempfile.TemporaryDirectory() as folder:
@@ -200,7 +200,7 @@ def backward(policy, optimizer) -> None:
 
 def state_bytes(policy, optimizer) -> tuple[int, int]:
     """Returns the bytes of all weights, masters, gradients and moments: of the device, the host."""
-    from core.quantize import num_bytes
+    from core.extras.quantize import num_bytes
 
     weights = sum(num_bytes(p) for p in policy.model.parameters())
     shared = {p.data_ptr() for p in policy.model.parameters()}

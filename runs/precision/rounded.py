@@ -12,9 +12,9 @@ sys.path.append(str(HERE.parents[1]))
 
 import torch  # noqa: E402
 
-import core.run  # noqa: E402
+import core.run.open as run_module  # noqa: E402
 import train  # noqa: E402
-from core.model import Policy, load_policy  # noqa: E402
+from core.policy import Policy, load_policy  # noqa: E402
 from core.rollouts import RolloutCollector  # noqa: E402
 from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
 from core.tasks import Task  # noqa: E402
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     if kind not in ("none", "int4", "float8"):
         sys.exit(__doc__)
     if kind != "none":
-        core.run.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
+        run_module.make_sampler = lambda name, policy, *_, **__: RoundedSampler(policy, kind)
     sys.exit(train.run_command(flags))

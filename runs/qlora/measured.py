@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
 import train  # noqa: E402
-from core import run  # noqa: E402
 from core.config import Config  # noqa: E402
-from core.model import Policy  # noqa: E402
-from core.quantize import num_bytes, num_weights  # noqa: E402
+from core.extras.quantize import num_bytes, num_weights  # noqa: E402
+from core.policy import Policy  # noqa: E402
+from core.run import open as run  # noqa: E402
 
 
 def run_command(args: list[str]) -> int:

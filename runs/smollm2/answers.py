@@ -23,8 +23,9 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 import record  # noqa: E402
 
 import train  # noqa: E402
-from core import cli, evaluation  # noqa: E402
+from core import evaluation  # noqa: E402
 from core.metrics import before_after, mcnemar, wilson  # noqa: E402
+from core.run import cli  # noqa: E402
 from environments.base import Step  # noqa: E402
 from environments.registry import constructor  # noqa: E402
 

@@ -22,7 +22,7 @@ import train  # noqa: E402
 from algorithms import grpo  # noqa: E402
 from core.report.curves import BLUE, RED  # noqa: E402
 from core.rollouts import AgentState, RolloutCollector  # noqa: E402
-from core.run_log import RunLog  # noqa: E402
+from core.run.log import RunLog  # noqa: E402
 from core.sampler import TorchSampler  # noqa: E402
 from core.types import Completion  # noqa: E402
 

@@ -7,7 +7,7 @@ width F; vocabulary V; N weights, R adapter weights; t tokens in a micro-batch; 
 the longest sequence (a longer sequence than t is a micro-batch of its own); B rollouts; s bytes per
 weight; GB = 2^30 bytes. Bytes of each term:
 
-    weights       s N               s = 2 on CUDA (bfloat16), 4 on CPU and MPS: core/model.py
+    weights       s N               s = 2 on CUDA (bfloat16), 4 on CPU and MPS: core/policy.py
     masters       4 N               only full fine-tuning with s = 2: core/optimizer.py
     adapters      4 R (+ s R)       float32; on CUDA vLLM has a copy in its adapter slots
     moments       8 N or 8 R        the two moments of AdamW for what is trained, float32
@@ -59,8 +59,8 @@ sys.path += [str(HERE.parent), str(HERE.parent.parent)]
 
 from record import write_table  # noqa: E402
 
-from core.model import max_logits  # noqa: E402
-from core.piecewise_adamw import BLOCK, PIECE  # noqa: E402
+from core.extras.piecewise_adamw import BLOCK, PIECE  # noqa: E402
+from core.policy import max_logits  # noqa: E402
 
 GB = 2**30
 NORMS = {"llama": (2, False), "qwen2": (2, False), "qwen3": (2, True), "gemma3": (4, True)}
@@ -68,7 +68,7 @@ LENGTH = 1280  # tokens of prompt and completions: --max-model-len
 NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
 RESERVE = 1.0  # GB for Python, PyTorch and the environments, on a CPU or Mac
-NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight and its scales: core/quantize.py
+NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight with scales: core/extras/quantize.py
 MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / BLOCK), "adamw_bf16_sr": 8}  # bytes, of float32
 TEMPORARIES = {"adamw": 0, "adamw8bit": 53, "adamw_bf16_sr": 41}  # bytes per weight of a piece
 MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster

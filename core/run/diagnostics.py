@@ -7,7 +7,7 @@ recorded runs that learn raise no warning, and those of runs/what_goes_wrong rai
 import math
 import statistics
 
-from core.run_log import Record
+from core.run.log import Record
 
 # name: (what it means, what to try)
 WARNINGS = {

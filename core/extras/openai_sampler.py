@@ -19,7 +19,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from core.model import Policy
+from core.policy import Policy
 from core.sampler import Exchange, Sampler, SamplingParams, sample_all
 from core.seeds import derive_seed
 from core.types import Completion, Message, Stopped, UsageError

@@ -28,11 +28,9 @@ from typing import Any
 import torch
 
 from core import distributed
-from core.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
 from core.config import Config, model_and_url, older_interval, opponents
-from core.files import remove, sealed, unseal
-from core.model import Policy, load_policy
-from core.openai_sampler import STOPPED, OpenAISampler
+from core.extras.openai_sampler import STOPPED, OpenAISampler
+from core.policy import Policy, load_policy
 from core.rollouts import (
     Respond,
     RolloutCollector,
@@ -40,7 +38,9 @@ from core.rollouts import (
     contain_failure,
     take_seat,
 )
-from core.run_dir import read_config
+from core.run.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
+from core.run.files import remove, sealed, unseal
+from core.run.folder import read_config
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task

@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from core import distributed
 from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
-from core.model import Policy
 from core.optimizer import MasterAdamW
+from core.policy import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Fault, OutOfMemory
 

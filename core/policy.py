@@ -39,11 +39,11 @@ from core.chat_template import (
     set_template_options,
 )
 from core.config import SMOLLM2, TINY, parse_template_options
-from core.files import sealed, unseal
+from core.extras.quantize import compute_as_in_training, is_quantized, loading_options, num_weights
+from core.extras.smollm2 import smollm2_folder
 from core.kv_cache import prefill
 from core.prefix_sharing import ATTENTION, PackedGroups, pack_groups
-from core.quantize import compute_as_in_training, is_quantized, loading_options, num_weights
-from core.smollm2 import smollm2_folder
+from core.run.files import sealed, unseal
 from core.tiny import write_tiny
 from core.types import UsageError
 
@@ -83,7 +83,7 @@ class Policy:
     max_length: int  # limit on the tokens of prompt and completion together
     value_head: nn.Linear | None = None  # PPO: last hidden state -> value
     micro_batch_tokens: int = 2048  # tokens in one forward and backward pass, padding included
-    checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/memory.py
+    checkpointed_layers: list[nn.Module] = field(default_factory=list)  # see core/run/memory.py
     trust_remote_code: bool = False  # True: Python code that comes with the model may run
     fp32_head: bool = False  # True: the output layer is a Float32Head
     disables_adapters: bool = False  # True: compute without the LoRA adapters (the reference)
@@ -212,7 +212,7 @@ def load_policy(
     "tiny" and "tiny-random" are written to `tiny_folder` unless that has them. `lora_rank` 0 trains
     all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run with LoRA is its base
     model with its adapters, which are trained on. `quantize` "nf4" stores the base model in 4
-    bits (core/quantize.py). `max_length` lowers the model's own limit.
+    bits (core/extras/quantize.py). `max_length` lowers the model's own limit.
     `seed` determines all random weights. `fp32_head` computes the logits in float32.
     `template_options` and `template_date` are those of `Config`. Raises UsageError, in one line
     that names `flag`, if the model cannot be loaded, and if the device does not exist.

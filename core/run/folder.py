@@ -28,7 +28,7 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from core.config import ALGORITHMS, COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
-from core.files import PART, published, remove
+from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError, printable
 from environments.registry import absolute, short
 

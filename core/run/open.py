@@ -10,20 +10,23 @@ from typing import Any
 
 import torch
 
-from core import checkpoint, config, diagnostics, distributed, memory, run_dir, run_log, tasks
+from core import config, distributed, tasks
 from core.config import RUNS, Config
-from core.console import Display
-from core.files import scratch_folder
-from core.interrupt import Interrupt
-from core.model import Policy, load_policy
+from core.extras.openai_sampler import OpenAISampler
+from core.extras.opponents import Opponents
 from core.nanollm import make_sampler
-from core.openai_sampler import OpenAISampler
-from core.opponents import Opponents
 from core.optimizer import MasterAdamW, optimizer_for
+from core.policy import Policy, load_policy
 from core.reference import reference_bytes
 from core.report import write_pages
 from core.report.summary import final_lines
 from core.rollouts import RolloutCollector
+from core.run import checkpoint, diagnostics, memory
+from core.run import folder as run_dir
+from core.run import log as run_log
+from core.run.console import Display
+from core.run.files import scratch_folder
+from core.run.interrupt import Interrupt
 from core.sampler import Sampler, TorchSampler
 from core.selection import drop_failed
 from core.types import Rollout, Stopped, UsageError, printable

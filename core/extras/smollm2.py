@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from core.files import sealed, unseal
+from core.run.files import sealed, unseal
 from core.types import UsageError
 
 NUM_BYTES = 270_000_000  # of the converted model

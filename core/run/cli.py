@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-from core import interrupt
+from core.run import interrupt
 from core.types import print_any_character
 
 if interrupt.is_program():
@@ -27,7 +27,7 @@ import tyro
 
 from core import config
 from core.config import ALGORITHMS, FREE_ON_RESUME, Config
-from core.run_dir import DISK_ERRORS, changed_settings, read_config, read_run_config
+from core.run.folder import DISK_ERRORS, changed_settings, read_config, read_run_config
 from core.types import Fault, RankLost, Stopped, UsageError, one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help

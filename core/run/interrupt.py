@@ -17,7 +17,7 @@ from core.types import Stopped, printable
 def is_program() -> bool:
     """Whether Python runs a command of picoRL; False where another program or a notebook does."""
     started = getattr(sys.modules["__main__"], "__file__", None) or "/"
-    return Path(started).resolve().is_relative_to(Path(__file__).parents[1])
+    return Path(started).resolve().is_relative_to(Path(__file__).parents[2])
 
 
 def set_hooks() -> None:

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from core import distributed
 from core.config import TINY
-from core.files import published, remove, sealed, unseal
-from core.model import Policy
 from core.optimizer import MasterAdamW
-from core.run_dir import train_command
-from core.run_log import METRICS, iter_records
+from core.policy import Policy
+from core.run.files import published, remove, sealed, unseal
+from core.run.folder import train_command
+from core.run.log import METRICS, iter_records
 from core.types import UsageError
 
 KEEP = 2  # checkpoints

@@ -1,0 +1,382 @@
+"""Talk to a policy in the terminal: the policy of a run, finished or not, or any model.
+
+    python -m core.chat runs/mine                  # greedy answers, as in evaluation
+    python -m core.chat runs/mine --before         # the model before training answers first
+    python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
+    python -m core.chat runs/mine --web            # play its environment in the browser, beside it
+    echo 'How many r in "cherry"?' | python -m core.chat runs/mine      # prints only the answer
+
+A finished run answers with the weights of its model/, any other run with its newest intact
+checkpoint; its folder is only read. A conversation is one agent of core/rollouts.py, so it keeps
+each answer as the token ids that were sampled, as training does. Without a terminal each line of
+the input is one message. Answers go to stdout, everything else goes to stderr.
+"""
+
+from core.run import cli
+
+# isort: split
+import copy
+import io
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from core import config, tasks
+from core.config import Config
+from core.run.files import scratch_folder
+from core.run.folder import read_config
+from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
+from environments.registry import short
+
+COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
+STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
+OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
+
+    # Folder of a run, Hub id, folder of a model, tiny or smollm2.
+    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
+    before: bool = False  # Show the answer of the model before training, too.
+    env: str = ""  # Environment of /task and --web; empty: that of the run.
+    web: bool = False  # Play a held-out task in the browser instead; the policy may take turns.
+    port: int = 0  # Port of the page of --web; 0: a free one.
+    temperature: float = 0.0  # Sampling temperature; 0: greedy.
+    top_p: float = 1.0  # Keep the most likely tokens up to this probability mass; 1: keep all.
+    top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
+    # Token limit of one answer; 0: that of the run; without a run 64 for tiny and smollm2,
+    # otherwise 1024.
+    max_tokens: int = 0
+    seed: int = 0  # Random seed of the answers.
+    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
+    # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    trust: bool = False  # Run the code that the run names, or that comes with the model.
+
+
+def parse(args: list[str]) -> tuple[Flags, Config]:
+    """The flags; and the settings of the run, or of a default run, changed by the flags.
+
+    tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
+    """
+    flags: Flags = tyro.cli(
+        tyro.conf.FlagCreatePairsOff[Flags], prog="python -m core.chat", args=args
+    )
+    for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
+        value = getattr(flags, name)
+        off = name in ("temperature", "max_tokens") and value == 0
+        if not off and (problem := config.range_problem(name, value)):
+            raise UsageError(problem)
+    if flags.port and not flags.web:
+        raise UsageError("--port has no effect without --web")
+    if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
+        raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
+    file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
+    if file.exists():
+        cfg = read_config(file)
+        if not flags.trust:
+            config.check_trust(vars(cfg), file)
+    elif flags.before:
+        raise UsageError(f"--before needs the folder of a run; {file} does not exist")
+    if cfg.sampler == "openai":
+        raise UsageError(f"{flags.policy}: this run evaluated a model on a server, without weights")
+    if flags.env:
+        cfg = replace(cfg, eval_env=(flags.env,))
+    cfg = config.resolve(cfg)
+    if flags.env:
+        tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
+    return flags, replace(
+        cfg, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k, seed=flags.seed,
+        max_tokens=flags.max_tokens or cfg.max_tokens, device=flags.device,
+        dtype=cfg.dtype if flags.dtype == "auto" else flags.dtype,
+        trust=flags.trust,
+    )  # fmt: skip
+
+
+def run(main: Callable[[Flags, Config], int], args: list[str]) -> int:
+    """`main` with the parsed flags; errors as `cli.run` reports them."""
+    return cli.run(lambda parsed: main(*parsed), args, parse, "core.chat")
+
+
+if __name__ == "__main__" and (code := run(lambda *_: 0, sys.argv[1:])):
+    sys.exit(code)  # --help and errors, before the slow imports
+
+from torch import Tensor
+
+from core.chat_template import Schema, clean_message
+from core.extras import tools
+from core.policy import Policy, has_adapters, load_policy
+from core.report.summary import num_updates
+from core.rollouts import AgentState, RolloutCollector
+from core.run.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
+from core.run.log import METRICS, read_records
+from core.run.memory import out_of_memory_as_one_line
+from core.sampler import SamplingParams, TorchSampler, draw, to_completion
+from core.seeds import derive_seed
+from core.tasks import Task
+from environments import web
+from environments.base import EVAL_SEEDS
+from environments.registry import make
+from environments.tools import schemas
+
+
+@dataclass
+class Speaker:
+    """A policy with its tokenizer, and the conversation that it has had."""
+
+    label: str  # before, trained or model
+    collector: RolloutCollector
+    agent: AgentState = field(default_factory=lambda: AgentState(0, Rollout("", "", 0, 0)))
+
+    @property
+    def policy(self) -> Policy:
+        return self.collector.policy
+
+
+def main(flags: Flags, cfg: Config) -> int:
+    """Answers each line that is typed or piped in. Returns the exit code."""
+    with out_of_memory_as_one_line(lambda: "Use --dtype bfloat16, --device cpu or a smaller model"):
+        speakers, interactive = load_speakers(flags, cfg), sys.stdin.isatty()
+    if flags.web:
+        task = held_out_task(cfg, 0)
+        env, tokenizer = make(task.env), speakers[0].policy.tokenizer
+        players = {speaker.label: player(speaker, cfg, schemas(env)) for speaker in speakers}
+        read_calls = partial(tools.read_calls, tokenizer)
+        web.serve(web.Episode(env, short(task.env), task.seed, players, read_calls), flags.port)
+        return 0
+    task_numbers = itertools.count()
+    if interactive:
+        decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
+        _note(f"{decoding}, up to {cfg.max_tokens} tokens\n{COMMANDS}")
+    for number, line in enumerate(read_lines(interactive)):
+        text, seed = line.strip(), derive_seed(cfg.seed, number)
+        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        try:
+            if text == "/quit":
+                break
+            elif text == "/reset":
+                speakers = [Speaker(speaker.label, speaker.collector) for speaker in speakers]
+                _note("the conversation is forgotten")
+            elif text == "/task":
+                task = held_out_task(cfg, next(task_numbers))
+                for speaker in speakers:
+                    play(speaker, task, params)
+            elif text.startswith("/") and " " not in text:
+                _note(f"{text} is no command\n{COMMANDS}")
+            elif text:
+                for speaker in speakers:
+                    show_answer(speaker, text, params, labelled=interactive or len(speakers) > 1)
+        except (UsageError, Fault, KeyboardInterrupt) as error:
+            if not interactive:
+                raise
+            _note(one_line(error) or "stopped")
+    return 0
+
+
+def read_lines(interactive: bool) -> Iterator[str]:
+    """Yields the lines of stdin; in a terminal it asks for them, with arrow keys and a history."""
+    if not interactive:
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        yield from sys.stdin
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401  (`input` uses it from then on)
+    while True:
+        try:
+            yield input("you: ")
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            _note("\n/quit or Ctrl-D ends")
+
+
+def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
+    """The trained policy, or the model; with --before, the model before training comes first."""
+    run_dir = Path(flags.policy)
+    is_run = (run_dir / "config.yaml").exists()
+    policy, source = load_trained(cfg, run_dir) if is_run else (_load(cfg, flags.policy), run_dir)
+    policies = {"trained" if is_run else "model": policy}
+    _note(f"{source} · {policy.size()}")
+    if flags.before:
+        if cfg.sft_steps:
+            _note(f"before: {cfg.model_id}, without the {cfg.sft_steps} warm-start steps")
+        if policy.lora_rank and not has_adapters(cfg.model_id):  # the same weights without them
+            before = replace(policy, disables_adapters=True)
+        else:
+            before = _load(cfg, base_model(run_dir, cfg.model_id))
+        policies = {"before": before, **policies}
+    return [
+        Speaker(
+            label,
+            RolloutCollector(
+                p,
+                cfg.max_turns,
+                cfg.thinking == "drop",
+                cfg.env_timeout,
+                system_prompt=cfg.system_prompt,
+            ),
+        )
+        for label, p in policies.items()
+    ]
+
+
+def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
+    """The policy of a run, and the folder of its weights. Raises UsageError if there is none.
+
+    If a finished run is resumed with more updates, its model/ is out of date until it finishes
+    again; until then the newest checkpoint answers.
+    """
+    exported, updates = run_dir / "model", num_updates(read_records(run_dir / METRICS))
+    is_finished = exported.is_dir() and updates >= cfg.num_updates
+    checkpoint = None if is_finished else find_checkpoint(run_dir).folder
+    if checkpoint is None and not exported.is_dir():
+        raise UsageError(f"{run_dir}: no checkpoint yet; --save-every sets when a run saves one")
+    if checkpoint is None and not cfg.lora_rank:
+        return _load(cfg, str(exported)), exported
+    policy = _load(
+        cfg, base_model(run_dir, cfg.model_id), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
+        quantize=cfg.quantize,
+        value_head=config.has_value_head(cfg),  # not used here, but saved in the checkpoint
+    )  # fmt: skip
+    if checkpoint is None:
+        load_adapters(exported, policy)
+    else:
+        load_weights(checkpoint, policy, same_dtype=False)
+    return policy, checkpoint or exported
+
+
+def answer(
+    speaker: Speaker, question: str, params: SamplingParams, on_text: Callable[[str], None]
+) -> Completion:
+    """Samples the answer and adds question and answer to the conversation.
+
+    Calls `on_text` with the text so far after each token. In a terminal Ctrl-C ends the answer.
+    Raises UsageError if the conversation does not fit into the context; then it is unchanged.
+    """
+    policy, agent, drawn = speaker.policy, copy.deepcopy(speaker.agent), list[int]()
+    message: Message = {"role": "user", "content": question}
+    if agent.chat:
+        agent.chat.append(clean_message(message))
+    else:
+        speaker.collector.begin(agent, [message])
+    speaker.collector.set_prompt(agent)
+    if agent.context_full:
+        raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
+                         "/reset forgets it")  # fmt: skip
+
+    def draw_and_show(*args: Any) -> tuple[Tensor, Tensor]:
+        token_ids, logprobs = draw(*args)
+        drawn.append(int(token_ids))
+        on_text(to_completion(policy, drawn, []).text)
+        return token_ids, logprobs
+
+    try:
+        with speaker.policy.adapters():
+            sampler = TorchSampler(policy, draw_and_show)
+            completion = sampler.sample([agent.prompt_ids], params)[0]
+    except KeyboardInterrupt:
+        if not drawn or not sys.stdin.isatty():
+            raise
+        completion = to_completion(policy, drawn, [])
+    speaker.collector.add_completion(agent, completion)
+    speaker.agent = agent
+    return completion
+
+
+def show_answer(speaker: Speaker, question: str, params: SamplingParams, labelled: bool) -> None:
+    """Prints the answer while it is sampled; in a terminal, then its length and speed, too."""
+    started, shown = time.perf_counter(), ""
+
+    def on_text(text: str) -> None:
+        nonlocal shown
+        text = printable(text.rstrip("\ufffd"))  # the last character may not be complete yet
+        if text.startswith(shown):
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+
+    if labelled:
+        OUT.print(f"{speaker.label}: ", style=STYLES[speaker.label], end="")
+    try:
+        completion = answer(speaker, question, params, on_text)
+    except BaseException:
+        print()
+        raise
+    text = printable(completion.text)
+    print(text[len(shown) :] if text.startswith(shown) else f"\n{text}")
+    if sys.stdin.isatty():
+        count = len(completion.token_ids)
+        cut = " · not finished" if completion.finish_reason == "length" else ""
+        _note(f"{count} tokens, {count / (time.perf_counter() - started):.0f}/s{cut}")
+
+
+def held_out_task(cfg: Config, number: int) -> Task:
+    """Task `number`, from 0, of those that the run is evaluated on; environments take turns."""
+    envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    return Task(envs[number % len(envs)], EVAL_SEEDS[number // len(envs)], group_id=0)
+
+
+def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
+    """Plays one episode apart from the conversation; prints its messages and rewards."""
+    with speaker.policy.adapters(), NOTES.status("playing"):
+        rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
+    for rollout in rollouts:
+        agent = f", agent {rollout.agent}" if len(rollouts) > 1 else ""
+        _note(f"held-out task of {short(task.env)}, seed {task.seed}{agent}")
+        for message in rollout.messages:
+            role = speaker.label if message["role"] == "assistant" else message["role"]
+            OUT.print(Text(printable(f"{role}: "), STYLES.get(role, "bold")), end="")
+            print(printable(message["content"]))
+        rewards = " ".join(f"{turn.reward:+g}" for turn in rollout.turns)
+        facts = [f"reward {rollout.episode_return:g}"]
+        facts += [f"turn by turn {rewards}"] if len(rollout.turns) > 1 else []
+        facts += [f"{key} {value}" for key, value in rollout.info.items()]
+        facts += ["truncated"] if rollout.episode_truncated else []
+        facts += [f"the environment failed: {rollout.error}"] if rollout.error else []
+        OUT.print(Text(printable(" · ".join(facts)), "bold"), soft_wrap=True)
+
+
+def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[list[Message]], str]:
+    """The policy as a player of environments/web.py: from a conversation to the next response."""
+
+    def respond(chat: list[Message]) -> str:
+        agent = AgentState(0, Rollout("", "", 0, 0), schemas=schemas)
+        speaker.collector.begin(agent, chat)
+        speaker.collector.set_prompt(agent)
+        seed = derive_seed(cfg.seed, len(chat))
+        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        with speaker.policy.adapters():
+            return TorchSampler(speaker.policy).sample([agent.prompt_ids], params)[0].text
+
+    return respond
+
+
+def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
+    with scratch_folder() as folder:  # for tiny
+        return load_policy(
+            model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
+            seed=cfg.seed, tiny_folder=folder / "tiny",
+            trust_remote_code=cfg.trust, fp32_head=cfg.fp32_head, flag="model",
+            template_options=cfg.template_options, template_date=cfg.template_date, **options,
+        )  # fmt: skip
+
+
+def _note(text: str) -> None:
+    NOTES.print(Text(printable(text), "dim"), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, sys.argv[1:]))
