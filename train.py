@@ -18,12 +18,11 @@ the right). A forward pass works on a micro-batch: b sequences of T tokens, prom
 is a rollout, or a part of one if the environment changed the context between turns. micro_batches()
 copies [B, N] to [b, T-1], where column t is token t+1. completion_mask marks the sampled tokens,
 loss_mask those that are trained on. A process of torchrun is a rank: all ranks have all B rollouts,
-each trains on its share. Settings are in core/config.py; cfg.ppo without PPO has no effect.
+each trains on its share. Settings are in core/config.py.
 """
 
 import math
 import sys
-from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -36,8 +35,9 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from algorithms import common, grpo, ppo, reinforce, sft
+from algorithms import common, sft
 from core import config, distributed, selection, tasks
+from core.algorithm import load_algorithm
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.evaluation import evaluate
 from core.metrics import UpdateStats, rollout_metrics
@@ -48,17 +48,14 @@ from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
 from core.run.open import Run, open_run
 from core.sampler import SamplingParams
-from core.seeds import MINIBATCHES, SAMPLING, derive_seed
+from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
-from core.workshop.as_algorithm import load_scratch
-
-ALGORITHMS: dict[str, Any] = {"reinforce": reinforce, "grpo": grpo, "ppo": ppo}
 
 
 def main(cfg: Config) -> int:
     """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
     cfg = prepare(cfg)
-    algorithm, options = algorithm_for(cfg)
+    algorithm, options = start_algorithm(cfg), cfg.options
 
     with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
         probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
@@ -98,56 +95,43 @@ def main(cfg: Config) -> int:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
             # 3. Rewards to advantages
-            rewards, turn_ids = shape_rewards(cfg, batch)
-            loss_mask = batch.loss_mask(cfg.mask_truncated_completions)  # a token off it: weight 0
-            batch.advantages, batch.value_targets = algorithm.compute_advantages(
-                rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, batch.values,
-                cfg.gamma, options,
-            )  # fmt: skip
+            shape_rewards(cfg, batch)
+            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
+            algorithm.compute_advantages(batch, options)
             # --clip-cov sets advantages in `batch` to 0, --kl-cov sets batch.kl_cov_coef
-            selection.limit_covariance(cfg, batch, loss_mask, update)
+            selection.limit_covariance(cfg, batch)
 
             # 4. Gradient steps, one per minibatch (by default all rollouts). A loss is a sum over
             #    tokens with weights, by default 1 / tokens of the minibatch, so the gradients of
             #    the micro-batches add up to that of the step
             stats = UpdateStats(cfg, batch)
-            aggregation = cfg.grpo.aggregation or "token"  # REINFORCE and PPO: token
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             steps = minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
             for epoch, rows in steps:
                 batch.token_weights = common.token_weights(
-                    loss_mask, aggregation, cfg.max_tokens, rows, batch.group_ids
+                    batch.loss_mask, options.aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
                 for micro in micro_batches(run.policy, batch, rows):
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
-                    old_logprobs = micro.old_logprobs
-                    if old_logprobs is None:  # the only step: the policy is still the old one
-                        old_logprobs = logprobs.detach()
+                    if micro.old_logprobs is None:  # the only step: the policy is still the old one
+                        micro.old_logprobs = logprobs.detach()
                     # π_old / π_sampler, and the weights made of it (--tis-cap, by default 2)
-                    sampler_ratio, importance_weights, rejected_sums = off_policy_weights(
-                        cfg, logprobs, old_logprobs, micro
-                    )
-                    loss, sums = algorithm.compute_loss(
-                        logprobs, old_logprobs, micro.advantages, micro.completion_mask,
-                        importance_weights, micro.token_weights, options,
-                        values=values, old_values=micro.values, value_targets=micro.value_targets,
-                    )  # fmt: skip
-                    extra_loss, kl_sums = regularizers(
-                        cfg, algorithm, logprobs, old_logprobs, entropy, importance_weights, micro
-                    )
+                    rejected_sums = weigh_tokens(cfg, logprobs, micro)
+                    loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
+                    extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
                     sums = sums | kl_sums | rejected_sums
-                    stats.add(micro, loss, old_logprobs, entropy, sampler_ratio, sums)
+                    stats.add(micro, loss, entropy, sums)
                 run.optimizer.sum_gradients()  # over all ranks
                 stats.end_minibatch(epoch)
-                if 0 < cfg.ppo.target_kl < stats.approx_kl:  # the KL of this minibatch
+                if 0 < options.target_kl < stats.approx_kl:  # the KL of this minibatch
                     run.optimizer.zero_grad()  # the steps before it moved the policy too far
                     break
                 stats.grad_norm, stepped = run.optimizer.clip_and_step(
                     cfg.max_grad_norm,
                     finite_loss=math.isfinite(stats.loss),
-                    only_value_head=update <= cfg.ppo.value_warmup,
+                    only_value_head=update <= options.value_warmup,
                 )
                 stats.num_steps += stepped
             metrics = rollout_metrics(sampled) | stats.means()
@@ -182,8 +166,6 @@ def prepare(cfg: Config) -> Config:
     Raises UsageError for an invalid setting.
     """
     cfg = config.resolve(cfg)
-    if cfg.algo == "grpo":
-        cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
     config.validate(cfg)
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
@@ -192,13 +174,10 @@ def prepare(cfg: Config) -> Config:
     return cfg
 
 
-def algorithm_for(cfg: Config) -> tuple[Any, Any]:
-    """The algorithm, an object with `compute_advantages` and `compute_loss`, and its options.
-
-    scratch: the functions that a workshop participant wrote into scratch.py.
-    """
-    algorithm = load_scratch(cfg) if cfg.algo == "scratch" else ALGORITHMS[cfg.algo]
-    return algorithm, getattr(cfg, cfg.algo)
+def start_algorithm(cfg: Config) -> Any:
+    """The algorithm, an object with `compute_advantages` and `compute_loss`."""
+    algorithm = load_algorithm(cfg.algo)
+    return algorithm.start(cfg) if hasattr(algorithm, "start") else algorithm
 
 
 def warm_start(cfg: Config, run: Run) -> None:
@@ -272,9 +251,10 @@ def forward(
 
 def needs_old_logprobs(cfg: Config) -> bool:
     """Whether log-probs (and PPO's values) are needed before the first gradient step."""
-    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1  # --kl-cov has several
+    several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
-    return several_steps or kl_in_reward or config.has_value_head(cfg) or cfg.clip_cov > 0
+    needed = bool({"old_logprobs", "value_head"} & config.needs(cfg))
+    return several_steps or kl_in_reward or needed or cfg.clip_cov > 0
 
 
 @torch.no_grad()
@@ -294,14 +274,18 @@ def score_logprobs(
     return all_logprobs, all_values
 
 
-def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
-    """Rewards [B, N] with the length and KL penalties, and the turn of each token [B, N].
+def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
+    """Adds the length and KL penalties to the rewards, and sets the turn of each token [B, N].
 
     The environment's rewards are at the last token of each turn. With --credit episode (the default
     of all but PPO) rewards are discounted here, from the episode's start, and all tokens belong to
     one turn, so REINFORCE and GRPO credit each token with the return of the episode.
     """
-    rewards, turn_ids = cfg.reward_coef * batch.rewards, batch.turn_ids
+    batch.gamma = cfg.gamma
+    batch.loss_mask = batch.completion_mask & ~(
+        batch.hit_token_limit & cfg.mask_truncated_completions
+    )
+    rewards = cfg.reward_coef * batch.rewards
     if cfg.overlong_buffer:
         lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
         rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
@@ -309,36 +293,32 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
         kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl
     if cfg.credit == "episode":
-        rewards, turn_ids = rewards * cfg.gamma**turn_ids, torch.zeros_like(turn_ids)
-    return rewards, turn_ids
+        rewards = rewards * cfg.gamma**batch.turn_ids
+        batch.turn_ids = torch.zeros_like(batch.turn_ids)
+    batch.rewards = rewards
 
 
-def off_policy_weights(
-    cfg: Config, logprobs: Tensor, old_logprobs: Tensor, micro: MicroBatch
-) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """The ratio π_old / π_sampler [b, T-1]; the weights made of it, 0 where rejected, [b, T-1]; and
-    the number of rejected tokens for the metrics."""
+def weigh_tokens(cfg: Config, logprobs: Tensor, micro: MicroBatch) -> dict[str, float]:
+    """Sets the ratio π_old / π_sampler, and the weights made of it, 0 where rejected; [b, T-1].
+
+    Returns the number of rejected tokens for the metrics.
+    """
     mask, sampler_logprobs = micro.completion_mask, micro.sampler_logprobs
-    ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, cfg.tis_level)
-    weights = common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
+    ratio = common.sampler_ratio(micro.old_logprobs, sampler_logprobs, mask, cfg.tis_level)
+    micro.sampler_ratio = ratio
+    micro.importance_weights = common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
     if not (cfg.reject_low or cfg.reject_high or cfg.opsm):
-        return ratio, weights, {}
-    mean_ratio = common.sampler_ratio(old_logprobs, sampler_logprobs, mask, "geometric")
+        return {}
+    mean_ratio = common.sampler_ratio(micro.old_logprobs, sampler_logprobs, mask, "geometric")
     kept = common.in_band(mean_ratio, cfg.reject_low, cfg.reject_high)
     if cfg.opsm:
         kept &= common.not_stale(logprobs, sampler_logprobs, micro.advantages, mask, cfg.opsm)
-    rejected = {"weights/rejected": (mask & ~kept).sum().item()}
-    return ratio, torch.where(kept, weights, 0.0), rejected
+    micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
+    return {"weights/rejected": (mask & ~kept).sum().item()}
 
 
 def regularizers(
-    cfg: Config,
-    algorithm: Any,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    entropy: Tensor,
-    importance_weights: Tensor,
-    micro: MicroBatch,
+    cfg: Config, algorithm: Any, logprobs: Tensor, entropy: Tensor, micro: MicroBatch
 ) -> tuple[Tensor, dict[str, float]]:
     """What --entropy-coef, --kl-coef, --kl-cov add to the loss; the sum of the KL for the metrics.
 
@@ -347,13 +327,13 @@ def regularizers(
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
-    ratio = torch.where(mask, logprobs - old_logprobs, 0.0).exp()
-    weights = micro.token_weights * importance_weights  # [b, T-1]
+    ratio = torch.where(mask, logprobs - micro.old_logprobs, 0.0).exp()
+    weights = micro.token_weights * micro.importance_weights  # [b, T-1]
     if cfg.entropy_coef:
         bonus = torch.where(mask, weights * ratio.detach() * entropy, 0.0).sum()
         extra_loss = extra_loss - cfg.entropy_coef * bonus
-    if micro.kl_cov_coef is not None:  # KL(π_old ‖ π); π_old sampled the tokens, so it has no ratio
-        kl = micro.kl_cov_coef * common.kl_estimate(old_logprobs, logprobs)
+    if "kl_cov" in micro.own:  # KL(π_old ‖ π); π_old sampled the tokens, so it has no ratio
+        kl = micro.own["kl_cov"] * common.kl_estimate(micro.old_logprobs, logprobs)
         extra_loss = extra_loss + torch.where(mask, weights * kl, 0.0).sum()
     if micro.ref_logprobs is None:
         return extra_loss, {}

@@ -11,12 +11,61 @@ gradient of the step, however the step was cut.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from algorithms.options import KL, Aggregation, WeightLevel, WeightMode
+
+NOT_YET: Any = None  # a tensor that the loop computes later
+
+
+@dataclass(kw_only=True)
+class TokenTensors:
+    """What is known about each sampled token, for the formulas of an algorithm.
+
+    The tensors are [B, N] in the batch of an update and [b, T-1] in a micro-batch of it; float32
+    unless stated otherwise. A micro-batch has 0 (False) off its `completion_mask`.
+    """
+
+    completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
+    loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss
+    turn_ids: Tensor = NOT_YET  # int64: the turn that a token is credited with, from 0
+    group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of one task have the same number
+    rewards: Tensor = NOT_YET  # of a turn, with penalties, at its last token
+    sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
+    old_logprobs: Tensor = NOT_YET  # of the trainer, under the weights that sampled
+    ref_logprobs: Tensor = NOT_YET  # under the reference policy
+    values: Tensor = NOT_YET  # estimates of the value head before the first gradient step
+    advantages: Tensor = NOT_YET  # set by compute_advantages
+    value_targets: Tensor = NOT_YET  # set by compute_advantages if there is a value head
+    token_weights: Tensor = NOT_YET  # what a token's term is multiplied by; 0: not in the loss
+    own: dict[str, Tensor] = field(default_factory=dict)  # further tensors of the algorithm
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.completion_mask.sum())
+
+
+@dataclass(kw_only=True)
+class Batch(TokenTensors):
+    """The sampled tokens of an update, for `compute_advantages`."""
+
+    gamma: float = 1.0  # discount factor per turn
+    seed: int = 0  # of this update, for an algorithm that draws
+    metrics: dict[str, float] = field(default_factory=dict)  # what the algorithm adds to the log
+
+
+@dataclass(kw_only=True)
+class Micro(TokenTensors):
+    """The sampled tokens of a micro-batch, for `compute_loss`."""
+
+    sampler_ratio: Tensor = NOT_YET  # π_old / π_sampler
+    importance_weights: Tensor = NOT_YET  # made of it: capped, or 0 where a token is rejected
 
 
 def token_logprobs(
@@ -76,25 +125,25 @@ def _is_kept(kept_ids: list[list[int]], logits: Tensor) -> Tensor:
     return is_kept
 
 
-def turn_returns(
-    rewards: Tensor, completion_mask: Tensor, turn_ids: Tensor, gamma: float
-) -> tuple[Tensor, Tensor]:
+def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     """Discounted return from each turn on, G_k = r_k + γ G_{k+1}, and which turns exist.
 
-    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N] int64: the turn of each
-    sampled token, from 0 (0 at padding). Returns [B, K] float64, so that large equal
-    returns minus their mean are exactly 0, and [B, K] bool.
+    Returns [B, K] float64, so that large equal returns minus their mean are exactly 0, and [B, K]
+    bool.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
-    >>> turn_returns(rewards, turn_ids >= 0, turn_ids, gamma=0.5)[0]
+    >>> mask = turn_ids >= 0
+    >>> batch = Batch(rewards=rewards, completion_mask=mask, turn_ids=turn_ids, gamma=0.5)
+    >>> turn_returns(batch)[0]
     tensor([[3., 4.]], dtype=torch.float64)
     """
-    rewards = torch.where(completion_mask, rewards, 0.0).double()
+    mask, turn_ids = batch.completion_mask, batch.turn_ids
+    rewards = torch.where(mask, batch.rewards, 0.0).double()
     zeros = rewards.new_zeros(len(rewards), int(turn_ids.max()) + 1)
     returns = zeros.scatter_add(1, turn_ids, rewards)
-    exists = zeros.scatter_add(1, turn_ids, completion_mask.double()) > 0
+    exists = zeros.scatter_add(1, turn_ids, mask.double()) > 0
     for k in reversed(range(returns.shape[1] - 1)):
-        returns[:, k] += gamma * returns[:, k + 1]
+        returns[:, k] += batch.gamma * returns[:, k + 1]
     return returns, exists
 
 
@@ -339,9 +388,7 @@ def not_stale(
 def surrogate_metrics(
     ratio: Tensor,
     logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
+    micro: Micro,
     clip_low: float,
     clip_high: float,
     either_sign: bool = False,
@@ -352,10 +399,11 @@ def surrogate_metrics(
     ratio below the clip and its advantage negative: there the clip removes the gradient.
     `either_sign`: whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
     """
+    mask, advantages = micro.completion_mask, micro.advantages
     low, high = mask & (ratio < 1 - clip_low), mask & (ratio > 1 + clip_high)
     if not either_sign:
         low, high = low & (advantages < 0), high & (advantages > 0)
-    kl = torch.where(mask, kl_estimate(old_logprobs, logprobs), 0)
+    kl = torch.where(mask, kl_estimate(micro.old_logprobs, logprobs), 0)
     return {
         "clip/low_fraction": low.sum().item(),
         "clip/high_fraction": high.sum().item(),

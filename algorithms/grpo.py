@@ -35,14 +35,15 @@ filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
     python train.py --algo grpo --grpo.loss-type cispo --num-minibatches 4
 """
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from algorithms import common
-from algorithms.options import GrpoOptions as Options
+from algorithms.common import Batch, Micro
+from algorithms.options import Aggregation, Level, LoopOptions, Range
 
 EPS = 1e-4  # added to a standard deviation: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -64,32 +65,53 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def compute_advantages(
-    rewards: Tensor,
-    completion_mask: Tensor,
-    loss_mask: Tensor,
-    turn_ids: Tensor,
-    group_ids: Tensor,
-    values: Tensor | None,
-    gamma: float,
-    options: Options,
-) -> tuple[Tensor, None]:
-    """The return minus the mean of its group, scaled; the same for all sampled tokens of a turn.
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    """Options of GRPO; None: the value that the loss type sets."""
 
-    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
-    (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. Tokens of turn k are compared with turn k of all rollouts of the group, also those
-    whose tokens are not in the loss, so `loss_mask` [B, N] is not used; only PPO uses `values`.
-    Returns advantages [B, N] float32, 0 off `completion_mask`, and no value targets.
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "cispo", "scalerl"] = "dapo"
+    """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the standard deviation of the group's or the batch's returns."""
+    clip_low: Annotated[float | None, Range(0, 1)] = None
+    """Clip the ratio at 1 - clip_low; acts where the advantage is negative (cispo: everywhere)."""
+    clip_high: Annotated[float | None, Range(0, 1000)] = None
+    """Clip the ratio at 1 + clip_high; acts where the advantage is positive (cispo: everywhere)."""
+    ratio_level: Level | None = None
+    """token: one ratio per token; sequence: the geometric mean of the ratios in the sequence (the
+    rollout, or a part of it if the environment replaced the context)."""
+    surrogate: Literal["min", "cispo"] | None = None
+    """min: the smaller of the clipped and unclipped term; cispo: advantage times
+    log-prob times the clipped ratio, which has no gradient."""
+    aggregation: Aggregation | None = None
+    """token: the mean over all tokens; sequence: the mean of each rollout, then over rollouts;
+    prompt: the mean of each group, then over groups; constant: the sum divided by rollouts ·
+    max_tokens."""
+    dual_clip: Annotated[float, Range(1.01, 1000, or_zero=True)] = 0.0
+    """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
-    >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> options = with_loss_type(Options("dr_grpo"))
-    >>> compute_advantages(r, mask, mask, turn_ids, group_ids, None, 1.0, options)[0]
+
+def needs(options: Options) -> set[str]:
+    """What the training loop has to provide (core/algorithm.py)."""
+    return {"groups"} if options.scale_rewards == "none" else {"groups", "kl_in_loss"}
+
+
+def compute_advantages(batch: Batch, options: Options) -> None:
+    """Sets the return minus the mean of its group, scaled; equal for all tokens of a turn.
+
+    Turn k is compared with turn k of all rollouts of the group, also of those whose tokens are not
+    in the loss. With --credit episode, the default, a rollout counts as one turn.
+
+    >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
+    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
+    ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
+    >>> compute_advantages(batch, resolve(Options("dr_grpo")))
+    >>> batch.advantages
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
-    returns, exists = common.turn_returns(rewards, completion_mask, turn_ids, gamma)  # [B, K]
+    mask, group_ids = batch.completion_mask, batch.group_ids
+    returns, exists = common.turn_returns(batch)  # [B, K]
     group_size = common.group_sum(exists.double(), group_ids)
     group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
     baseline = group_total / group_size.clamp(min=1)
@@ -102,37 +124,28 @@ def compute_advantages(
         squares = torch.where(exists, (returns - mean) ** 2, 0.0).sum(0)
         variance = squares / (exists.sum(0) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)
-    return torch.where(completion_mask, advantages.gather(1, turn_ids).float(), 0.0), None
+    batch.advantages = torch.where(mask, advantages.gather(1, batch.turn_ids).float(), 0.0)
 
 
 def compute_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    importance_weights: Tensor,
-    token_weights: Tensor,
-    options: Options,
-    values: Tensor | None = None,
-    old_values: Tensor | None = None,
-    value_targets: Tensor | None = None,
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch.
 
-    All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
-    `importance_weights` between sampler and trainer; `token_weights` are 0 where a token is not in
-    the loss. `options` come from `with_loss_type`; the last three arguments are PPO's. Returns the
-    loss, and metrics as plain sums over tokens.
+    `logprobs` [b, T-1]: those of the policy now; gradients flow through them only. w are the
+    importance weights between sampler and trainer. There are no `values`. Returns the loss, and
+    metrics as plain sums over tokens.
     """
-    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
-    log_ratio = logprobs - old_logprobs
+    mask, advantages = micro.completion_mask, micro.advantages
+    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    log_ratio = logprobs - micro.old_logprobs
     if options.ratio_level == "sequence":  # value: the mean; gradient: of the token's own log-ratio
-        in_loss = completion_mask & (token_weights > 0)
+        in_loss = micro.loss_mask
         mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
         log_ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0)
     # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = log_ratio.exp()
-    assert options.clip_low is not None and options.clip_high is not None, "see with_loss_type"
+    assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     if options.surrogate == "cispo":
         surrogate = clipped.detach() * advantages * logprobs
@@ -143,19 +156,18 @@ def compute_loss(
         if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
             bounded = surrogate.maximum(options.dual_clip * advantages)
             surrogate = torch.where(advantages < 0, bounded, surrogate)
-    per_token = -importance_weights * surrogate
-    loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
-    metrics = common.surrogate_metrics(
-        ratio, logprobs, old_logprobs, advantages, completion_mask,
-        options.clip_low, options.clip_high, either_sign=options.surrogate == "cispo",
-    )  # fmt: skip
-    return loss, metrics
+    per_token = -micro.importance_weights * surrogate
+    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    either_sign = options.surrogate == "cispo"
+    return loss, common.surrogate_metrics(
+        ratio, logprobs, micro, options.clip_low, options.clip_high, either_sign
+    )
 
 
-def with_loss_type(options: Options) -> Options:
+def resolve(options: Options) -> Options:
     """`options` with every option that is None set to the value of its loss type.
 
-    >>> options = with_loss_type(Options("dapo", clip_low=0.1))
+    >>> options = resolve(Options("dapo", clip_low=0.1))
     >>> options.clip_low, options.clip_high
     (0.1, 0.28)
     """

@@ -28,106 +28,106 @@ not biased by a value head that is initialized to 0 and still untrained. Togethe
     python train.py --algo ppo --num-epochs 4 --num-minibatches 4 --ppo.target-kl 0.02
 """
 
+from dataclasses import dataclass
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from algorithms import common
-from algorithms.options import PpoOptions as Options
+from algorithms.common import Batch, Micro
+from algorithms.options import Coefficient, Fraction, LoopOptions, Range
+
+NEEDS = {"value_head", "turn_credit"}
 
 
-def compute_advantages(
-    rewards: Tensor,
-    completion_mask: Tensor,
-    loss_mask: Tensor,
-    turn_ids: Tensor,
-    group_ids: Tensor,
-    values: Tensor | None,
-    gamma: float,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
-    """GAE of every sampled token, normalized over the batch; and the targets of the values.
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    """Options of PPO."""
 
-    `rewards` and `values` [B, N] float32, `completion_mask` [B, N]; `loss_mask` [B, N]: the tokens
-    that are in the loss, over which the advantages are normalized; `turn_ids` [B, N]: the turn of
-    each token; `gamma` is the discount factor per turn. PPO does not use `group_ids`. Returns
-    advantages (0 where the loss mask is False) and value targets (value + GAE, not normalized, with
-    λ = `value_lambda` if that is given), [B, N] float32.
+    gae_lambda: Fraction = 0.95
+    """GAE's λ per token; 1: all later rewards count, 0: only the token's own reward and the next
+    value."""
+    value_lambda: Annotated[float | None, Range(0, 1)] = None
+    """λ of the value targets, if it differs from gae_lambda; VC-PPO takes 1."""
+    clip: Fraction = 0.2
+    """Clip the ratio at 1 ± clip."""
+    target_kl: Coefficient = 0.0
+    """End an update when a minibatch's KL(π_old ‖ π) exceeds this, in nats per token, and
+    drop that minibatch's gradient; 0: never."""
+    value_clip: Annotated[float, Range(0, 10**15)] = 0.5
+    """Moving a value further than this in an update no longer lowers its loss; 0: no clip."""
+    value_coef: Coefficient = 0.5
+    """Coefficient of the value loss; 0: the value head is not trained."""
+    value_lr: Annotated[float, Range(0, 100)] = 1e-3
+    """Learning rate of the value head."""
+    value_warmup: Annotated[int, Range(0, 10**9)] = 0
+    """Number of initial updates that train the value head only; 0: none."""
+
+
+def compute_advantages(batch: Batch, options: Options) -> None:
+    """Sets the GAE of every sampled token, normalized over the loss mask, and the value targets.
+
+    A target is value + GAE, not normalized, with λ = `value_lambda` if that is given.
     """
-    assert values is not None, "PPO needs the values of the sampled tokens"
-    inputs = (rewards, completion_mask, turn_ids, values, gamma)
-    advantages = gae(*inputs, options.gae_lambda)
-    for_targets = advantages
+    advantages = for_targets = gae(batch, options.gae_lambda)
     if options.value_lambda is not None:  # decoupled GAE
-        for_targets = gae(*inputs, options.value_lambda)
-    value_targets = torch.where(completion_mask, for_targets + values, 0.0)
-    return common.normalize(advantages, loss_mask), value_targets
+        for_targets = gae(batch, options.value_lambda)
+    batch.value_targets = torch.where(batch.completion_mask, for_targets + batch.values, 0.0)
+    batch.advantages = common.normalize(advantages, batch.loss_mask)
 
 
 def compute_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    importance_weights: Tensor,
-    token_weights: Tensor,
-    options: Options,
-    values: Tensor | None = None,
-    old_values: Tensor | None = None,
-    value_targets: Tensor | None = None,
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
 ) -> tuple[Tensor, dict[str, float]]:
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
-    All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` and `values`
-    only. w are the `importance_weights` between sampler and trainer; `token_weights` are 0 where a
-    token is not in the loss. `old_values` are the values before the first step of the update.
-    Returns the loss, and metrics as plain sums over tokens.
+    `logprobs` and `values` [b, T-1]: those of the policy now; gradients flow through them only. w
+    are the importance weights between sampler and trainer. Returns the loss, and metrics as plain
+    sums over tokens.
     """
-    assert values is not None and old_values is not None and value_targets is not None
-    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
-    values = torch.where(completion_mask, values, 0.0)
+    assert values is not None
+    mask, advantages = micro.completion_mask, micro.advantages
+    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    values = torch.where(mask, values, 0.0)
     # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip, 1 + options.clip)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains
     # nothing, and a change in the wrong direction still costs
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    squared_error = (values - value_targets) ** 2
+    squared_error = (values - micro.value_targets) ** 2
     if options.value_clip:  # moving a value further than the clip no longer lowers its error
-        change = (values - old_values).clamp(-options.value_clip, options.value_clip)
-        squared_error = squared_error.maximum((old_values + change - value_targets) ** 2)
-    per_token = -importance_weights * surrogate + options.value_coef * squared_error / 2
-    loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
-    metrics = common.surrogate_metrics(
-        ratio, logprobs, old_logprobs, advantages, completion_mask,
-        options.clip, options.clip,
-    )  # fmt: skip
-    metrics["value/loss"] = torch.where(completion_mask, squared_error, 0.0).sum().item() / 2
+        change = (values - micro.values).clamp(-options.value_clip, options.value_clip)
+        limited = micro.values + change
+        squared_error = squared_error.maximum((limited - micro.value_targets) ** 2)
+    per_token = -micro.importance_weights * surrogate + options.value_coef * squared_error / 2
+    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    metrics = common.surrogate_metrics(ratio, logprobs, micro, options.clip, options.clip)
+    metrics["value/loss"] = torch.where(mask, squared_error, 0.0).sum().item() / 2
     return loss, metrics
 
 
-def gae(
-    rewards: Tensor,
-    completion_mask: Tensor,
-    turn_ids: Tensor,
-    values: Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> Tensor:
-    """Generalized advantage estimates [B, N], 0 off the mask.
+def gae(batch: Batch, gae_lambda: float) -> Tensor:
+    """Generalized advantage estimates [B, N] from rewards and values, 0 off the mask.
 
     Positions off the mask are skipped, so a rollout may have gaps or padding anywhere.
 
-    >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]])
-    >>> gae(r, v > 0, torch.zeros(1, 2), v, gamma=1.0, gae_lambda=1.0)
+    >>> values = torch.tensor([[0.5, 0.5]])
+    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0]]), completion_mask=values > 0,
+    ...               turn_ids=torch.zeros(1, 2), values=values)
+    >>> gae(batch, gae_lambda=1.0)
     tensor([[0.5000, 0.5000]])
     """
+    rewards, values, turn_ids = batch.rewards, batch.values, batch.turn_ids
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[:, 0])
     next_turn = torch.full_like(turn_ids[:, 0], -1)
     next_value = torch.zeros_like(rewards[:, 0])  # the episode ends after its last token
     for t in reversed(range(rewards.shape[1])):
-        mask = completion_mask[:, t]
-        discount = torch.where(turn_ids[:, t] == next_turn, torch.ones_like(next_value), gamma)
+        mask = batch.completion_mask[:, t]
+        same_turn = turn_ids[:, t] == next_turn
+        discount = torch.where(same_turn, torch.ones_like(next_value), batch.gamma)
         delta = rewards[:, t] + discount * next_value - values[:, t]
         advantage = delta + discount * gae_lambda * next_advantage
         advantages[:, t] = torch.where(mask, advantage, 0.0)

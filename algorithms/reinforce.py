@@ -16,38 +16,50 @@ lengths). `normalize` scales the advantages as REINFORCE++ does
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from algorithms import common
-from algorithms.options import ReinforceOptions as Options
+from algorithms.common import Batch, Micro
+from algorithms.options import LoopOptions
 
 
-def compute_advantages(
-    rewards: Tensor,
-    completion_mask: Tensor,
-    loss_mask: Tensor,
-    turn_ids: Tensor,
-    group_ids: Tensor,
-    values: Tensor | None,
-    gamma: float,
-    options: Options,
-) -> tuple[Tensor, None]:
-    """The return minus the baseline; the same for every sampled token of a turn.
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    """Options of REINFORCE."""
 
-    `rewards` [B, N] float32, `completion_mask` [B, N], `turn_ids` [B, N]: the turn of each token
-    (all 0 if the episode is credited as a whole), `group_ids` [B]; `gamma` is the discount factor
-    per turn. The baseline of turn k is made of turn k of the rollouts. `loss_mask` [B, N]: the
-    tokens that are in the loss, over which `normalize` works. Only PPO uses `values`. Returns
-    advantages [B, N] float32, 0 off the mask (`normalize`: off the loss mask), no value targets.
+    baseline: Literal["batch", "group", "leave_one_out", "none"] = "batch"
+    """Subtracted from the return: the mean of the batch, of the group, of the other rollouts of the
+    group (RLOO), or nothing."""
+    normalize: bool = False
+    """Normalize advantages to mean 0 and standard deviation 1 over the batch (as in
+    REINFORCE++)."""
 
-    >>> r, mask = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool)
-    >>> turn_ids, group_ids = torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2)
-    >>> compute_advantages(r, mask, mask, turn_ids, group_ids, None, 1.0, Options())[0]
+
+def needs(options: Options) -> set[str]:
+    """What the training loop has to provide (core/algorithm.py)."""
+    return {"groups"} if options.baseline in ("group", "leave_one_out") else set()
+
+
+def compute_advantages(batch: Batch, options: Options) -> None:
+    """Sets the return minus the baseline; equal for all sampled tokens of a turn.
+
+    The baseline of turn k is made of turn k of the rollouts. With --credit episode, the default, a
+    rollout counts as one turn.
+
+    >>> mask, turn_ids = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.int64)
+    >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
+    ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
+    >>> compute_advantages(batch, Options())
+    >>> batch.advantages
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
-    returns, exists = common.turn_returns(rewards, completion_mask, turn_ids, gamma)  # [B, K]
+    group_ids = batch.group_ids
+    returns, exists = common.turn_returns(batch)  # [B, K]
     group_size = common.group_sum(exists.double(), group_ids)
     group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
     if options.baseline == "batch":
@@ -59,38 +71,27 @@ def compute_advantages(
         baseline = torch.where(group_size > 1, others, returns)
     else:
         baseline = torch.zeros_like(returns)
-    advantages = (returns - baseline).gather(1, turn_ids).float()
+    advantages = (returns - baseline).gather(1, batch.turn_ids).float()
     if options.normalize:
-        return common.normalize(advantages, loss_mask), None
-    return torch.where(completion_mask, advantages, 0.0), None
+        batch.advantages = common.normalize(advantages, batch.loss_mask)
+    else:
+        batch.advantages = torch.where(batch.completion_mask, advantages, 0.0)
 
 
 def compute_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    completion_mask: Tensor,
-    importance_weights: Tensor,
-    token_weights: Tensor,
-    options: Options,
-    values: Tensor | None = None,
-    old_values: Tensor | None = None,
-    value_targets: Tensor | None = None,
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · sg[ρ] · A · log π over the sampled tokens of a micro-batch.
 
-    All tensors [b, T-1] float32 (the mask bool); gradients flow through `logprobs` only. w are the
-    `importance_weights` between sampler and trainer; `token_weights` are 0 where a token is not in
-    the loss; sg[ρ]: no gradient through ρ. The last three arguments are PPO's. Returns the loss,
-    and metrics as plain sums over tokens.
+    `logprobs` [b, T-1]: those of the policy now; gradients flow through them only. w are the
+    importance weights between sampler and trainer, sg[ρ] is ρ without gradient. There are no
+    `values`. Returns the loss, and metrics as plain sums over tokens.
     """
-    logprobs = torch.where(completion_mask, logprobs, 0.0)  # no gradient off the mask
-    ratio = (logprobs.detach() - old_logprobs).exp()
+    mask, advantages = micro.completion_mask, micro.advantages
+    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    ratio = (logprobs.detach() - micro.old_logprobs).exp()
     # its gradient is -w ρ A ∇ log π, the policy gradient; its value has no meaning
-    per_token = -importance_weights * ratio * advantages * logprobs
-    loss = torch.where(completion_mask, per_token * token_weights, 0.0).sum()
-    metrics = common.surrogate_metrics(
-        ratio, logprobs, old_logprobs, advantages, completion_mask,
-        clip_low=1.0, clip_high=float("inf"),  # REINFORCE does not clip
-    )  # fmt: skip
-    return loss, metrics
+    per_token = -micro.importance_weights * ratio * advantages * logprobs
+    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    # without a clip
+    return loss, common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))

@@ -17,13 +17,14 @@ share its computation (core/prefix_sharing.py).
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from algorithms.common import Batch, Micro
 from core import distributed
 from core.policy import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
@@ -45,64 +46,35 @@ class Sequence:
         return len(self.token_ids)
 
 
-@dataclass(kw_only=True)
-class TokenTensors:
-    """What the training loop knows about each sampled token, in nats or units of reward.
-
-    float32, [B, N] in a RolloutBatch, [b, T-1] in a MicroBatch. None: not computed (yet).
-    """
-
-    completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
-    sampler_logprobs: Tensor | None = None  # log-probs that the sampler reported
-    old_logprobs: Tensor | None = None  # of the trainer, under the weights that sampled
-    ref_logprobs: Tensor | None = None  # under the reference policy
-    values: Tensor | None = None  # PPO's value estimates before the first gradient step
-    advantages: Tensor | None = None
-    value_targets: Tensor | None = None
-    token_weights: Tensor | None = None  # what each token's loss is multiplied by
-    kl_cov_coef: Tensor | None = None  # of the KL to the old policy, mostly 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of sampled tokens."""
-        return int(self.completion_mask.sum())
-
-
-OPTIONAL_TENSORS = [tensor.name for tensor in fields(TokenTensors) if tensor.default is None]
+TENSORS = "loss_mask turn_ids rewards sampler_logprobs old_logprobs ref_logprobs values".split()
+TENSORS += "advantages value_targets token_weights".split()  # what a micro-batch looks up
 
 
 @dataclass(kw_only=True)
-class RolloutBatch(TokenTensors):
+class RolloutBatch(Batch):
     """The sampled tokens of one update; tensors [B, N] or [B] on the CPU."""
 
     sequences: list[Sequence]
-    rewards: Tensor  # [B, N] float32: the reward of a turn, at its last token
     completion_lengths: Tensor  # [B, N] int64: tokens of a completion, at its last token; else 0
-    turn_ids: Tensor  # [B, N] int64: the turn of each token, from 0
     hit_token_limit: Tensor  # [B, N] bool: the completion of this token hit the token limit
-    group_ids: Tensor  # [B] int64
     # place of a token in the flattened [B, N] -> the ids that top-k and top-p kept for it
     kept_ids: dict[int, list[int]] = field(default_factory=dict)
-    clip_cov_fraction: float = 0.0  # of the tokens in the loss: without gradient (--clip-cov)
-
-    def loss_mask(self, mask_truncated_completions: bool) -> Tensor:
-        """[B, N] bool: the sampled tokens that count in the loss (--mask-truncated-completions)."""
-        return self.completion_mask & ~(self.hit_token_limit & mask_truncated_completions)
 
 
 @dataclass(kw_only=True)
-class MicroBatch(TokenTensors):
+class MicroBatch(Micro):
     """b right-padded sequences. Column t of a [b, T-1] tensor is about the token at t+1."""
 
     input_ids: Tensor  # [b, T] int64
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
+    rows: list[int]  # of [B, N]: the rollout of each sequence
     packed: PackedGroups | None = None  # the same sequences with each shared prompt once
     kept_ids: list[list[int]] | None = None  # of each sampled token, row by row; None: all ids
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
         found = values.flatten().to(self.index.device)[self.index]
-        return torch.where(self.completion_mask, found, 0)
+        return found.masked_fill(~self.completion_mask, 0)
 
     def scatter(self, values: Tensor, into: Tensor) -> None:
         """Writes [b, T-1] to the places of the sampled tokens in `into` [B, N]."""
@@ -146,6 +118,7 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             for place, kept in enumerate(turn.kept_ids or [], row * width + column):
                 batch.kept_ids[place] = kept
             column = end
+    batch.loss_mask = batch.completion_mask.clone()
     return batch
 
 
@@ -186,9 +159,11 @@ def micro_batches(
     chosen = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
     mine = distributed.shard(chosen, len)
     for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.packs_groups):
-        for name in OPTIONAL_TENSORS:
+        for name in TENSORS:
             values = getattr(batch, name)
             setattr(micro, name, None if values is None else micro.gather(values))
+        micro.own = {name: micro.gather(values) for name, values in batch.own.items()}
+        micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
         if batch.kept_ids:
             places = micro.index[micro.completion_mask].tolist()
             micro.kept_ids = [batch.kept_ids[place] for place in places]
@@ -222,8 +197,9 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
         [torch.tensor(s.places) for s in sequences], batch_first=True, padding_value=-1
     )[:, 1:].to(device)  # the causal shift: position t predicts token t+1
     return MicroBatch(
-        input_ids=ids.to(device), completion_mask=places >= 0, index=places.clamp(min=0)
-    )
+        input_ids=ids.to(device), completion_mask=places >= 0, index=places.clamp(min=0),
+        rows=[s.rollout for s in sequences],
+    )  # fmt: skip
 
 
 def _bundles(sequences: list[Sequence], max_tokens: int) -> Iterator[list[list[Sequence]]]:

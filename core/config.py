@@ -5,14 +5,14 @@ are the boxes of `python train.py --help`; `Config` inherits from all of them, s
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
 and `Needs` beside its type are what `validate` checks.
 
-The module imports neither torch nor transformers, so --help and errors are answered at once.
+The module does not import transformers, so --help and errors are answered soon.
 """
 
 import importlib.util
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
@@ -23,12 +23,18 @@ from algorithms.options import (
     KL,
     Coefficient,
     Fraction,
-    GrpoOptions,
+    LoopOptions,
     Needs,
-    PpoOptions,
     Range,
-    ReinforceOptions,
     WeightLevel,
+)
+from core.algorithm import (
+    absolute_algorithm,
+    describe_options,
+    is_file,
+    load_algorithm,
+    name_of,
+    needs_of,
 )
 from core.run import diagnostics
 from core.types import UsageError
@@ -60,8 +66,9 @@ class MainOptions:
     model_id: str = "tiny"
     # Rank of LoRA adapters on all linear layers, such as 32; 0: train all weights.
     lora_rank: Annotated[int, Range(0, 4096)] = 0
-    # Algorithm, such as ppo; scratch: the functions of your scratch.py.
-    algo: Literal["reinforce", "grpo", "ppo", "scratch"] = "grpo"
+    # Algorithm: a file of algorithms/, such as ppo, or FILE.py of your own; scratch: the functions
+    # of your scratch.py.
+    algo: str = "grpo"
     # Number of RL updates, such as 200; 0: only the warm start and the evaluation.
     num_updates: Steps = 50
     num_prompts: Size = 16  # P, number of tasks per update, such as 32.
@@ -271,17 +278,6 @@ class LoggingOptions:
     track: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
 
 
-@dataclass(frozen=True)
-class ScratchOptions:
-    """Which exercises of scratch.py --algo scratch trains with."""
-
-    # Exercise that computes the advantages. 3: within the group; 10: the same without dividing by
-    # the standard deviation; 7: GAE, which adds a value head.
-    advantages: Literal["3", "7", "10"] = "3"
-    # Exercise that computes the loss; None: 5, or 4 as long as 5 is not written.
-    loss: Literal["4", "5"] | None = None
-
-
 # The fields of a dataclass come from its last base first: main, model, ..., logging.
 @dataclass(frozen=True)
 class Config(
@@ -290,10 +286,9 @@ class Config(
 ):  # fmt: skip
     """picoRL: reinforcement learning for language models."""
 
-    reinforce: ReinforceOptions = field(default_factory=ReinforceOptions)
-    grpo: GrpoOptions = field(default_factory=GrpoOptions)
-    ppo: PpoOptions = field(default_factory=PpoOptions)
-    scratch: ScratchOptions = field(default_factory=ScratchOptions)
+    # The `Options` of the algorithm; None: resolve() takes the defaults. A file has them under the
+    # algorithm's name.
+    options: LoopOptions = None  # type: ignore[assignment]
 
     if TYPE_CHECKING:  # resolve() replaces None by a value in these
         lr: float = 0.0
@@ -305,7 +300,6 @@ class Config(
 
 TINY = ("tiny", "tiny-random")  # models of core/tiny.py
 SMOLLM2 = "smollm2"  # the model of core/extras/smollm2.py
-ALGORITHMS = ("reinforce", "grpo", "ppo", "scratch")  # those with options of their own
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
@@ -329,8 +323,15 @@ MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 def resolve(cfg: Config) -> Config:
     """Replace None by the default for this kind of model and algorithm; make paths absolute.
 
-    `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it.
+    `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it. Imports the
+    algorithm; raises UsageError if that fails.
     """
+    cfg = replace(cfg, algo=absolute_algorithm(cfg.algo))
+    algorithm = load_algorithm(cfg.algo)
+    options = cfg.options or algorithm.Options()
+    if hasattr(algorithm, "resolve"):
+        options = algorithm.resolve(options)
+    cfg = replace(cfg, options=options)
     tiny, lora = cfg.model_id in TINY, cfg.lora_rank > 0
     on_laptops = tiny or cfg.model_id == SMOLLM2
     defaults: dict[str, Any] = {
@@ -338,7 +339,7 @@ def resolve(cfg: Config) -> Config:
         "sft_lr": 2e-3 if tiny else 1e-4 if lora else 1e-5,
         "max_tokens": 64 if on_laptops else 1024,
         "max_tokens_per_micro_batch": 2048 if on_laptops else None,
-        "credit": "turn" if cfg.algo == "ppo" else "episode",
+        "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
     envs, eval_envs = (tuple(map(absolute, specs)) for specs in (cfg.env, cfg.eval_env))
@@ -346,9 +347,14 @@ def resolve(cfg: Config) -> Config:
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
         cfg = replace(cfg, max_model_len=cfg.max_turns * cfg.max_tokens + messages)
-    if cfg.algo == "scratch" and cfg.dtype == "auto":
+    if hasattr(algorithm, "draw") and cfg.dtype == "auto":
         cfg = replace(cfg, dtype="float32")
     return cfg
+
+
+def needs(cfg: Config) -> set[str]:
+    """What the algorithm of a resolved Config needs, in the words of core/algorithm.py."""
+    return needs_of(cfg.algo, cfg.options)
 
 
 def needs_trust(settings: Mapping[str, Any]) -> str:
@@ -362,6 +368,7 @@ def needs_trust(settings: Mapping[str, Any]) -> str:
     # a backslash: JSON may hide the address
     urls += [s for s in specs if "opponent" in s and {"@", "\\"} & {*s}]
     found = [f"run {spec}" for spec in specs if runs_code(spec)]
+    found += [f"run {algo}" for algo in [settings.get("algo", "")] if is_file(algo)]
     if sent := " ".join(name for name in SENT if os.environ.get(name)):
         found += [f"send {sent} to {url}" for url in urls if url]
     return " and ".join(dict.fromkeys(found))
@@ -393,18 +400,6 @@ def validate(cfg: Config) -> None:
         raise UsageError(problem)
 
 
-def compares_within_group(cfg: Config) -> bool:
-    """Whether the advantage of a rollout depends on the other rollouts of its group."""
-    if cfg.algo == "reinforce":
-        return cfg.reinforce.baseline in ("group", "leave_one_out")
-    return cfg.algo == "grpo" or (cfg.algo == "scratch" and cfg.scratch.advantages != "7")
-
-
-def has_value_head(cfg: Config) -> bool:
-    """Whether the policy has a value head, whose estimate is the baseline of each token."""
-    return cfg.algo == "ppo" or (cfg.algo == "scratch" and cfg.scratch.advantages == "7")
-
-
 def parse_template_options(text: str) -> dict[str, Any]:
     """The variables of --template-options: booleans and numbers as in JSON, everything else text.
 
@@ -419,8 +414,7 @@ def remarks(cfg: Config, num_ranks: int = 1) -> Iterator[str]:
     """Lines about valid settings that may surprise; shown when the run starts."""
     if cfg.shard_optimizer == "on" and num_ranks == 1:
         yield "--shard-optimizer on: one rank has nothing to divide; torchrun starts several"
-    if cfg.algo == "grpo":
-        yield " ".join(["grpo:", *(f"{name}={value}" for name, value in vars(cfg.grpo).items())])
+    yield describe_options(name_of(cfg.algo), cfg.options)
     if cfg.kl_coef and cfg.lora_rank and cfg.sft_steps and not cfg.teacher:
         yield ("--kl-coef with LoRA: the reference policy is the base model without "
                "adapters, so the KL includes the change by the warm start")  # fmt: skip
@@ -441,33 +435,40 @@ def _problems(cfg: Config) -> Iterator[str]:
     warnings = [*diagnostics.WARNINGS, "any"]
     if unknown := [name for name in cfg.stop_on if name not in warnings]:
         yield f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}"
-    in_groups = cfg.num_updates and (compares_within_group(cfg) or cfg.filter_groups)
-    if in_groups and cfg.group_size < 2:
-        yield "--group-size 1: rollouts are compared within their group; use 2 or more"
-    if cfg.algo == "ppo" and cfg.credit == "episode":
-        yield "--credit episode: PPO estimates the advantage of each token; remove it"
-    if cfg.algo == "scratch" and cfg.credit == "turn":
-        yield "--credit turn: the exercises take the returns of episodes; remove it"
-    kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
-    if kl_in_reward and cfg.algo == "scratch":
-        yield "--kl-in reward: exercise 6 is a term of the loss; remove it"
-    if kl_in_reward and cfg.algo == "grpo" and cfg.grpo.scale_rewards != "none":
-        yield ("--kl-in reward: GRPO divides by the standard deviation of the rewards, so in a "
-               "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
-               "--kl-in loss, --grpo.scale-rewards none, or another algorithm")  # fmt: skip
-    if cfg.kl_cov and cfg.num_epochs * cfg.num_minibatches == 1:
-        yield ("--kl-cov has no effect with one gradient step per update, in which the policy is "
-               "still the old one; add --num-minibatches 4")  # fmt: skip
-    if cfg.sft_best and cfg.ppo.value_warmup:
-        yield "--ppo.value-warmup trains the value head alone, --sft-best the policy; remove one"
-    if cfg.grpo.dual_clip and cfg.grpo.surrogate == "cispo":
-        yield "--grpo.dual-clip has no effect with the surrogate cispo; remove it"
+    yield from _algorithm_problems(cfg)
     if cfg.optimizer != "adamw":
         yield from _optimizer_problems(cfg)
     if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
         yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
     if cfg.quantize != "none":
         yield from _quantize_problems(cfg)
+
+
+def _algorithm_problems(cfg: Config) -> Iterator[str]:
+    name, needed = name_of(cfg.algo), needs(cfg)
+    in_groups = cfg.num_updates and ("groups" in needed or cfg.filter_groups)
+    if in_groups and cfg.group_size < 2:
+        yield "--group-size 1: rollouts are compared within their group; use 2 or more"
+    if "turn_credit" in needed and cfg.credit == "episode":
+        yield f"--credit episode: {name} estimates the advantage of each token; remove it"
+    if "episode_credit" in needed and cfg.credit == "turn":
+        yield f"--credit turn: {name} takes the returns of episodes; remove it"
+    kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
+    if kl_in_reward and hasattr(load_algorithm(cfg.algo), "weighted_kl"):
+        yield f"--kl-in reward: {name} has a KL of its own, a term of the loss; remove it"
+    if kl_in_reward and "kl_in_loss" in needed:
+        yield (f"--kl-in reward: {name} divides by the standard deviation of the rewards, so in a "
+               "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
+               f"--kl-in loss, --{name}.scale-rewards none, or another algorithm")  # fmt: skip
+    if "several_steps" in needed and cfg.num_epochs * cfg.num_minibatches == 1:
+        yield (f"--algo {name} has no effect with one gradient step per update, in which the "
+               "policy is still the old one; add --num-minibatches 4")  # fmt: skip
+    if cfg.kl_cov and cfg.num_epochs * cfg.num_minibatches == 1:
+        yield ("--kl-cov has no effect with one gradient step per update, in which the policy is "
+               "still the old one; add --num-minibatches 4")  # fmt: skip
+    if cfg.sft_best and cfg.options.value_warmup:
+        yield (f"--{name}.value-warmup trains the value head alone, --sft-best the policy; "
+               "remove one")  # fmt: skip
 
 
 def _quantize_problems(cfg: Config) -> Iterator[str]:
@@ -519,43 +520,41 @@ def _text_problems(cfg: Config) -> Iterator[str]:
     parse_template_options(cfg.template_options)  # raises UsageError
 
 
-def facts_of(kind: type[T], cls: type = Config, prefix: str = "") -> dict[str, T]:
-    """The `Range`, or the `Needs`, beside each setting that has one.
+def facts_of(kind: type[T], cls: type) -> dict[str, T]:
+    """The `Range`, or the `Needs`, beside each setting of a dataclass that has one.
 
-    >>> facts_of(Range)["grpo.dual_clip"]
-    Range(low=1.01, high=1000, or_zero=True)
+    >>> facts_of(Range, Config)["tis_cap"]
+    Range(low=1, high=1000000, or_zero=True)
     """
     found: dict[str, T] = {}
     for name, annotation in get_type_hints(cls, include_extras=True).items():
-        if name in ALGORITHMS:
-            found |= facts_of(kind, annotation, f"{name}.")
         facts = [f for f in getattr(annotation, "__metadata__", ()) if isinstance(f, kind)]
-        found |= {f"{prefix}{name}": fact for fact in facts}
+        if facts:
+            found[name] = facts[0]
     return found
 
 
-def range_problem(name: str, value: float) -> str:
+def range_problem(name: str, value: float, allowed: Range) -> str:
     """What is wrong with the number of a setting; empty: nothing.
 
-    >>> range_problem("tis_cap", 0.5)
+    >>> range_problem("tis_cap", 0.5, Range(1, 10**6, or_zero=True))
     '--tis-cap must be 0 or from 1 to 1,000,000, not 0.5'
     """
-    allowed = RANGE_OF[name]
     if allowed.low <= value <= allowed.high or (value == 0 and allowed.or_zero):  # NaN is neither
         return ""
     span = f"{'0 or ' if allowed.or_zero else ''}from {allowed.low:,} to {allowed.high:,}"
     return f"{flag(name)} must be {span}, not {f'{value}':.30}"
 
 
-RANGE_OF, NEEDS = facts_of(Range), facts_of(Needs)
+RANGE_OF = facts_of(Range, Config)
 
 
 def _range_problems(cfg: Config) -> Iterator[str]:
-    for name in RANGE_OF:
-        group, _, key = name.rpartition(".")
-        value = getattr(getattr(cfg, group) if group else cfg, key)
-        if value is not None and (problem := range_problem(name, value)):
-            yield problem
+    for settings, prefix in ((cfg, ""), (cfg.options, f"{name_of(cfg.algo)}.")):
+        for name, allowed in facts_of(Range, type(settings)).items():
+            value = getattr(settings, name)
+            if value is not None and (problem := range_problem(prefix + name, value, allowed)):
+                yield problem
     for specs in (cfg.env, cfg.eval_env):
         if len({*map(short, specs)}) < len({*specs}):
             yield f"{' '.join(specs)}: two environments have the same file name; rename one"
@@ -580,27 +579,25 @@ def _range_problems(cfg: Config) -> Iterator[str]:
 def _settings_without_effect(cfg: Config) -> Iterator[str]:
     from core.tasks import difficulty_key  # imports numpy, which --help does not need
 
-    for name in ALGORITHMS:
-        options = getattr(cfg, name)
-        if name != cfg.algo and options != type(options)():
-            yield f"--{name}.* options have no effect with --algo {cfg.algo}"
     given = {option.name for option in fields(cfg) if getattr(cfg, option.name) != option.default}
-    for name in ("top_p", "top_k", "kl_estimator", "clip_cov", "kl_cov"):
-        if name in given and cfg.algo == "scratch":  # scratch.py has its own
-            yield f"{flag(name)} has no effect with --algo scratch"
+    algorithm = load_algorithm(cfg.algo)
+    for name, own in (("top_p", "draw"), ("top_k", "draw"), ("kl_estimator", "weighted_kl")):
+        if name in given and hasattr(algorithm, own):
+            yield f"{flag(name)} has no effect with --algo {name_of(cfg.algo)}, which has its own"
     if cfg.fp32_head and cfg.dtype in ("float32", "float64"):
         yield f"--fp32-head has no effect with --dtype {cfg.dtype}"
-    for name, needs in NEEDS.items():
-        if name in given and not getattr(cfg, needs.setting):
-            yield f"{flag(name)} has no effect without {flag(needs.setting)}"
+    for name, other in facts_of(Needs, Config).items():
+        if name in given and not getattr(cfg, other.setting):
+            yield f"{flag(name)} has no effect without {flag(other.setting)}"
     for name in ("train_difficulty", "curriculum"):
         if name in given and not any(map(difficulty_key, cfg.env)):
             yield f"{flag(name)}: no environment of --env has a difficulty"
 
 
 def _sampler_problems(cfg: Config) -> Iterator[str]:
-    if cfg.algo == "scratch" and cfg.sampler not in ("auto", "torch"):
-        yield f"--sampler {cfg.sampler}: --algo scratch samples with torch; remove it"
+    draws_itself = hasattr(load_algorithm(cfg.algo), "draw")
+    if draws_itself and cfg.sampler not in ("auto", "torch"):
+        yield f"--sampler {cfg.sampler}: --algo {name_of(cfg.algo)} samples with torch; remove it"
     if cfg.vllm_eager and cfg.sampler not in ("auto", "vllm"):
         yield "--vllm-eager has no effect without --sampler vllm"
     if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:

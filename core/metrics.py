@@ -37,21 +37,10 @@ class UpdateStats:
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
 
-    def add(
-        self,
-        micro: MicroBatch,
-        loss: Tensor,
-        old_logprobs: Tensor,
-        entropy: Tensor,
-        ratio: Tensor,
-        sums: dict[str, float],
-    ) -> None:
-        """Adds one micro-batch; `sums` are over its tokens, by the metric's name.
-
-        `old_logprobs`, `entropy` and `ratio` (trainer / sampler) are [b, T-1].
-        """
-        micro.scatter(old_logprobs, into=self.old_logprobs)
-        ratio, cap = ratio[micro.completion_mask], self.cfg.tis_cap
+    def add(self, micro: MicroBatch, loss: Tensor, entropy: Tensor, sums: dict[str, float]) -> None:
+        """Adds one micro-batch; `entropy` [b, T-1], `sums` over its tokens by the metric's name."""
+        micro.scatter(micro.old_logprobs, into=self.old_logprobs)
+        ratio, cap = micro.sampler_ratio[micro.completion_mask], self.cfg.tis_cap
         beyond = ratio > cap
         if self.cfg.tis_mode == "mask":
             beyond |= ratio < 1 / max(cap, 1)
@@ -81,11 +70,10 @@ class UpdateStats:
         """The metrics by name."""
         tokens = self.epoch_sums.pop("tokens", 0.0)
         batch, mask = self.batch, self.batch.completion_mask
-        loss_mask = batch.loss_mask(self.cfg.mask_truncated_completions)
         metrics = {name: total / tokens for name, total in self.epoch_sums.items()} | {
             "update/steps": self.num_steps,
             "update/skipped": float(self.num_steps == 0),
-            "tokens/trained": int(loss_mask.sum()),
+            "tokens/trained": int(batch.loss_mask.sum()),
         }
         if not tokens:
             return metrics
@@ -94,8 +82,7 @@ class UpdateStats:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-        if self.cfg.clip_cov:
-            metrics["clip/cov_fraction"] = batch.clip_cov_fraction
+        metrics |= batch.metrics
         if batch.value_targets is not None:
             metrics |= explained_variance(batch.value_targets[mask], batch.values[mask])
         return metrics

@@ -241,7 +241,7 @@ def make_optimizer(
 def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
     """The optimizer of a run, with the learning rates of RL. Raises UsageError as above."""
     return make_optimizer(
-        policy, cfg.lr, cfg.ppo.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed,
+        policy, cfg.lr, cfg.options.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed,
         cfg.shard_optimizer != "off",
     )  # fmt: skip
 

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
-
 from algorithms import common
 from core.batching import RolloutBatch
 from core.config import Config
-from core.seeds import CLIP_COV, derive_seed
 from core.types import Rollout, Turn, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
@@ -73,23 +70,23 @@ def as_rollouts(best: list[dict[str, Any]]) -> list[Rollout]:
     return [Rollout(**(r | {"turns": [Turn(**turn) for turn in r["turns"]]})) for r in best]
 
 
-def limit_covariance(cfg: Config, batch: RolloutBatch, loss_mask: Tensor, update: int) -> None:
+def limit_covariance(cfg: Config, batch: RolloutBatch) -> None:
     """Chooses the tokens of --clip-cov and --kl-cov (0: none), once per update and from the whole
-    batch, so that micro-batches and ranks do not change them. `loss_mask` [B, N].
+    batch, so that micro-batches and ranks do not change them.
 
-    Clip-Cov sets the advantage of its tokens to 0. KL-Cov sets `batch.kl_cov_coef`, the
+    Clip-Cov sets the advantage of its tokens to 0. KL-Cov sets batch.own["kl_cov"], the
     coefficient of the penalty.
     """
     if not (cfg.clip_cov or cfg.kl_cov):
         return
-    assert batch.old_logprobs is not None and batch.advantages is not None
-    cov = common.covariance(batch.old_logprobs, batch.advantages, loss_mask)
+    mask = batch.loss_mask
+    cov = common.covariance(batch.old_logprobs, batch.advantages, mask)
     if cfg.kl_cov:
-        batch.kl_cov_coef = cfg.kl_cov_coef * common.kl_cov(cov, loss_mask, cfg.kl_cov).float()
+        chosen = common.kl_cov(cov, mask, cfg.kl_cov)
+        batch.own["kl_cov"] = cfg.kl_cov_coef * chosen.float()
     if cfg.clip_cov:
-        seed = derive_seed(cfg.seed, CLIP_COV, update)
         clipped = common.clip_cov(
-            cov, loss_mask, cfg.clip_cov, cfg.clip_cov_low, cfg.clip_cov_high, seed
+            cov, mask, cfg.clip_cov, cfg.clip_cov_low, cfg.clip_cov_high, batch.seed
         )
         batch.advantages = batch.advantages.masked_fill(clipped, 0.0)
-        batch.clip_cov_fraction = clipped.sum().item() / max(1, loss_mask.sum().item())
+        batch.metrics["clip/cov_fraction"] = clipped.sum().item() / max(1, mask.sum().item())

@@ -363,7 +363,7 @@ def import_attribute(source: str, attribute: str, *bases: type) -> Any:
     try:
         folder, _, name = source.rpartition("/")
         if source.endswith(".py"):
-            module = _import_file(find_file(source))
+            module = import_file(find_file(source))
         else:
             _add_to_path(folder)
             module = importlib.import_module(name)
@@ -474,7 +474,7 @@ def _add_to_path(folder: str) -> None:
         sys.path.append(folder)
 
 
-def _import_file(file: Path) -> ModuleType:
+def import_file(file: Path) -> ModuleType:
     """Imports a file once. It can import the other modules of its folder."""
     name = str(file).replace(".", "_")
     if name not in sys.modules:

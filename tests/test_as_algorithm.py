@@ -9,12 +9,12 @@ import torch
 from test_workshop import STUBS, solved
 
 from algorithms import grpo, ppo, reinforce
-from core.config import Config, ScratchOptions
+from core.config import Config
 from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.types import Message, UsageError
 from core.workshop import checker
-from core.workshop.as_algorithm import ScratchAlgorithm, load_scratch
+from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
 from environments.base import Env, Step
 from environments.registry import ENVIRONMENTS
 

@@ -5,7 +5,7 @@ import torch
 import train
 from algorithms.common import clip_cov, covariance, kl_cov
 from core.batching import to_rollout_batch
-from core.seeds import CLIP_COV, derive_seed
+from core.seeds import ALGORITHM, derive_seed
 from core.selection import limit_covariance
 from core.types import Rollout, Turn
 
@@ -54,7 +54,7 @@ def test_an_update_chooses_once_from_the_whole_batch():
     in_loss = torch.arange(80).view(2, 40) % 3 > 0
     limit_covariance(cfg, batch, in_loss, 7)
     cov = covariance(old, advantages, in_loss)
-    clipped = clip_cov(cov, in_loss, 0.2, 0.0, 9.0, derive_seed(5, CLIP_COV, 7))
+    clipped = clip_cov(cov, in_loss, 0.2, 0.0, 9.0, derive_seed(5, ALGORITHM, 7))
     assert torch.equal(batch.advantages, advantages.masked_fill(clipped, 0.0))
     assert torch.equal(batch.kl_cov_coef, 0.7 * kl_cov(cov, in_loss, 0.1).float())
     assert batch.clip_cov_fraction == clipped.sum().item() / in_loss.sum().item()

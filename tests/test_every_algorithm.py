@@ -9,8 +9,8 @@ from algorithms.common import token_weights
 JUNK = [float("nan"), float("inf"), float("-inf")]
 LOSSES = {
     "reinforce": (reinforce, reinforce.Options()),
-    **{name: (grpo, grpo.with_loss_type(grpo.Options(name))) for name in grpo.LOSS_TYPES},
-    "gspo, clipped seldom": (grpo, grpo.with_loss_type(grpo.Options("gspo", clip_high=0.2))),
+    **{name: (grpo, grpo.resolve(grpo.Options(name))) for name in grpo.LOSS_TYPES},
+    "gspo, clipped seldom": (grpo, grpo.resolve(grpo.Options("gspo", clip_high=0.2))),
     "ppo": (ppo, ppo.Options()),
     "ppo, values not clipped": (ppo, ppo.Options(value_clip=0.0)),
 }

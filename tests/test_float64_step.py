@@ -19,7 +19,9 @@ from transformers import AutoModelForCausalLM
 
 import train
 from algorithms import grpo
-from algorithms.options import GrpoOptions, PpoOptions, ReinforceOptions
+from algorithms.grpo import Options as GrpoOptions
+from algorithms.ppo import Options as PpoOptions
+from algorithms.reinforce import Options as ReinforceOptions
 from core import config
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
@@ -105,7 +107,7 @@ def draw_settings(seed):
     )  # fmt: skip
     cfg = config.resolve(cfg)
     if algo == "grpo":
-        cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+        cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
     config.validate(cfg)
     return cfg
 

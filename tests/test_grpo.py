@@ -12,7 +12,7 @@ from algorithms.grpo import (
     Options,
     compute_advantages,
     compute_loss,
-    with_loss_type,
+    resolve,
 )
 
 
@@ -38,9 +38,9 @@ PAPERS = {
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_variant_is_a_name_for_values_that_can_be_overruled(loss_type):
-    assert with_loss_type(Options(loss_type)) == Options(loss_type, *PAPERS[loss_type])
+    assert resolve(Options(loss_type)) == Options(loss_type, *PAPERS[loss_type])
     given = Options(loss_type, "batch", 0.0, 0.7, "sequence", "cispo", "constant", 3.0)
-    assert with_loss_type(given) == given  # 0 is given, too
+    assert resolve(given) == given  # 0 is given, too
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
     logprobs = (old + ratio.log()).requires_grad_()
     mask = ones.bool() if mask is None else torch.tensor(mask)
     weights, scale = (ones if x is None else torch.tensor(x) for x in (weights, scale))
-    options = with_loss_type(Options(**settings))
+    options = resolve(Options(**settings))
     loss, metrics = compute_loss(logprobs, old, advantages, mask, weights, scale, options)
     loss.backward()
     return loss.item(), logprobs.grad, metrics

@@ -14,7 +14,8 @@ from test_report_browser import tab, visit  # noqa: F401  (fixtures)
 
 import train
 from algorithms import common, grpo
-from algorithms.options import GrpoOptions, PpoOptions
+from algorithms.grpo import Options as GrpoOptions
+from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.batching import cut, to_rollout_batch
 from core.config import Config
@@ -63,7 +64,7 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     cfg = config.resolve(Config(algo=algo, **settings))
     cfg = replace(cfg, **{algo: options or GrpoOptions()})
     if algo == "grpo":
-        cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+        cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
     kept = [rollout(rng, group, turns) for group in (1, 2, 3, 4) for _ in range(3)]
     batch = to_rollout_batch(kept)
     noise = [torch.tensor([[rng.gauss(0, std) for _ in line] for line in batch.completion_mask])
@@ -74,7 +75,7 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
     inputs = (rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, None, cfg.gamma)
     lines = []
-    shown = cfg.grpo if algo == "grpo" else grpo.with_loss_type(GrpoOptions("grpo"))
+    shown = cfg.grpo if algo == "grpo" else grpo.resolve(GrpoOptions("grpo"))
     recorded = grpo.compute_advantages(*inputs, shown)[0]
     for r in kept:
         line = row("train", 1, r.seed, "", round(r.episode_return, 3))
@@ -205,7 +206,7 @@ def test_explorer_shows_the_numbers_of_the_algorithms(tmp_path, visit, settings,
         page.get_by_role("button", name="reset to this run's").click()
         choose(page, loss_type, changes)
         given = {k: v for k, v in changes.items() if k not in ("tis_cap", "moved")}
-        options = grpo.with_loss_type(GrpoOptions(loss_type or "dapo", **given))
+        options = grpo.resolve(GrpoOptions(loss_type or "dapo", **given))
         moved, cap = changes.get("moved", 1.0), changes.get("tis_cap", own_cap)
         compare(page, run, options, cap, moved)
         own = compare(page, run, run.cfg.grpo, own_cap, moved, column="own")
@@ -228,4 +229,4 @@ def test_explorer_starts_from_the_loss_of_other_algorithms(tmp_path, visit):  # 
         page = visit(run.path)
         open_explorer(page)
         rounded = (run.recorded * 1e4).round() / 1e4
-        compare(page, run, grpo.with_loss_type(equal), 2.0, 1.0, rounded)
+        compare(page, run, grpo.resolve(equal), 2.0, 1.0, rounded)

@@ -165,7 +165,7 @@ def our_steps(folder, weights, rollouts, **changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
     config.validate(cfg)
-    cfg = replace(cfg, grpo=grpo.with_loss_type(cfg.grpo))
+    cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
     policy, gradients = load_policy(str(folder), device="cpu"), []
     policy.micro_batch_tokens = 100
     optimizer = make_optimizer(policy, 1e-3)

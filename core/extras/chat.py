@@ -77,7 +77,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
         value = getattr(flags, name)
         off = name in ("temperature", "max_tokens") and value == 0
-        if not off and (problem := config.range_problem(name, value)):
+        if not off and (problem := config.range_problem(name, value, config.RANGE_OF[name])):
             raise UsageError(problem)
     if flags.port and not flags.web:
         raise UsageError("--port has no effect without --web")
@@ -250,7 +250,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     policy = _load(
         cfg, base_model(run_dir, cfg.model_id), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
         quantize=cfg.quantize,
-        value_head=config.has_value_head(cfg),  # not used here, but saved in the checkpoint
+        value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
     if checkpoint is None:
         load_adapters(exported, policy)

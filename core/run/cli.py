@@ -4,6 +4,7 @@ Flags override the file of --config or --resume, which overrides the defaults of
 tyro parses the flags, prints --help, and reports mistakes in a box with exit code 2.
 """
 
+import argparse
 import dataclasses
 import os
 import re
@@ -12,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,8 +26,15 @@ if interrupt.is_program():
 import tyro
 
 from core import config
-from core.config import ALGORITHMS, FREE_ON_RESUME, Config
-from core.run.folder import DISK_ERRORS, changed_settings, read_config, read_run_config
+from core.algorithm import absolute_algorithm, name_of
+from core.config import FREE_ON_RESUME, Config
+from core.run.folder import (
+    DISK_ERRORS,
+    changed_settings,
+    read_config,
+    read_run_config,
+    with_algorithm,
+)
 from core.types import Fault, RankLost, Stopped, UsageError, one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -35,20 +42,45 @@ GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 
 def parse(args: list[str]) -> Config:
     """The settings that `args` ask for. Raises UsageError for an invalid --config or --resume."""
-    cfg = _parse_flags(args, Config())
-    if cfg.config and cfg.resume:
+    named = _named_first(args)
+    if named.config and named.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    if not cfg.config and not cfg.resume:
+    saved, file, run = Config(), Path(), Path()
+    if named.config:
+        file = Path(named.config)
+        saved = read_config(file)
+    elif named.resume:
+        run = _run_folder(named.resume)
+        file = run / "config.yaml"
+        saved = read_run_config(run)
+    algo = absolute_algorithm(named.algo) or saved.algo
+    if file != Path() and not named.algo and not named.trust:
+        _check_trust_of_algorithm(algo, file)
+    cfg = _parse_flags(args, with_algorithm(saved, algo))
+    if file == Path():
         return cfg
-    given = cfg
-    if given.config:
-        file = Path(given.config)
-        return _trusted(_parse_flags(args, read_config(file)), given, file)
-    run = _run_folder(given.resume)
-    saved = read_run_config(run)
-    cfg = replace(_parse_flags(args, saved), resume=str(run))
-    _check_changes(cfg, saved, run)
-    return _trusted(cfg, given, run / "config.yaml")
+    given = _parse_flags(args, with_algorithm(Config(), algo))
+    if named.resume:
+        cfg = replace(cfg, resume=str(run))
+        _check_changes(cfg, saved, run)
+    return _trusted(cfg, given, file)
+
+
+def _named_first(args: list[str]) -> argparse.Namespace:
+    """The flags that decide which other flags there are, and their defaults."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("algo", "config", "resume"):
+        parser.add_argument(f"--{name}", nargs="?", default="", const="")
+    parser.add_argument("--trust", action="store_true")
+    return parser.parse_known_args(args)[0]
+
+
+def _check_trust_of_algorithm(algo: str, file: Path) -> None:
+    """Raises UsageError if `file` names an algorithm whose code needs --trust."""
+    config.check_trust({"algo": algo}, file)
+    in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
+    if algo == "scratch" and in_its_folder:
+        raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
 
 
 def _run_folder(given: str) -> Path:
@@ -74,7 +106,7 @@ def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
         if moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME:
             continue
         group, _, key = name.rpartition(".")
-        in_file = getattr(getattr(saved, group) if group else saved, key)
+        in_file = getattr(with_algorithm(saved, cfg.algo).options if group else saved, key)
         if in_file == now:
             raise UsageError(f"{run / 'config.yaml'} has {name} {now}, and the checkpoint is from "
                              f"{before}: change it back, or add --allow-changes")  # fmt: skip
@@ -88,11 +120,9 @@ def _trusted(cfg: Config, given: Config, file: Path) -> Config:
         return cfg
     own = {name for name in ("env", "eval_env", "base_url")
            if getattr(given, name) != getattr(Config, name)}  # fmt: skip
+    own.add("algo")  # checked before it was imported
     from_file = {name: value for name, value in vars(cfg).items() if name not in own}
     config.check_trust(from_file, file)
-    in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
-    if cfg.algo == "scratch" and given.algo != "scratch" and in_its_folder:
-        raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
     return cfg
 
 
@@ -145,10 +175,10 @@ def _run(
 
 
 def answer_at_once(args: list[str]) -> None:
-    """Exit for --help and for all that `parse` rejects; otherwise prepare the import of torch."""
+    """Exit for --help and for all that `parse` rejects, before the slow imports."""
+    use_expandable_segments()  # `parse` imports torch, for the algorithm
     if code := _run(lambda _: 0, args, parse, "train.py"):
         sys.exit(code)
-    use_expandable_segments()
 
 
 def need_temporary_folder(program: str) -> None:
@@ -176,27 +206,27 @@ def _check_temporary_folder() -> None:
 
 def _parse_flags(args: list[str], default: Config) -> Config:
     """tyro shows a box per nested dataclass, so nest the groups for it, and flatten its result."""
-    nested = {name: getattr(default, name) for name in ALGORITHMS}
+    nested = {"algorithm": default.options}
     for group in GROUPS:
         values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
         nested[group.__name__] = group(**values)
-    command = _command()
+    command = _command(default.algo, type(default.options))
     parsed = vars(tyro.cli(command, prog="train.py", args=args, default=command(**nested)))
-    flat = {name: parsed[name] for name in ALGORITHMS}
+    flat = {"options": parsed["algorithm"]}
     for group in GROUPS:
         flat |= vars(parsed[group.__name__])
     return Config(**flat)
 
 
-@cache
-def _command() -> Any:
-    """The class that tyro parses: a field without a prefix per group, and one per algorithm."""
+def _command(algo: str, options: type) -> Any:
+    """The class that tyro parses: a field without a prefix per group, and one for the options of
+    the algorithm, whose flags begin with its name."""
     fields: list[tuple[str, Any]] = []
     for group in GROUPS:  # WarmStartOptions: a box with the title "warm start options"
         title = re.sub("(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Options")).lower()
         kind = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
         fields.append((group.__name__, kind))
-    fields += [(f.name, f.type) for f in dataclasses.fields(Config) if f.name in ALGORITHMS]
+    fields.append(("algorithm", Annotated[options, tyro.conf.arg(name=name_of(algo))]))
     command = dataclasses.make_dataclass("Command", fields, namespace={"__doc__": Config.__doc__})
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
     return command

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,9 @@ import filelock
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
-from core.config import ALGORITHMS, COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
+from algorithms.options import LoopOptions
+from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
+from core.config import COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError, printable
 from environments.registry import absolute, short
@@ -42,9 +44,11 @@ BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
 
 def config_to_dict(cfg: Config) -> dict[str, Any]:
-    """The settings as config.yaml stores them, without the options of other algorithms."""
-    unused = {name for name in ALGORITHMS if name != cfg.algo} | {"run_name", *COMMAND_LINE_ONLY}
-    values = {k: v for k, v in dataclasses.asdict(cfg).items() if k not in unused}
+    """The settings as config.yaml stores them: the algorithm's options under its name."""
+    left_out = {"options", "run_name", *COMMAND_LINE_ONLY}
+    values = {k: v for k, v in vars(cfg).items() if k not in left_out}
+    if cfg.options is not None:
+        values[name_of(cfg.algo)] = dict(vars(cfg.options))
     return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
@@ -53,14 +57,31 @@ def read_config(file: Path) -> Config:
 
     Who then runs what the settings name calls `config.check_trust` first.
     """
-    return _as_config(read_settings(file))
+    return _as_config(read_settings(file), file)
+
+
+def with_algorithm(cfg: Config, algo: str) -> Config:
+    """`cfg` with the algorithm, which this imports, and with options of the type that it has.
+
+    Of a Config that was read from a file the options may still be texts. Those of another algorithm
+    are the defaults. Raises UsageError.
+    """
+    cls = load_algorithm(algo).Options
+    if cfg.algo != algo or cfg.options is None:
+        return dataclasses.replace(cfg, algo=algo, options=cls())
+    if isinstance(cfg.options, LoopOptions):
+        return cfg
+    values = _typed(cls, cfg.options, f"{name_of(algo)}.", skip_unknown=False)
+    return dataclasses.replace(cfg, options=cls(**values))
 
 
 def read_run_config(run: Path) -> Config:
     """As `read_config`, of a run: lines that its config.yaml lacks are those of its checkpoint."""
     values, trained = read_settings(run / "config.yaml"), trained_settings(run)
-    own = {name: trained.get(name, {}) | values.get(name, {}) for name in ALGORITHMS}
-    return _as_config(trained | values | own)
+    both = trained | values
+    name = name_of(both.get("algo", Config.algo))
+    own = {name: trained.get(name, {}) | values.get(name, {})}
+    return _as_config(both | own, run / "config.yaml")
 
 
 def trained_settings(run: Path) -> dict[str, Any]:
@@ -76,13 +97,22 @@ def trained_settings(run: Path) -> dict[str, Any]:
 def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
     """The settings that differ from those of the newest checkpoint, or else of config.yaml: by
     name (grpo.clip_low), what they were and what they are."""
-    before = _flat(read_settings(run / "config.yaml") | trained_settings(run))
-    now = _flat({name: value for name, value in vars(cfg).items() if name != "run_name"})
-    other = [f"{name}." for name in ALGORITHMS if name != cfg.algo]
+    saved = read_settings(run / "config.yaml") | trained_settings(run)
+    own = saved.pop(name_of(cfg.algo), {})
+    before = {name: value for name, value in saved.items() if not isinstance(value, dict)}
+    now = {name: value for name, value in vars(cfg).items() if name != "run_name"}
+    if is_file(cfg.algo):  # its options are texts
+        own = _typed(type(cfg.options), own, "", skip_unknown=True)
+    prefix = name_of(cfg.algo)
+    before |= {f"{prefix}.{key}": value for key, value in own.items()}
+    now |= {f"{prefix}.{key}": value for key, value in vars(cfg.options).items()}
+    for values in (before, now):  # their files may have moved
+        values |= {k: tuple(map(short, values[k])) for k in ("env", "eval_env") if k in values}
+        values |= {"algo": name_of(values["algo"])} if "algo" in values else {}
     return {
         name: (value, now[name])
         for name, value in before.items()
-        if name in now and now[name] != value and not name.startswith(tuple(other))
+        if name in now and now[name] != value
     }
 
 
@@ -106,20 +136,22 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
     return _read_values(values, f"{file}: ", skip_unknown)
 
 
-def _as_config(values: dict[str, Any]) -> Config:
-    own = {name: KINDS[name](**values[name]) for name in ALGORITHMS if name in values}
-    return Config(**(values | own))
+def _as_config(values: dict[str, Any], file: Path) -> Config:
+    """A Config with these settings of `file`; the options of a FILE.py stay texts.
 
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(settings)
-    for name in {"env", "eval_env"} & {*values}:  # their files may have moved
-        values[name] = tuple(map(short, values[name]))
-    for name in ALGORITHMS:
-        own = values.pop(name, {})
-        own = vars(own) if dataclasses.is_dataclass(own) else own
-        values |= {f"{name}.{key}": value for key, value in own.items()}
-    return values
+    A FILE.py that is not there any more is taken from beside `file`, where a run keeps a copy.
+    """
+    algo = values.get("algo", Config.algo)
+    options = values.pop(name_of(algo), None)
+    if (
+        is_file(algo)
+        and not Path(algo).exists()
+        and (copy := file.with_name(Path(algo).name)).exists()
+    ):
+        algo = str(copy.absolute())
+    if options is not None and not is_file(algo):
+        options = load_algorithm(algo).Options(**options)
+    return Config(**(values | {"algo": algo, "options": options}))
 
 
 def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
@@ -133,7 +165,18 @@ def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dic
         raise UsageError(f"{prefix}{name} is no setting any more, and always {GONE[name]}, not "
                          f"{reprlib.repr(value)}: remove the line")  # fmt: skip
     folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
+    name = name_of(str(values.get("algo", Config.algo)))
+    others = {*algorithm_names(), name}  # a file of an earlier version has those of all algorithms
+    own = {key: values.pop(key) for key in others & {*values}}.get(name)
     typed = _typed(Config, values, prefix, skip_unknown)
+    algo = typed.get("algo", Config.algo)
+    if not is_file(algo) and algo not in algorithm_names() and not skip_unknown:
+        raise UsageError(f"{prefix}algo: invalid value {reprlib.repr(algo)}")
+    if isinstance(own, dict):
+        if algo in algorithm_names():
+            cls = load_algorithm(algo).Options
+            own = _typed(cls, own, f"{prefix}{name}.", skip_unknown)
+        typed[name] = own
     for name in {"env", "eval_env"} & {*typed}:
         typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
     return typed
@@ -284,16 +327,13 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) ->
     """The texts of a file as the fields of the dataclass `cls`; `prefix` begins the messages."""
     kinds, typed = get_type_hints(cls), {}
     for name, value in values.items():
-        if name not in kinds or name in COMMAND_LINE_ONLY:
+        if name not in kinds or name in COMMAND_LINE_ONLY or name == "options":
             if skip_unknown:
                 continue
             known = name in COMMAND_LINE_ONLY
             advice = f"give {flag(name)} on the command line" if known else "remove it"
             text = reprlib.repr(name)[1:-1]
             raise UsageError(f"{prefix}{text} is not a setting for a file; {advice}")
-        if name in ALGORITHMS and isinstance(value, dict):
-            typed[name] = _typed(kinds[name], value, f"{prefix}{name}.", skip_unknown)
-            continue
         try:
             typed[name] = _from_words(kinds[name], value)
         except ValueError:

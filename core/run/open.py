@@ -1,7 +1,8 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
+import shutil
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from core import config, distributed, tasks
+from core.algorithm import FOLDER, name_of
 from core.config import RUNS, Config
 from core.extras.openai_sampler import OpenAISampler
 from core.extras.opponents import Opponents
@@ -86,7 +88,7 @@ class Run:
                     envs, self.progress["level"], record["reward/correct"], self.cfg.curriculum
                 )
         self.history.append(diagnostics.warning_inputs(record))
-        by_group = config.compares_within_group(self.cfg)
+        by_group = "groups" in config.needs(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
             lambda: diagnostics.new_warnings(self.history, by_group)
         )
@@ -212,7 +214,7 @@ def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
     if restarted and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
     names = [split_spec(spec)[0].rpartition(":")[2] for spec in cfg.env]  # of module:Class, Class
-    stem = f"{cfg.algo}-{'+'.join(names)}"
+    stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"
     return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
 
@@ -261,11 +263,14 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     records = run_log.read_records(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
-    algo = f"grpo ({cfg.grpo.loss_type})" if cfg.algo == "grpo" else cfg.algo
-    if cfg.algo == "scratch":
-        algorithm.save_source(log_dir)
-        remarks = [*remarks, *algorithm.remarks]
-        algo = f"scratch (exercises {', '.join(map(str, algorithm.exercises))})"
+    algo = name_of(cfg.algo)
+    if variant := getattr(algorithm, "variant", cfg.options.loss_type):
+        algo = f"{algo} ({variant})"
+    file = Path(algorithm.__file__)
+    if FOLDER not in file.parents:  # a file of the user's, which the run keeps
+        with suppress(shutil.SameFileError):
+            shutil.copy(file, log_dir)
+    remarks = [*remarks, *getattr(algorithm, "remarks", ())]
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
     title = f"picoRL · {algo} · {' '.join(map(short, cfg.env))} · {policy.size()}{ranks}"
     with (
@@ -297,7 +302,7 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
     return distributed.rank_0_first(lambda: load_policy(
         model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
         lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, quantize=cfg.quantize,
-        value_head=config.has_value_head(cfg), max_length=cfg.max_model_len,
+        value_head="value_head" in config.needs(cfg), max_length=cfg.max_model_len,
         tiny_folder=folder / "base", trust_remote_code=cfg.trust,
         fp32_head=cfg.fp32_head,
         template_options=cfg.template_options, template_date=cfg.template_date,
@@ -307,7 +312,7 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
 def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:
     if cfg.sampler == "openai":
         return OpenAISampler(policy, cfg.base_url, cfg.model_id)
-    if cfg.algo == "scratch":
+    if hasattr(algorithm, "draw"):
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0

@@ -9,18 +9,20 @@ Everything else (batch, micro-batches, optimizer, metrics) is shared with the ot
 """
 
 import math
-import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from algorithms import common
+from algorithms.common import Batch, Micro
+from algorithms.options import LoopOptions
 from core import sampler
 from core.config import Config
 from core.run.memory import ran_out
@@ -33,6 +35,17 @@ VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
 
 
 @dataclass(frozen=True)
+class ScratchOptions(LoopOptions):
+    """Which exercises of scratch.py --algo scratch trains with."""
+
+    # Exercise that computes the advantages. 3: within the group; 10: the same without dividing by
+    # the standard deviation; 7: GAE, which adds a value head.
+    advantages: Literal["3", "7", "10"] = "3"
+    # Exercise that computes the loss; None: 5, or 4 as long as 5 is not written.
+    loss: Literal["4", "5"] | None = None
+
+
+@dataclass(frozen=True)
 class ScratchAlgorithm:
     """Exercises of a scratch.py, with the signatures of the files in algorithms/.
 
@@ -40,65 +53,56 @@ class ScratchAlgorithm:
     line with the file, line and exercise.
     """
 
+    Options: ClassVar = ScratchOptions
+
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
     remarks: tuple[str, ...] = ()  # lines to show when the run starts
 
-    def compute_advantages(
-        self,
-        rewards: Tensor,
-        completion_mask: Tensor,
-        loss_mask: Tensor,
-        turn_ids: Tensor,
-        group_ids: Tensor,
-        values: Tensor | None,
-        gamma: float,
-        options: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns advantages [B, N] float32, 0 off the mask; with exercise 7 also value targets.
+    @staticmethod
+    def needs(options: ScratchOptions) -> set[str]:
+        """What the training loop has to provide (core/algorithm.py)."""
+        return {"episode_credit", "value_head" if options.advantages == "7" else "groups"}
 
-        `rewards`, `values` [B, N] float32; `completion_mask`, `loss_mask` [B, N] bool; `turn_ids`
-        [B, N] int64; `group_ids` [B] int64; `gamma` is the discount factor per turn.
+    @staticmethod
+    def start(cfg: Config) -> "ScratchAlgorithm":
+        """The participant's functions, imported and checked: see `load_scratch`."""
+        return load_scratch(cfg)
 
-            3     group_advantages of the returns [B], repeated at each sampled token; rollouts that
-                  are alone in their group have advantage 0
-            10    advantages_of_tokens as it is
-            7     gae of each rollout, normalized over the loss mask; target: advantage + value
+    def compute_advantages(self, batch: Batch, options: object) -> None:
+        """Sets advantages [B, N] float32, 0 off the mask; with exercise 7 also value targets.
+
+        3     group_advantages of the returns [B], repeated at each sampled token; rollouts that
+              are alone in their group have advantage 0
+        10    advantages_of_tokens as it is
+        7     gae of each rollout, normalized over the loss mask; target: advantage + value
         """
+        rewards, mask = batch.rewards, batch.completion_mask
+        advantages = torch.zeros_like(rewards)
         if 7 in self.exercises:
-            assert values is not None
-            advantages = torch.zeros_like(rewards)
-            for row, sampled in enumerate(completion_mask):
+            for row, sampled in enumerate(mask):
                 if sampled.any():
-                    episode = rewards[row, sampled], values[row, sampled]
+                    episode = rewards[row, sampled], batch.values[row, sampled]
                     advantages[row, sampled] = self._call("gae", *episode, like=episode[0])
-            targets = torch.where(completion_mask, advantages + values, 0.0)
-            return common.normalize(advantages, loss_mask), targets
+            batch.value_targets = torch.where(mask, advantages + batch.values, 0.0)
+            batch.advantages = common.normalize(advantages, batch.loss_mask)
+            return
         if 10 in self.exercises:
-            inputs = rewards, completion_mask, group_ids
+            inputs = rewards, mask, batch.group_ids
             advantages = self._call("advantages_of_tokens", *inputs, like=rewards)
-            return torch.where(completion_mask, advantages, 0.0), None
-        returns = common.turn_returns(rewards, completion_mask, turn_ids, gamma)[0]
-        returns = returns[:, 0].float()  # [B]
-        compared = common.group_sum(torch.ones_like(returns)[:, None], group_ids)[:, 0] > 1  # [B]
-        advantages = torch.zeros_like(returns)
+            batch.advantages = torch.where(mask, advantages, 0.0)
+            return
+        returns = common.turn_returns(batch)[0][:, 0].float()  # [B]
+        ones = torch.ones_like(returns)[:, None]
+        compared = common.group_sum(ones, batch.group_ids)[:, 0] > 1  # [B]
+        of_rollouts = torch.zeros_like(returns)
         if compared.any():
-            group = returns[compared], group_ids[compared]
-            advantages[compared] = self._call("group_advantages", *group, like=group[0])
-        return torch.where(completion_mask, advantages[:, None], 0.0), None
+            group = returns[compared], batch.group_ids[compared]
+            of_rollouts[compared] = self._call("group_advantages", *group, like=group[0])
+        batch.advantages = torch.where(mask, of_rollouts[:, None], 0.0)
 
     def compute_loss(
-        self,
-        logprobs: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        completion_mask: Tensor,
-        importance_weights: Tensor,
-        token_weights: Tensor,
-        options: object,
-        values: Tensor | None = None,
-        old_values: Tensor | None = None,
-        value_targets: Tensor | None = None,
+        self, logprobs: Tensor, values: Tensor | None, micro: Micro, options: object
     ) -> tuple[Tensor, dict[str, float]]:
         """Returns exercise 5 or 4 times the sum of the token weights, and metrics (token sums).
 
@@ -109,24 +113,24 @@ class ScratchAlgorithm:
         step. Tokens of weight 0 are left out. With exercise 7 the error of the values is added.
         Gradients flow through `logprobs` and `values`.
         """
-        mask = completion_mask & (token_weights > 0)
-        logprobs = torch.where(completion_mask, logprobs, 0.0)
-        ratio = (logprobs.detach() - old_logprobs).exp()
-        weighted = importance_weights * advantages
+        sampled, token_weights = micro.completion_mask, micro.token_weights
+        mask = sampled & (token_weights > 0)
+        logprobs = torch.where(sampled, logprobs, 0.0)
+        ratio = (logprobs.detach() - micro.old_logprobs).exp()
+        weighted = micro.importance_weights * micro.advantages
         loss = 0 * logprobs.sum()
         if mask.any():
             if 5 in self.exercises:
-                mean = self._call("clipped_loss", logprobs, old_logprobs, weighted, mask, like=loss)
+                inputs = logprobs, micro.old_logprobs, weighted, mask
+                mean = self._call("clipped_loss", *inputs, like=loss)
             else:
                 mean = self._call("reinforce_loss", logprobs, ratio * weighted, mask, like=loss)
             loss = mean * token_weights.sum()
         clip = (CLIP, CLIP) if 5 in self.exercises else (1.0, math.inf)  # 4 does not clip
-        metrics = common.surrogate_metrics(
-            ratio, logprobs, old_logprobs, advantages, completion_mask, *clip
-        )
+        metrics = common.surrogate_metrics(ratio, logprobs, micro, *clip)
         if 7 in self.exercises:
-            assert values is not None and value_targets is not None
-            error = torch.where(completion_mask, values - value_targets, 0.0) ** 2 / 2
+            assert values is not None
+            error = torch.where(sampled, values - micro.value_targets, 0.0) ** 2 / 2
             loss = loss + VALUE_COEF * (token_weights * error).sum()
             metrics["value/loss"] = error.sum().item()
         return loss, metrics
@@ -153,9 +157,15 @@ class ScratchAlgorithm:
         _require_tensor("sample", logprobs, chance)
         return ids.long(), logprobs
 
-    def save_source(self, run_dir: Path) -> None:
-        """Copies scratch.py into the run's directory."""
-        shutil.copy(str(self.module.__file__), run_dir / "scratch.py")
+    @property
+    def __file__(self) -> str:
+        """The participant's file, which a run keeps a copy of."""
+        return str(self.module.__file__)
+
+    @property
+    def variant(self) -> str:
+        """What the title of a run says after the name."""
+        return f"exercises {', '.join(map(str, self.exercises))}"
 
     def _call(self, name: str, *inputs: Tensor, like: Tensor) -> Tensor:
         """Returns the result of an exercise, a tensor of the shape of `like`."""
@@ -171,12 +181,14 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     Raises UsageError if the file cannot be imported, or if an exercise that training needs is not
     written yet. An exercise that is wrong is allowed; `remarks` names it.
     """
+    options = cfg.options
+    assert isinstance(options, ScratchOptions)
     local = Path("scratch.py")
     module = checker.load(local if local.exists() else checker.FILE)
     verdicts = {v.exercise.number: v for v in checker.check_all(module)}
     written = {number for number, v in verdicts.items() if v.state != "not yet"}
-    loss = int(cfg.scratch.loss or (5 if 5 in written else 4))
-    needed = {int(cfg.scratch.advantages), loss} | ({6} if cfg.kl_coef else set())
+    loss = int(options.loss or (5 if 5 in written else 4))
+    needed = {int(options.advantages), loss} | ({6} if cfg.kl_coef else set())
     exercises = tuple(sorted(needed | ({8} & written)))
     missing = [verdicts[n].exercise for n in exercises if n not in written and n != 10]
     if missing:

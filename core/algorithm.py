@@ -1,0 +1,104 @@
+"""Finds the algorithm that --algo names: a file of algorithms/, FILE.py, or scratch.py's exercises.
+
+An algorithm is a module with
+
+    compute_advantages(batch, options)               sets batch.advantages (and batch.value_targets)
+    compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over tokens
+    Options                                          a frozen dataclass derived from LoopOptions;
+                                                     its fields are flags, such as --grpo.clip-high
+
+and, where it needs more than the rewards of single rollouts, with `NEEDS`, or with `needs(options)`
+where that depends on its options: a set of the words below. `resolve(options)` fills in options
+that depend on others. algorithms/README.md has an example.
+
+    groups          compares the rollouts of a group: --group-size 2 or more
+    value_head      the policy estimates values, before the first gradient step too
+    old_logprobs    reads batch.old_logprobs in compute_advantages
+    several_steps   has no effect with one gradient step per update
+    turn_credit     credits tokens by turn, whatever --credit is
+    episode_credit  knows no turns
+    kl_in_loss      divides by the spread of the returns, in which a KL penalty must not be
+"""
+
+import importlib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import algorithms
+from algorithms.options import LoopOptions
+from core.types import UsageError
+from environments.registry import describe_error, find_file, import_file
+
+FOLDER = Path(algorithms.__file__).parent
+WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch
+PARTS = ("compute_advantages", "compute_loss", "Options")
+
+
+def algorithm_names() -> list[str]:
+    """The values of --algo that are not the path of a file."""
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.py")}
+    return [*sorted(name for name, text in texts.items() if "\nclass Options(" in text), "scratch"]
+
+
+def is_file(algo: str) -> bool:
+    """Whether --algo names a file of the user's."""
+    return algo.endswith(".py")
+
+
+def name_of(algo: str) -> str:
+    """The name of an algorithm in flags, titles and config.yaml.
+
+    >>> name_of("grpo"), name_of("/home/me/mine.py")
+    ('grpo', 'mine')
+    """
+    return Path(algo).stem
+
+
+def absolute_algorithm(algo: str) -> str:
+    """`algo`, as an absolute path if it is a file."""
+    return str(Path(algo).expanduser().absolute()) if is_file(algo) else algo
+
+
+def load_algorithm(algo: str) -> Any:
+    """The algorithm, an object with `PARTS`.
+
+    Raises UsageError for a name that does not exist, and for a file that cannot be used.
+    """
+    if algo == "scratch":
+        return importlib.import_module(WORKSHOP).ScratchAlgorithm
+    if not is_file(algo):
+        if algo not in algorithm_names():
+            names = ", ".join(algorithm_names())
+            raise UsageError(f"--algo {algo}: choose {names}, or FILE.py of your own")
+        return importlib.import_module(f"algorithms.{algo}")
+    name = name_of(algo)
+    try:
+        module = import_file(find_file(algo))
+    except UsageError as error:
+        raise UsageError(f"--algo {algo}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
+    if missing := [part for part in PARTS if not hasattr(module, part)]:
+        raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
+    options: type = module.Options
+    if not (is_dataclass(options) and issubclass(options, LoopOptions)):
+        raise UsageError(f"--algo {algo}: Options must be a frozen dataclass derived from "
+                         "algorithms.options.LoopOptions")  # fmt: skip
+    if not name.isidentifier():
+        raise UsageError(f"--algo {algo}: the name of the file must be one that Python can import")
+    return module
+
+
+def needs_of(algo: str, options: LoopOptions) -> set[str]:
+    """What the algorithm needs with these options: some of the words above."""
+    algorithm = load_algorithm(algo)
+    if hasattr(algorithm, "needs"):
+        return algorithm.needs(options)
+    return set(getattr(algorithm, "NEEDS", ()))
+
+
+def describe_options(name: str, options: LoopOptions) -> str:
+    """The options in one line; "" if there are none."""
+    words = [f"{f.name}={getattr(options, f.name)}" for f in fields(options)]  # type: ignore
+    return f"{name}: {' '.join(words)}" if words else ""
