@@ -177,6 +177,30 @@ def clean_message(message: Message) -> Message:
     return {"role": role, "content": content}
 
 
+def with_system(
+    tokenizer: Tokenizer, messages: list[Message], text: str, last: bool = False
+) -> list[Message]:
+    """The conversation with a text in its system message, before what is there, or `last`.
+
+    A template without system messages gets it at the start of the first message.
+    """
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if not has_system and accepts_system(tokenizer):
+        return [{"role": "system", "content": text}, *messages]
+    first, *others = messages
+    texts = [first["content"], text] if last and has_system else [text, first["content"]]
+    return [{"role": first["role"], "content": "\n\n".join(texts)}, *others]
+
+
+@lru_cache(maxsize=8)
+def accepts_system(tokenizer: Tokenizer) -> bool:
+    """Whether the template renders a system message."""
+    try:
+        return MARKER in render(tokenizer, [{"role": "system", "content": MARKER}, QUESTION])
+    except UsageError:
+        return False
+
+
 def _split_turn_tokens(
     tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
 ) -> list[Message]:

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections import Counter
+from contextlib import closing
 
 from core import metrics, selection, tasks
 from core.config import Config
@@ -73,8 +74,8 @@ def sample(run: Run, held_out: list[tasks.Task], params: SamplingParams) -> list
 
         def on_progress() -> None:
             phase.advance(run.sampler.latest, quiet=True)
-            if run.cfg.sampler == "openai":
-                run.interrupt.check_alone()
+            if run.interrupt.requested:
+                run.sampler.stop()
 
         return run.collector.collect(held_out, run.sampler, params, on_progress)
 
@@ -110,8 +111,8 @@ def comparisons(
 
 def trivial_accuracy(run: Run, held_out: list[tasks.Task], distinct: metrics.Tasks) -> float | None:
     """The accuracy of the environment's trivial baseline on these tasks; None if it has none."""
-    env = make(held_out[0].env)
-    if not isinstance(env, Env) or type(env).trivial is Env.trivial:
-        return None
+    with closing(make(held_out[0].env)) as env:
+        if not isinstance(env, Env) or type(env).trivial is Env.trivial:
+            return None
     episodes = played(run.collector.demonstrate(held_out, trivial=True))
     return statistics.fmean(metrics.task_means(episodes, distinct, metrics.is_correct).values())

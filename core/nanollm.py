@@ -27,10 +27,8 @@ import itertools
 import os
 import random
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,20 +38,23 @@ import torch
 
 from core import distributed, weight_sharing
 from core.policy import Policy
-from core.process_state import preserve_process_state, preserve_random_state
+from core.process_state import (
+    preserve_process_state,
+    preserve_random_state,
+    random_state,
+    set_random_state,
+)
 from core.run.files import scratch_folder
 from core.sampler import (
-    Exchange,
     Request,
     Sampler,
     SamplingParams,
     TorchSampler,
-    completion_limits,
-    sample_all,
+    completion_limit,
     to_completion,
 )
 from core.seeds import derive_seed
-from core.types import Completion, Message, UsageError
+from core.types import Completion, UsageError
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
@@ -124,6 +125,9 @@ class NanoLLM(Sampler):
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
+        self.running: dict[str, Request] = {}
+        self.numbers = itertools.count()  # of the requests
+        self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
         self.weights = weight_sharing.EngineWeights(policy.causal_lm)
         self.copies_weights = False  # some of them, after each step
@@ -156,42 +160,53 @@ class NanoLLM(Sampler):
             )
         self.__exit__()
 
-    def sample(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-        chats: list[list[Message]] | None = None,
-    ) -> list[Completion]:
-        """As `Sampler.sample`, but `params.streams` has no effect: one seed serves the whole call.
+    def add(self, request: Request) -> None:
+        """As `Sampler.add`. Raises RuntimeError outside `with sampler:`.
 
-        Raises RuntimeError outside `with sampler:`, and UsageError if a prompt is too long.
+        A request that is `alone` draws with a seed of its own, so its draws do not depend on what
+        else is being sampled, but for each token vLLM then loops over the requests. All others draw
+        from one generator; the first of them, when nothing is being sampled, seeds it.
         """
-        # one seed per call: with one per request, vLLM loops over the requests for every token
-        with preserve_random_state(derive_seed(params.seed, distributed.rank())):
-            stream = partial(self._stream, own_seeds=False)
-            return sample_all(stream, prompts, params, on_progress, chats)
-
-    def stream(
-        self,
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """As `Sampler.stream`. Raises as `sample` does."""
-        with preserve_random_state():
-            self._stream(exchange, params, on_progress, own_seeds=True)
-
-    def _stream(
-        self,
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None],
-        own_seeds: bool,
-    ) -> None:
-        """`own_seeds`: each request has its own, so its draws do not depend on the others."""
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")
+        import vllm
+
+        params = self._vllm_params(request.params, completion_limit(self.policy, request))
+        if request.alone:
+            params.seed = derive_seed(request.seed, request.stream)
+        elif not self.running:
+            with preserve_random_state(derive_seed(request.seed, distributed.rank())):
+                self.random_state = random_state()
+        request_id = str(next(self.numbers))
+        self.running[request_id] = request
+        self.engine.add_request(
+            request_id, vllm.TokensPrompt(prompt_token_ids=request.prompt), params,
+            lora_request=self.lora_request,
+        )  # fmt: skip
+
+    def step(self) -> list[tuple[Request, Completion]]:
+        outputs = self._step() if self.running else []
+        return [
+            (self.running.pop(o.request_id), self._to_completion(o.outputs[0])) for o in outputs
+        ]
+
+    def clear(self) -> None:
+        self.engine.abort_request(list(self.running))
+        self.running.clear()
+
+    def _step(self) -> list[Any]:
+        """A step of the engine, with generators of its own: environments draw from the process's.
+
+        Returns vllm.RequestOutput for each request that has ended.
+        """
+        with preserve_random_state():
+            set_random_state(self.random_state)
+            outputs = self.engine.step()
+            self.random_state = random_state()
+        return outputs
+
+    def _vllm_params(self, params: SamplingParams, max_tokens: int) -> Any:
+        """Returns vllm.SamplingParams."""
         import vllm
 
         # vLLM returns the kept ids only if it draws, with a top-k above 0
@@ -199,11 +214,11 @@ class NanoLLM(Sampler):
             params = replace(params, temperature=1.0, top_k=1)
         if self.with_kept_ids and params.top_k == 0:
             params = replace(params, top_k=self.policy.causal_lm.config.vocab_size)
-        vllm_params = vllm.SamplingParams(
+        return vllm.SamplingParams(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            max_tokens=params.max_tokens,
+            max_tokens=max_tokens,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             stop_token_ids=self.policy.stop_ids,
@@ -211,30 +226,6 @@ class NanoLLM(Sampler):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-        numbers, running = itertools.count(), dict[str, Request]()
-        finished: list[tuple[Any, Completion]] = []
-        try:
-            while (requests := exchange(finished, not running)) is not None:
-                prompts = [request.prompt for request in requests]
-                limits = completion_limits(self.policy, prompts, params.max_tokens)
-                for request, limit in zip(requests, limits, strict=True):
-                    request_params = copy.copy(vllm_params)
-                    request_params.max_tokens = limit
-                    if own_seeds:
-                        request_params.seed = derive_seed(request.seed, request.stream)
-                    request_id = str(next(numbers))
-                    running[request_id] = request
-                    self.engine.add_request(
-                        request_id, vllm.TokensPrompt(prompt_token_ids=request.prompt),
-                        request_params, lora_request=self.lora_request,
-                    )  # fmt: skip
-                on_progress()
-                finished = []
-                for output in self.engine.step() if running else []:
-                    key = running.pop(output.request_id).key
-                    finished.append((key, self._to_completion(output.outputs[0])))
-        finally:
-            self.engine.abort_request(list(running))
 
     def _to_completion(self, completion: Any) -> Completion:
         return to_completion(
@@ -281,7 +272,7 @@ class NanoLLM(Sampler):
         engine_core = self.engine.engine_core.engine_core
         # vLLM schedules ahead, and removes finished requests with the step after them
         while engine_core.batch_queue or engine_core.scheduler.has_requests():
-            self.engine.step()
+            self._step()
         if self.policy.device.type == "cuda":
             self.engine.sleep(level=0)
             self.engine.release_kv_cache_memory()

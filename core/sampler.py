@@ -1,18 +1,17 @@
-"""Sampling: the `Sampler` interface, and `TorchSampler`, which samples in plain PyTorch.
+"""Sampling, with vLLM's and nano-vllm's interface: `add` takes requests, `step` samples on.
 
-`sample` takes a list of prompts, `stream` takes prompts while others are being sampled: those of
-episodes whose environments have answered.
-
-`TorchSampler` computes each distinct prompt once (core/kv_cache.py). Its log-probs are those of the
-distribution it draws from: after temperature, top-k and top-p.
+Reading path, 9 of 9. `TorchSampler` samples in plain PyTorch: one step is one token in every row
+of its batch. New requests join the running batch, so a slow environment delays no other episode.
+Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p.
 """
 
 import gc
+import itertools
 import math
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -30,14 +29,13 @@ ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `seed` and the stream number of a completion determine its random draws."""
+    """How to sample."""
 
     max_tokens: int  # limit of one completion, its end-of-turn token included
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: keeps all tokens
     top_k: int = 0  # 0: keeps all tokens
     seed: int = 0
-    streams: tuple[int, ...] = ()  # one number per prompt; empty: 0, 1, 2, ...
 
     @property
     def drops_tokens(self) -> bool:
@@ -45,20 +43,18 @@ class SamplingParams:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Request:
-    """A prompt for `Sampler.stream`. `seed` and `stream` determine its draws, as SamplingParams."""
+    """A prompt whose completion is wanted. `seed` and `stream` determine its random draws."""
 
-    key: Any  # its completion has the same
-    prompt: list[int]
+    prompt: list[int]  # token ids
+    params: SamplingParams
     seed: int = 0
     stream: int = 0
-    chat: list[Message] | None = None  # the prompt as messages
+    chat: list[Message] | None = None  # the prompt as messages, for a server
+    sampler: Any = None  # whom the loop in core/episodes.py asks
+    alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
 
-
-# (finished completions, whether nothing is being sampled) -> new requests. If nothing is being
-# sampled, it waits a moment for some. None: all completions were received, and none is wanted.
-Exchange = Callable[[list[tuple[Any, Completion]], bool], list[Request] | None]
 
 DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]  # as `draw`
 
@@ -72,43 +68,45 @@ class Sampler(ABC):
     latest = ""  # end of the text received last, where a server streams text
 
     @abstractmethod
+    def add(self, request: Request) -> None:
+        """Takes a request, also while others are being sampled.
+
+        Raises UsageError if the prompt leaves no room for a completion.
+        """
+
+    @abstractmethod
+    def step(self) -> list[tuple[Request, Completion]]:
+        """Samples on, such as one token for each request; returns the completions that ended."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forgets all requests."""
+
+    def stop(self) -> None:  # noqa: B027 (optional: no request is open for long)
+        """Lets all requests fail from now on, where a server answers them: after Ctrl-C."""
+
     def sample(
         self,
         prompts: list[list[int]],
         params: SamplingParams,
         on_progress: Callable[[], None] = lambda: None,
-        chats: list[list[Message]] | None = None,
     ) -> list[Completion]:
-        """Samples one completion for each prompt (token ids), in the same order.
+        """One completion for each prompt, in the same order.
 
-        `chats`: the same prompts as messages, for a server that takes no token ids. Calls
-        `on_progress` repeatedly; an exception that it raises stops the sampling.
+        The draws of a prompt depend on `params.seed` and its place in the list. Calls `on_progress`
+        before each step; an exception that it raises ends the sampling.
         """
-
-    def stream(
-        self,
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Samples the requests of `exchange`, which it calls until that returns None.
-
-        Seeds and streams are those of the requests, not of `params`. Here requests that come while
-        others are being sampled wait for these; the samplers of picoRL begin with them at once.
-        """
-        finished: list[tuple[Any, Completion]] = []
-        while (requests := exchange(finished, True)) is not None:
-            on_progress()
-            by_seed: dict[int, list[Request]] = defaultdict(list)
+        requests = [Request(prompt, params, params.seed, i) for i, prompt in enumerate(prompts)]
+        ended: dict[Request, Completion] = {}
+        try:
             for request in requests:
-                by_seed[request.seed].append(request)
-            finished = []
-            for seed, some in by_seed.items():
-                now = replace(params, seed=seed, streams=tuple(r.stream for r in some))
-                chats = [request.chat or [] for request in some]
-                completions = self.sample([r.prompt for r in some], now, on_progress, chats)
-                keys = [request.key for request in some]
-                finished += zip(keys, completions, strict=True)
+                self.add(request)
+            while len(ended) < len(requests):
+                on_progress()
+                ended |= self.step()
+        finally:
+            self.clear()
+        return [ended[request] for request in requests]
 
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
         """Makes the weights of the last optimizer step take effect. Call it after every step."""
@@ -129,102 +127,58 @@ class TorchSampler(Sampler):
     def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
         self.policy, self.draw_function = policy, draw_function or draw
         self.max_rows: int | None = None  # completions in one batch; None: no limit
+        self.clear()
 
-    def sample(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-        chats: list[list[Message]] | None = None,
-    ) -> list[Completion]:
-        """As `Sampler.sample`. Raises OutOfMemory, and UsageError as `completion_limits` does."""
-        return sample_all(self.stream, prompts, params, on_progress, chats)
+    def clear(self) -> None:
+        self.waiting = deque[_Row]()
+        self.rows: list[_Row] = []  # the batch
+        self.cache: Any = None  # keys and values of its rows, and the logits of their next tokens
+        self.ended: list[tuple[Request, Completion]] = []
 
-    def stream(
-        self,
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """As `Sampler.stream`. Raises OutOfMemory, and UsageError as `completion_limits` does."""
-        batch = _Batch()
-        while True:
-            try:
-                return self._stream(batch, exchange, params, on_progress)
-            except (RuntimeError, MemoryError) as error:
-                if not ran_out(error) or not batch.rows:
-                    raise
-            gc.collect()  # outside the except clause: its traceback keeps tensors alive
-            torch.cuda.empty_cache()
-            rows = [row for row in batch.rows if not row.done]
-            if len(rows) == 1:
-                raise OutOfMemory(
-                    f"out of memory while sampling one completion of up to {rows[0].limit} tokens "
-                    f"after a prompt of {len(rows[0].request.prompt)}; lower --max-tokens or "
-                    "--max-turns, or use a smaller model"
-                )
-            self.max_rows = len(rows) // 2
-            self.say(f"out of memory while sampling {len(rows)} completions at once: "
-                     f"continuing with {self.max_rows}")  # fmt: skip
-            # from their beginning: the draws are the same
-            batch.waiting.extendleft(_Row(row.request, row.limit) for row in reversed(rows))
-            batch.rows = []
+    def add(self, request: Request) -> None:
+        limit = completion_limit(self.policy, request)
+        for other in itertools.islice(itertools.chain(self.rows, self.waiting), 1):
+            if other.request.params != request.params:
+                raise ValueError("the requests of a batch need the same SamplingParams")
+        self.waiting.append(_Row(request, limit))
 
-    def _stream(
-        self,
-        batch: "_Batch",
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None],
-    ) -> None:
-        self.policy.causal_lm.eval()
-        cache: Any = None  # of the rows of the batch
-        while True:
-            requests = exchange(batch.finished, not batch.rows and not batch.waiting)
-            if requests is None:
-                return
-            batch.finished = []
-            prompts = [request.prompt for request in requests]
-            limits = completion_limits(self.policy, prompts, params.max_tokens)
-            batch.waiting.extend(map(_Row, requests, limits))
-            if new := self._admitted(batch, cache):
-                batch.rows += new
-                cache = self._with_rows(cache, new)
-            on_progress()
-            if batch.rows:
-                cache = self._sample_tokens(batch, cache, params)
-
-    def _admitted(self, batch: "_Batch", cache: Any) -> list["_Row"]:
-        """Takes the rows that begin now from those that wait."""
-        running = sum(not row.done for row in batch.rows)
-        if running and (len(batch.waiting) < ADMIT_ABOVE * running or not cache.can_merge):
-            return []
-        room = len(batch.waiting) if self.max_rows is None else self.max_rows - len(batch.rows)
-        return [batch.waiting.popleft() for _ in range(min(room, len(batch.waiting)))]
+    def step(self) -> list[tuple[Request, Completion]]:
+        """As `Sampler.step`. Raises OutOfMemory if not even one completion fits into memory."""
+        memory_ran_out = False
+        try:
+            self._sample_tokens()
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error) or not self.rows:
+                raise
+            memory_ran_out = True  # handled below, because the traceback keeps tensors alive
+        if memory_ran_out:
+            self._begin_again_with_half()
+        ended, self.ended = self.ended, []
+        return ended
 
     @torch.inference_mode()
-    def _with_rows(self, cache: Any, rows: list["_Row"]) -> Any:
-        """The cache with new rows."""
-        for row in rows:
-            request = row.request
-            row.uniform = uniforms(request.seed, [request.stream], row.limit)[0].numpy()
-        prompts = [row.request.prompt for row in rows]
-        added = prefill(self.policy, prompts, max(row.limit for row in rows))
-        if cache is None:
-            return added
-        cache.merge(added)
-        return cache
-
-    @torch.inference_mode()
-    def _sample_tokens(self, batch: "_Batch", cache: Any, params: SamplingParams) -> Any:
-        """Samples one token in each row, and drops finished rows; None if all have finished."""
-        rows = batch.rows
-        uniform = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64)
-        drawn, logprobs = self.draw_function(cache.logits, params, uniform)  # [R]
-        kept: Iterable[Tensor | None] = [None] * len(rows)
+    def _sample_tokens(self) -> None:
+        """Samples one token in every row of the batch. R: rows, V: vocabulary."""
+        # 1. Prefill: compute the prompts that begin now, each distinct one once
+        if new := self._admitted():
+            self.rows += new
+            prompts = [row.request.prompt for row in new]
+            added = prefill(self.policy, prompts, max(row.limit for row in new))
+            if self.cache is None:
+                self.cache = added
+            else:
+                self.cache.merge(added)
+        if not self.rows:
+            return
+        # 2. Draw the next token of every row from the logits [R, V]
+        params, logits = self.rows[0].request.params, self.cache.logits
+        uniform = torch.tensor([row.next_uniform() for row in self.rows], dtype=torch.float64)
+        drawn, logprobs = self.draw_function(logits, params, uniform)  # [R]
+        kept: Iterable[Tensor | None] = [None] * len(self.rows)
         if params.drops_tokens:
-            kept = keep_likely(cache.logits.float() / params.temperature, params).isfinite()
-        columns = (rows, drawn.tolist(), logprobs.tolist(), kept)
+            kept = keep_likely(logits.float() / params.temperature, params).isfinite()
+        # 3. Append it; a row ends with a stop token, or at its limit
+        columns = (self.rows, drawn.tolist(), logprobs.tolist(), kept)
         for row, token_id, logprob, is_kept in zip(*columns, strict=True):
             if row.done:
                 continue
@@ -236,18 +190,51 @@ class TorchSampler(Sampler):
             if row.done:
                 ids, kept_ids = row.token_ids, row.kept_ids or None
                 completion = to_completion(self.policy, ids, row.logprobs, kept_ids)
-                batch.finished.append((row.request.key, completion))
-        unfinished = [i for i, row in enumerate(rows) if not row.done]
+                self.ended.append((row.request, completion))
+        # 4. Drop the rows that have ended, once they are a quarter of the batch
+        unfinished = [i for i, row in enumerate(self.rows) if not row.done]
         if not unfinished:
-            batch.rows = []
-            return None
-        if len(unfinished) <= COMPACT_BELOW * len(rows):
-            batch.rows = [rows[i] for i in unfinished]
+            self.rows, self.cache = [], None
+            return
+        if len(unfinished) <= COMPACT_BELOW * len(self.rows):
+            self.rows = [self.rows[i] for i in unfinished]
             index = torch.tensor(unfinished, device=drawn.device)
-            cache.keep(index)
+            self.cache.keep(index)
             drawn = drawn[index]
-        cache.append(drawn)
-        return cache
+        # 5. Compute the logits of the tokens after those drawn
+        self.cache.append(drawn)
+
+    def _admitted(self) -> list["_Row"]:
+        """Takes the rows that begin now from those that wait."""
+        running = sum(not row.done for row in self.rows)
+        few = len(self.waiting) < ADMIT_ABOVE * running
+        if not self.waiting or (running and (few or not self.cache.can_merge)):
+            return []
+        if not self.rows:
+            self.policy.causal_lm.eval()  # without dropout
+        room = len(self.waiting) if self.max_rows is None else self.max_rows - len(self.rows)
+        new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+        for row in new:
+            request = row.request
+            row.uniform = uniforms(request.seed, [request.stream], row.limit)[0].numpy()
+        return new
+
+    def _begin_again_with_half(self) -> None:
+        """Lets all rows wait, and from now on samples half as many of them at once."""
+        rows, self.rows, self.cache = [row for row in self.rows if not row.done], [], None
+        gc.collect()
+        torch.cuda.empty_cache()
+        if len(rows) == 1:
+            raise OutOfMemory(
+                f"out of memory while sampling one completion of up to {rows[0].limit} tokens "
+                f"after a prompt of {len(rows[0].request.prompt)}; lower --max-tokens or "
+                "--max-turns, or use a smaller model"
+            )
+        self.max_rows = len(rows) // 2
+        self.say(f"out of memory while sampling {len(rows)} completions at once: "
+                 f"continuing with {self.max_rows}")  # fmt: skip
+        # from their beginning: the draws are the same
+        self.waiting.extendleft(_Row(row.request, row.limit) for row in reversed(rows))
 
 
 @dataclass
@@ -266,51 +253,16 @@ class _Row:
         return 0.0 if self.done else self.uniform[len(self.token_ids)]
 
 
-@dataclass
-class _Batch:
-    """What TorchSampler samples: when memory runs out, all of it is still known."""
+def completion_limit(policy: Policy, request: Request) -> int:
+    """The request's `max_tokens`, or what its prompt leaves of the context if that is less.
 
-    waiting: deque[_Row] = field(default_factory=deque)
-    rows: list[_Row] = field(default_factory=list)
-    finished: list[tuple[Any, Completion]] = field(default_factory=list)
-
-
-def sample_all(
-    stream: Callable[..., None],
-    prompts: list[list[int]],
-    params: SamplingParams,
-    on_progress: Callable[[], None],
-    chats: list[list[Message]] | None,
-) -> list[Completion]:
-    """`Sampler.sample` by means of `Sampler.stream`: all prompts come at once."""
-    streams = params.streams or range(len(prompts))
-    new = [
-        Request(i, prompt, params.seed, stream_, chats[i] if chats else None)
-        for i, (prompt, stream_) in enumerate(zip(prompts, streams, strict=True))
-    ]
-    completions: dict[Any, Completion] = {}
-
-    def exchange(finished: list[tuple[Any, Completion]], idle: bool) -> list[Request] | None:
-        completions.update(finished)
-        if len(completions) == len(prompts):
-            return None
-        requests, new[:] = list(new), []
-        return requests
-
-    stream(exchange, params, on_progress)
-    return [completions[i] for i in range(len(prompts))]
-
-
-def completion_limits(policy: Policy, prompts: list[list[int]], max_tokens: int) -> list[int]:
-    """For each prompt `max_tokens`, or what the prompt leaves of the context if that is less.
-
-    Raises UsageError if a prompt leaves nothing.
+    Raises UsageError if the prompt leaves nothing.
     """
-    longest, limit = max(map(len, prompts), default=0), policy.max_length
-    if longest >= limit:
-        raise UsageError(f"a prompt of {longest} tokens does not fit into {limit} tokens, the "
+    length, limit = len(request.prompt), policy.max_length
+    if length >= limit:
+        raise UsageError(f"a prompt of {length} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip
-    return [min(max_tokens, limit - len(prompt)) for prompt in prompts]
+    return min(request.params.max_tokens, limit - length)
 
 
 def to_completion(

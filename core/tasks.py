@@ -6,13 +6,13 @@ opening prompt and can be compared with each other.
 
 import random
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi
 from environments.registry import (
     Constructor,
     accepts,
@@ -123,14 +123,11 @@ def next_level(envs: Sequence[str], level: int, accuracy: float, target: float) 
 def check_demonstrations(envs: Sequence[str]) -> None:
     """Raises UsageError for an environment that has no demonstrations, or fails in one."""
     for spec in envs:
-        env, demonstration = make(spec), None
+        demonstration = None
         try:
-            if isinstance(env, Env):
-                env.reset(DEMO_SEEDS[0])
-                demonstration = env.demonstrate()
-            elif env.agents:
-                first = next(iter(env.reset(DEMO_SEEDS[0])))
-                demonstration = env.demonstrate(first)
+            with closing(as_multi(make(spec))) as env:
+                if env.agents:
+                    demonstration = env.demonstrate(next(iter(env.reset(DEMO_SEEDS[0]))))
         except UsageError as error:
             raise UsageError(f"--env {spec}: {error}") from None
         except Exception as error:  # it would fail in every warm-start step
@@ -144,11 +141,16 @@ def difficulty_key(spec: str) -> str | None:
     return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
 
 
+def has_tools(spec: str) -> bool:
+    """Whether the environment has tools. Raises UsageError if it refuses `spec`."""
+    return _check(spec, constructor(spec))
+
+
 @cache
-def _check(spec: str, constructor: Constructor) -> None:
-    """Raises UsageError if the environment refuses `spec`; builds it once per `constructor`."""
-    env = make(spec)
-    try:
-        schemas(env)
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from None
+def _check(spec: str, constructor: Constructor) -> bool:
+    """As `has_tools`; builds the environment once per `constructor`."""
+    with closing(make(spec)) as env:
+        try:
+            return bool(schemas(env))
+        except UsageError as error:
+            raise UsageError(f"--env {spec}: {error}") from None

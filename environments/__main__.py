@@ -22,7 +22,7 @@ from core.types import UsageError, one_line, print_any_character, printable
 from environments import check
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 from environments.registry import constructor, describe_error, list_envs, make
-from environments.tools import describe, messages_of, with_tools
+from environments.tools import describe, with_tools
 from environments.web import Episode, serve
 
 CONSOLE = Console()
@@ -107,7 +107,7 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
             if step.done:
                 last = [] if step.message is None else [step.message["content"]]
                 CONSOLE.print(Text(printable("\n".join([*last, f"the end: {step.info}"]))))
-        pending = {a: messages_of(s) for a, s in steps.items() if s.message and not s.done}
+        pending = {a: s.messages for a, s in steps.items() if s.message and not s.done}
         if not pending:
             break
     CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")

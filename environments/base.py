@@ -23,6 +23,7 @@ from core.types import Message
 TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
 EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
+PLAYER = "player"  # the agent of an environment for one agent
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
 MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can represent sums
@@ -66,6 +67,11 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
     truncated: bool = False
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages that come next, in their order."""
+        return [] if self.message is None else [self.message]
 
 
 def checked_step(step: Any, agent: str, is_single: bool) -> Step:
@@ -207,3 +213,35 @@ class MultiAgentEnv(Instance, ABC):
         In the warm start one agent demonstrates, and the others answer with `hasty` demonstrations.
         """
         return None
+
+
+class SingleAgentEnv(MultiAgentEnv):
+    """An `Env` as an environment for several agents; it has one, PLAYER."""
+
+    agents = (PLAYER,)
+
+    def __init__(self, env: Env):
+        self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        return {PLAYER: self.env.reset(seed)}
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        return {PLAYER: self.env.step(responses[PLAYER])}
+
+    def guess(self, agent: str, rng: random.Random) -> str | None:
+        return self.env.demonstrate(hasty=True)
+
+    def demonstrate(self, agent: str, hasty: bool = False) -> str | None:
+        return self.env.demonstrate(hasty)
+
+    def trivial(self) -> str | None:
+        return self.env.trivial()
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def as_multi(env: Env | MultiAgentEnv) -> MultiAgentEnv:
+    """The environment as one for several agents, so that callers need no second path."""
+    return SingleAgentEnv(env) if isinstance(env, Env) else env

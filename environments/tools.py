@@ -52,6 +52,10 @@ class ToolStep(Step):
 
     earlier: tuple[Message, ...] = ()
 
+    @property
+    def messages(self) -> list[Message]:
+        return [*self.earlier, *super().messages]
+
 
 def schemas(env: Any) -> list[dict[str, Any]]:
     """The JSON schemas of the tools of an environment. Raises UsageError for an unusable tool."""
@@ -246,12 +250,6 @@ class ToolEnv(Env):
 def with_tools(env: Env | MultiAgentEnv) -> Env | MultiAgentEnv:
     """A single-agent environment whose tools answer; one for several agents unchanged."""
     return ToolEnv(env) if isinstance(env, Env) else env
-
-
-def messages_of(step: Step) -> list[Message]:
-    """The messages of a step in their order: that of the environment, or the results of calls."""
-    earlier = step.earlier if isinstance(step, ToolStep) else ()
-    return [*earlier, step.message] if step.message is not None else []
 
 
 def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:

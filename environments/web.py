@@ -27,7 +27,7 @@ from typing import Any
 
 from core.types import Message, UsageError, printable_json
 from environments.base import Env, MultiAgentEnv, Step
-from environments.tools import ReadCalls, ToolEnv, describe, messages_of, read_calls
+from environments.tools import ReadCalls, ToolEnv, describe, read_calls
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
 HOST = "127.0.0.1"
@@ -104,7 +104,7 @@ class Episode:
                 self.log.append(row | {"info": info})
             if step.fresh:
                 self.chats[agent] = []
-            for message in messages_of(step):
+            for message in step.messages:
                 self._receive(agent, message)
         self.asked = [agent for agent, step in steps.items() if step.message and not step.done]
 

@@ -29,6 +29,7 @@ from transformers import (
 import train
 from core.policy import load_policy
 from core.report import curves
+from core.sampler import Sampler
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
 
@@ -110,6 +111,23 @@ def load_small(folder, **options):
 @cache
 def _load_once(folder, options):
     return load_policy(folder, device="cpu", **dict(options))
+
+
+class AtOnce(Sampler):
+    """A step answers all requests that wait, each with `self.complete(request) -> Completion`."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def add(self, request):
+        self.waiting.append(request)
+
+    def step(self):
+        requests, self.waiting = self.waiting, []
+        return [(request, self.complete(request)) for request in requests]
+
+    def clear(self):
+        self.waiting = []
 
 
 def ids_of(count, generator):

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import train
 from core.chat_template import prompt_ids
+from core.episodes import RolloutCollector
 from core.extras import chat
 from core.report import curves
-from core.rollouts import RolloutCollector
 from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer

@@ -24,8 +24,8 @@ from core.chat_template import (
     without_thinking,
 )
 from core.config import parse_template_options
+from core.context import Agent, Renderer
 from core.policy import Policy
-from core.rollouts import AgentState, RolloutCollector
 from core.sampler import to_completion
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, UsageError
@@ -228,14 +228,13 @@ def second_prompt(tokenizer, answer, end, drop_thinking=False):
     """The ids of the first prompt with a sampled answer, and those of the prompt after it."""
     stops = [end_of_turn_id(tokenizer), tokenizer.eos_token_id]
     policy = Policy(None, tokenizer, torch.device("cpu"), stops, stops[0], max_length=4096)
-    collector = RolloutCollector(policy, max_turns=2, drop_thinking=drop_thinking)
-    agent = AgentState(0, Rollout("", "", 0, 0), [HI])
-    collector.set_prompt(agent)
+    agent = Agent(Renderer(policy, drop_thinking), Rollout("", "", 0, 0), chat=[HI])
+    agent.set_prompt()
     ids = tokenizer.encode(answer + end, add_special_tokens=False)
     sampled = agent.prompt_ids + ids
-    collector.add_completion(agent, to_completion(policy, ids, []))
+    agent.add(to_completion(policy, ids, []))
     agent.chat.append(SO)
-    collector.set_prompt(agent)
+    agent.set_prompt()
     return sampled, agent.prompt_ids
 
 

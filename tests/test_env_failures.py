@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_rollouts import PARAMS, Scripted, message
+from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
-from core.rollouts import RolloutCollector
+from core.episodes import RolloutCollector
 from core.tasks import Task
 from environments import registry
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step

@@ -13,8 +13,8 @@ import train
 from algorithms import ppo, sft
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
+from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
-from core.rollouts import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.tasks import train_tasks

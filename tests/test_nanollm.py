@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import save_small
 from test_process_state import state
-from test_sampler import stream_staggered, trainer_gap
+from test_sampler import staggered, trainer_gap
 from test_train import metrics_of
 
 from core import nanollm, weight_sharing
@@ -236,9 +236,9 @@ class TestOneEngine:
         drawn, prompts = SamplingParams(max_tokens=24, seed=3), PROMPTS[:6]
         with engine:
             expected = engine.sample(prompts, greedy)
-            found = stream_staggered(engine, prompts, greedy, gap=3)
+            found = staggered(engine, prompts, greedy, gap=3)
             assert [c.token_ids for c in found] == [c.token_ids for c in expected]
-            by_gap = [stream_staggered(engine, prompts, drawn, gap) for gap in (1, 4)]
+            by_gap = [staggered(engine, prompts, drawn, gap, alone=True) for gap in (1, 4)]
         assert [c.token_ids for c in by_gap[0]] == [c.token_ids for c in by_gap[1]]
         assert by_gap[0][0].token_ids != by_gap[0][3].token_ids  # equal prompts, different streams
         assert trainer_gap(engine.policy, by_gap[1], 1.0, prompts).max() < 1e-4

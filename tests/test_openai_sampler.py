@@ -112,19 +112,28 @@ def policy(qwen3_folder):
     return load_policy(str(qwen3_folder), device="cpu")
 
 
-def sample(server, policy, chats, on_progress=lambda: None):
-    return OpenAISampler(policy, server.url, "some-model").sample([], PARAMS, on_progress, chats)
+def complete(sampler, requests):
+    """The completions of requests that are added together, in their order."""
+    for request in requests:
+        sampler.add(request)
+    ended = {}
+    while len(ended) < len(requests):
+        ended |= sampler.step()
+    return [ended[request] for request in requests]
+
+
+def sample(server, policy, chats):
+    requests = [Request([], PARAMS, PARAMS.seed, i, chat) for i, chat in enumerate(chats)]
+    return complete(OpenAISampler(policy, server.url, "some-model"), requests)
 
 
 def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     words = ["cherry", "pear", "r" * 30, "apple"] * 5
-    ticks = []
-    completions = sample(server, policy, [chat(w) for w in words], lambda: ticks.append(1))
+    completions = sample(server, policy, [chat(w) for w in words])
     assert [c.text for c in completions] == [f"<answer>{w.count('r')}</answer>" for w in words]
     assert all(c.finish_reason == "stop" for c in completions)
     assert all(c.logprobs == [0.0] * len(c.token_ids) for c in completions)
     assert policy.tokenizer.decode(completions[0].token_ids[:-1]) == "<answer>2</answer>"
-    assert ticks
     path, body, _ = server.asked[0]
     assert path == "/v1/chat/completions"
     assert {name: value for name, value in body.items() if name != "messages"} == {
@@ -175,8 +184,8 @@ def test_refusal_is_one_line_without_retries(server, policy, status):
 def test_unreachable_server_is_one_line(policy, monkeypatch):
     monkeypatch.setattr(openai_sampler, "MAX_RETRIES", 0)
     sampler = OpenAISampler(policy, "http://127.0.0.1:9/v1", "m")
-    with pytest.raises(UsageError, match=r"--base-url http://127\.0\.0\.1:9/v1: .*connect.*"):
-        sampler.sample([], PARAMS, chats=[chat("pear")])
+    with pytest.raises(UsageError, match=r"--base-url http://127\.0\.0\.1:9/v1: (?i:.*connect)"):
+        complete(sampler, [Request([], PARAMS, chat=chat("pear"))])
 
 
 @pytest.mark.parametrize(
@@ -198,17 +207,33 @@ def test_broken_answer_fails_its_own_request(server, policy, answer, reason):
 
 def test_a_request_that_comes_later_does_not_wait_for_an_open_one(server, policy):
     server.broken = {"slow": "hang"}
-    new = [[Request("slow", [], chat=chat("slow"))], [Request("quick", [], 7, 1, chat("pear"))]]
-    ended, sampler = [], OpenAISampler(policy, server.url, "m", timeout=1.0)
-
-    def exchange(finished, idle):
-        ended.extend(finished)
-        return (new.pop(0) if new else []) if len(ended) < 2 else None
-
-    sampler.stream(exchange, PARAMS)
-    assert [key for key, _ in ended] == ["quick", "slow"]
+    sampler = OpenAISampler(policy, server.url, "m", timeout=1.0)
+    slow, quick = Request([], PARAMS, chat=chat("slow")), Request([], PARAMS, 7, 1, chat("pear"))
+    sampler.add(slow)
+    assert sampler.step() == []
+    sampler.add(quick)
+    ended = []
+    while len(ended) < 2:
+        ended += sampler.step()
+    assert [request for request, _ in ended] == [quick, slow]
     assert ended[0][1].text == "<answer>1</answer>" and "not complete in 1 s" in ended[1][1].error
     assert {body["seed"] for _, body, _ in server.asked} >= {derive_seed(7, 1), derive_seed(0, 0)}
+
+
+def test_after_eight_failures_in_a_row_no_request_is_sent(server, policy):
+    server.broken = {"bad": (STREAM, event("<answer>"))}
+    sampler = OpenAISampler(policy, server.url, "m", concurrency=1)
+    words = ["pear", *["bad"] * 8, *["pear"] * 4]
+    completions = complete(sampler, [Request([], PARAMS, chat=chat(word)) for word in words])
+    assert completions[0].error == "" and "finish reason" in completions[8].error
+    assert all("8 requests in a row failed" in c.error for c in completions[9:])
+    [later] = complete(sampler, [Request([], PARAMS, chat=chat("pear"))])
+    assert later.error == completions[-1].error and len(server.asked) < len(words)
+
+
+def test_a_request_without_messages_is_refused(server, policy):
+    with pytest.raises(ValueError, match="messages"):
+        OpenAISampler(policy, server.url, "m").sample([[65]], PARAMS)
 
 
 def eval_words(number):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LoopbackServer, load_small
+from conftest import AtOnce, LoopbackServer, load_small
 
 from core.config import Config, resolve
+from core.episodes import RolloutCollector
 from core.extras import opponents
 from core.extras.opponents import Opponents, copies_at, load_opponent
-from core.rollouts import RolloutCollector
 from core.run import checkpoint
 from core.run import folder as run_dir
 from core.run.log import read_records
-from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError
 from environments import registry
@@ -30,17 +30,17 @@ from environments.template import Nim
 PARAMS = SamplingParams(max_tokens=8, seed=5)
 
 
-class Scripted(Sampler):
+class Scripted(AtOnce):
     """Answers every prompt with `text`."""
 
     def __init__(self, policy, text=""):
+        super().__init__()
         self.text = text
         self.ids = policy.tokenizer.encode(text, add_special_tokens=False)
         self.ids.append(policy.end_of_turn_id)
 
-    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
-        logprobs = [-1.0] * len(self.ids)
-        return [Completion([*self.ids], logprobs, self.text, "stop") for _ in prompts]
+    def complete(self, request):
+        return Completion([*self.ids], [-1.0] * len(self.ids), self.text, "stop")
 
 
 @pytest.fixture(autouse=True)
@@ -112,8 +112,8 @@ def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_
 
 def test_an_opponent_whose_server_fails_fails_the_episode(policy, tmp_path):
     class Broken(Scripted):
-        def sample(self, prompts, *args, **kwargs):
-            return [Completion([], [], "", "stop", error="status 500") for _ in prompts]
+        def complete(self, request):
+            return Completion([], [], "", "stop", error="status 500")
 
     collector = joined(policy, tmp_path, samplers={"openai:m": Broken(policy)})
     tasks = [Task("nim:opponent=openai:m", seed, seed) for seed in (0, 1)]

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_rollouts import Scripted
+from test_episodes import Scripted
 
-from core.rollouts import RolloutCollector
+from core.episodes import RolloutCollector
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import UsageError
@@ -145,9 +145,9 @@ def test_an_invalid_option_is_one_line(options, words):
 class Letters(Scripted):
     """Answers the prompts of a batch with a, b, c, .."""
 
-    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
-        completions = super().sample(prompts, params)
-        return [replace(c, text="abcdefgh"[i]) for i, c in enumerate(completions)]
+    def complete(self, request):
+        self.answered = getattr(self, "answered", 0) + 1
+        return replace(super().complete(request), text="abcdefgh"[self.answered - 1])
 
 
 def play(policy, reward, others=(), seeds=(1, 1, 2), **options):

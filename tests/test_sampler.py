@@ -1,5 +1,7 @@
 """TorchSampler samples from the model's distribution and reports the log-probs it drew with."""
 
+import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -66,7 +68,7 @@ def test_torch_sampler_greedy_equals_generate(family_policy):
     for prompt, completion in zip(prompts, completions, strict=True):
         generated = family_policy.model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=12,
-            eos_token_id=family_policy.stop_ids, pad_token_id=0, use_cache=True,
+            eos_token_id=family_policy.stop_ids, pad_token_id=0,
         )  # fmt: skip
         assert completion.token_ids == generated[0, len(prompt) :].tolist()
 
@@ -75,6 +77,7 @@ def test_prefill_computes_each_distinct_prompt_once(policy, monkeypatch):
     shapes = []
     forward = policy.causal_lm.forward
 
+    @functools.wraps(forward)  # with its names of arguments
     def record(*args, input_ids, **rest):
         shapes.append(tuple(input_ids.shape))
         return forward(*args, input_ids=input_ids, **rest)
@@ -103,23 +106,17 @@ def test_shared_prefix_cache_drops_a_prompt_with_its_last_row(family_policy):
     assert torch.allclose(cache.logits, logits[:, -1], atol=1e-5)
 
 
-def stream_staggered(sampler, prompts, params, gap=2, streams=None):
-    """The completions of requests that come one by one, `gap` calls of `exchange` apart."""
-    streams = streams or range(len(prompts))
-    todo = [
-        Request(i, p, params.seed, s) for i, (p, s) in enumerate(zip(prompts, streams, strict=True))
-    ]
-    completions, calls = {}, []
-
-    def exchange(finished, idle):
-        completions.update(finished)
-        calls.append(idle)
-        if len(completions) == len(prompts):
-            return None
-        return [todo.pop(0)] if todo and (len(calls) % gap == 0) else []
-
-    sampler.stream(exchange, params)
-    return [completions[i] for i in range(len(prompts))]
+def staggered(sampler, prompts, params, gap, alone=False):
+    """The completions of requests that come one by one, every `gap` steps."""
+    requests = [Request(prompt, params, params.seed, i, alone=alone)
+                for i, prompt in enumerate(prompts)]  # fmt: skip
+    ended, steps = {}, 0
+    while len(ended) < len(requests):
+        if steps % gap == 0 and steps // gap < len(requests):
+            sampler.add(requests[steps // gap])
+        ended |= sampler.step()
+        steps += 1
+    return [ended[request] for request in requests]
 
 
 STAGGERED = [*PROMPTS, [71] * 40, [72], [73] * 5, [65, 66, 67], [74] * 23, [75, 76]]
@@ -138,7 +135,7 @@ def test_completions_that_begin_while_others_are_sampled_are_the_same(
     expected = TorchSampler(family_policy).sample(STAGGERED, params)
     assert len({len(c.token_ids) for c in expected}) > 1
     for gap in (1, 3):
-        completions = stream_staggered(TorchSampler(family_policy), STAGGERED, params, gap)
+        completions = staggered(TorchSampler(family_policy), STAGGERED, params, gap)
         for found, alone in zip(completions, expected, strict=True):
             assert (found.token_ids, found.text) == (alone.token_ids, alone.text)
             assert (found.finish_reason, found.kept_ids) == (alone.finish_reason, alone.kept_ids)
@@ -154,19 +151,18 @@ def test_arrivals_wait_until_they_are_a_share_of_the_batch(policy, monkeypatch):
 
     monkeypatch.setattr(sampler_module, "prefill", record)
     monkeypatch.setattr(policy, "stop_ids", [])
-    new = [
-        [Request(i, [65], stream=i) for i in range(16)],
-        *([Request(i, [66])] for i in range(16, 20)),
-    ]
-    ended = []
-
-    def exchange(finished, idle):
-        ended.extend(key for key, _ in finished)
-        return (new.pop(0) if new else []) if len(ended) < 20 else None
-
-    TorchSampler(policy).stream(exchange, SamplingParams(max_tokens=8))
+    sampler, params = TorchSampler(policy), SamplingParams(max_tokens=8)
+    requests = [Request([65 + i // 16], params, stream=i) for i in range(20)]
+    for request in requests[:16]:
+        sampler.add(request)
+    ended = sampler.step()
+    for request in requests[16:]:
+        sampler.add(request)
+        ended += sampler.step()
     assert sizes == [16, 4]  # a quarter of 16
-    assert sorted(ended) == list(range(20)) and set(ended[:16]) == set(range(16))
+    while len(ended) < 20:
+        ended += sampler.step()
+    assert {request for request, _ in ended[:16]} == {*requests[:16]}
 
 
 def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy):
@@ -176,7 +172,8 @@ def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy
     assert sampler.sample(PROMPTS, replace(params, seed=6)) != together
     assert together[0].token_ids != together[2].token_ids  # equal prompts, different streams
     for i, prompt in enumerate(PROMPTS):
-        [alone] = sampler.sample([prompt], replace(params, streams=(i,)))
+        sampler.add(Request(prompt, params, params.seed, i))
+        [[_, alone]] = itertools.chain.from_iterable(sampler.step() for _ in range(12))
         assert alone.token_ids == together[i].token_ids
         assert alone.logprobs == pytest.approx(together[i].logprobs, abs=1e-4)
 
@@ -333,8 +330,8 @@ def test_out_of_memory_halves_the_batch_and_changes_no_draw(policy, monkeypatch)
 def test_a_long_prompt_does_not_shorten_the_completions_of_others(policy):
     policy = replace(policy, max_length=100, stop_ids=[])
     short, long = [5] * 10, [6] * 98
-    params = SamplingParams(max_tokens=64, seed=3, streams=(0, 1))
-    alone = TorchSampler(policy).sample([short], replace(params, streams=(0,)))[0]
+    params = SamplingParams(max_tokens=64, seed=3)
+    [alone] = TorchSampler(policy).sample([short], params)
     beside, cut = TorchSampler(policy).sample([short, long], params)
     assert beside.token_ids == alone.token_ids and len(alone.token_ids) == 64
     assert (len(cut.token_ids), cut.finish_reason) == (2, "length")

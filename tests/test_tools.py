@@ -7,16 +7,17 @@ import json
 from typing import NamedTuple
 
 import pytest
+from conftest import AtOnce
 from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from core.chat_template import prompt_ids, render, render_calls
+from core.chat_template import prompt_ids, render, render_calls, with_system
+from core.episodes import RolloutCollector
 from core.extras import tools
-from core.rollouts import RolloutCollector
 from core.run.folder import read_config
 from core.run.log import read_records
-from core.sampler import Sampler, SamplingParams
+from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import Completion, UsageError
 from environments import registry
@@ -217,19 +218,20 @@ def policy(policy):
     return policy
 
 
-class Answers(Sampler):
+class Answers(AtOnce):
     """Answers with the given texts in turn; records the prompts."""
 
     def __init__(self, policy, *texts):
+        super().__init__()
         self.policy, self.texts, self.prompts, self.chats = policy, list(texts), [], []
 
-    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
+    def complete(self, request):
         text = self.texts.pop(0)
-        self.prompts.append(prompts[0])
-        self.chats.append(list(chats[0]))
+        self.prompts.append(request.prompt)
+        self.chats.append(list(request.chat))
         ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
         ids.append(self.policy.end_of_turn_id)
-        return [Completion(list(ids), [-1.0] * len(ids), text, "stop") for _ in prompts]
+        return Completion(ids, [-1.0] * len(ids), text, "stop")
 
 
 def with_template(policy, template):
@@ -242,7 +244,7 @@ def with_template(policy, template):
 
 def play(policy, *texts, max_turns=9, env="adder", **options):
     sampler = Answers(policy, *texts)
-    collector = RolloutCollector(policy, max_turns, **options)
+    collector = RolloutCollector(policy, max_turns, renderer=tools.ToolRenderer, **options)
     (rollout,) = collector.collect([Task(env, 1, 0)], sampler, PARAMS)
     return rollout, sampler
 
@@ -384,7 +386,7 @@ def test_a_template_without_system_messages_refuses_a_system_prompt(policy):
     with pytest.raises(UsageError, match="--system-prompt: the chat template has no system"):
         RolloutCollector(policy, 2, system_prompt="Be kind.")
     # but schemas of a template without tool format go into the user's message
-    first = tools.with_system(policy.tokenizer, [user("Add.")], "Tools: none.")
+    first = with_system(policy.tokenizer, [user("Add.")], "Tools: none.")
     assert first == [user("Tools: none.\n\nAdd.")]
 
 

@@ -7,7 +7,7 @@
     echo 'How many r in "cherry"?' | python -m core.chat runs/mine      # prints only the answer
 
 A finished run answers with the weights of its model/, any other run with its newest intact
-checkpoint; its folder is only read. A conversation is one agent of core/rollouts.py, so it keeps
+checkpoint; its folder is only read. A conversation is one agent of core/episodes.py, so it keeps
 each answer as the token ids that were sampled, as training does. Without a terminal each line of
 the input is one message. Answers go to stdout, everything else goes to stderr.
 """
@@ -116,10 +116,11 @@ if __name__ == "__main__" and (code := run(lambda *_: 0, sys.argv[1:])):
 from torch import Tensor
 
 from core.chat_template import Schema, clean_message
+from core.context import Agent
+from core.episodes import RolloutCollector
 from core.extras import tools
 from core.policy import Policy, has_adapters, load_policy
 from core.report.summary import num_updates
-from core.rollouts import AgentState, RolloutCollector
 from core.run.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
 from core.run.log import METRICS, read_records
 from core.run.memory import out_of_memory_as_one_line
@@ -138,7 +139,10 @@ class Speaker:
 
     label: str  # before, trained or model
     collector: RolloutCollector
-    agent: AgentState = field(default_factory=lambda: AgentState(0, Rollout("", "", 0, 0)))
+    agent: Agent = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.agent = Agent(self.collector.renderer, Rollout("", "", 0, 0))
 
     @property
     def policy(self) -> Policy:
@@ -228,6 +232,7 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
                 cfg.thinking == "drop",
                 cfg.env_timeout,
                 system_prompt=cfg.system_prompt,
+                renderer=tools.ToolRenderer,
             ),
         )
         for label, p in policies.items()
@@ -267,13 +272,14 @@ def answer(
     Calls `on_text` with the text so far after each token. In a terminal Ctrl-C ends the answer.
     Raises UsageError if the conversation does not fit into the context; then it is unchanged.
     """
-    policy, agent, drawn = speaker.policy, copy.deepcopy(speaker.agent), list[int]()
+    policy, before, drawn = speaker.policy, speaker.agent, list[int]()
+    agent = replace(before, rollout=copy.deepcopy(before.rollout), chat=[*before.chat])
     message: Message = {"role": "user", "content": question}
     if agent.chat:
         agent.chat.append(clean_message(message))
     else:
-        speaker.collector.begin(agent, [message])
-    speaker.collector.set_prompt(agent)
+        agent.begin([message])
+    agent.set_prompt()
     if agent.context_full:
         raise UsageError(f"the conversation does not fit into {policy.max_length} tokens: "
                          "/reset forgets it")  # fmt: skip
@@ -292,7 +298,7 @@ def answer(
         if not drawn or not sys.stdin.isatty():
             raise
         completion = to_completion(policy, drawn, [])
-    speaker.collector.add_completion(agent, completion)
+    agent.add(completion)
     speaker.agent = agent
     return completion
 
@@ -353,9 +359,9 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
     """The policy as a player of environments/web.py: from a conversation to the next response."""
 
     def respond(chat: list[Message]) -> str:
-        agent = AgentState(0, Rollout("", "", 0, 0), schemas=schemas)
-        speaker.collector.begin(agent, chat)
-        speaker.collector.set_prompt(agent)
+        agent = Agent(speaker.collector.renderer, Rollout("", "", 0, 0), schemas=schemas)
+        agent.begin(chat)
+        agent.set_prompt()
         seed = derive_seed(cfg.seed, len(chat))
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with speaker.policy.adapters():

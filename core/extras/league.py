@@ -33,14 +33,15 @@ from rich.table import Table
 from rich.text import Text
 
 from core.config import Config, check_trust, resolve
+from core.context import Agent
+from core.episodes import Ask, Episode, RolloutCollector
 from core.extras.opponents import Opponents, copies_in, load_model, load_opponent
 from core.report.page import write_report
-from core.rollouts import Episode, RolloutCollector, Waiting
 from core.run.files import published
 from core.run.folder import config_to_dict, read_config
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.types import Completion, UsageError, printable
+from core.types import UsageError, printable
 from environments.base import EVAL_SEEDS, MultiAgentEnv
 from environments.registry import absolute, make, short, split_opponent
 
@@ -151,26 +152,17 @@ def play(
     params = SamplingParams(cfg.max_tokens, seed=flags.seed)
     episodes: dict[int, Episode] = {}
 
-    def respond(waiting: Waiting) -> list[Completion | None]:
-        episodes.update({episode.number: episode for episode, _ in waiting})
-        seats = [lineups[e.number][agents.index(a.rollout.agent)] for e, a in waiting]
-        answers: list[Completion | None] = [None] * len(waiting)
-        for index in sorted({*seats}):
-            rows, player = [i for i, seat in enumerate(seats) if seat == index], players[index]
-            group = [waiting[i] for i in rows]
-            found = player.opponents.sample(
-                player.opponent, player.copy, collector, group, params, lambda: None
-            )
-            for i, answer in zip(rows, found, strict=True):
-                answers[i] = answer
-        return answers
+    def answerer(episode: Episode, agent: Agent) -> Ask:
+        episodes[episode.number] = episode
+        player = players[lineups[episode.number][agents.index(agent.rollout.agent)]]
+        return player.opponents.ask(player.opponent, episode, agent, params, player.copy)
 
     won, drawn = np.zeros((2, len(players), len(players)))
     with closing(RolloutCollector(
         players[0].opponents.policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
         env_instances=cfg.env_instances,
     )) as collector:  # fmt: skip
-        collector.play(tasks, respond)
+        collector.play(tasks, answerer)
     for number, (first, second) in enumerate(lineups):
         seated = episodes[number].agents if number in episodes else {}
         rollouts = {name: agent.rollout for name, agent in seated.items()}

@@ -13,26 +13,28 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 "stop" and "length". The openai client retries and waits as the header Retry-After says.
 """
 
-import asyncio
 import importlib.util
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from core.policy import Policy
-from core.sampler import Exchange, Sampler, SamplingParams, sample_all
+from core.sampler import Request, Sampler
 from core.seeds import derive_seed
-from core.types import Completion, Message, Stopped, UsageError
+from core.threads import Outcome, Threads, TimeLimit
+from core.types import Completion, UsageError
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
 MAX_CHARACTERS = 1 << 20  # of a completion; the rest is cut off
 MAX_STREAM_BYTES, MAX_BODY_BYTES = 1 << 26, 1 << 20  # of an answer: a stream of events, all others
 MIN_KEY = 8  # characters of a value of a header that is taken for a key
-PROGRESS_INTERVAL_S = 0.05
+WAIT_S = 0.01  # for an answer, in one step
 CONCURRENCY = 8  # requests that are sent at once
 TIMEOUT_S = 600.0  # of one request with its retries; then its episode fails
 STOPPED = "stopped"
+SEND = ("", "send")  # the kind of all calls of the threads
 
 
 class RequestError(RuntimeError):
@@ -43,7 +45,7 @@ class OpenAISampler(Sampler):
     """Samples from `model` at `base_url`, with up to `concurrency` requests at once.
 
     `timeout`: seconds for one request with its retries. Raises UsageError if the package openai is
-    missing.
+    missing, or no header can hold the API key.
     """
 
     def __init__(
@@ -58,134 +60,97 @@ class OpenAISampler(Sampler):
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
         if not (_api_key().isascii() and _api_key().isprintable()):
             raise UsageError("OPENAI_API_KEY has characters that no header can hold")
-        self.policy, self.base_url, self.model = policy, base_url, model
-        self.concurrency, self.timeout = concurrency, timeout
+        import openai
+
+        self.policy, self.base_url, self.model, self.timeout = policy, base_url, model, timeout
+        self.threads = Threads(concurrency, timeout)
+        self.threads.slow.add(SEND)  # so each call has a thread
+        self.client: Any = openai.OpenAI(
+            base_url=base_url,
+            api_key=_api_key() or "none",  # the client requires one
+            timeout=timeout,
+            max_retries=MAX_RETRIES,
+            http_client=openai.DefaultHttpxClient(
+                follow_redirects=False,  # to no other host
+                headers={"Accept-Encoding": "identity"},
+                event_hooks={"response": [_limit_size]},
+            ),
+        )
+        self.open = set[Request]()
         self.works = False  # whether a request has succeeded
+        self.first_error = ""
         self.failures = 0  # in a row
         self.closed_because = ""  # why no further request is sent
         policy.max_length = 1 << 30  # only the server knows the model's limit
 
-    def sample(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-        chats: list[list[Message]] | None = None,
-    ) -> list[Completion]:
-        """As `Sampler.sample`, from `chats`; a request that fails has a Completion with an `error`.
+    def add(self, request: Request) -> None:
+        """Sends `request.chat`, once fewer than `concurrency` requests are open."""
+        if request.chat is None:
+            raise ValueError("a server takes messages, not token ids: give the request a `chat`")
+        self.open.add(request)
+        if not self.closed_because:
+            self.threads.start(request, SEND, partial(self._answer, request))
 
-        If `on_progress` raises Stopped, the requests that are not complete fail. Raises UsageError
-        if no request has ever succeeded.
+    def step(self) -> list[tuple[Request, Completion]]:
+        """Waits a moment for answers. A request that failed has a Completion with an `error`.
+
+        Raises UsageError once no request is open if none has ever succeeded.
         """
-        if chats is None:
-            raise ValueError("a server takes messages, not token ids: pass `chats`")
-        return sample_all(self.stream, [[] for _ in chats], params, on_progress, chats)
-
-    def stream(
-        self,
-        exchange: Exchange,
-        params: SamplingParams,
-        on_progress: Callable[[], None] = lambda: None,
-    ) -> None:
-        """As `Sampler.stream`; what fails or raises is as in `sample`."""
-        asyncio.run(self._stream_all(exchange, params, on_progress))
-
-    async def _stream_all(
-        self, exchange: Exchange, params: SamplingParams, on_progress: Callable[[], None]
-    ) -> None:
-        import openai
-
-        slots = asyncio.Semaphore(self.concurrency)
-        keys: dict[asyncio.Task[Completion], Any] = {}  # of the requests that are not complete
-        finished: list[tuple[Any, Completion]] = []
-        errors: list[str] = []
-        http_client = openai.DefaultAsyncHttpxClient(
-            follow_redirects=False,  # to no other host
-            headers={"Accept-Encoding": "identity"},
-            event_hooks={"response": [_limit_size]},
-        )
-        async with openai.AsyncOpenAI(
-            base_url=self.base_url,
-            api_key=_api_key() or "none",  # the client requires one
-            timeout=self.timeout,
-            max_retries=MAX_RETRIES,
-            http_client=http_client,
-        ) as client:
-            try:
-                while (requests := exchange(finished, not keys)) is not None:
-                    for request in requests:
-                        seed = derive_seed(request.seed, request.stream)
-                        sent = self._complete(client, slots, request.chat or [], params, seed)
-                        keys[asyncio.create_task(sent)] = request.key
-                    finished = await self._wait(keys, on_progress)
-                    errors += [completion.error for _, completion in finished if completion.error]
-            finally:
-                for task in keys:
-                    task.cancel()
-                await asyncio.gather(*keys, return_exceptions=True)
-        if errors and not self.works and self.closed_because != STOPPED:
-            raise UsageError(f"--base-url {self.base_url}: {errors[0]}")
-
-    async def _wait(
-        self, keys: dict[asyncio.Task[Completion], Any], on_progress: Callable[[], None]
-    ) -> list[tuple[Any, Completion]]:
-        """Removes the requests that are complete, and returns their completions."""
-        if keys:
-            first = asyncio.FIRST_COMPLETED
-            await asyncio.wait(keys, timeout=PROGRESS_INTERVAL_S, return_when=first)
-        try:
-            on_progress()
-        except Stopped:
-            self.closed_because = STOPPED
+        outcomes = self.threads.ended(WAIT_S)
+        ended = [(r, self._completion(outcome)) for r, outcome, _ in outcomes if r in self.open]
+        self.open -= {request for request, _ in ended}
         if self.closed_because:
-            for task in keys:
-                task.cancel()
-            await asyncio.gather(*keys, return_exceptions=True)
-        return [
-            (keys.pop(t), _failed(self.closed_because) if t.cancelled() else t.result())
-            for t in [task for task in keys if task.done()]
-        ]
+            ended += [(request, _failed(self.closed_because)) for request in self.open]
+            self.clear()
+        if self.first_error and not (self.works or self.open or self.closed_because == STOPPED):
+            raise UsageError(f"--base-url {self.base_url}: {self.first_error}")
+        return ended
 
-    async def _complete(
-        self,
-        client: Any,
-        slots: asyncio.Semaphore,
-        chat: list[Message],
-        params: SamplingParams,
-        seed: int,
-    ) -> Completion:
-        async with slots:
-            try:
-                async with asyncio.timeout(self.timeout):
-                    text, finish_reason = await self._stream(client, chat, params, seed)
-                token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
-            except TimeoutError:
-                return self._count_failure(f"not complete in {self.timeout:g} s")
-            except Exception as e:  # of openai, of its HTTP library, or an answer of another form
-                return self._count_failure(_one_line(e))
+    def clear(self) -> None:
+        self.threads.clear()
+        self.open.clear()
+
+    def stop(self) -> None:
+        self.closed_because = STOPPED
+
+    def close(self) -> None:
+        self.threads.close()
+        self.client.close()
+
+    def _completion(self, outcome: Outcome) -> Completion:
+        """The completion of an answer or an error. Counts the failures."""
+        answer, error = outcome
+        if isinstance(error, TimeLimit):
+            return self._count_failure(f"not complete in {self.timeout:g} s")
+        try:
+            if error is not None:
+                raise error
+            text, finish_reason = answer
+            token_ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        except Exception as e:  # of openai, of its HTTP library, or an answer of another form
+            return self._count_failure(_one_line(e))
         self.failures = 0
         if finish_reason not in ("stop", "length"):
             reason = _without_key(str(finish_reason))
-            return _failed(f"the completion ended with the finish reason {reason!r:.200}")
+            return self._failure(f"the completion ended with the finish reason {reason!r:.200}")
         self.works = True
         token_ids.append(self.policy.end_of_turn_id)
         return Completion(token_ids, [0.0] * len(token_ids), text,
                           "length" if finish_reason == "length" else "stop")  # fmt: skip
 
-    async def _stream(
-        self, client: Any, chat: list[Message], params: SamplingParams, seed: int
-    ) -> tuple[str, str]:
-        """The text and the finish reason of one request."""
-        text, finish_reason = "", ""
-        async with await client.chat.completions.create(
-            model=self.model, messages=chat, stream=True, seed=seed,
-            max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p,
+    def _answer(self, request: Request) -> tuple[str, str]:
+        """The text and the finish reason of one request. Runs in a thread."""
+        text, finish_reason, params = "", "", request.params
+        with self.client.chat.completions.create(
+            model=self.model, messages=request.chat, stream=True,
+            seed=derive_seed(request.seed, request.stream), max_tokens=params.max_tokens,
+            temperature=params.temperature, top_p=params.top_p,
         ) as stream:  # fmt: skip
             kind = stream.response.headers.get("content-type", "no content type")
             if "event-stream" not in kind:  # a web page, or an error as JSON with status 200
-                body = (await anext(stream.response.aiter_bytes(), b"")).decode(errors="replace")
+                body = next(stream.response.iter_bytes(), b"").decode(errors="replace")
                 raise RequestError(f"the answer is {kind}, not an event stream: {body}")
-            async for chunk in stream:
+            for chunk in stream:
                 choices = chunk.choices or []
                 if len(choices) > 1 or any(choice.index for choice in choices):
                     raise RequestError("the server sent several choices; one was asked for")
@@ -205,26 +170,31 @@ class OpenAISampler(Sampler):
         self.failures += 1
         if self.failures >= MAX_FAILURES:
             self.closed_because = f"not sent: {MAX_FAILURES} requests in a row failed: {reason}"
-        return _failed(reason)
+        return self._failure(reason)
+
+    def _failure(self, reason: str) -> Completion:
+        completion = _failed(reason)
+        self.first_error = self.first_error or completion.error
+        return completion
 
 
-async def _limit_size(response: Any) -> None:
+def _limit_size(response: Any) -> None:
     """Lets the reader of `response` fail beyond a size. An answer must not be compressed: a few
     bytes could become gigabytes."""
     if response.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("the answer is compressed, which was not asked for")
     is_stream = "event-stream" in response.headers.get("content-type", "")
-    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.aiter_raw
+    limit, read = MAX_STREAM_BYTES if is_stream else MAX_BODY_BYTES, response.iter_raw
 
-    async def limited(chunk_size: int | None = None) -> AsyncIterator[bytes]:
+    def limited(chunk_size: int | None = None) -> Iterator[bytes]:
         size = 0
-        async for part in read(chunk_size):
+        for part in read(chunk_size):
             size += len(part)
             if size > limit:
                 raise RequestError(f"the answer has over {limit:,} bytes")
             yield part
 
-    response.aiter_raw = limited
+    response.iter_raw = limited
 
 
 def _api_key() -> str:

@@ -18,9 +18,8 @@ again.
 """
 
 import random
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,28 +28,46 @@ import torch
 
 from core import distributed
 from core.config import Config, model_and_url, older_interval, opponents
-from core.extras.openai_sampler import STOPPED, OpenAISampler
+from core.context import Agent
+from core.episodes import Ask, Call, Episode
+from core.extras.openai_sampler import OpenAISampler
 from core.policy import Policy, load_policy
-from core.rollouts import (
-    Respond,
-    RolloutCollector,
-    Waiting,
-    contain_failure,
-    take_seat,
-)
 from core.run.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.folder import read_config
-from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
-from core.types import Completion, Stopped, UsageError
-from environments.base import EVAL_SEEDS, EnvFailure
-from environments.registry import short_path, split_opponent
+from core.types import Completion, UsageError
+from environments.base import EVAL_SEEDS
+from environments.registry import short_path
 
 KEEP = 4  # older copies that are drawn from
 
-Progress = Callable[[], None]
+
+class OlderCopy(Sampler):
+    """Samples with the weights of an older copy; one step samples all requests to their end."""
+
+    def __init__(self, opponents: "Opponents", copy: int):
+        self.opponents, self.copy = opponents, copy
+        self.waiting: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def step(self) -> list[tuple[Request, Completion]]:
+        sampler, waiting = self.opponents.own_sampler, self.waiting
+        ended: list[tuple[Request, Completion]] = []
+        self.waiting = []
+        with self.opponents.weights_of(self.copy):
+            for request in waiting:
+                sampler.add(request)
+            while len(ended) < len(waiting):
+                ended += sampler.step()
+        return ended
+
+    def clear(self) -> None:
+        self.waiting = []
 
 
 class Opponents:
@@ -69,59 +86,29 @@ class Opponents:
         self.samplers: dict[str, Sampler] = {o: s for o in opponents(cfg)
                                              if (s := _sampler(o, cfg, policy))}  # fmt: skip
 
-    def join(
-        self, collector: RolloutCollector, respond: Respond, params: SamplingParams,
-        on_progress: Progress,
-    ) -> Respond:  # fmt: skip
-        """`respond` for the agents of the policy, completions of opponents for the others."""
+    def ask(
+        self, opponent: str, episode: Episode, agent: Agent, params: SamplingParams,
+        copy: int | None = None,
+    ) -> Ask:  # fmt: skip
+        """Whom the collector asks for the next response of an agent that `opponent` plays.
 
-        def respond_for_all(waiting: Waiting) -> list[Completion | None]:
-            found: list[Completion | None] = [None] * len(waiting)
-            rows: dict[tuple[str, int], list[int]] = defaultdict(list)  # of each opponent and copy
-            named = {spec: split_opponent(spec)[1] for spec in {e.task.env for e, _ in waiting}}
-            for i, (episode, agent) in enumerate(waiting):
-                if opponent := named[episode.task.env]:
-                    take_seat(episode, agent.rollout.agent)
-                if episode.seat in ("", agent.rollout.agent):
-                    opponent = ""
-                if not episode.failed:
-                    rows[opponent, self.copy_for(episode.task, opponent, params.seed)].append(i)
-            for (opponent, copy), numbers in sorted(rows.items()):
-                group = [waiting[i] for i in numbers]
-                if opponent:
-                    answers = self.sample(opponent, copy, collector, group, params, on_progress)
-                else:
-                    answers = list(respond(group))
-                for i, answer in zip(numbers, answers, strict=True):
-                    found[i] = answer
-            return found
-
-        return respond_for_all
-
-    def sample(
-        self, opponent: str, copy: int, collector: RolloutCollector, waiting: Waiting,
-        params: SamplingParams, on_progress: Progress,
-    ) -> list[Completion | None]:  # fmt: skip
-        """One completion of `opponent` for each agent; None where its episode has failed."""
-        for episode, agent in waiting:
-            name = f"{opponent}, update {copy}" if copy >= 0 else short_path(opponent)
-            episode.opponents[agent.rollout.agent] = name
-        streams = [derive_seed(agent.stream, len(agent.rollout.turns)) for _, agent in waiting]
+        `copy`: the update whose copy plays, -1 for none; None: as the task draws it.
+        """
+        if copy is None:
+            copy = self.copy_for(episode.task, opponent, params.seed)
+        agent.player = f"{opponent}, update {copy}" if copy >= 0 else short_path(opponent)
         seed = derive_seed(params.seed, OPPONENTS)
-        if opponent in ("guess", "demonstrate"):
-            return collector.act(opponent, waiting, [derive_seed(seed, s) for s in streams])
-        now = SamplingParams(params.max_tokens, seed=seed, streams=tuple(streams))
-        prompts, chats = [a.prompt_ids for _, a in waiting], [a.chat for _, a in waiting]
-        sampler = self.samplers.get(opponent, self.own_sampler)
-        with self.weights_of(copy) if copy >= 0 else nullcontext():
-            completions = sampler.sample(prompts, now, on_progress, chats)
-        if getattr(sampler, "closed_because", "") == STOPPED:
-            raise Stopped
-        for (episode, _), completion in zip(waiting, completions, strict=True):
-            with contain_failure(episode):
-                if completion.error:
-                    raise EnvFailure(f"{opponent}: {completion.error}")
-        return [None if completion.error else completion for completion in completions]
+        stream = derive_seed(agent.stream, len(agent.rollout.turns))
+        name, env = agent.rollout.agent, episode.env
+        if opponent == "guess":
+            return Call(env, env.env.guess, (name, random.Random(derive_seed(seed, stream))))
+        if opponent == "demonstrate":
+            return Call(env, env.env.demonstrate, (name,))
+        if copy >= 0:
+            opponent = f"update {copy}"
+            self.samplers.setdefault(opponent, OlderCopy(self, copy))
+        now = SamplingParams(params.max_tokens)  # temperature 1, in evaluations too
+        return Request(agent.prompt_ids, now, seed, stream, agent.chat, self.samplers[opponent])
 
     def copy_for(self, task: Task, opponent: str, seed: int) -> int:
         """The update whose copy plays against the policy in this task; -1: no copy does."""

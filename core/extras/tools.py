@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -31,13 +31,25 @@ from core.chat_template import (
     TOOL,
     Schema,
     end_of_turn_id,
+    ids_after_completion,
     opened_thought,
     render,
     render_calls,
+    with_system,
 )
-from core.types import Message, UsageError
+from core.context import Renderer
+from core.types import Completion, Message, UsageError
 from environments import tools
-from environments.tools import END_OF_THOUGHT, MAX_CALLS, UNREADABLE, Call, make_call, name_of
+from environments.base import Env
+from environments.tools import (
+    END_OF_THOUGHT,
+    MAX_CALLS,
+    UNREADABLE,
+    Call,
+    ToolEnv,
+    make_call,
+    name_of,
+)
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call; its template does not
 MAX_NAME = 200  # characters of a function's name
@@ -126,6 +138,29 @@ def calls_as_text(
     return text.partition(end)[0].strip()
 
 
+class ToolRenderer(Renderer):
+    """Renders also the tools of an environment: their schemas, calls and results."""
+
+    def prepare(self, env: Env) -> Env:
+        return ToolEnv(env, partial(read_calls, self.policy.tokenizer))
+
+    def for_template(
+        self, chat: list[Message], schemas: Sequence[Schema]
+    ) -> tuple[list[Message], Sequence[Schema]]:
+        return for_template(self.policy.tokenizer, chat, schemas)
+
+    def next_ids(
+        self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
+    ) -> list[int]:
+        return ids_after_completion(
+            self.policy.tokenizer, without_calls(chat), turn_closed, max(1, num_results(chat)),
+            schemas,
+        )  # fmt: skip
+
+    def demonstration(self, text: str) -> Completion:
+        return super().demonstration(in_format_of(self.policy.tokenizer, text))
+
+
 def for_template(
     tokenizer: Tokenizer, messages: list[Message], schemas: Sequence[Schema]
 ) -> tuple[list[Message], Sequence[Schema]]:
@@ -171,30 +206,6 @@ def without_calls(messages: list[Message]) -> list[Message]:
         if message["role"] != "tool" and not is_call:
             kept.append(message)
     return kept + messages[end:]
-
-
-def with_system(
-    tokenizer: Tokenizer, messages: list[Message], text: str, last: bool = False
-) -> list[Message]:
-    """The conversation with a text in its system message, before what is there, or `last`.
-
-    A template without system messages gets it at the start of the first message.
-    """
-    has_system = bool(messages) and messages[0]["role"] == "system"
-    if not has_system and accepts_system(tokenizer):
-        return [{"role": "system", "content": text}, *messages]
-    first, *others = messages
-    texts = [first["content"], text] if last and has_system else [text, first["content"]]
-    return [{"role": first["role"], "content": "\n\n".join(texts)}, *others]
-
-
-@lru_cache(maxsize=8)
-def accepts_system(tokenizer: Tokenizer) -> bool:
-    """Whether the template renders a system message."""
-    try:
-        return MARKER in render(tokenizer, [{"role": "system", "content": MARKER}, QUESTION])
-    except UsageError:
-        return False
 
 
 def _object_format(text: str) -> CallFormat | None:

@@ -14,15 +14,15 @@ import torch
 from core import config, distributed, tasks
 from core.algorithm import FOLDER, name_of
 from core.config import RUNS, Config
+from core.context import Renderer
+from core.episodes import RolloutCollector
 from core.extras.openai_sampler import OpenAISampler
-from core.extras.opponents import Opponents
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, optimizer_for
 from core.policy import Policy, load_policy
 from core.reference import reference_bytes
 from core.report import write_pages
 from core.report.summary import final_lines
-from core.rollouts import RolloutCollector
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
@@ -242,7 +242,11 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             # TF32 for the float32 LoRA adapters; products of 16-bit numbers are exact in TF32
             torch.set_float32_matmul_precision("high")
         progress = checkpoint.START | found.progress
-        opponents = Opponents(cfg, policy, folder, progress)
+        opponents = None
+        if config.opponents(cfg):
+            from core.extras.opponents import Opponents
+
+            opponents = Opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
@@ -287,11 +291,14 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             display.say(line)
         display.say(f"report: {folder / 'report.html'}  (written at evaluations; reload it)")
         history = [diagnostics.warning_inputs(record) for record in records]
+        renderer = Renderer
+        if any(map(tasks.has_tools, (*cfg.env, *cfg.eval_env))):
+            from core.extras.tools import ToolRenderer as renderer
         with closing(RolloutCollector(
             policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
-            env_instances=cfg.env_instances, system_prompt=cfg.system_prompt,
+            env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
         )) as collector:  # fmt: skip
-            collector.calls.say, collector.opponents = display.say, opponents
+            collector.threads.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
                       progress, history, notes)  # fmt: skip
 

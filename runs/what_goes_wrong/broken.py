@@ -20,8 +20,8 @@ from figures import figure, panel  # noqa: E402
 
 import train  # noqa: E402
 from algorithms import grpo  # noqa: E402
+from core.context import Agent  # noqa: E402
 from core.report.curves import BLUE, RED  # noqa: E402
-from core.rollouts import AgentState, RolloutCollector  # noqa: E402
 from core.run.log import RunLog  # noqa: E402
 from core.sampler import TorchSampler  # noqa: E402
 from core.types import Completion  # noqa: E402
@@ -36,19 +36,17 @@ def wrong_clip() -> None:
 
 def retokenised() -> None:
     """Tokenises the sampled text again for training; the end-of-turn token is lost."""
-    add_completion = RolloutCollector.add_completion
+    add = Agent.add
 
-    def add_retokenised(
-        collector: RolloutCollector, agent: AgentState, completion: Completion
-    ) -> None:
-        tokenizer = collector.policy.tokenizer
+    def add_retokenised(agent: Agent, completion: Completion) -> str:
+        tokenizer = agent.renderer.policy.tokenizer
         ids = tokenizer.encode(completion.text.strip(), add_special_tokens=False)
         ids = ids or completion.token_ids
         logprobs = [*completion.logprobs, *[0.0] * len(ids)][: len(ids)]
         again = Completion(ids, logprobs, completion.text, completion.finish_reason)
-        add_completion(collector, agent, again)
+        return add(agent, again)
 
-    RolloutCollector.add_completion = add_retokenised
+    Agent.add = add_retokenised
 
 
 def merged_adapter() -> None:

@@ -7,10 +7,10 @@ import time
 from dataclasses import replace
 
 import pytest
-from test_rollouts import PARAMS, Scripted, message
+from test_episodes import PARAMS, Scripted, message
 
-from core import env_calls
-from core.rollouts import RolloutCollector
+from core import episodes, threads
+from core.episodes import RolloutCollector
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from environments import registry
@@ -62,23 +62,23 @@ def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, r
 
 
 def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(policy, register):
-    threads = set()
+    seen = set()
 
     class Fussy(Slow):
         thread_safe = False
 
         def step(self, response):
-            threads.add(threading.current_thread())
+            seen.add(threading.current_thread())
             return super().step(response)
 
     register(Fussy)
     collector = RolloutCollector(policy, 4)
     for _ in range(2):
         collector.collect(tasks(4), Scripted(policy), PARAMS)
-    assert len(threads) == 1 and threading.main_thread() not in threads
+    assert len(seen) == 1 and threading.main_thread() not in seen
     Fussy.thread_safe = True
     RolloutCollector(policy, 4).collect(tasks(4), Scripted(policy), PARAMS)
-    assert len(threads) > 2
+    assert len(seen) > 2
 
 
 def test_environments_may_run_asyncio_in_a_notebook(policy, register):
@@ -107,7 +107,7 @@ def test_process_wide_generators_draw_as_if_the_environments_were_alone(policy, 
     register(Sloppy)
     said = []
     collector = RolloutCollector(policy, 1)
-    collector.calls.say = said.append
+    collector.threads.say = said.append
     rollouts = collector.collect(tasks(8), Scripted(policy), PARAMS)
     expected = [f"{random.Random(seed).random()}" for seed in range(8)]
     assert [r.messages[0]["content"] for r in rollouts] == expected
@@ -132,9 +132,9 @@ class Uneven(Env):
 @pytest.fixture
 def no_rounds(monkeypatch):
     """Every environment counts as slow, so no episode waits for another."""
-    monkeypatch.setattr(env_calls, "SLOW", 0.0)
-    monkeypatch.setattr(env_calls, "LATE", 0.0)
-    monkeypatch.setattr(env_calls, "ENOUGH", 1)
+    monkeypatch.setattr(threads, "SLOW", 0.0)
+    monkeypatch.setattr(episodes, "LATE", 0.0)
+    monkeypatch.setattr(episodes, "ENOUGH", 1)
 
 
 class Pair(MultiAgentEnv):
@@ -195,13 +195,9 @@ def test_a_failure_costs_its_own_episode(policy, register, request, late):
             closed.append(self.seed)
 
     class Partial(Scripted):
-        def sample(self, prompts, params, on_progress=lambda: None, chats=None):
-            completions = super().sample(prompts, params)
-            failed = ["task 0...." in chat[0]["content"] for chat in chats]
-            return [
-                replace(c, error="no server" if bad else "")
-                for c, bad in zip(completions, failed, strict=True)
-            ]
+        def complete(self, request):
+            failed = "task 0...." in request.chat[0]["content"]
+            return replace(super().complete(request), error="no server" if failed else "")
 
     closed = []
     register(Faulty)

@@ -1,12 +1,13 @@
-"""core/rollouts.py: exact contexts, one task per group, failures cost only their own episode."""
+"""core/episodes.py: exact contexts, one task per group, failures cost only their own episode."""
 
 from dataclasses import replace
 
 import pytest
+from conftest import AtOnce
 
 from core.batching import to_rollout_batch
-from core.rollouts import RolloutCollector
-from core.sampler import Sampler, SamplingParams, TorchSampler
+from core.episodes import RolloutCollector
+from core.sampler import SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tasks import Task, train_tasks
 from core.types import Completion
@@ -18,20 +19,23 @@ from environments.template import Nim
 PARAMS = SamplingParams(max_tokens=4)
 
 
-class Scripted(Sampler):
+class Scripted(AtOnce):
     """Answers every prompt with `text`, and records the prompts of each batch."""
 
     def __init__(self, policy, text="ab", closed=True):
+        super().__init__()
         self.ids = policy.tokenizer.encode(text, add_special_tokens=False)
         self.ids += [policy.end_of_turn_id] * closed
         self.text, self.reason, self.batches = text, "stop" if closed else "length", []
-        self.params = []
+        self.draws = []  # seed and stream of each request of each batch
 
-    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
-        self.batches.append(prompts)
-        self.params.append(params)
-        logprobs = [-1.0] * len(self.ids)
-        return [Completion(list(self.ids), logprobs, self.text, self.reason) for _ in prompts]
+    def step(self):
+        self.batches.append([request.prompt for request in self.waiting])
+        self.draws.append([(request.seed, request.stream) for request in self.waiting])
+        return super().step()
+
+    def complete(self, request):
+        return Completion(list(self.ids), [-1.0] * len(self.ids), self.text, self.reason)
 
 
 def play(policy, tasks, sampler=None, max_turns=9, **options):
@@ -125,17 +129,19 @@ def test_episodes_of_all_lengths_are_kept_and_sampled_in_one_batch(policy):
     assert [r.episode_return for r in rollouts] == [3.0, 1.0, 2.0]
     assert [len(prompts) for prompts in sampler.batches] == [3, 2, 1]
     # each turn has a seed of its own; an episode keeps its stream when others have ended
-    assert [p.seed for p in sampler.params] == [derive_seed(PARAMS.seed, turn) for turn in range(3)]
-    assert [p.streams for p in sampler.params] == [(0, 1000, 2000), (0, 2000), (0,)]
+    streams = [(0, 1000, 2000), (0, 2000), (0,)]
+    assert sampler.draws == [
+        [(derive_seed(PARAMS.seed, turn), stream) for stream in streams[turn]] for turn in range(3)
+    ]
     assert not any(r.episode_truncated for r in rollouts)
 
 
 class Moves(Scripted):
     """Plays a drawn game of tic-tac-toe: one move per batch."""
 
-    def sample(self, prompts, params, on_progress=lambda: None, chats=None):
+    def step(self):
         self.text = f"<move>{'132548697'[len(self.batches)]}</move>"
-        return super().sample(prompts, params, on_progress, chats)
+        return super().step()
 
 
 @pytest.mark.parametrize(("max_turns", "turns", "cut"), [(5, [5, 4], False), (4, [4, 4], True)])

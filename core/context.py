@@ -1,0 +1,170 @@
+"""What an agent sees: its chat as messages, and as the token ids that the policy samples after.
+
+    messages → prompt ids → completion → the next message → longer prompt ids → ...
+
+A context only grows: the ids of a completion are kept as they were sampled, and only the messages
+after them are tokenized. So the policy is trained on exactly what it saw. A `Renderer` turns
+messages into ids; core/extras/tools.py has one for environments with tools.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from core.chat_template import (
+    Schema,
+    accepts_system,
+    clean_message,
+    closing_ids,
+    ids_after_completion,
+    prompt_ids,
+    with_system,
+    without_opened_thought,
+    without_thinking,
+)
+from core.policy import Policy
+from core.types import Completion, Message, Rollout, Turn, UsageError
+from environments.base import Env, EnvFailure, Step
+
+MAX_OPENINGS = 1000  # prompts that a renderer keeps
+
+
+class Renderer:
+    """Renders messages to token ids, with the chat template of a policy."""
+
+    def __init__(self, policy: Policy, drop_thinking: bool = False, system_prompt: str = ""):
+        """`drop_thinking`: later turns do not see the <think>..</think> of earlier ones.
+        `system_prompt`: comes before the first message of every context. Raises UsageError if the
+        chat template has no system messages."""
+        if system_prompt and not accepts_system(policy.tokenizer):
+            raise UsageError("--system-prompt: the chat template has no system messages; remove it")
+        self.policy, self.drop_thinking, self.system_prompt = policy, drop_thinking, system_prompt
+        self.openings: dict[str, list[int]] = {}  # prompts that begin a context, by their chat
+
+    def prepare(self, env: Env) -> Env:
+        """The environment as this renderer plays it."""
+        if env.tools:
+            raise TypeError("the environment has tools: create the collector with ToolRenderer")
+        return env
+
+    def for_template(
+        self, chat: list[Message], schemas: Sequence[Schema]
+    ) -> tuple[list[Message], Sequence[Schema]]:
+        """The messages and the tool schemas that the methods below render."""
+        return chat, schemas
+
+    def opening_ids(self, chat: list[Message], schemas: Sequence[Schema]) -> list[int]:
+        """The ids of a prompt that begins a context.
+
+        The rollouts of a group share it, and all evaluations do; it is rendered once.
+        """
+        if len(self.openings) > MAX_OPENINGS:
+            self.openings.clear()
+        key = json.dumps([chat, schemas])
+        if key not in self.openings:
+            self.openings[key] = prompt_ids(self.policy.tokenizer, chat, schemas)
+        return self.openings[key]
+
+    def next_ids(
+        self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
+    ) -> list[int]:
+        """The ids between a completion and the next one; the chat ends with the new message.
+
+        `turn_closed`: the completion ends with the token that closes a turn.
+        """
+        return ids_after_completion(self.policy.tokenizer, chat, turn_closed)
+
+    def demonstration(self, text: str) -> Completion:
+        """A demonstration as if the policy had sampled it, with log-probs of 0."""
+        ids = self.policy.tokenizer.encode(text, add_special_tokens=False)
+        ids.append(self.policy.end_of_turn_id)
+        return Completion(ids, [0.0] * len(ids), text, "stop")
+
+
+@dataclass(eq=False)
+class Agent:
+    """One agent of an episode: its rollout, and its context as messages and as token ids."""
+
+    renderer: Renderer
+    rollout: Rollout
+    stream: int = 0  # random stream of its completions
+    schemas: Sequence[Schema] = ()  # of the tools that it may call
+    player: str = ""  # the opponent that plays it; empty: the policy
+    chat: list[Message] = field(default_factory=list)  # messages in the context
+    context_ids: list[int] = field(default_factory=list)  # of the chat up to the last completion
+    prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
+    context_full: bool = False  # a message did not fit, so the agent cannot act any more
+    has_step: bool = False  # the environment returned a Step for it
+
+    def begin(self, messages: list[Message]) -> None:
+        """Begins a context with these messages, and the system prompt before them."""
+        self.chat, self.context_ids, self.context_full = [], [], False
+        messages = [clean_message(message) for message in messages]
+        if self.renderer.system_prompt and messages:
+            tokenizer = self.renderer.policy.tokenizer
+            messages = with_system(tokenizer, messages, self.renderer.system_prompt)
+        self._extend(messages)
+
+    def add(self, answer: Completion | str | None) -> str:
+        """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns its text.
+
+        Raises EnvFailure if the sampler failed, TypeError if there is no demonstration.
+        """
+        if answer is None:
+            raise TypeError("the environment has no demonstration")
+        found = self.renderer.demonstration(answer) if isinstance(answer, str) else answer
+        if found.error:
+            raise EnvFailure(f"{self.player}: {found.error}" if self.player else found.error)
+        prompt, ids = self.prompt_ids, found.token_ids
+        turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
+        self.rollout.turns.append(turn)
+        self._extend([{"role": "assistant", "content": found.text}])
+        if self.renderer.drop_thinking:
+            tokenizer = self.renderer.policy.tokenizer
+            prompt = without_opened_thought(tokenizer, prompt)
+            ids = without_thinking(tokenizer, ids)
+        self.context_ids, self.prompt_ids = prompt + ids, []
+        return found.text
+
+    def read(self, step: Step) -> None:
+        """Adds the reward to the last turn, and makes a prompt of the next message."""
+        self.has_step = True
+        if self.rollout.turns:
+            self.rollout.turns[-1].reward += step.reward
+        self.rollout.info = step.info or self.rollout.info
+        self.rollout.episode_truncated = step.truncated or not step.done
+        if step.message is None:
+            return
+        if step.fresh:
+            self.begin([step.message])
+        else:
+            self._extend([clean_message(message) for message in step.messages])
+        if not step.done and not self.context_full:
+            self.set_prompt()
+
+    def set_prompt(self) -> None:
+        """Renders the new messages, unless the context is full: then sets `context_full`.
+
+        Raises UsageError if the new messages alone exceed the context.
+        """
+        policy = self.renderer.policy
+        chat, schemas = self.renderer.for_template(self.chat, self.schemas)
+        if self.context_ids:
+            last = self.context_ids[-1]
+            turn_closed = [last] == closing_ids(policy.tokenizer, chat[-1]["role"])
+            if last in policy.stop_ids and not turn_closed:
+                # the template writes another token there, such as gpt-oss <|end|> for <|return|>
+                self.context_ids = self.context_ids[:-1]
+            new_ids = self.renderer.next_ids(chat, schemas, turn_closed)
+        else:
+            new_ids = self.renderer.opening_ids(chat, schemas)
+        is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing
+        if len(new_ids) >= policy.max_length and not is_result:
+            raise UsageError(f"one message has {len(new_ids)} tokens; the context of an episode "
+                             f"has {policy.max_length} (--max-model-len)")  # fmt: skip
+        self.context_full = len(self.context_ids) + len(new_ids) >= policy.max_length
+        self.prompt_ids = [] if self.context_full else self.context_ids + new_ids
+
+    def _extend(self, messages: list[Message]) -> None:
+        self.rollout.messages += messages
+        self.chat += messages

@@ -1,0 +1,178 @@
+"""Calls environments in daemon threads: slow ones many at the same time, each within a time limit.
+
+One thread makes the calls of quick environments, in their order, and those of environments that
+declare `thread_safe = False` or draw from the process-wide generators of `random` or NumPy. A kind
+of call that once was slow gets a thread for each call.
+
+A call that exceeds the limit is given up: its outcome is a TimeLimit. An endless loop in Python is
+interrupted; what a library does goes on, so the environment must not be used any more.
+"""
+
+import ctypes
+import math
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+SLOW = 0.01  # seconds; a kind of call that once took longer is made in many threads
+
+Kind = tuple[str, str]  # whose calls: the spec of an environment, and the method
+Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
+
+
+class TimeLimit(TimeoutError):
+    """A call was given up: its environment may still be at work in its thread."""
+
+
+class Overdue(BaseException):
+    """Raised in a thread whose call was given up, when it runs Python code again."""
+
+
+class Threads:
+    """`count`: calls of slow environments at the same time; the others wait.
+    `limit`: seconds per call, 0: no limit. `flag`: what sets the limit, for messages."""
+
+    def __init__(self, count: int, limit: float, flag: str = "--env-timeout"):
+        self.count, self.limit, self.flag = count, limit or math.inf, flag
+        self.say: Callable[[str], None] = lambda line: None
+        self.slow = set[Kind]()
+        self.alone = set[str]()  # specs that one thread calls, however slow they are
+        self.one, self.many = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()  # to be called
+        self.done = deque[tuple[Any, Outcome, float]]()
+        self.wake = threading.Event()  # there are outcomes; not set after each of many quick calls
+        self.workers: list[_Worker] = []
+        self.folder = os.getcwd()
+
+    def start(self, key: Any, kind: Kind, function: Callable[[], Any]) -> None:
+        """Makes a call once a thread is free; `ended` returns its outcome with the key."""
+        if not self.workers:
+            self.folder = os.getcwd()
+        (self.many if self.is_parallel(kind) else self.one).put((key, kind, function))
+        self._hire()
+
+    def ended(self, wait: float) -> list[tuple[Any, Outcome, float]]:
+        """Key, outcome and seconds of the calls that have ended, after at most `wait` seconds."""
+        if wait:
+            self.wake.wait(wait)
+            self.wake.clear()
+        found = [self.done.popleft() for _ in range(len(self.done))]
+        for key in [worker.give_up(self.limit) for worker in self.workers]:
+            if key is not None:
+                error = TimeLimit(f"no answer in {self.limit:g} seconds ({self.flag})")
+                found.append((key, (None, error), self.limit))
+                os.chdir(self.folder)
+        self._hire()
+        return found
+
+    def clear(self) -> list[Any]:
+        """Forgets all calls, and gives up those under way; returns their keys."""
+        for inbox in (self.one, self.many):
+            with suppress(queue.Empty):
+                while True:
+                    inbox.get_nowait()
+        self.done.clear()
+        keys = [worker.give_up(0.0) for worker in self.workers]
+        return [key for key in keys if key is not None]
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.clear()
+        self.one.put(None)
+
+    def is_parallel(self, kind: Kind) -> bool:
+        """Whether calls of this kind are made at the same time."""
+        return kind in self.slow and kind[0] not in self.alone
+
+    def _hire(self) -> None:
+        """Starts the threads that are missing."""
+        self.workers = [w for w in self.workers if w.is_alive() and not w.given_up]
+        for inbox, most in ((self.one, 1), (self.many, self.count)):
+            have = sum(worker.inbox is inbox for worker in self.workers)
+            for _ in range(min(most - have, inbox.qsize())):
+                self.workers.append(_Worker(self, inbox))
+
+
+class _Worker(threading.Thread):
+    """One thread of `Threads`. Those for slow calls end when nothing is left to call."""
+
+    def __init__(self, threads: Threads, inbox: "queue.SimpleQueue[Any]"):
+        super().__init__(daemon=True)
+        self.threads, self.inbox, self.lock = threads, inbox, threading.Lock()
+        self.key: Any = None  # of the call that it makes
+        self.since, self.given_up = 0.0, False
+        self.start()
+
+    def run(self) -> None:
+        threads, in_order, was_idle = self.threads, self.inbox is self.threads.one, True
+        with suppress(Overdue, queue.Empty):
+            while call := self.inbox.get(in_order):
+                key, kind, function = call
+                if in_order and threads.is_parallel(kind):  # found out since it was put there
+                    threads.many.put(call)
+                    threads.wake.set()  # `ended` starts a thread for it
+                    continue
+                if was_idle:
+                    before = generators()
+                with self.lock:
+                    self.key, self.since = key, time.monotonic()
+                outcome = _outcome(function, threads.folder)
+                with self.lock:
+                    self.key, seconds = None, time.monotonic() - self.since
+                if self.given_up:
+                    return
+                if seconds > SLOW and threads.count > 1 and kind not in threads.slow:
+                    threads.slow.add(kind)
+                    self._check_generators(kind[0], before)
+                threads.done.append((key, outcome, seconds))
+                was_idle = self.inbox.empty()
+                if was_idle or not in_order:
+                    threads.wake.set()
+
+    def _check_generators(self, spec: str, before: tuple[Any, ...]) -> None:
+        """One thread makes the calls of an environment that draws from shared generators."""
+        if generators() != before and spec not in self.threads.alone:
+            self.threads.alone.add(spec)
+            self.threads.say(f"{spec}: one call at a time, because it draws from the "
+                             "process-wide generators of random or numpy")  # fmt: skip
+
+    def give_up(self, limit: float) -> Any:
+        """Leaves the thread to a call that takes over `limit` seconds. Returns its key, or None.
+
+        The call is interrupted when it next runs Python code.
+        """
+        with self.lock:
+            if self.key is None or self.given_up or time.monotonic() - self.since < limit:
+                return None
+            self.given_up = True
+            ident, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(Overdue)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+            return self.key
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of the process-wide generators."""
+    state: Any = np.random.get_state()
+    return random.getstate(), state[1].tobytes(), *state[2:]
+
+
+def _outcome(function: Callable[[], Any], folder: str) -> Outcome:
+    """Makes one call; restores the working directory `folder`, which the run's paths need."""
+    try:
+        outcome: Outcome = function(), None
+    except Overdue:
+        raise
+    except BaseException as error:  # SystemExit too: an environment must not end the run
+        outcome = None, error
+    with suppress(OSError):  # the new one may be deleted already
+        if os.getcwd() == folder:
+            return outcome
+    os.chdir(folder)
+    return None, RuntimeError("the environment changed the working directory")
