@@ -322,9 +322,10 @@ class RolloutCollector:
 
     def answers_of(self, calls: list[Call], outcome: Outcome, seconds: float) -> dict[Ask, Outcome]:
         """The outcome of each call of a group; an exception is that of all of them."""
-        for call in calls[:1]:
-            if is_step(call):
-                self.step_seconds[call.env.spec].append(seconds)
+        if not calls:  # an abandoned environment is closed
+            return {}
+        if is_step(calls[0]):
+            self.step_seconds[calls[0].env.spec].append(seconds)
         found, error = outcome
         return dict(zip(calls, [outcome] * len(calls) if error else found, strict=True))
 

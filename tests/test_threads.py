@@ -10,7 +10,9 @@ import pytest
 from test_episodes import PARAMS, Scripted, message
 
 from core import episodes, threads
+from core.context import Renderer
 from core.episodes import RolloutCollector
+from core.extras.tools import ToolRenderer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from environments import registry
@@ -243,7 +245,8 @@ def test_heavy_environments_are_capped_reused_and_closed(policy, register, reque
     assert not living
 
 
-def test_environments_may_be_stepped_together(policy, register):
+@pytest.mark.parametrize("renderer", [Renderer, ToolRenderer])  # others of the run have tools
+def test_environments_may_be_stepped_together(policy, register, renderer):
     sizes = []
 
     class Batched(Uneven):
@@ -253,7 +256,38 @@ def test_environments_may_be_stepped_together(policy, register):
             return super().step_batch(envs, responses)
 
     register(Batched)
-    collector = RolloutCollector(policy, 9)
+    collector = RolloutCollector(policy, 9, renderer=renderer)
     for calls in (4, 2):
         collector.collect([Task("slow", 0, i) for i in range(calls)], Scripted(policy), PARAMS)
     assert sizes == [4, 2]
+
+
+def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_are_whole(
+    policy, register
+):
+    living = set()
+
+    class Counted(Uneven):
+        def reset(self, seed):
+            living.add(self)
+            return super().reset(seed)
+
+        def close(self):
+            living.remove(self)
+            if not living:
+                all_closed.set()
+
+    def stop():
+        if sampler.batches:
+            raise KeyboardInterrupt
+
+    register(Counted)
+    all_closed, sampler = threading.Event(), Scripted(policy)
+    collector = RolloutCollector(policy, 9)
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(tasks(4), sampler, PARAMS, on_progress=stop)
+    assert all_closed.wait(60)
+    again = collector.collect(tasks(4), Scripted(policy), PARAMS)
+    assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
+    collector.close()
+    assert not living

@@ -142,7 +142,7 @@ class ToolRenderer(Renderer):
     """Renders also the tools of an environment: their schemas, calls and results."""
 
     def prepare(self, env: Env) -> Env:
-        return ToolEnv(env, partial(read_calls, self.policy.tokenizer))
+        return ToolEnv(env, partial(read_calls, self.policy.tokenizer)) if env.tools else env
 
     def for_template(
         self, chat: list[Message], schemas: Sequence[Schema]
