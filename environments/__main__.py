@@ -20,7 +20,7 @@ from rich.text import Text
 
 from core.types import UsageError, one_line, print_any_character, printable
 from environments import check
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, SingleAgentEnv
 from environments.registry import constructor, describe_error, list_envs, make
 from environments.tools import describe, with_tools
 from environments.web import Episode, serve
@@ -85,25 +85,26 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
     episode_return, rng = 0.0, random.Random(seed)
     received: dict[str, list[str]] = {}  # agent -> contents of all its messages
     env = with_tools(env)
-    pending = {"": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
+    pending = env.reset(seed)
     for line in describe(env):
         _print_as("tool", line)
     for _ in range(MAX_TURNS):
         responses = {}
         for agent, messages in pending.items():
             for message in messages:
-                _print_as(agent or message["role"], message["content"])
+                who = message["role"] if agent == PLAYER else agent
+                _print_as(who, message["content"])
             received.setdefault(agent, []).extend(message["content"] for message in messages)
             if interactive:
                 responses[agent] = CONSOLE.input("[bold green]you:[/] ")
             else:
                 player, responses[agent] = automatic_response(env, agent, received[agent], rng)
                 _print_as(player, responses[agent], "bold green")
-        steps: dict[str, Step]
-        steps = {"": env.step(responses[""])} if isinstance(env, Env) else env.step(responses)
+        steps = env.step(responses)
         for agent, step in steps.items():
             episode_return += step.reward
-            CONSOLE.print(Text(printable(f"{agent} reward {step.reward:+g}"), "dim"))
+            who = "" if agent == PLAYER else f"{agent} "
+            CONSOLE.print(Text(printable(f"{who}reward {step.reward:+g}"), "dim"))
             if step.done:
                 last = [] if step.message is None else [step.message["content"]]
                 CONSOLE.print(Text(printable("\n".join([*last, f"the end: {step.info}"]))))
@@ -115,19 +116,15 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
 
 
 def automatic_response(
-    env: Env | MultiAgentEnv, agent: str, received: list[str], rng: random.Random
+    env: MultiAgentEnv, agent: str, received: list[str], rng: random.Random
 ) -> tuple[str, str]:
     """Returns who responds ("demonstrator" or "random player") and the response.
 
     Raises UsageError if the environment has neither and its messages name no moves in brackets.
     """
-    if isinstance(env, Env):
-        demonstration = env.demonstrate()
-        if demonstration is not None:
-            return "demonstrator", demonstration
-        guess = env.demonstrate(hasty=True)
-    else:
-        guess = env.guess(agent, rng)
+    if isinstance(env, SingleAgentEnv) and (demonstration := env.demonstrate(agent)) is not None:
+        return "demonstrator", demonstration
+    guess = env.guess(agent, rng)
     if guess is None:
         guess = bracketed_move(received, rng)
     if guess is None:

@@ -223,6 +223,10 @@ class SingleAgentEnv(MultiAgentEnv):
     def __init__(self, env: Env):
         self.env, self.thread_safe, self.heavy = env, env.thread_safe, env.heavy
 
+    @property
+    def tools(self) -> Sequence[Callable[..., Any]]:
+        return self.env.tools
+
     def reset(self, seed: int) -> dict[str, list[Message]]:
         return {PLAYER: self.env.reset(seed)}
 

@@ -26,10 +26,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 
 from core.types import Message, printable
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, Env, MultiAgentEnv, Step, checked_step
+from environments.base import (
+    DEMO_SEEDS,
+    EVAL_SEEDS,
+    MultiAgentEnv,
+    SingleAgentEnv,
+    Step,
+    checked_step,
+)
 from environments.registry import describe_error, make, variables_of_python
 from environments.tools import hostile_calls, with_tools
 
@@ -148,9 +154,8 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
     def respond(agent: str, turn: int) -> str:
         if turn == 1:
             return "no idea"
-        if isinstance(env, Env):
-            return env.demonstrate(hasty=turn % 3 == 2) or "?"
-        return env.guess(agent, random.Random(turn)) or "?"
+        text = env.demonstrate(agent, hasty=turn % 3 == 2)
+        return text or env.guess(agent, random.Random(turn)) or "?"
 
     for seed in seeds:
         if not reuse:
@@ -189,23 +194,20 @@ def _check_seeds(report: Report, other_process: bool) -> None:
                           f"hash() or the order of a set {error}".strip())  # fmt: skip
 
 
-def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: int) -> None:
+def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
     def respond(agent: str, turn: int) -> str:
         if agents and agent not in agents:
             raise Problem(f"{agent!r} acts, but is not one of {', '.join(agents)} (`agents`)")
-        demonstrate: Callable[..., str | None] = env.demonstrate
-        if isinstance(env, MultiAgentEnv):
-            demonstrate = partial(env.demonstrate, agent)
-        text = demonstrate()
-        if text != demonstrate():
+        text = env.demonstrate(agent)
+        if text != env.demonstrate(agent):
             raise Problem("demonstrate() returned another text the second time")
-        if text is None and isinstance(env, MultiAgentEnv):
+        if text is None:
             return env.guess(agent, random.Random(turn)) or "?"
-        hasty = text is None or (agents and agent != agents[seed % len(agents)])
-        return demonstrate(hasty=True) or "?" if hasty else text or ""
+        if agents and agent != agents[seed % len(agents)]:
+            return env.demonstrate(agent, hasty=True) or "?"
+        return text
 
-    agents = env.agents if isinstance(env, MultiAgentEnv) else ()
-
+    agents = env.agents
     unscored = 0
     several = [seed for i in range(num_seeds) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
     for seed in several[:num_seeds]:
@@ -213,12 +215,10 @@ def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: i
         last = {agent: step for _, steps in turns for agent, step in steps.items()}
         correct = [step.info.get("correct") for step in last.values()]
         unscored += not all(isinstance(value, bool) for value in correct)
-        opening, seat, demonstrated = _reset(report, env, seed), "player", None
-        if isinstance(env, Env):
-            if not isinstance(env.trivial(), str | None):
-                raise Problem("trivial() must return a text or None")
-            demonstrated = env.demonstrate()
-        elif agents:
+        opening, seat, demonstrated = _reset(report, env, seed), "", None
+        if isinstance(env, SingleAgentEnv) and not isinstance(env.trivial(), str | None):
+            raise Problem("trivial() must return a text or None")
+        if agents:
             seat, demonstrated = agents[seed % len(agents)], env.demonstrate(next(iter(opening)))
         if demonstrated is not None and seat in last:
             total = sum(steps[seat].reward for _, steps in turns if seat in steps)
@@ -230,7 +230,7 @@ def _check_demonstrations(report: Report, env: Env | MultiAgentEnv, num_seeds: i
         report.warnings.append("no demonstration is correct")
 
 
-def _check_hostile_texts(report: Report, env: Env | MultiAgentEnv, seconds: float) -> None:
+def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:
     """Plays the texts one after another; after the end of an episode, and an error, a new one."""
     started, waiting, seeds, problems = time.monotonic(), set[str](), itertools.count(1), 0
     texts = [*hostile_calls(env), *hostile_texts(report.spec)]
@@ -256,7 +256,7 @@ def _check_hostile_texts(report: Report, env: Env | MultiAgentEnv, seconds: floa
                                "parsing.Retries does")  # fmt: skip
 
 
-def _check_openings(report: Report, env: Env | MultiAgentEnv, seconds: float) -> None:
+def _check_openings(report: Report, env: MultiAgentEnv, seconds: float) -> None:
     """Compares the openings of training and demonstrations with those of evaluation."""
     started, trained, held_out = time.monotonic(), set(), set()
     for i in range(NUM_OPENINGS):
@@ -274,7 +274,7 @@ def _check_openings(report: Report, env: Env | MultiAgentEnv, seconds: float) ->
 
 
 def _play(
-    report: Report, env: Env | MultiAgentEnv, seed: int, respond: Callable[[str, int], str],
+    report: Report, env: MultiAgentEnv, seed: int, respond: Callable[[str, int], str],
     max_turns: int,
 ) -> tuple[dict[str, list[Message]], list[tuple[dict[str, str], dict[str, Step]]]]:  # fmt: skip
     """Returns the opening of an episode, and the responses and steps of each turn."""
@@ -292,10 +292,10 @@ def _play(
     return opening, turns
 
 
-def _reset(report: Report, env: Env | MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
+def _reset(report: Report, env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     """Returns the openings of the agents that act first. Raises Problem if one is invalid."""
     started = time.perf_counter()
-    by_agent = {"player": env.reset(seed)} if isinstance(env, Env) else env.reset(seed)
+    by_agent = env.reset(seed)
     report.seconds["reset"].append(time.perf_counter() - started)
     for agent, messages in by_agent.items():
         if not isinstance(messages, list) or not messages:
@@ -307,18 +307,14 @@ def _reset(report: Report, env: Env | MultiAgentEnv, seed: int) -> dict[str, lis
     return by_agent
 
 
-def _step(report: Report, env: Env | MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
+def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
     """Returns the steps of the agents. Raises Problem if one is invalid."""
     started = time.perf_counter()
-    steps: dict[str, Step]
-    if isinstance(env, Env):
-        steps = {"player": env.step(responses["player"])}
-    else:
-        steps = env.step(responses)
+    steps = env.step(responses)
     report.seconds["step"].append(time.perf_counter() - started)
     for agent, step in steps.items():
         try:
-            steps[agent] = step = checked_step(step, agent, isinstance(env, Env))
+            steps[agent] = step = checked_step(step, agent, isinstance(env, SingleAgentEnv))
         except Exception as error:
             raise Problem(str(error)) from None
         if step.message is not None:

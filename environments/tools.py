@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from core.types import Message, UsageError
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step, as_multi
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -247,9 +247,9 @@ class ToolEnv(Env):
         return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
 
 
-def with_tools(env: Env | MultiAgentEnv) -> Env | MultiAgentEnv:
-    """A single-agent environment whose tools answer; one for several agents unchanged."""
-    return ToolEnv(env) if isinstance(env, Env) else env
+def with_tools(env: Env | MultiAgentEnv, read_calls: ReadCalls = read_calls) -> MultiAgentEnv:
+    """As `as_multi`, and the tools of the environment answer."""
+    return as_multi(ToolEnv(env, read_calls) if isinstance(env, Env) else env)
 
 
 def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:

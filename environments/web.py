@@ -10,7 +10,7 @@ and policies reaches the page as text, never as markup. A request from another s
     GET /           the page
     GET /state      the episode as JSON (`Episode.state`)
     POST /new       {"seed": 7}                            starts an episode
-    POST /act       {"agent": "", "text": ".."} or {"agent": "", "player": "demonstrator"}
+    POST /act       {"agent": .., "text": ".."} or {"agent": .., "player": "demonstrator"}
 """
 
 import json
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Message, UsageError, printable_json
-from environments.base import Env, MultiAgentEnv, Step
-from environments.tools import ReadCalls, ToolEnv, describe, read_calls
+from environments.base import Env, MultiAgentEnv
+from environments.tools import ReadCalls, describe, read_calls, with_tools
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
 HOST = "127.0.0.1"
@@ -46,7 +46,7 @@ class Episode:
         self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player],
         read_calls: ReadCalls = read_calls,
     ):  # fmt: skip
-        self.env = ToolEnv(env, read_calls) if isinstance(env, Env) else env
+        self.env = with_tools(env, read_calls)
         self.name, self.players = name, players
         self.start(seed)
 
@@ -57,10 +57,9 @@ class Episode:
         self.log: list[dict[str, Any]] = []  # what the page shows, in order
         self.responses: dict[str, str] = {}  # of the agents that have answered in this turn
         self.returns: dict[str, float] = {}
-        opening = self.env.reset(seed)
+        openings = self.env.reset(seed)
         for line in describe(self.env):
             self.log.append({"agent": "", "speaker": "tools", "text": line})
-        openings = {"": opening} if isinstance(opening, list) else opening
         for agent, messages in openings.items():
             for message in messages:
                 self._receive(agent, message)
@@ -72,7 +71,7 @@ class Episode:
         Raises UsageError if the agent is not asked, or the player has no response.
         """
         if agent not in self.asked or agent in self.responses:
-            raise UsageError(f"{agent or 'the player'} is not asked to act")
+            raise UsageError(f"{agent} is not asked to act")
         if text is None:
             text = self._response_of(player, agent)
         self.responses[agent] = text
@@ -91,11 +90,7 @@ class Episode:
         }  # fmt: skip
 
     def _step(self, responses: dict[str, str]) -> None:
-        steps: dict[str, Step]
-        if isinstance(self.env, Env):
-            steps = {"": self.env.step(responses[""])}
-        else:
-            steps = self.env.step(responses)
+        steps = self.env.step(responses)
         for agent, step in steps.items():
             self.returns[agent] = self.returns.get(agent, 0.0) + float(step.reward)
             if agent in responses or step.reward or step.done:
@@ -114,26 +109,18 @@ class Episode:
         self.log.append({"agent": agent, "speaker": speaker, "text": message["content"]})
 
     def _players_for(self, agent: str) -> list[str]:
-        own = {DEMONSTRATOR: self._demonstration(agent), RANDOM: self._guess(agent)}
+        guess = self.env.guess(agent, self.rng)
+        own = {DEMONSTRATOR: self.env.demonstrate(agent), RANDOM: guess}
         return [*self.players, *(name for name, text in own.items() if text is not None)]
 
     def _response_of(self, player: str, agent: str) -> str:
         if player in self.players:
             return self.players[player](list(self.chats[agent]))
-        text = self._demonstration(agent) if player == DEMONSTRATOR else self._guess(agent)
+        is_demonstrator = player == DEMONSTRATOR
+        text = self.env.demonstrate(agent) if is_demonstrator else self.env.guess(agent, self.rng)
         if text is None:
             raise UsageError(f"this environment has no {player}")
         return text
-
-    def _demonstration(self, agent: str) -> str | None:
-        if isinstance(self.env, Env):
-            return self.env.demonstrate()
-        return self.env.demonstrate(agent)
-
-    def _guess(self, agent: str) -> str | None:
-        if isinstance(self.env, Env):
-            return self.env.demonstrate(hasty=True)
-        return self.env.guess(agent, self.rng)
 
 
 def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:

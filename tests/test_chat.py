@@ -230,7 +230,7 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
     assert (episode.seed, port, list(episode.players)) == (EVAL_SEEDS[0], 7, ["before", "trained"])
     for name in ("before", "trained"):
         episode.start(0)
-        episode.act("", player=name)
+        episode.act("player", player=name)
         answer = expected("lora", runs["lora"], before=name == "before")
         assert printable(episode.log[1]["text"]) == answer
 

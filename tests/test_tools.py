@@ -401,10 +401,10 @@ def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(caps
     episode = Episode(make(name), name, EVAL_SEEDS[0], {})
     assert {row["speaker"] for row in episode.log} == {"tools", "environment"}
     while episode.asked:
-        episode.act("", player="demonstrator")
-    assert episode.log[-1]["info"]["correct"] == "True" and episode.returns == {"": 1.0}
+        episode.act("player", player="demonstrator")
+    assert episode.log[-1]["info"]["correct"] == "True" and episode.returns == {"player": 1.0}
     episode.start(3)
-    episode.act("", call_text("nothing"))
+    episode.act("player", call_text("nothing"))
     assert episode.log[-1]["text"].startswith("error: there is no tool 'nothing'")
 
 

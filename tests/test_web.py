@@ -45,14 +45,18 @@ def ask(server, path, body=None, **headers):
 def test_episode_is_played_by_requests(serve):
     server = serve(make("tic_tac_toe:opponent=perfect"))
     state = json.loads(ask(server, "/state")[2])
-    assert state["waiting"] == [{"agent": "", "players": ["demonstrator", "random player"]}]
-    status, _, text = ask(server, "/act", {"agent": "", "text": "I resign"})
+    assert state["waiting"] == [{"agent": "player", "players": ["demonstrator", "random player"]}]
+    status, _, text = ask(server, "/act", {"agent": "player", "text": "I resign"})
     state = json.loads(text)
-    assert status == 200 and state["log"][1] == {"agent": "", "speaker": "you", "text": "I resign"}
-    assert state["log"][2]["reward"] == -0.1 and state["returns"] == {"": -0.1}
+    assert status == 200 and state["log"][1] == {
+        "agent": "player",
+        "speaker": "you",
+        "text": "I resign",
+    }
+    assert state["log"][2]["reward"] == -0.1 and state["returns"] == {"player": -0.1}
     while state["waiting"]:
-        state = json.loads(ask(server, "/act", {"agent": "", "player": "demonstrator"})[2])
-    assert state["log"][-1]["done"] and state["returns"][""] == -0.1  # perfect play: a draw
+        state = json.loads(ask(server, "/act", {"agent": "player", "player": "demonstrator"})[2])
+    assert state["log"][-1]["done"] and state["returns"]["player"] == -0.1  # perfect play: a draw
     state = json.loads(ask(server, "/new", {"seed": 5})[2])
     assert state["seed"] == 5 and len(state["log"]) == 1 and state["returns"] == {}
 
@@ -63,7 +67,7 @@ def test_episode_is_played_by_requests(serve):
 )
 def test_request_of_another_site_is_refused(serve, headers):
     server = serve(make("letter_counting"))
-    status, _, _ = ask(server, "/act", {"agent": "", "text": "x"}, **headers)
+    status, _, _ = ask(server, "/act", {"agent": "player", "text": "x"}, **headers)
     assert status == 403 and len(json.loads(ask(server, "/state")[2])["log"]) == 1
     if "Host" in headers:
         assert ask(server, "/state", **headers)[0] == 403
