@@ -35,7 +35,7 @@ if __name__ == "__main__":
 import torch
 from torch import Tensor
 
-from algorithms import common, sft
+from algorithms import common, off_policy, sft
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
@@ -98,8 +98,6 @@ def main(cfg: Config) -> int:
             shape_rewards(cfg, batch)
             batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
             algorithm.compute_advantages(batch, options)
-            # --clip-cov sets advantages in `batch` to 0, --kl-cov sets batch.kl_cov_coef
-            selection.limit_covariance(cfg, batch)
 
             # 4. Gradient steps, one per minibatch (by default all rollouts). A loss is a sum over
             #    tokens with weights, by default 1 / tokens of the minibatch, so the gradients of
@@ -116,12 +114,14 @@ def main(cfg: Config) -> int:
                     if micro.old_logprobs is None:  # the only step: the policy is still the old one
                         micro.old_logprobs = logprobs.detach()
                     # π_old / π_sampler, and the weights made of it (--tis-cap, by default 2)
-                    rejected_sums = weigh_tokens(cfg, logprobs, micro)
+                    ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
+                    weights = off_policy.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
+                    micro.sampler_ratio, micro.importance_weights = ratio, weights
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
-                    sums = sums | kl_sums | rejected_sums
+                    sums = sums | kl_sums
                     stats.add(micro, loss, entropy, sums)
                 run.optimizer.sum_gradients()  # over all ranks
                 stats.end_minibatch(epoch)
@@ -254,7 +254,7 @@ def needs_old_logprobs(cfg: Config) -> bool:
     several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     needed = bool({"old_logprobs", "value_head"} & config.needs(cfg))
-    return several_steps or kl_in_reward or needed or cfg.clip_cov > 0
+    return several_steps or kl_in_reward or needed
 
 
 @torch.no_grad()
@@ -298,32 +298,13 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     batch.rewards = rewards
 
 
-def weigh_tokens(cfg: Config, logprobs: Tensor, micro: MicroBatch) -> dict[str, float]:
-    """Sets the ratio π_old / π_sampler, and the weights made of it, 0 where rejected; [b, T-1].
-
-    Returns the number of rejected tokens for the metrics.
-    """
-    mask, sampler_logprobs = micro.completion_mask, micro.sampler_logprobs
-    ratio = common.sampler_ratio(micro.old_logprobs, sampler_logprobs, mask, cfg.tis_level)
-    micro.sampler_ratio = ratio
-    micro.importance_weights = common.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
-    if not (cfg.reject_low or cfg.reject_high or cfg.opsm):
-        return {}
-    mean_ratio = common.sampler_ratio(micro.old_logprobs, sampler_logprobs, mask, "geometric")
-    kept = common.in_band(mean_ratio, cfg.reject_low, cfg.reject_high)
-    if cfg.opsm:
-        kept &= common.not_stale(logprobs, sampler_logprobs, micro.advantages, mask, cfg.opsm)
-    micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
-    return {"weights/rejected": (mask & ~kept).sum().item()}
-
-
 def regularizers(
     cfg: Config, algorithm: Any, logprobs: Tensor, entropy: Tensor, micro: MicroBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """What --entropy-coef, --kl-coef, --kl-cov add to the loss; the sum of the KL for the metrics.
+    """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
-    Each token's term has the factors of the policy loss: token weight, importance weight and,
-    except in --kl-cov, the policy ratio ρ, never clipped (why: common.weighted_kl).
+    Each token's term has the factors of the policy loss: token weight, importance weight and the
+    policy ratio ρ, never clipped (why: common.weighted_kl).
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -332,9 +313,6 @@ def regularizers(
     if cfg.entropy_coef:
         bonus = torch.where(mask, weights * ratio.detach() * entropy, 0.0).sum()
         extra_loss = extra_loss - cfg.entropy_coef * bonus
-    if "kl_cov" in micro.own:  # KL(π_old ‖ π); π_old sampled the tokens, so it has no ratio
-        kl = micro.own["kl_cov"] * common.kl_estimate(micro.old_logprobs, logprobs)
-        extra_loss = extra_loss + torch.where(mask, weights * kl, 0.0).sum()
     if micro.ref_logprobs is None:
         return extra_loss, {}
     weighted_kl = getattr(algorithm, "weighted_kl", common.weighted_kl)  # scratch.py has its own

@@ -1,4 +1,4 @@
-"""What all algorithms share: log-probs, returns, KL, importance weights, token weights.
+"""What all algorithms share: log-probs, returns, token weights, KL.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
 a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a
@@ -9,7 +9,6 @@ weights are computed once per gradient step, so the gradients of micro-batches a
 gradient of the step, however the step was cut.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from algorithms.options import KL, Aggregation, WeightLevel, WeightMode
+from algorithms.options import KL, Aggregation
 
 NOT_YET: Any = None  # a tensor that the loop computes later
 
@@ -220,56 +219,6 @@ def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     return torch.where(mask, (values - mean) / (std + eps), 0)
 
 
-def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Each token's part of the covariance of log-prob and advantage, 0 off the mask; all [B, N].
-
-        cov_t = (log π_old(x_t) - mean) (A_t - mean)                        arXiv:2505.22617
-
-    The means are over all tokens of the mask. The policy gradient lowers the entropy roughly in
-    proportion to the mean of cov_t, to which a few tokens contribute most: likely ones with a high
-    advantage, and unlikely ones with a low advantage. Clip-Cov and KL-Cov hold these tokens back.
-
-    >>> mask = torch.tensor([[True, True, False]])
-    >>> covariance(torch.tensor([[-1.0, -3.0, 9.0]]), torch.tensor([[2.0, 0.0, 9.0]]), mask)
-    tensor([[1., 1., 0.]])
-    """
-    from_mean = logprobs - masked_mean(logprobs, mask)
-    return torch.where(mask, from_mean * (advantages - masked_mean(advantages, mask)), 0.0)
-
-
-def clip_cov(
-    cov: Tensor, mask: Tensor, fraction: float, low: float, high: float, seed: int
-) -> Tensor:
-    """Clip-Cov: the tokens that have no policy gradient, [B, N] bool.
-
-    They are `fraction` of the tokens of the mask, at least one, drawn at random from those whose
-    covariance `cov` is within [low, high]; all of these if they are fewer.
-    """
-    draws = torch.rand(cov.shape, generator=torch.Generator().manual_seed(seed))
-    return _highest(draws, mask & (cov >= low) & (cov <= high), fraction * mask.sum().item())
-
-
-def kl_cov(cov: Tensor, mask: Tensor, fraction: float) -> Tensor:
-    """KL-Cov: the tokens with a KL penalty, [B, N] bool: those with the highest covariance `cov`.
-
-    They are `fraction` of the tokens of the mask, at least one. The penalty is
-    `kl_estimate(old_logprobs, logprobs)`, whose mean is KL(π_old ‖ π).
-
-    >>> kl_cov(torch.tensor([[3.0, 1.0, 2.0, 9.0]]), torch.tensor([[True, True, True, False]]), 0.7)
-    tensor([[ True, False,  True, False]])
-    """
-    return _highest(cov, mask, fraction * mask.sum().item())
-
-
-def _highest(scores: Tensor, candidates: Tensor, count: float) -> Tensor:
-    """[B, N] bool: the `count` candidates (rounded down, at least one) with the highest scores."""
-    count = min(max(1, int(count)), int(candidates.sum()))
-    best = scores.masked_fill(~candidates, -torch.inf).flatten().topk(count).indices
-    chosen = torch.zeros(scores.numel(), dtype=torch.bool)
-    chosen[best] = True
-    return chosen.view_as(scores)
-
-
 def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
     """Per-token estimates of KL(π ‖ other) from samples of π, in nats; with d = log π - log other:
 
@@ -317,72 +266,6 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
     tensor([-0.0000, -0.0000, -0.5000, -1.0000])
     """
     return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
-
-
-def sampler_ratio(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, completion_mask: Tensor, level: WeightLevel
-) -> Tensor:
-    """π_old / π_sampler, which weights tokens of the sampler to count as tokens of π_old; detached.
-
-        token       the ratio of each token
-        geometric   the geometric mean of the ratios in the row; does not grow with its length
-        product     the product of the ratios in the row: the exact weight of the sequence
-                    (`sequence` in TRL and verl)
-
-    π_old are the trainer's probabilities before the first gradient step. The sampler runs different
-    kernels than the trainer, so its tokens come from a slightly different distribution
-    (https://fengyao.notion.site/off-policy-rl). Only the product with an infinite cap leaves the
-    expected gradient unbiased, at a variance that grows with the length; runs/off_policy has the
-    figures.
-    All tensors [b, T-1].
-    """
-    log_ratio = torch.where(completion_mask, old_logprobs - sampler_logprobs, 0.0).detach()
-    if level == "geometric":
-        log_ratio = masked_mean(log_ratio, completion_mask, dim=1).expand_as(log_ratio)
-    elif level == "product":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
-    return log_ratio.exp()
-
-
-def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate") -> Tensor:
-    """Weights that correct for the sampler's distribution, from `sampler_ratio`.
-
-    truncate: ratios above `cap` become `cap`, which bounds the variance (truncated importance
-    sampling). mask: tokens with a ratio outside [1/cap, cap] have weight 0, the others their ratio.
-    cap 0 switches the correction off: all weights are 1.
-
-    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0)
-    tensor([0.1000, 0.9000, 2.0000])
-    >>> importance_weights(torch.tensor([0.1, 0.9, 3.0]), cap=2.0, mode="mask")
-    tensor([0.0000, 0.9000, 0.0000])
-    """
-    if cap == 0:
-        return torch.ones_like(ratio)
-    if mode == "mask":
-        return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
-    return ratio.clamp(max=cap)
-
-
-def in_band(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Which tokens to keep [b, T-1]: those whose `ratio` is within [low, high]; 0 is no bound.
-
-    Rejection is separate from weighting: `ratio` is the geometric mean of the row, the same for all
-    its tokens (`sampler_ratio` with level="geometric"), whatever level the weights have.
-    """
-    return (ratio >= low) & (ratio <= (high or math.inf))
-
-
-def not_stale(
-    logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor, limit: float
-) -> Tensor:
-    """Off-policy sequence masking (OPSM) of DeepSeek-V3.2, arXiv:2512.02556: [b, T-1] bool.
-
-    False for tokens with a negative advantage in rows that the current policy has moved away from:
-    the mean of log π_sampler - log π over the row exceeds `limit`. Pushing down what the policy no
-    longer says teaches little and can destabilize it; tokens with a positive advantage stay.
-    """
-    drift = torch.where(mask, sampler_logprobs - logprobs, 0.0).detach()
-    return (advantages >= 0) | (masked_mean(drift, mask, dim=1) <= limit)
 
 
 def surrogate_metrics(

@@ -3,36 +3,30 @@
     A_i = (R_i - mean of the group) / (std of the group)       DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
-R_i is the return of rollout i, ρ_t the policy ratio of its token t; π_old is the trainer's policy
-before the first gradient step of the update. The std is that of a sample (n-1), plus 1e-4. The
-reward does not depend on the weights, so it has no gradient. The min, called the surrogate, has
-one: at ρ = 1 the policy gradient A ∇ log π. Minimizing L maximizes the surrogate. The code also
-multiplies each token's term by its token weight, which turns the sum into a mean, and by its
-importance weight, π_old / π_sampler capped at --tis-cap. In the first gradient step of an update
-ρ is 1 and nothing is clipped; by default there is only that one.
+R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
+update. The std is that of a sample (n-1), plus 1e-4. Gradients flow through the policy ratio ρ_t
+only; at ρ_t = 1 the gradient of a term is -A_i ∇ log π(x_t), the policy gradient. In the first step
+of an update every ratio is 1, so nothing is clipped; by default there is only that step.
 
-Later variants change a few options; `--grpo.loss-type` names a set of values (LOSS_TYPES below).
-The default is dapo: every token counts the same, whatever the length of its rollout.
+The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
+by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
+
+Variants change a few numbers; `--grpo.loss-type` names a set of them (LOSS_TYPES below). The
+default is dapo: every token counts the same, whatever the length of its rollout.
 
     grpo       ε_high = ε_low; the mean over the tokens of a rollout, then over rollouts
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
-    gspo       one value of ρ for all tokens of a sequence, the geometric mean of their ratios; each
-               term has the gradient of its own token's ratio (GSPO-token)
-                                                                        arXiv:2507.18071
-    cispo      -Σ_t clip(ρ_t) A log π, without gradient through clip(ρ_t): the clip bounds the
-               size of a token's gradient and never removes it
-                                                                        MiniMax-M1, arXiv:2506.13585
-    scalerl    cispo with the std of the batch and the mean over the tokens of a group, then over
-               groups; README.md lists the rest of the recipe          arXiv:2510.13786
+
+gspo.py, cispo.py, kl_cov.py, clip_cov.py and opsm.py have other formulas.
 
 Differences from the papers: there is no KL term unless --kl-coef is set, and then each of its terms
 is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling, overlong penalty and overlong
 filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
 --mask-truncated-completions.
 
-    python train.py --algo grpo --grpo.loss-type cispo --num-minibatches 4
+    python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
 """
 
 from dataclasses import dataclass, replace
@@ -43,25 +37,18 @@ from torch import Tensor
 
 from algorithms import common
 from algorithms.common import Batch, Micro
-from algorithms.options import Aggregation, Level, LoopOptions, Range
+from algorithms.options import Aggregation, LoopOptions, Range
 
 EPS = 1e-4  # added to a standard deviation: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "grpo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.2,
-             "ratio_level": "token", "surrogate": "min", "aggregation": "sequence"},
+             "aggregation": "sequence"},
     "dr_grpo": {"scale_rewards": "none", "clip_low": 0.2, "clip_high": 0.2,
-                "ratio_level": "token", "surrogate": "min", "aggregation": "constant"},
+                "aggregation": "constant"},
     "dapo": {"scale_rewards": "group", "clip_low": 0.2, "clip_high": 0.28,
-             "ratio_level": "token", "surrogate": "min", "aggregation": "token"},
+             "aggregation": "token"},
     "lite_ppo": {"scale_rewards": "batch", "clip_low": 0.2, "clip_high": 0.2,
-                 "ratio_level": "token", "surrogate": "min", "aggregation": "token"},
-    "gspo": {"scale_rewards": "group", "clip_low": 3e-4, "clip_high": 4e-4,
-             "ratio_level": "sequence", "surrogate": "min", "aggregation": "sequence"},
-    # clip_low 1: a ratio is never below 0, so there is no lower clip
-    "cispo": {"scale_rewards": "group", "clip_low": 1.0, "clip_high": 4.0,
-              "ratio_level": "token", "surrogate": "cispo", "aggregation": "token"},
-    "scalerl": {"scale_rewards": "batch", "clip_low": 1.0, "clip_high": 4.0,
-                "ratio_level": "token", "surrogate": "cispo", "aggregation": "prompt"},
+                 "aggregation": "token"},
 }  # fmt: skip
 
 
@@ -69,20 +56,14 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 class Options(LoopOptions):
     """Options of GRPO; None: the value that the loss type sets."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "gspo", "cispo", "scalerl"] = "dapo"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns."""
     clip_low: Annotated[float | None, Range(0, 1)] = None
-    """Clip the ratio at 1 - clip_low; acts where the advantage is negative (cispo: everywhere)."""
+    """Clip the ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float | None, Range(0, 1000)] = None
-    """Clip the ratio at 1 + clip_high; acts where the advantage is positive (cispo: everywhere)."""
-    ratio_level: Level | None = None
-    """token: one ratio per token; sequence: the geometric mean of the ratios in the sequence (the
-    rollout, or a part of it if the environment replaced the context)."""
-    surrogate: Literal["min", "cispo"] | None = None
-    """min: the smaller of the clipped and unclipped term; cispo: advantage times
-    log-prob times the clipped ratio, which has no gradient."""
+    """Clip the ratio at 1 + clip_high; acts where the advantage is positive."""
     aggregation: Aggregation | None = None
     """token: the mean over all tokens; sequence: the mean of each rollout, then over rollouts;
     prompt: the mean of each group, then over groups; constant: the sum divided by rollouts ·
@@ -91,12 +72,23 @@ class Options(LoopOptions):
     """Ratio, above 1, at which the loss of tokens with negative advantage stops growing; 0: off."""
 
 
-def needs(options: Options) -> set[str]:
+def needs(options: Any) -> set[str]:
     """What the training loop has to provide (core/algorithm.py)."""
     return {"groups"} if options.scale_rewards == "none" else {"groups", "kl_in_loss"}
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
+def resolve(options: Any) -> Any:
+    """`options` with every option that is None set to the value of its loss type.
+
+    >>> options = resolve(Options("dapo", clip_low=0.1))
+    >>> options.clip_low, options.clip_high
+    (0.1, 0.28)
+    """
+    preset = LOSS_TYPES[options.loss_type]
+    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
+
+
+def compute_advantages(batch: Batch, options: Any) -> None:
     """Sets the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     Turn k is compared with turn k of all rollouts of the group, also of those whose tokens are not
@@ -136,40 +128,19 @@ def compute_loss(
     importance weights between sampler and trainer. There are no `values`. Returns the loss, and
     metrics as plain sums over tokens.
     """
+    assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages
     logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
-    log_ratio = logprobs - micro.old_logprobs
-    if options.ratio_level == "sequence":  # value: the mean; gradient: of the token's own log-ratio
-        in_loss = micro.loss_mask
-        mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
-        log_ratio = torch.where(in_loss, mean + log_ratio - log_ratio.detach(), 0.0)
-    # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
-    ratio = log_ratio.exp()
-    assert options.clip_low is not None and options.clip_high is not None, "see resolve"
+    ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
-    if options.surrogate == "cispo":
-        surrogate = clipped.detach() * advantages * logprobs
-    else:
-        # the smaller of the two: beyond the clip, a further change in the intended direction gains
-        # nothing, and a change in the wrong direction still costs
-        surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-        if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
-            bounded = surrogate.maximum(options.dual_clip * advantages)
-            surrogate = torch.where(advantages < 0, bounded, surrogate)
+    # the smaller of the two: beyond the clip, a further change in the intended direction gains
+    # nothing, and a change in the wrong direction still costs
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    if options.dual_clip:  # bounds the loss where the ratio is large and A is negative
+        bounded = surrogate.maximum(options.dual_clip * advantages)
+        surrogate = torch.where(advantages < 0, bounded, surrogate)
     per_token = -micro.importance_weights * surrogate
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    either_sign = options.surrogate == "cispo"
     return loss, common.surrogate_metrics(
-        ratio, logprobs, micro, options.clip_low, options.clip_high, either_sign
+        ratio, logprobs, micro, options.clip_low, options.clip_high
     )
-
-
-def resolve(options: Options) -> Options:
-    """`options` with every option that is None set to the value of its loss type.
-
-    >>> options = resolve(Options("dapo", clip_low=0.1))
-    >>> options.clip_low, options.clip_high
-    (0.1, 0.28)
-    """
-    preset = LOSS_TYPES[options.loss_type]
-    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 Aggregation = Literal["token", "sequence", "prompt", "constant"]  # common.token_weights
-Level = Literal["token", "sequence"]  # of the policy ratio
-WeightLevel = Literal["token", "geometric", "product"]  # common.sampler_ratio
-WeightMode = Literal["truncate", "mask"]  # common.importance_weights
+WeightLevel = Literal["token", "geometric", "product"]  # off_policy.sampler_ratio
+WeightMode = Literal["truncate", "mask"]  # off_policy.importance_weights
 KL = Literal["k1", "k2", "k3"]  # common.kl_estimate
 
 

@@ -193,25 +193,6 @@ class AlgorithmOptions:
     tis_level: Annotated[WeightLevel, Needs("tis_cap")] = "token"
     # truncate: cap the importance weights; mask: zero weight outside [1/cap, cap].
     tis_mode: Annotated[Literal["truncate", "mask"], Needs("tis_cap")] = "truncate"
-    # Leave out sequences whose geometric-mean weight is below this; 0: keep all.
-    reject_low: Fraction = 0.0
-    # Leave out sequences whose geometric-mean weight is above this; 0: keep all.
-    reject_high: Annotated[float, Range(1, 10**6, or_zero=True)] = 0.0
-    # Leave out tokens with a negative advantage in sequences that the policy has moved away from by
-    # more than this, in nats per token (OPSM); 0: off.
-    opsm: Coefficient = 0.0
-    # Fraction of the tokens that get no policy gradient (Clip-Cov), drawn from those whose
-    # covariance of log-prob and advantage is within the next two settings; 0: off.
-    clip_cov: Fraction = 0.0
-    # Smallest covariance of --clip-cov.
-    clip_cov_low: Annotated[float, Range(0, 10**15), Needs("clip_cov")] = 1.0
-    # Largest covariance of --clip-cov.
-    clip_cov_high: Annotated[float, Range(0, 10**15), Needs("clip_cov")] = 5.0
-    # Fraction of the tokens, those with the highest covariance of log-prob and advantage, that get
-    # a KL penalty to the policy before the update (KL-Cov); 0: off.
-    kl_cov: Fraction = 0.0
-    # Coefficient of the penalty of --kl-cov.
-    kl_cov_coef: Annotated[Coefficient, Needs("kl_cov")] = 1.0
     # Tokens before --max-tokens over which a length penalty grows from 0 to 1 (DAPO); 0: off.
     overlong_buffer: Count = 0
     # Exclude completions that hit --max-tokens from the loss.
@@ -303,8 +284,22 @@ SMOLLM2 = "smollm2"  # the model of core/extras/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
-# Settings of earlier versions, and what each of them always is now
-GONE: dict[str, Any] = {"env_workers": 64, "api_concurrency": 8, "api_timeout": 600.0}
+# Settings of earlier versions: what each of them always is now, and what replaces other values
+GONE: dict[str, tuple[Any, str]] = {
+    "env_workers": (64, ""), "api_concurrency": (8, ""), "api_timeout": (600.0, ""),
+    "clip_cov": (0.0, "--algo clip_cov --clip-cov.fraction"),
+    "clip_cov_low": (1.0, "--algo clip_cov --clip-cov.low"),
+    "clip_cov_high": (5.0, "--algo clip_cov --clip-cov.high"),
+    "kl_cov": (0.0, "--algo kl_cov --kl-cov.fraction"),
+    "kl_cov_coef": (1.0, "--algo kl_cov --kl-cov.coef"),
+    "opsm": (0.0, "--algo opsm --opsm.limit"),
+    "reject_low": (0.0, "--algo opsm --opsm.reject-low"),
+    "reject_high": (0.0, "--algo opsm --opsm.reject-high"),
+    "grpo.ratio_level": ("token", "--algo gspo"), "grpo.surrogate": ("min", "--algo cispo"),
+}  # fmt: skip
+# Values of --grpo.loss-type that are algorithms of their own now
+MOVED = {"gspo": "--algo gspo", "cispo": "--algo cispo",
+         "scalerl": "--algo cispo --cispo.loss-type scalerl"}  # fmt: skip
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,
@@ -463,9 +458,6 @@ def _algorithm_problems(cfg: Config) -> Iterator[str]:
     if "several_steps" in needed and cfg.num_epochs * cfg.num_minibatches == 1:
         yield (f"--algo {name} has no effect with one gradient step per update, in which the "
                "policy is still the old one; add --num-minibatches 4")  # fmt: skip
-    if cfg.kl_cov and cfg.num_epochs * cfg.num_minibatches == 1:
-        yield ("--kl-cov has no effect with one gradient step per update, in which the policy is "
-               "still the old one; add --num-minibatches 4")  # fmt: skip
     if cfg.sft_best and cfg.options.value_warmup:
         yield (f"--{name}.value-warmup trains the value head alone, --sft-best the policy; "
                "remove one")  # fmt: skip
@@ -569,8 +561,6 @@ def _range_problems(cfg: Config) -> Iterator[str]:
          f"at most --max-tokens = {cfg.max_tokens}"),
         ("max_model_len", cfg.max_model_len > cfg.max_tokens,
          f"more than --max-tokens = {cfg.max_tokens}, to leave room for a prompt"),
-        ("clip_cov_low", cfg.clip_cov_low <= cfg.clip_cov_high,
-         f"at most --clip-cov-high = {cfg.clip_cov_high}"),
     ]:  # fmt: skip
         if not valid_value:
             yield f"{flag(name)} must be {what}, not {getattr(cfg, name)}"

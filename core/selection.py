@@ -1,4 +1,4 @@
-"""Selects what to train on: which rollouts, and which tokens (--clip-cov, --kl-cov).
+"""Selects the rollouts to train on.
 
 A group whose rollouts all have the same return has advantages of 0, so its tokens cost time and
 change nothing. Filter on the spread of the returns, not on their mean: a group of partial credit
@@ -10,9 +10,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from algorithms import common
-from core.batching import RolloutBatch
-from core.config import Config
 from core.types import Rollout, Turn, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
@@ -68,25 +65,3 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
 def as_rollouts(best: list[dict[str, Any]]) -> list[Rollout]:
     """The result of `keep_best` as rollouts to train on."""
     return [Rollout(**(r | {"turns": [Turn(**turn) for turn in r["turns"]]})) for r in best]
-
-
-def limit_covariance(cfg: Config, batch: RolloutBatch) -> None:
-    """Chooses the tokens of --clip-cov and --kl-cov (0: none), once per update and from the whole
-    batch, so that micro-batches and ranks do not change them.
-
-    Clip-Cov sets the advantage of its tokens to 0. KL-Cov sets batch.own["kl_cov"], the
-    coefficient of the penalty.
-    """
-    if not (cfg.clip_cov or cfg.kl_cov):
-        return
-    mask = batch.loss_mask
-    cov = common.covariance(batch.old_logprobs, batch.advantages, mask)
-    if cfg.kl_cov:
-        chosen = common.kl_cov(cov, mask, cfg.kl_cov)
-        batch.own["kl_cov"] = cfg.kl_cov_coef * chosen.float()
-    if cfg.clip_cov:
-        clipped = common.clip_cov(
-            cov, mask, cfg.clip_cov, cfg.clip_cov_low, cfg.clip_cov_high, batch.seed
-        )
-        batch.advantages = batch.advantages.masked_fill(clipped, 0.0)
-        batch.metrics["clip/cov_fraction"] = clipped.sum().item() / max(1, mask.sum().item())

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from algorithms.common import (
+    Batch,
+    Micro,
     group_sum,
     masked_mean,
     normalize,
@@ -108,7 +110,8 @@ PAID = torch.tensor([[0.0, 1.0, 4.0, 8.0], [0.5, 2.0, 0.0, 0.0]])
 @pytest.mark.parametrize("junk", [0.0, NAN, -INF])
 def test_turn_returns_discount_by_turns_and_ignore_what_is_masked(gamma, want, junk):
     paid, turn_ids = PAID.masked_fill(~PLAYED, junk), TURNS.masked_fill(~PLAYED, 2)
-    returns, played = turn_returns(paid, PLAYED, turn_ids, gamma)
+    batch = Batch(rewards=paid, completion_mask=PLAYED, turn_ids=turn_ids, gamma=gamma)
+    returns, played = turn_returns(batch)
     assert returns.tolist() == [want, [2.5, 0, 0]] and returns.dtype == torch.float64
     assert played.tolist() == [[True, True, True], [True, False, False]]
 
@@ -184,7 +187,8 @@ def test_surrogate_metrics_count_the_tokens_that_the_clip_stops(junk):
     ratio = torch.tensor([0.25, 0.25, 0.25, 0.5, 1.25, 1.5, 1.5, 1.5, junk])
     advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0, -1.0, 1.0, 0.0, junk])
     mask, old = torch.arange(9) < 8, torch.full((9,), -1.0)
-    inputs = ratio, old + ratio.log(), old, advantages, mask, 0.5, 0.25
+    micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages)
+    inputs = ratio, old + ratio.log(), micro, 0.5, 0.25
     k3 = sum(r - 1 - math.log(r) for r in ratio[:8].tolist())  # KL of the old from the new
     want = {"clip/low_fraction": 1, "clip/high_fraction": 1, "kl/approx": pytest.approx(k3)}
     assert surrogate_metrics(*inputs) == want

@@ -1,13 +1,15 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617): the tokens they choose."""
+"""Clip-Cov and KL-Cov (arXiv:2505.22617): the tokens they choose, and what they do to these."""
 
+import math
+
+import pytest
 import torch
 
 import train
-from algorithms.common import clip_cov, covariance, kl_cov
-from core.batching import to_rollout_batch
-from core.seeds import ALGORITHM, derive_seed
-from core.selection import limit_covariance
-from core.types import Rollout, Turn
+from algorithms import clip_cov, grpo, kl_cov
+from algorithms.common import Batch, Micro
+from algorithms.kl_cov import covariance, highest
+from core import config
 
 NAN = float("nan")
 
@@ -16,56 +18,82 @@ def test_covariance_by_hand():
     # log-probs -1 -2 -3 (mean -2), advantages 3 0 -3 (mean 0); the second row has one token masked
     logprobs, advantages = torch.tensor([[[-1.0, -2.0], [-3.0, NAN]], [[4.0, 1.0], [-2.0, NAN]]])
     mask = torch.tensor([[True, True], [True, False]])
-    assert covariance(logprobs, advantages, mask).tolist() == [[3, 0], [3, 0]]
-    assert covariance(logprobs, -advantages, mask).tolist() == [[-3, 0], [-3, 0]]
+    batch = Batch(completion_mask=mask, loss_mask=mask, old_logprobs=logprobs,
+                  advantages=advantages)  # fmt: skip
+    assert covariance(batch).tolist() == [[3, 0], [3, 0]]
+    batch.advantages = -advantages
+    assert covariance(batch).tolist() == [[-3, 0], [-3, 0]]
+
+
+def test_the_highest_are_those_of_the_candidates():
+    cov = torch.tensor([[5.0, -9.0, 1.0], [2.0, 3.0, 7.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    assert highest(cov, mask, 2.5).tolist() == [[True, False, False], [False, True, False]]
+    assert highest(cov, mask, 0.005).sum() == 1
+    assert torch.equal(highest(cov, mask, 9), mask)
+    assert highest(cov, ~mask & mask, 2).sum() == 0
+
+
+def a_batch(seed=0):
+    """Twenty rollouts of 50 tokens in groups of four, with random returns and log-probs."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, old = torch.randn(2, 20, 50, generator=generator)
+    mask = torch.ones(20, 50, dtype=torch.bool)
+    in_loss = torch.arange(1000).view(20, 50) % 5 > 0  # 800 tokens
+    return Batch(rewards=rewards, old_logprobs=old, completion_mask=mask, loss_mask=in_loss,
+                 turn_ids=mask.long() * 0, group_ids=torch.arange(20) // 4, seed=seed)  # fmt: skip
+
+
+def cleared(options, seed=0):
+    """What Clip-Cov set to 0, the covariances, and the metrics."""
+    plain, batch, options = a_batch(), a_batch(seed), grpo.resolve(options)
+    grpo.compute_advantages(plain, options)
+    clip_cov.compute_advantages(batch, options)
+    changed = batch.advantages != plain.advantages
+    assert (batch.advantages[changed] == 0).all()
+    return changed, covariance(plain), batch.metrics["clip/cov_fraction"]
 
 
 def test_clip_cov_draws_a_fraction_of_all_tokens_from_those_in_the_range():
-    cov = torch.arange(1000.0).view(10, 100) / 100  # 0.00 to 9.99; 401 of them in [1, 5]
-    mask = torch.ones_like(cov, dtype=torch.bool)
-    chosen = clip_cov(cov, mask, 0.2, 1.0, 5.0, seed=0)
-    assert chosen.sum() == 200 and 2.7 < cov[chosen].mean() < 3.3  # at random: 3, error 0.06
-    assert torch.equal(chosen, clip_cov(cov, mask, 0.2, 1.0, 5.0, seed=0))
-    assert not torch.equal(chosen, clip_cov(cov, mask, 0.2, 1.0, 5.0, seed=1))
-    everything = clip_cov(cov, mask, 0.9, 1.0, 5.0, seed=0)  # there are no more
-    assert torch.equal(everything, (cov >= 1) & (cov <= 5)) and everything.sum() == 401
-    assert clip_cov(cov, mask, 1e-6, 1.0, 5.0, seed=0).sum() == 1
-    assert clip_cov(cov, ~mask, 0.2, 1.0, 5.0, seed=0).sum() == 0
+    options = clip_cov.Options(fraction=0.2, low=0.05, high=2.0)
+    changed, cov, fraction = cleared(options)
+    assert changed.sum() == 160 and fraction == 160 / 800
+    assert cov[changed].min() >= 0.05 and cov[changed].max() <= 2
+    assert torch.equal(cleared(options)[0], changed)
+    assert not torch.equal(cleared(options, seed=1)[0], changed)
+    everything, cov, _ = cleared(clip_cov.Options(fraction=0.9, low=0.05, high=2.0))
+    within = a_batch().loss_mask & (cov >= 0.05) & (cov <= 2)  # there are no more
+    assert torch.equal(everything, within) and 160 < within.sum() < 720
+    assert cleared(clip_cov.Options(fraction=1e-6, low=0.05, high=2.0))[0].sum() == 1
 
 
-def test_kl_cov_takes_the_tokens_with_the_highest_covariance():
-    cov = torch.tensor([[5.0, -9.0, 1.0], [2.0, 3.0, 7.0]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    assert kl_cov(cov, mask, 0.5).tolist() == [[True, False, False], [False, True, False]]
-    assert kl_cov(cov, mask, 0.001).sum() == 1
-    assert torch.equal(kl_cov(cov, mask, 1.0), mask)
+def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_the_highest():
+    batch, options = a_batch(), grpo.resolve(kl_cov.Options(fraction=0.1, coef=0.8))
+    kl_cov.compute_advantages(batch, options)
+    coef, cov = batch.own["penalty_coef"], covariance(batch)
+    assert coef.unique().tolist() == pytest.approx([0, 0.8]) and (coef > 0).sum() == 80
+    assert cov[coef > 0].min() >= cov[batch.loss_mask & (coef == 0)].max()
 
-
-def test_an_update_chooses_once_from_the_whole_batch():
-    turns = [Turn([1], [5] * 40, [-0.5] * 40, "stop") for _ in range(2)]
-    rollouts = [Rollout("e", "player", i, i, turns=[turn]) for i, turn in enumerate(turns)]
-    batch = to_rollout_batch(rollouts)
-    generator = torch.Generator().manual_seed(0)
-    old, advantages = torch.randn(2, 2, 40, generator=generator)
-    batch.old_logprobs, batch.advantages = old, advantages
-    cfg = train.Config(
-        seed=5, clip_cov=0.2, clip_cov_low=0.0, clip_cov_high=9.0, kl_cov=0.1, kl_cov_coef=0.7
-    )
-    in_loss = torch.arange(80).view(2, 40) % 3 > 0
-    limit_covariance(cfg, batch, in_loss, 7)
-    cov = covariance(old, advantages, in_loss)
-    clipped = clip_cov(cov, in_loss, 0.2, 0.0, 9.0, derive_seed(5, ALGORITHM, 7))
-    assert torch.equal(batch.advantages, advantages.masked_fill(clipped, 0.0))
-    assert torch.equal(batch.kl_cov_coef, 0.7 * kl_cov(cov, in_loss, 0.1).float())
-    assert batch.clip_cov_fraction == clipped.sum().item() / in_loss.sum().item()
+    ratio, old = torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[-1.0, -1.5, -1.5]])
+    logprobs = (old + ratio.log()).requires_grad_()
+    micro = Micro(
+        completion_mask=torch.tensor([[True, True, False]]), old_logprobs=old,
+        advantages=torch.zeros(1, 3), importance_weights=torch.tensor([[1.0, 0.5, 1.0]]),
+        token_weights=torch.full((1, 3), 0.25),
+        own={"penalty_coef": torch.tensor([[0.0, 0.8, 0.8]])},
+    )  # fmt: skip
+    loss = kl_cov.compute_loss(logprobs, None, micro, options)[0]
+    assert loss.item() == pytest.approx(0.8 * 0.25 * 0.5 * (3 - 1 - math.log(3)))
+    gradient = torch.autograd.grad(loss, logprobs)[0]
+    assert gradient[0].tolist() == pytest.approx([0, 0.8 * 0.25 * 0.5 * (3 - 1), 0])
 
 
 def test_the_old_log_probs_are_computed_where_a_setting_needs_them():
     needs = {
-        name: train.needs_old_logprobs(train.Config(**settings))
+        name: train.needs_old_logprobs(config.resolve(train.Config(**settings)))
         for name, settings in {
             "default": {}, "epochs": {"num_epochs": 2}, "minibatches": {"num_minibatches": 2},
-            "ppo": {"algo": "ppo"}, "clip_cov": {"clip_cov": 0.1}, "kl": {"kl_coef": 0.1},
+            "ppo": {"algo": "ppo"}, "clip_cov": {"algo": "clip_cov"}, "kl": {"kl_coef": 0.1},
             "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
             "no kl": {"kl_in": "reward"},
         }.items()

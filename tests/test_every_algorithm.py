@@ -3,14 +3,19 @@
 import pytest
 import torch
 
-from algorithms import grpo, ppo, reinforce
-from algorithms.common import token_weights
+from algorithms import cispo, grpo, gspo, kl_cov, opsm, ppo, reinforce
+from algorithms.common import Micro, token_weights
 
 JUNK = [float("nan"), float("inf"), float("-inf")]
 LOSSES = {
     "reinforce": (reinforce, reinforce.Options()),
     **{name: (grpo, grpo.resolve(grpo.Options(name))) for name in grpo.LOSS_TYPES},
-    "gspo, clipped seldom": (grpo, grpo.resolve(grpo.Options("gspo", clip_high=0.2))),
+    "gspo": (gspo, gspo.Options()),
+    "gspo, clipped seldom": (gspo, gspo.Options(clip_high=0.2)),
+    "cispo": (cispo, cispo.resolve(cispo.Options())),
+    "scalerl": (cispo, cispo.resolve(cispo.Options("scalerl"))),
+    "kl_cov": (kl_cov, grpo.resolve(kl_cov.Options())),
+    "opsm": (opsm, grpo.resolve(opsm.Options(reject_low=0.8))),
     "ppo": (ppo, ppo.Options()),
     "ppo, values not clipped": (ppo, ppo.Options(value_clip=0.0)),
 }
@@ -57,7 +62,7 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
     """One step of a policy that is a table of logits and one of values, from `parts` of the rows:
     loss, gradients and metrics, each added up. `junk` stands in what it says off the mask."""
     module, options = LOSSES[name]
-    scale = token_weights(known["mask"], getattr(options, "aggregation", "token"), max_tokens=6)
+    scale = token_weights(known["mask"], options.aggregation, max_tokens=6)
     torch.manual_seed(1)
     logits, values = (torch.randn(n, dtype=torch.float64).requires_grad_() for n in ((5, 5), (5,)))
     totals = {"loss": 0.0}
@@ -67,11 +72,15 @@ def step(name, known, parts=(range(ROWS),), junk=0.0):
         off = torch.where(mask, 0.0, junk)  # added, so that gradients pass
         logprobs = logits.log_softmax(-1)[at["contexts"], at["tokens"]]
         old = logprobs.detach() + at["noise"]
-        extra = (values[at["contexts"]] + off, at["values"], at["targets"])
-        loss, metrics = module.compute_loss(
-            logprobs + off, old, at["advantages"], mask, at["weights"], at["scale"] + off, options,
-            *(extra if module is ppo else ()),
+        micro = Micro(
+            completion_mask=mask, loss_mask=mask, old_logprobs=old,
+            sampler_logprobs=old - at["noise"], advantages=at["advantages"],
+            importance_weights=at["weights"], token_weights=at["scale"] + off,
+            values=at["values"], value_targets=at["targets"],
+            own={"penalty_coef": at["weights"]},
         )  # fmt: skip
+        new_values = values[at["contexts"]] + off
+        loss, metrics = module.compute_loss(logprobs + off, new_values, micro, options)
         loss.backward()
         for key, value in {"loss": loss.item(), **metrics}.items():
             totals[key] = totals.get(key, 0.0) + value

@@ -18,15 +18,13 @@ from single_update import single_update
 from transformers import AutoModelForCausalLM
 
 import train
-from algorithms import grpo
-from algorithms.grpo import Options as GrpoOptions
-from algorithms.ppo import Options as PpoOptions
-from algorithms.reinforce import Options as ReinforceOptions
+from algorithms import cispo, clip_cov, grpo, gspo, kl_cov, ppo, reinforce
 from core import config
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
-ALGOS = ["grpo", "reinforce", "grpo", "ppo"] * 3 + ["grpo", "reinforce"]  # 7, 4 and 3
+ALGOS = """grpo reinforce gspo ppo grpo reinforce cispo ppo kl_cov reinforce clip_cov ppo grpo
+    reinforce""".split()
 CONFIGS, FAST = 42, len(ALGOS)  # random settings in all; those that are not marked slow
 MAX_TOKENS = 6  # --max-tokens
 PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
@@ -69,45 +67,48 @@ def draw_settings(seed):
         "overlong_buffer": draw.choice([0, 3]),
         "mask_truncated_completions": draw.choice([False, True]),
     }
-    covariances = random.Random(2000 + seed)
-    if covariances.random() < 0.5:  # all tokens within the range: no random choice
-        options |= {"clip_cov": 1.0, "clip_cov_low": 0.05, "clip_cov_high": 0.3}
-    if covariances.random() < 0.5:
-        options |= {"kl_cov": covariances.choice([0.1, 0.4]), "kl_cov_coef": 0.7}
     if options["tis_cap"]:
         options["tis_level"] = draw.choice(["token", "geometric", "product"])
         options["tis_mode"] = draw.choice(["truncate", "mask"])
     if draw.random() < 0.6:
         options |= {"kl_coef": 0.1, "kl_estimator": draw.choice(["k1", "k2", "k3"])}
     scale = draw.choice(["group", "batch", "none"])
-    if options.get("kl_coef") and draw.random() < 0.5 and (algo != "grpo" or scale == "none"):
+    has_spread = algo not in ("reinforce", "ppo") and scale != "none"  # its KL may be no reward
+    if options.get("kl_coef") and draw.random() < 0.5 and not has_spread:
         options["kl_in"] = "reward"
+    like_grpo = {
+        "scale_rewards": scale,
+        "aggregation": draw.choice([None, "token", "sequence", "prompt", "constant"]),
+    }
+    loss_type = list(grpo.LOSS_TYPES)[number % 4]
+    clip = draw.choice([None, 0.1])
     chosen = {
-        "grpo": GrpoOptions(
-            loss_type=list(grpo.LOSS_TYPES)[number],
-            scale_rewards=scale,
-            clip_low=draw.choice([None, 0.1]),
-            aggregation=draw.choice([None, "token", "sequence", "prompt", "constant"]),
-            dual_clip=0.0,
+        "grpo": lambda: grpo.Options(loss_type, clip_low=clip, **like_grpo),
+        "gspo": lambda: gspo.Options(scale_rewards=scale),
+        "cispo": lambda: cispo.Options(("cispo", "scalerl")[number % 2], **like_grpo),
+        "kl_cov": lambda: kl_cov.Options(
+            loss_type, fraction=draw.choice([0.1, 0.4]), coef=0.7, **like_grpo
         ),
-        "reinforce": ReinforceOptions(
+        # all tokens within the range: no random choice
+        "clip_cov": lambda: clip_cov.Options(
+            loss_type, fraction=1.0, low=0.05, high=0.3, **like_grpo
+        ),
+        "reinforce": lambda: reinforce.Options(
             baseline=("batch", "group", "leave_one_out", "none")[number % 4],
             normalize=draw.choice([False, True]),
         ),
-        "ppo": PpoOptions(
+        "ppo": lambda: ppo.Options(
             gae_lambda=draw.choice([0.0, 0.9, 1.0]),
             clip=draw.choice([0.1, 0.2]),
             value_clip=draw.choice([0.0, 0.1]),
             value_coef=draw.choice([0.5, 1.0]),
         ),
-    }[algo]
+    }[algo]()
     cfg = train.Config(
         algo=algo, credit=credit, num_epochs=2, max_grad_norm=0.0, max_tokens=MAX_TOKENS,
-        num_prompts=3, group_size=4, **{algo: chosen}, **options,
+        num_prompts=3, group_size=4, options=chosen, **options,
     )  # fmt: skip
     cfg = config.resolve(cfg)
-    if algo == "grpo":
-        cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
     config.validate(cfg)
     return cfg
 
@@ -230,10 +231,10 @@ def compared_advantages(cfg, rollouts, returns):
                 baseline = {
                     "batch": mean(batch), "group": mean(group), "none": 0.0,
                     "leave_one_out": mean(others) if others else own,
-                }[cfg.reinforce.baseline]  # fmt: skip
+                }[cfg.options.baseline]  # fmt: skip
                 advantages[k] = own - baseline
             else:
-                scaled = {"group": group, "batch": batch}.get(cfg.grpo.scale_rewards)
+                scaled = {"group": group, "batch": batch}.get(cfg.options.scale_rewards)
                 advantages[k] = own - mean(group)
                 if scaled is not None:
                     m = mean(scaled)
@@ -258,7 +259,7 @@ def gae(cfg, rewards, tokens):
     for t in reversed(range(len(tokens))):
         gamma = 1.0 if tokens[t]["turn"] == next_turn else cfg.gamma
         value = tokens[t]["value"].item()
-        later = rewards[t] + gamma * next_value - value + gamma * cfg.ppo.gae_lambda * later
+        later = rewards[t] + gamma * next_value - value + gamma * cfg.options.gae_lambda * later
         advantages[t], next_value, next_turn = later, value, tokens[t]["turn"]
     return advantages
 
@@ -269,17 +270,19 @@ def chosen_by_covariance(cfg, old, kept, advantages):
     logps = {(i, t): old[i][t]["logp"].item() for i, t in places}
     m, a = mean(logps.values()), mean([advantages[i][t] for i, t in places])
     cov = {(i, t): (logps[i, t] - m) * (advantages[i][t] - a) for i, t in places}
-    clipped = [p for p in places if cfg.clip_cov_low <= cov[p] <= cfg.clip_cov_high]
-    highest = sorted(places, key=lambda p: -cov[p])[: max(1, int(cfg.kl_cov * len(places)))]
-    return set(clipped if cfg.clip_cov else []), set(highest if cfg.kl_cov else [])
+    if cfg.algo == "clip_cov":
+        return {p for p in places if cfg.options.low <= cov[p] <= cfg.options.high}, set()
+    count = max(1, int(cfg.options.fraction * len(places)))
+    return set(), set(sorted(places, key=lambda p: -cov[p])[:count])
 
 
 def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
     """The loss of one gradient step, as a float64 tensor."""
     total_kept = sum(map(sum, kept))
-    unrewarded, penalized = chosen_by_covariance(cfg, old, kept, advantages)
+    unrewarded, penalized = set(), set()
+    if cfg.algo in ("clip_cov", "kl_cov"):
+        unrewarded, penalized = chosen_by_covariance(cfg, old, kept, advantages)
     groups = [rollout.group_id for rollout in rollouts]
-    aggregation = cfg.grpo.aggregation if cfg.algo == "grpo" else "token"
     loss = torch.zeros((), dtype=torch.float64)
     for i, rollout in enumerate(rollouts):
         sampler = [x for turn in rollout.turns for x in turn.sampler_logprobs]
@@ -294,7 +297,7 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
                 "prompt": 1 / (len(set(groups)) * sum(
                     sum(k) for k, g in zip(kept, groups, strict=True) if g == groups[i])),
                 "constant": 1 / (len(rollouts) * MAX_TOKENS),
-            }[aggregation]  # fmt: skip
+            }[cfg.options.aggregation]  # fmt: skip
             gap = {"token": gaps[t], "geometric": mean(gaps), "product": sum(gaps)}[cfg.tis_level]
             w = math.exp(gap)
             if cfg.tis_cap == 0:
@@ -307,19 +310,18 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
             if (i, t) in unrewarded:
                 a = 0.0
             if (i, t) in penalized:
-                loss = loss + cfg.kl_cov_coef * scale * w * (token_ratio - 1 - logs[t])
+                loss = loss + cfg.options.coef * scale * w * (token_ratio - 1 - logs[t])
             if cfg.algo == "reinforce":
                 term = token_ratio.detach() * a * logp
             else:
-                options = cfg.grpo if cfg.algo == "grpo" else None
-                low, high = (
-                    (options.clip_low, options.clip_high) if options else (cfg.ppo.clip,) * 2
-                )
-                ratio = token_ratio
-                if options and options.ratio_level == "sequence":
+                options, ratio = cfg.options, token_ratio
+                low = high = options.clip if cfg.algo == "ppo" else None
+                if low is None:
+                    low, high = options.clip_low, options.clip_high
+                if cfg.algo == "gspo":
                     ratio = (mean(counted) + logs[t] - logs[t].detach()).exp()
                 clipped = ratio.clamp(1 - low, 1 + high)
-                if options and options.surrogate == "cispo":
+                if cfg.algo == "cispo":
                     term = clipped.detach() * a * logp
                 else:
                     term = torch.minimum(ratio * a, clipped * a)
@@ -334,10 +336,10 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
             if cfg.algo == "ppo":
                 v, v_old = new[i][t]["value"], old[i][t]["value"].item()
                 error = (v - targets[i][t]) ** 2
-                if cfg.ppo.value_clip:
-                    change = (v - v_old).clamp(-cfg.ppo.value_clip, cfg.ppo.value_clip)
+                if cfg.options.value_clip:
+                    change = (v - v_old).clamp(-cfg.options.value_clip, cfg.options.value_clip)
                     error = torch.maximum(error, (v_old + change - targets[i][t]) ** 2)
-                loss = loss + scale * cfg.ppo.value_coef * error / 2
+                loss = loss + scale * cfg.options.value_coef * error / 2
     return loss
 
 
@@ -361,7 +363,7 @@ def reference_gradients(cfg, rollouts, models, head):
             [turns[0 if cfg.credit == "episode" else token["turn"]] for token in tokens]
             for turns, tokens in zip(by_turn, old, strict=True)
         ]
-        if cfg.algo == "reinforce" and cfg.reinforce.normalize:
+        if cfg.algo == "reinforce" and cfg.options.normalize:
             advantages = normalized(advantages, kept)
     gradients = []
     for name in ("old", "new"):
@@ -434,11 +436,12 @@ def test_both_gradients_of_an_update_equal_float64_loops(seed, folder, weights):
 
 def test_the_fast_settings_have_every_variant_and_two_values_of_each_option():
     drawn = [draw_settings(seed) for seed in range(FAST)]
-    assert {c.grpo.loss_type for c in drawn if c.algo == "grpo"} == set(grpo.LOSS_TYPES)
-    assert len({c.reinforce.baseline for c in drawn if c.algo == "reinforce"}) == 4
+    assert len({c.options.loss_type for c in drawn if c.algo in ("grpo", "kl_cov")}) >= 3
+    assert len({c.options.baseline for c in drawn if c.algo == "reinforce"}) == 4
     names = """gamma temperature entropy_coef kl_estimator kl_in tis_level tis_mode reward_coef
-        overlong_buffer mask_truncated_completions credit clip_cov kl_cov""".split()
+        overlong_buffer mask_truncated_completions credit""".split()
     for name in names:
         assert len({getattr(c, name) for c in drawn}) >= 2, name
+    like_grpo = [c.options for c in drawn if c.algo not in ("reinforce", "ppo")]
     for name in ("aggregation", "scale_rewards"):
-        assert len({getattr(c.grpo, name) for c in drawn if c.algo == "grpo"}) >= 3, name
+        assert len({getattr(options, name) for options in like_grpo}) >= 3, name

@@ -6,41 +6,41 @@ import pytest
 import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
-from algorithms.grpo import (
-    EPS,
-    LOSS_TYPES,
-    Options,
-    compute_advantages,
-    compute_loss,
-    resolve,
-)
+from algorithms import cispo, grpo, gspo
+from algorithms.common import Batch, Micro
+from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
 
 
 def of_returns(returns, group_ids, scale):
     """The advantages of rollouts of one token."""
     rewards, mask = torch.tensor(returns)[:, None], torch.ones(len(returns), 1) > 0
-    turn_ids, options = mask.long() * 0, Options(scale_rewards=scale)
-    inputs = rewards, mask, mask, turn_ids, torch.tensor(group_ids), None, 1.0, options
-    return compute_advantages(*inputs)[0].flatten().tolist()
+    batch = Batch(rewards=rewards, completion_mask=mask, turn_ids=mask.long() * 0,
+                  group_ids=torch.tensor(group_ids))  # fmt: skip
+    compute_advantages(batch, Options(scale_rewards=scale))
+    return batch.advantages.flatten().tolist()
 
 
 # the papers' numbers: what each variant divides advantages by, clips, and takes the mean over
 PAPERS = {
-    "grpo": ("group", 0.2, 0.2, "token", "min", "sequence"),
-    "dr_grpo": ("none", 0.2, 0.2, "token", "min", "constant"),
-    "dapo": ("group", 0.2, 0.28, "token", "min", "token"),
-    "lite_ppo": ("batch", 0.2, 0.2, "token", "min", "token"),
-    "gspo": ("group", 3e-4, 4e-4, "sequence", "min", "sequence"),
-    "cispo": ("group", 1.0, 4.0, "token", "cispo", "token"),
-    "scalerl": ("batch", 1.0, 4.0, "token", "cispo", "prompt"),
+    "grpo": ("group", 0.2, 0.2, "sequence"),
+    "dr_grpo": ("none", 0.2, 0.2, "constant"),
+    "dapo": ("group", 0.2, 0.28, "token"),
+    "lite_ppo": ("batch", 0.2, 0.2, "token"),
 }
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_a_variant_is_a_name_for_values_that_can_be_overruled(loss_type):
     assert resolve(Options(loss_type)) == Options(loss_type, *PAPERS[loss_type])
-    given = Options(loss_type, "batch", 0.0, 0.7, "sequence", "cispo", "constant", 3.0)
+    given = Options(loss_type, "batch", 0.0, 0.7, "constant", 3.0)
     assert resolve(given) == given  # 0 is given, too
+
+
+def test_the_numbers_of_gspo_cispo_and_scalerl_are_those_of_the_papers():
+    assert gspo.Options() == gspo.Options("group", 3e-4, 4e-4, "sequence")
+    for loss_type, *numbers in (("cispo", "group", "token"), ("scalerl", "batch", "prompt")):
+        options = cispo.Options(loss_type, *numbers, clip_low=1.0, clip_high=4.0)
+        assert cispo.resolve(cispo.Options(loss_type)) == options
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,10 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("junk", [0.0, math.nan])
 def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale, junk):
-    rewards, options = REWARDS.masked_fill(~MASK, junk), Options(scale_rewards=scale)
-    inputs = rewards, MASK, MASK & False, TURN_IDS, GROUP_IDS, None, 0.5, options
-    got, value_targets = compute_advantages(*inputs)
+    batch = Batch(rewards=REWARDS.masked_fill(~MASK, junk), completion_mask=MASK,
+                  loss_mask=MASK & False, turn_ids=TURN_IDS, group_ids=GROUP_IDS,
+                  gamma=0.5)  # fmt: skip
+    compute_advantages(batch, Options(scale_rewards=scale))
     # (3+1+5)/3 = 3, (4+2)/2 = 3: who never came to turn 1 isn't asked; alone from there on
     centred = torch.tensor([[0.0, 0, 1], [-2, -1, 0], [2, 0, 0], [0, 0, 0]])
     first, second = {
@@ -75,19 +76,23 @@ def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale, junk):
         "batch": (math.sqrt(20 / 3) + EPS, 2 + EPS),  # of 3, 1, 5, 7 and of 4, 2, 6
     }[scale]
     by = torch.tensor([[first, first, second], [first, second, 1], [first, 1, 1], [1, 1, 1]])
-    torch.testing.assert_close(got, centred / by, atol=1e-6, rtol=0)
-    assert value_targets is None
+    torch.testing.assert_close(batch.advantages, centred / by, atol=1e-6, rtol=0)
+    assert batch.value_targets is None
 
 
-def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
+def loss_of(ratio, advantages, mask=None, weights=None, scale=None, algo=grpo, **settings):
     """Loss, gradient of the log-probs and metrics where π / π_old is `ratio`, from π_old = 0.2."""
     ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
     old, ones = torch.full_like(ratio, math.log(0.2)), torch.ones_like(ratio)
     logprobs = (old + ratio.log()).requires_grad_()
     mask = ones.bool() if mask is None else torch.tensor(mask)
     weights, scale = (ones if x is None else torch.tensor(x) for x in (weights, scale))
-    options = resolve(Options(**settings))
-    loss, metrics = compute_loss(logprobs, old, advantages, mask, weights, scale, options)
+    options = algo.Options(**settings)
+    options = options if algo is gspo else algo.resolve(options)
+    micro = Micro(completion_mask=mask, loss_mask=mask & (scale > 0), old_logprobs=old,
+                  advantages=advantages, importance_weights=weights,
+                  token_weights=scale)  # fmt: skip
+    loss, metrics = algo.compute_loss(logprobs, None, micro, options)
     loss.backward()
     return loss.item(), logprobs.grad, metrics
 
@@ -136,7 +141,7 @@ def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
 @pytest.mark.parametrize("ratio, weight", [(0.01, 0.01), (0.5, 0.5), (4.5, 4.5), (60.0, 5.0)])
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, advantage):
-    loss, gradient, metrics = loss_of([[ratio]], [[advantage]], loss_type="cispo")
+    loss, gradient, metrics = loss_of([[ratio]], [[advantage]], algo=cispo)
     assert loss == pytest.approx(-weight * advantage * math.log(0.2 * ratio), rel=1e-5)
     assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
     clipped = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
@@ -147,7 +152,7 @@ def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
     """Ratios 4 and 1: their geometric mean is 2. The third token isn't sampled, the fourth is not
     in the loss."""
     settings = {
-        "loss_type": "gspo",
+        "algo": gspo,
         "clip_low": 0.2,
         "clip_high": 0.3,
         "mask": [[True, True, False, True]],
@@ -164,9 +169,9 @@ def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
     torch.testing.assert_close(gradient, torch.tensor([[2.0, 4.0, 0.0, 0.0]]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_weights_and_scale_multiply_loss_and_gradient(loss_type):
-    plain_loss, plain, _ = loss_of([[1.0]], [[3.0]], loss_type=loss_type)
-    loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], loss_type=loss_type)
+@pytest.mark.parametrize("algo", [grpo, gspo, cispo])
+def test_weights_and_scale_multiply_loss_and_gradient(algo):
+    plain_loss, plain, _ = loss_of([[1.0]], [[3.0]], algo=algo)
+    loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], algo=algo)
     assert loss == pytest.approx(plain_loss / 8, abs=1e-6)
     assert gradient.item() == plain.item() / 8 == pytest.approx(-3 / 8, abs=1e-6)

@@ -10,7 +10,7 @@ import torch
 
 import train
 from algorithms import reinforce
-from algorithms.common import kl_estimate, weighted_kl
+from algorithms.common import Micro, kl_estimate, weighted_kl
 from core.batching import MicroBatch, RolloutBatch
 
 POLICY = [1.2, -0.7, 0.4, -0.1]  # logits
@@ -58,11 +58,11 @@ def test_the_loop_weights_kl_and_entropy_as_the_surrogate(kind):
     )  # fmt: skip
     micro = MicroBatch(
         input_ids=torch.zeros(1, 6), completion_mask=torch.arange(5)[None] < 4,
-        index=torch.zeros(1, 5), ref_logprobs=other, token_weights=sampler.exp(),
+        index=torch.zeros(1, 5), rows=[0], ref_logprobs=other, token_weights=sampler.exp(),
+        old_logprobs=old, importance_weights=(old - sampler).exp(),
     )  # fmt: skip
-    weights = (old - sampler).exp()
     cfg = train.Config(kl_coef=0.3, kl_estimator=kind, entropy_coef=0.2)
-    loss, sums = train.regularizers(cfg, reinforce, logprobs, old, entropy, weights, micro)
+    loss, sums = train.regularizers(cfg, reinforce, logprobs, entropy, micro)
     exact = 0.3 * kl(logprobs[0, :4], REFERENCE) - 0.2 * entropy[0, 0]
     torch.testing.assert_close(gradient(loss, logits), gradient(exact, logits), atol=1e-6, rtol=0)
     if kind != "k2":
@@ -71,25 +71,10 @@ def test_the_loop_weights_kl_and_entropy_as_the_surrogate(kind):
     k3 = weighted_kl(logprobs[0, :4], ratio, REFERENCE, "k3").sum().item()
     assert sums == {"kl/reference": pytest.approx(k3)}  # a sum over tokens, without their weights
     cfg = train.Config(kl_coef=0.3, kl_in="reward", kl_estimator=kind)  # measured, and no loss
-    loss, sums = train.regularizers(cfg, reinforce, logprobs, old, entropy, weights, micro)
+    loss, sums = train.regularizers(cfg, reinforce, logprobs, entropy, micro)
     assert loss == 0 and sums == {"kl/reference": pytest.approx(k3)}
     micro.ref_logprobs = None
-    assert train.regularizers(cfg, reinforce, logprobs, old, entropy, weights, micro)[1] == {}
-
-
-def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_its_tokens_alone():
-    ratio, old = torch.tensor([[2.0, 3.0, 3.0]]), torch.tensor([[-1.0, -1.5, -1.5]])
-    logprobs = (old + ratio.log()).requires_grad_()
-    micro = MicroBatch(
-        input_ids=torch.zeros(1, 4), completion_mask=torch.tensor([[True, True, False]]),
-        index=torch.zeros(1, 3), token_weights=torch.full((1, 3), 0.25),
-        kl_cov_coef=torch.tensor([[0.0, 0.8, 0.8]]),
-    )  # fmt: skip
-    importance = torch.tensor([[1.0, 0.5, 1.0]])
-    loss, _ = train.regularizers(train.Config(), None, logprobs, old, old, importance, micro)
-    assert loss.item() == pytest.approx(0.8 * 0.25 * 0.5 * (3 - 1 - math.log(3)))
-    want = [0, 0.8 * 0.25 * 0.5 * (3 - 1), 0]
-    assert gradient(loss, logprobs)[0].tolist() == pytest.approx(want)
+    assert train.regularizers(cfg, reinforce, logprobs, entropy, micro)[1] == {}
 
 
 def test_in_the_reward_k1_teaches_the_kl_and_the_others_do_not():
@@ -103,15 +88,17 @@ def test_in_the_reward_k1_teaches_the_kl_and_the_others_do_not():
         turn_ids=turn_ids, hit_token_limit=~mask, sampler_logprobs=old, group_ids=rows,
         old_logprobs=old, ref_logprobs=REFERENCE[:, None],
     )  # fmt: skip
+    micro = Micro(completion_mask=mask, old_logprobs=old, importance_weights=torch.ones(4, 1),
+                  token_weights=old.exp())  # fmt: skip
     for kind in ("k1", "k2", "k3"):
         options = reinforce.Options(baseline="none")
         cfg = train.Config(
-            algo="reinforce", reinforce=options, kl_coef=1.0, kl_in="reward", kl_estimator=kind
+            algo="reinforce", options=options, kl_coef=1.0, kl_in="reward", kl_estimator=kind
         )
-        rewards, turns = train.shape_rewards(cfg, batch)
-        advantages, _ = reinforce.compute_advantages(
-            rewards, mask, mask, turns, rows, None, 1.0, options
-        )
-        inputs = logprobs, old, advantages, mask, torch.ones(4, 1), old.exp(), options
-        off = (gradient(reinforce.compute_loss(*inputs)[0], logits) - exact).abs().max().item()
+        batch.rewards = zeros
+        train.shape_rewards(cfg, batch)
+        reinforce.compute_advantages(batch, options)
+        micro.advantages = batch.advantages
+        loss, _ = reinforce.compute_loss(logprobs, None, micro, options)
+        off = (gradient(loss, logits) - exact).abs().max().item()
         assert off < 1e-6 if kind == "k1" else off > 0.3 * exact.abs().max()

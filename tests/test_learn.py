@@ -11,7 +11,7 @@ from single_update import single_update
 
 import train
 from algorithms import ppo, sft
-from core.batching import MicroBatch, to_rollout_batch
+from core.batching import to_rollout_batch
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
@@ -77,7 +77,7 @@ def config(**settings_):
 def test_in_value_warmup_the_head_alone_moves(qwen3_folder):
     policy = load_small(qwen3_folder, value_head=True)
     optimizer = make_optimizer(policy, 1e-2, value_lr=1e-2)
-    cfg = config(algo="ppo", ppo=ppo.Options(value_warmup=1), entropy_coef=0.1)
+    cfg = config(algo="ppo", options=ppo.Options(value_warmup=1), entropy_coef=0.1)
     rollouts = played(policy, [0.0, 1.0, 2.0])
     for number, moves in ((1, {"value_head.weight", "value_head.bias"}), (2, None)):
         before = weights_of(policy)
@@ -90,7 +90,7 @@ def test_target_kl_ends_the_update_before_the_step_that_is_too_far(qwen3_folder)
     steps = {}
     for target in (0.0, 1e-6, 1e3):
         policy = load_small(qwen3_folder, value_head=True)
-        cfg = config(algo="ppo", num_epochs=3, ppo=ppo.Options(target_kl=target))
+        cfg = config(algo="ppo", num_epochs=3, options=ppo.Options(target_kl=target))
         rollouts = played(policy, [0.0, 1.0, 2.0])
         metrics = single_update(cfg, policy, make_optimizer(policy, 1e-2), rollouts)
         steps[target] = metrics["update/steps"]
@@ -267,32 +267,3 @@ def test_something_is_due_at_0_at_the_last_and_every_so_often():
     assert [step for step in range(12) if train.is_due(step, 5, 11)] == [0, 5, 10, 11]
     assert [step for step in range(12) if train.is_due(step, 0, 11)] == [0, 11]
     assert [step for step in range(4) if train.is_due(step, 1, 9)] == [0, 1, 2, 3]
-
-
-def test_rejected_tokens_have_weight_0_and_are_counted():
-    """Rows with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4; one token is masked."""
-    ratio = torch.tensor([[2.0, 0.5], [4.0, 1.0], [0.25, 8.0]])
-    sampler, mask = (
-        torch.full((3, 2), -1.0),
-        torch.tensor([[True, True], [True, True], [True, False]]),
-    )
-    micro = MicroBatch(
-        input_ids=torch.zeros(3, 3), completion_mask=mask, index=torch.zeros(3, 2),
-        sampler_logprobs=sampler, advantages=torch.tensor([[1.0] * 2, [-1.0] * 2, [-1.0] * 2]),
-    )  # fmt: skip
-    old = sampler + ratio.log()
-    logprobs = sampler - 2.0  # further from the sampler than OPSM allows
-
-    def weights(**settings):
-        cfg = Config(**settings)
-        got = train.off_policy_weights(cfg, logprobs, old, micro)
-        torch.testing.assert_close(got[0][mask], ratio[mask])
-        return got[1][mask].tolist(), got[2]
-
-    capped = [2.0, 0.5, 3.0, 1.0, 0.25]
-    assert weights(tis_cap=3.0) == (pytest.approx(capped), {})
-    kept, sums = weights(tis_cap=3.0, reject_low=0.5, reject_high=1.5)  # means 1, 2 and 1/4
-    assert kept == pytest.approx([2.0, 0.5, 0, 0, 0]) and sums == {"weights/rejected": 3}
-    kept, sums = weights(tis_cap=3.0, opsm=1.5)
-    assert kept == pytest.approx([2.0, 0.5, 0, 0, 0]) and sums == {"weights/rejected": 3}
-    assert weights(tis_cap=3.0, opsm=2.5) == (pytest.approx(capped), {"weights/rejected": 0})

@@ -4,7 +4,6 @@ These tests need chromium and playwright and are never skipped: `pytest -m brows
 """
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,9 @@ from test_report import row, trace, trained, write_run
 from test_report_browser import tab, visit  # noqa: F401  (fixtures)
 
 import train
-from algorithms import common, grpo
-from algorithms.grpo import Options as GrpoOptions
-from algorithms.ppo import Options as PpoOptions
+from algorithms import cispo, common, grpo, gspo, off_policy, ppo
 from core import config
-from core.batching import cut, to_rollout_batch
+from core.batching import TENSORS, cut, to_rollout_batch
 from core.config import Config
 from core.report.page import write_report
 from core.run.folder import config_to_dict
@@ -61,22 +58,17 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     """A run of one update with 4 groups of 3 rollouts, one of which failed; the last two groups
     have no token traces. Returns (config, rollouts trained on, their log-probs, report)."""
     rng = random.Random(1)
-    cfg = config.resolve(Config(algo=algo, **settings))
-    cfg = replace(cfg, **{algo: options or GrpoOptions()})
-    if algo == "grpo":
-        cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
+    cfg = config.resolve(Config(algo=algo, options=options, **settings))
     kept = [rollout(rng, group, turns) for group in (1, 2, 3, 4) for _ in range(3)]
     batch = to_rollout_batch(kept)
     noise = [torch.tensor([[rng.gauss(0, std) for _ in line] for line in batch.completion_mask])
              for std in (0.01, 0.3)]  # fmt: skip
     batch.old_logprobs = ((batch.sampler_logprobs + noise[0]) * 1e4).round() / 1e4
     after = ((batch.old_logprobs + noise[1]) * 1e4).round() / 1e4
-    rewards, turn_ids = train.shape_rewards(cfg, batch)
-    loss_mask = batch.loss_mask(cfg.mask_truncated_completions)
-    inputs = (rewards, batch.completion_mask, loss_mask, turn_ids, batch.group_ids, None, cfg.gamma)
+    train.shape_rewards(cfg, batch)
     lines = []
-    shown = cfg.grpo if algo == "grpo" else grpo.resolve(GrpoOptions("grpo"))
-    recorded = grpo.compute_advantages(*inputs, shown)[0]
+    grpo.compute_advantages(batch, cfg.options if algo == "grpo" else grpo.Options("grpo", "group"))
+    recorded = batch.advantages
     for r in kept:
         line = row("train", 1, r.seed, "", round(r.episode_return, 3))
         line |= {"rewards": [t.reward for t in r.turns], "tokens": r.num_tokens,
@@ -96,34 +88,34 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     lines.append(row("train", 1, 1, "failed", 50.0, error="no answer"))
     path = write_report(write_run(folder, trained(1), lines, config_to_dict(cfg)),
                         config_to_dict(cfg))  # fmt: skip
-    return SimpleNamespace(cfg=cfg, kept=kept, batch=batch, after=after, inputs=inputs,
-                           recorded=recorded, loss_mask=loss_mask, path=path)  # fmt: skip
+    return SimpleNamespace(cfg=cfg, kept=kept, batch=batch, after=after, recorded=recorded,
+                           path=path)  # fmt: skip
 
 
-def expected(run, options, tis_cap, moved, advantages=None):
+def expected(run, algo, options, tis_cap, moved, advantages=None):
     """The numbers of each token by rollout, as algorithms/ computes them and as train.py calls it:
     {rollout: [(ratio, clipped, advantage, importance weight, token weight, gradient)]}."""
-    batch, cfg = run.batch, replace(run.cfg, tis_cap=tis_cap)
+    batch, cfg = run.batch, run.cfg
     batch.advantages = advantages
     if advantages is None:
-        batch.advantages = grpo.compute_advantages(*run.inputs, options)[0]
+        grpo.compute_advantages(batch, options)
     batch.token_weights = common.token_weights(
-        run.loss_mask, options.aggregation, cfg.max_tokens, None, batch.group_ids
+        batch.loss_mask, options.aggregation, cfg.max_tokens, None, batch.group_ids
     )
     columns = [torch.zeros_like(batch.old_logprobs) for _ in range(3)]
     for micro in cut(batch.sequences, 10**6):
-        for name in ("sampler_logprobs", "old_logprobs", "advantages", "token_weights"):
-            setattr(micro, name, micro.gather(getattr(batch, name)))
+        for name in TENSORS:
+            values = getattr(batch, name)
+            setattr(micro, name, None if values is None else micro.gather(values))
         change = micro.gather(run.after - batch.old_logprobs)
         logprobs = (micro.old_logprobs + moved * change).requires_grad_()
-        _, weights, _ = train.off_policy_weights(cfg, logprobs, micro.old_logprobs, micro)
-        loss, _ = grpo.compute_loss(
-            logprobs, micro.old_logprobs, micro.advantages, micro.completion_mask, weights,
-            micro.token_weights, options,
-        )  # fmt: skip
+        ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
+        weights = off_policy.importance_weights(ratio, tis_cap, cfg.tis_mode)
+        micro.importance_weights = weights
+        loss, _ = algo.compute_loss(logprobs, None, micro, options)
         loss.backward()
         log_ratio = (logprobs - micro.old_logprobs).detach()
-        if options.ratio_level == "sequence":
+        if algo is gspo:
             log_ratio = common.masked_mean(log_ratio, micro.completion_mask, dim=1)
         ratio = log_ratio.exp().expand_as(logprobs)
         for values, into in zip((ratio, weights, -logprobs.grad), columns, strict=True):
@@ -161,9 +153,9 @@ def choose(page, loss_type, changes):
             page.locator(f"input[name={name}]").fill(str(value))
 
 
-def compare(page, run, options, tis_cap=2.0, moved=1.0, advantages=None, column="chosen"):
+def compare(page, run, algo, options, tis_cap=2.0, moved=1.0, advantages=None, column="chosen"):
     """Compares each token of the page with `expected`. Returns what the page showed."""
-    want = expected(run, options, tis_cap, moved, advantages)
+    want = expected(run, algo, options, tis_cap, moved, advantages)
     shown = page.evaluate(READ)
     assert len(shown) == sum(map(len, want.values())) > 20
     for token in shown:
@@ -176,7 +168,7 @@ def compare(page, run, options, tis_cap=2.0, moved=1.0, advantages=None, column=
             [ratio, advantage, weight, token_weight, push], rel=6e-4, abs=1e-9
         )
         beyond_high, beyond_low = ratio > 1 + options.clip_high, ratio < 1 - options.clip_low
-        if options.surrogate == "cispo":
+        if algo is cispo:
             clipped = beyond_high or beyond_low
         else:
             clipped = (beyond_high and advantage > 0) or (beyond_low and advantage < 0)
@@ -206,10 +198,13 @@ def test_explorer_shows_the_numbers_of_the_algorithms(tmp_path, visit, settings,
         page.get_by_role("button", name="reset to this run's").click()
         choose(page, loss_type, changes)
         given = {k: v for k, v in changes.items() if k not in ("tis_cap", "moved")}
-        options = grpo.resolve(GrpoOptions(loss_type or "dapo", **given))
+        algo = {"gspo": gspo, "scalerl": cispo}.get(loss_type, grpo)
+        options = gspo.Options(**given)
+        if algo is not gspo:
+            options = algo.resolve(algo.Options(loss_type or "dapo", **given))
         moved, cap = changes.get("moved", 1.0), changes.get("tis_cap", own_cap)
-        compare(page, run, options, cap, moved)
-        own = compare(page, run, run.cfg.grpo, own_cap, moved, column="own")
+        compare(page, run, algo, options, cap, moved)
+        own = compare(page, run, grpo, run.cfg.options, own_cap, moved, column="own")
         for token in own:  # only tokens with another gradient have the mark
             a, b = number(token["chosen"][5]), number(token["own"][5])
             assert token["changed"] or a == b
@@ -221,12 +216,13 @@ def test_explorer_shows_the_numbers_of_the_algorithms(tmp_path, visit, settings,
 
 
 def test_explorer_starts_from_the_loss_of_other_algorithms(tmp_path, visit):  # noqa: F811
-    as_ppo = GrpoOptions("grpo", clip_low=0.1, clip_high=0.1, aggregation="token")
-    as_reinforce = GrpoOptions("cispo", clip_low=1.0, clip_high=1e9)
-    for algo, options, equal in (("ppo", PpoOptions(clip=0.1), as_ppo),
-                                 ("reinforce", Config().reinforce, as_reinforce)):  # fmt: skip
+    as_ppo = grpo, grpo.Options("grpo", clip_low=0.1, clip_high=0.1, aggregation="token")
+    as_reinforce = cispo, cispo.Options(clip_high=1e9)
+    for algo, options, (module, equal) in (
+        ("ppo", ppo.Options(clip=0.1), as_ppo), ("reinforce", None, as_reinforce),
+    ):  # fmt: skip
         run = recorded_run(tmp_path / algo, SINGLE, algo, options)
         page = visit(run.path)
         open_explorer(page)
         rounded = (run.recorded * 1e4).round() / 1e4
-        compare(page, run, grpo.resolve(equal), 2.0, 1.0, rounded)
+        compare(page, run, module, module.resolve(equal), 2.0, 1.0, rounded)

@@ -145,34 +145,37 @@ def test_before_and_after_are_the_first_and_last_evaluations():
 )
 def test_update_stats_by_hand(cap, mode, capped):
     """Two epochs; the second has a step on three tokens and one on two."""
-    cfg = Config(tis_cap=cap, tis_mode=mode, mask_truncated_completions=True)
+    cfg = Config(tis_cap=cap, tis_mode=mode)
     rollouts = [rollout(1.0, tokens=3), rollout(1.0, tokens=2, reason="length")]
     batch = to_rollout_batch(rollouts)  # sampler log-probs -0.5
+    batch.loss_mask = batch.completion_mask & ~batch.hit_token_limit
     batch.values = torch.tensor([[1.5, 2.5, 2.0], [0.0, 0.0, 0.0]])
     batch.value_targets = torch.tensor([[1.0, 3.0, 2.0], [0.0, 4.0, 0.0]])
     stats = UpdateStats(cfg, batch)
     first = MicroBatch(
         input_ids=torch.tensor([[1, 5, 5, 5]]),
         completion_mask=torch.ones(1, 3, dtype=torch.bool),
-        index=torch.tensor([[0, 1, 2]]),
-    )
+        index=torch.tensor([[0, 1, 2]]), rows=[0],
+    )  # fmt: skip
     second = MicroBatch(
         input_ids=torch.tensor([[1, 5, 5, 0]]),
         completion_mask=torch.tensor([[True, True, False]]),
-        index=torch.tensor([[3, 4, 0]]),
-    )
-    old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])  # 0, 0.5 and 1 from the sampler's
+        index=torch.tensor([[3, 4, 0]]), rows=[1],
+    )  # fmt: skip
+    # 0, 0.5 and 1 from the sampler's
+    first.old_logprobs = second.old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])
     # 3 is above a cap of 2, 0.4 below 1 / 2; later, in two micro-batches of 0.5 and 0.1, only 0.1
-    ratio = torch.tensor([[2.0, 0.4, 3.0]])
+    first.sampler_ratio = ratio = torch.tensor([[2.0, 0.4, 3.0]])
+    second.sampler_ratio = ratio / 4
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
-    stats.add(first, torch.tensor(7.0), old_logprobs, entropy, ratio, {"kl/approx": 9.0})
+    stats.add(first, torch.tensor(7.0), entropy, {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
-    stats.add(first, torch.tensor(-2.0), old_logprobs, entropy, ratio, {"kl/approx": 0.3})
+    stats.add(first, torch.tensor(-2.0), entropy, {"kl/approx": 0.3})
     stats.end_minibatch(1)
     entropy = torch.tensor([[0.3, 0.3, 0.0]])
-    stats.add(second, torch.tensor(-1.0), old_logprobs, entropy, ratio / 4, {"kl/approx": 0.2})
-    stats.add(second, torch.tensor(-3.0), old_logprobs, 0 * entropy, ratio / 4, {"kl/approx": 0.0})
+    stats.add(second, torch.tensor(-1.0), entropy, {"kl/approx": 0.2})
+    stats.add(second, torch.tensor(-3.0), 0 * entropy, {"kl/approx": 0.0})
     stats.end_minibatch(1)
     assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 4))
     stats.num_steps, stats.grad_norm = 3, 0.25
@@ -189,7 +192,7 @@ def test_update_stats_by_hand(cap, mode, capped):
 
 
 def test_an_update_without_tokens_has_no_means():
-    stats = UpdateStats(Config(tis_cap=2.0, mask_truncated_completions=False), to_rollout_batch([]))
+    stats = UpdateStats(Config(tis_cap=2.0), to_rollout_batch([]))
     stats.end_minibatch(0)
     means = stats.means()
     assert means == {"update/steps": 0, "update/skipped": 1.0, "tokens/trained": 0}

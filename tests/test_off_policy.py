@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from algorithms.common import importance_weights, in_band, not_stale, sampler_ratio
+from algorithms import opsm
+from algorithms.common import Micro
+from algorithms.off_policy import importance_weights, in_band, not_stale, sampler_ratio
 
 INF, NAN = float("inf"), float("nan")
 OLD, SAMPLER = torch.tensor([[0.3, 0.2, 0.9]] * 2), torch.tensor([[0.2, 0.4, 0.1]] * 2)
@@ -23,7 +25,8 @@ SAMPLED = torch.tensor([[True, True, True], [True, True, False]])
 @pytest.mark.parametrize("junk", [1.0, 0.0, NAN])  # its logarithms: 0, -inf, nan
 def test_sampler_ratio_is_trainer_over_sampler(level, want, junk):
     trainer = OLD.masked_fill(~SAMPLED, junk).log().requires_grad_()
-    ratio = sampler_ratio(trainer, SAMPLER.log(), SAMPLED, level)
+    micro = Micro(completion_mask=SAMPLED, old_logprobs=trainer, sampler_logprobs=SAMPLER.log())
+    ratio = sampler_ratio(micro, level)
     assert ratio[SAMPLED].tolist() == pytest.approx(want, abs=1e-5)
     assert ratio.shape == OLD.shape and ratio.isfinite().all() and not ratio.requires_grad
 
@@ -55,8 +58,33 @@ def test_opsm_leaves_out_negative_advantages_of_rows_that_moved_away():
     logprobs.requires_grad_()  # 0.75, 0.75, 0.5 and -1 nats away in the mean
     advantages = torch.tensor([[-1.0, -1.0], [0.0, 1.0], [-1.0, -1.0], [-1.0, -1.0]])
     mask = torch.ones(4, 2, dtype=torch.bool)
-    kept = not_stale(logprobs, sampler, advantages, mask, limit=0.5)
+    micro = Micro(completion_mask=mask, sampler_logprobs=sampler, advantages=advantages)
+    kept = not_stale(logprobs, micro, limit=0.5)
     assert kept.tolist() == [[False, False], [True, True], [True, True], [True, True]]
     mask[0, 1] = False  # then the mean of row 0 is that of its first token: 0.5
     logprobs = logprobs.masked_fill(~mask, NAN)
-    assert not_stale(logprobs, sampler, advantages, mask, limit=0.5)[0, 0]
+    assert not_stale(logprobs, micro, limit=0.5)[0, 0]
+
+
+def test_rejected_tokens_have_weight_0_and_are_counted():
+    """Rows with ratios π_old / π_sampler of 2 and 1/2, 4 and 1, and 1/4; one token is masked."""
+    ratio = torch.tensor([[2.0, 0.5], [4.0, 1.0], [0.25, 8.0]])
+    sampler, capped = torch.full((3, 2), -1.0), [2.0, 0.5, 3.0, 1.0, 0.25]
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    micro = Micro(
+        completion_mask=mask, sampler_logprobs=sampler, old_logprobs=sampler + ratio.log(),
+        advantages=torch.tensor([[1.0] * 2, [-1.0] * 2, [-1.0] * 2]), token_weights=mask / 5,
+    )  # fmt: skip
+    logprobs = sampler - 2.0  # further from the sampler than 1.5 nats
+
+    def weights(**given):
+        micro.importance_weights = importance_weights(ratio, cap=3.0)
+        options = opsm.resolve(opsm.Options(**given))
+        metrics = opsm.compute_loss(logprobs, None, micro, options)[1]
+        return micro.importance_weights[mask].tolist(), metrics["weights/rejected"]
+
+    assert weights(limit=0.0) == (pytest.approx(capped), 0)
+    band = weights(limit=0.0, reject_low=0.5, reject_high=1.5)  # the rows' means are 1, 2 and 1/4
+    assert band == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
+    assert weights(limit=1.5) == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
+    assert weights(limit=2.5) == (pytest.approx(capped), 0)

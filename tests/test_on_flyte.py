@@ -37,7 +37,7 @@ def test_sweep_runs_all_combinations(folder):
     ]  # fmt: skip
     assert [run[-1] for run in runs] == ["sweep-1-1", "sweep-1-2", "sweep-1-3", "sweep-1-4"]
     cfg = cli.parse(runs[1])
-    assert (cfg.seed, cfg.grpo.clip_high, cfg.lr) == (0, 0.3, 1e-3)
+    assert (cfg.seed, cfg.options.clip_high, cfg.lr) == (0, 0.3, 1e-3)
 
 
 @pytest.mark.slow

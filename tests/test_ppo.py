@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from algorithms.common import Batch, Micro
 from algorithms.ppo import Options, compute_advantages, compute_loss, gae
 
 NAN = float("nan")
@@ -16,6 +17,11 @@ TURNS = torch.tensor([[0, 0, 0, 0, 1, 0], [0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 0]
 def draw(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
     return torch.randn(2, 3, 6, generator=generator, dtype=dtype)  # rewards, values
+
+
+def batch_of(rewards, values, gamma, in_loss=GAPS):
+    return Batch(rewards=rewards, completion_mask=GAPS, loss_mask=in_loss, turn_ids=TURNS,
+                 values=values, gamma=gamma)  # fmt: skip
 
 
 def double_sum(rewards, values, gamma, lam):
@@ -41,7 +47,7 @@ def double_sum(rewards, values, gamma, lam):
 @pytest.mark.parametrize("junk", [0.0, NAN])
 def test_gae_equals_the_double_sum_with_turns_and_gaps_in_the_mask(gamma, lam, junk):
     rewards, values = draw()
-    got = gae(rewards, GAPS, TURNS, values.masked_fill(~GAPS, junk), gamma, lam)
+    got = gae(batch_of(rewards, values.masked_fill(~GAPS, junk), gamma), lam)
     want = double_sum(rewards, values, gamma, lam)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
 
@@ -52,9 +58,10 @@ def test_value_lambda_changes_the_targets_and_not_the_advantages():
     mask, zeros = torch.ones(1, 2, dtype=torch.bool), torch.zeros(1, 2, dtype=torch.int64)
 
     def both(**options):
-        return compute_advantages(
-            rewards, mask, mask, zeros, zeros[:, 0], values, 1.0, Options(gae_lambda=0.0, **options)
-        )
+        batch = Batch(rewards=rewards, completion_mask=mask, loss_mask=mask, turn_ids=zeros,
+                      values=values)  # fmt: skip
+        compute_advantages(batch, Options(gae_lambda=0.0, **options))
+        return batch.advantages, batch.value_targets
 
     advantages, targets = both()
     decoupled, returns = both(value_lambda=1.0)
@@ -66,14 +73,12 @@ def test_value_lambda_changes_the_targets_and_not_the_advantages():
 def test_advantages_are_normalised_over_the_loss_and_targets_are_gae_plus_the_values(in_loss):
     """The second: the completions of turns 1 and 2 hit the token limit."""
     rewards, values = draw(torch.float32)
-    options, group_ids = Options(gae_lambda=0.75), torch.zeros(3)
-    junk = values.masked_fill(~GAPS, NAN)
-    inputs = rewards, GAPS, in_loss, TURNS, group_ids, junk, 0.5, options
-    advantages, targets = compute_advantages(*inputs)
-    raw = gae(rewards, GAPS, TURNS, values, 0.5, 0.75)
-    torch.testing.assert_close(targets, (raw + values) * GAPS, atol=1e-6, rtol=0)
+    batch = batch_of(rewards, values.masked_fill(~GAPS, NAN), 0.5, in_loss)
+    compute_advantages(batch, Options(gae_lambda=0.75))
+    raw = gae(batch_of(rewards, values, 0.5), 0.75)
+    torch.testing.assert_close(batch.value_targets, (raw + values) * GAPS, atol=1e-6, rtol=0)
     want = (raw - raw[in_loss].mean()) / (raw[in_loss].std(correction=0) + 1e-4) * in_loss
-    torch.testing.assert_close(advantages, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(batch.advantages, want, atol=1e-6, rtol=0)
 
 
 def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):
@@ -83,10 +88,11 @@ def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, 
     )
     old = torch.full_like(ratio, math.log(0.2))
     logprobs, value = (old + ratio.log()).requires_grad_(), value.requires_grad_()
-    loss, metrics = compute_loss(
-        logprobs, old, advantage, ratio > 0, weight, scale, Options(**given), value, old_value,
-        target,
+    micro = Micro(
+        completion_mask=ratio > 0, old_logprobs=old, advantages=advantage, values=old_value,
+        value_targets=target, importance_weights=weight, token_weights=scale,
     )  # fmt: skip
+    loss, metrics = compute_loss(logprobs, value, micro, Options(**given))
     loss.backward()
     return loss.item(), logprobs.grad.item(), value.grad.item(), metrics
 

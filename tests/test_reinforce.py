@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from algorithms.common import Batch, Micro
 from algorithms.reinforce import Options, compute_advantages, compute_loss
 
 # Two turns, three, one, and two of another group. With γ = 1/2 what is paid from each turn on is
@@ -18,10 +19,11 @@ GROUP_IDS = torch.tensor([0, 0, 0, 1])
 
 def advantages_of(options, loss_mask=MASK, junk=0.0):
     rewards = REWARDS.masked_fill(~MASK, junk)
-    inputs = rewards, MASK, loss_mask, TURN_IDS, GROUP_IDS, None, 0.5, options
-    advantages, value_targets = compute_advantages(*inputs)
-    assert value_targets is None
-    return advantages
+    batch = Batch(rewards=rewards, completion_mask=MASK, loss_mask=loss_mask, turn_ids=TURN_IDS,
+                  group_ids=GROUP_IDS, gamma=0.5)  # fmt: skip
+    compute_advantages(batch, options)
+    assert batch.value_targets is None
+    return batch.advantages
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,9 @@ def test_normalize_is_over_the_tokens_of_the_loss(baseline):
 def loss_of(logprobs, advantages, mask, weights, scale, old):
     """The loss as a float, the gradient that reaches the log-probs, and the metrics."""
     logprobs = logprobs.clone().requires_grad_()
-    loss, metrics = compute_loss(logprobs, old, advantages, mask, weights, scale, Options())
+    micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages,
+                  importance_weights=weights, token_weights=scale)  # fmt: skip
+    loss, metrics = compute_loss(logprobs, None, micro, Options())
     loss.backward()
     return loss.item(), logprobs.grad, metrics
 
@@ -95,12 +99,15 @@ def test_the_gradient_of_a_bandit_is_its_closed_form(baseline, factor):
     for actions in itertools.product([0, 1], repeat=3):
         logprobs = logits.log_softmax(0)[list(actions)][:, None]
         rewards, mask = torch.tensor([[(1.5, 0.25)[a]] for a in actions]), zeros == 0
-        advantages, _ = compute_advantages(
-            rewards, mask, mask, zeros.long(), zeros[:, 0], None, 1.0, Options(baseline)
-        )
+        batch = Batch(rewards=rewards, completion_mask=mask, loss_mask=mask, turn_ids=zeros.long(),
+                      group_ids=zeros[:, 0])  # fmt: skip
+        compute_advantages(batch, Options(baseline))
         scale = torch.full((3, 1), logprobs.sum().exp().item() / 3)
-        inputs = logprobs.detach(), advantages, mask, torch.ones(3, 1), scale, Options()
-        compute_loss(logprobs, *inputs)[0].backward()
+        micro = Micro(
+            completion_mask=mask, old_logprobs=logprobs.detach(), advantages=batch.advantages,
+            importance_weights=torch.ones(3, 1), token_weights=scale,
+        )  # fmt: skip
+        compute_loss(logprobs, None, micro, Options())[0].backward()
     p = 1 / (1 + math.exp(-0.7))
     slope = factor * p * (1 - p) * 1.25
     # of the loss: descent is ascent of what is paid

@@ -165,7 +165,6 @@ def our_steps(folder, weights, rollouts, **changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
     config.validate(cfg)
-    cfg = replace(cfg, grpo=grpo.resolve(cfg.grpo))
     policy, gradients = load_policy(str(folder), device="cpu"), []
     policy.micro_batch_tokens = 100
     optimizer = make_optimizer(policy, 1e-3)
@@ -206,7 +205,10 @@ def assert_same_steps(ours, theirs):
 @pytest.mark.parametrize(("variant", "beta"), [(v, BETA * (v != "gspo")) for v in LOSS_TYPES])
 def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
     rollouts, kl = draw(), K3 if beta else {}
-    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options(variant), **kl)
+    algo = {"algo": variant}
+    if variant not in ("gspo", "cispo"):
+        algo = {"options": grpo.Options(variant)}
+    ours = our_steps(folder, weights, rollouts, **algo, **kl)
     theirs = their_steps(folder, weights, rollouts, beta=beta, **LOSS_TYPES[variant])
     assert_same_steps(ours, theirs)
     metrics, log = ours[1], theirs[1]
@@ -233,6 +235,6 @@ def test_options_do_what_trl_s_do(folder, weights, draw, name):
         "weights": ({"tis_cap": 2.0, "tis_mode": "mask"},
                     {"vllm": {"mode": "token_mask", "clip_max": 2.0, "clip_min": 0.5}}),
     }[name]  # fmt: skip
-    ours = our_steps(folder, weights, rollouts, grpo=grpo.Options("dapo"), **changes)
+    ours = our_steps(folder, weights, rollouts, options=grpo.Options("dapo"), **changes)
     assert_same_steps(ours, their_steps(folder, weights, rollouts, **LOSS_TYPES["dapo"], **trl_s))
     assert (0 < ours[1]["weights/capped"] < 1) == (name == "weights")

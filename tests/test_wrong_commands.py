@@ -38,7 +38,7 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"kl_estimator": "k3"}, "--kl-coef"),
     ({"quantize": "nf4"}, "--lora-rank"),
-    ({"kl_cov": 0.01}, "--num-minibatches"),
+    ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),
     ({"optimizer": "adamw_bf16_sr", "offload_optimizer": True}, "masters"),
     ({"sampler": "torch", "vllm_eager": True}, "--sampler vllm"),

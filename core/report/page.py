@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from algorithms import grpo
+from algorithms import cispo, grpo, gspo
+from core.algorithm import name_of
 from core.metrics import before_after
 from core.report.summary import (
     logged_warnings,
@@ -39,6 +40,14 @@ FULL, NO_TRACES, SHORT, OMITTED = range(4)
 TEXT_CHARS = {FULL: 8000, NO_TRACES: 8000, SHORT: 200}  # per rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
 BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
+# The losses that the page can compute, by name: what each has of the options of GRPO's family
+TOKEN = {"ratio_level": "token", "surrogate": "min"}
+CISPO = {"clip_low": 1.0, "clip_high": 4.0, "ratio_level": "token", "surrogate": "cispo"}
+LOSSES: dict[str, dict[str, Any]] = {
+    **{name: preset | TOKEN for name, preset in grpo.LOSS_TYPES.items()},
+    "gspo": dict(vars(gspo.Options())) | {"ratio_level": "sequence", "surrogate": "min"},
+    **{name: CISPO | preset for name, preset in cispo.LOSS_TYPES.items()},
+}
 # The update of algorithms without GRPO's options, in the same terms. The clipped policy ratio of
 # cispo, without bounds, times A · log π has the gradient of REINFORCE.
 RECORDED = {"scale_rewards": "recorded", "ratio_level": "token", "aggregation": "token"}
@@ -62,7 +71,7 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
     data = {
         "runs": [_run_data(run_dir, config, room) for run_dir, config in runs],
-        "loss_types": grpo.LOSS_TYPES,
+        "loss_types": LOSSES,
     }
     with published(path) as part:
         part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
@@ -110,15 +119,17 @@ def loss_settings(config: dict[str, Any]) -> Record:
     those that an older run did not record have their default.
     """
     algo = str(config["algo"])
-    own = config.get(algo)
+    own = config.get(name_of(algo))
     own = own if isinstance(own, dict) else {}
     missing = []
-    if algo == "grpo":
-        options = grpo.LOSS_TYPES.get(str(own.get("loss_type")), grpo.LOSS_TYPES["dapo"]) | {
-            key: own[key] for key in (*grpo.LOSS_TYPES["dapo"], "dual_clip") if key in own
+    family = ("grpo", "gspo", "cispo", "kl_cov", "clip_cov", "opsm")
+    if algo in family:
+        default = LOSSES.get(algo, LOSSES["dapo"])
+        options = LOSSES.get(str(own.get("loss_type")), default) | {
+            key: own[key] for key in (*LOSSES["dapo"], "dual_clip") if key in own
         }
         kl_in_reward = config.get("kl_coef") and config.get("kl_in") == "reward"
-        if config.get("overlong_buffer") or kl_in_reward or config.get("clip_cov"):
+        if config.get("overlong_buffer") or kl_in_reward or algo == "clip_cov":
             options |= {"scale_rewards": "recorded"}
             missing.append("Penalties in the reward, and tokens that Clip-Cov leaves out, are in "
                            "the recorded advantages only.")  # fmt: skip
@@ -127,18 +138,17 @@ def loss_settings(config: dict[str, Any]) -> Record:
         options = {**RECORDED, "surrogate": "min", "clip_low": clip, "clip_high": clip}
     else:
         options = REINFORCE
-    if algo == "scratch":
-        missing.append("The loss of scratch.py is not known here; it is taken to be REINFORCE's.")
+    if algo not in (*family, "ppo", "reinforce"):
+        missing.append(f"The loss of {shorten(name_of(algo), 100)} is not known here; it is taken "
+                       "to be REINFORCE's.")  # fmt: skip
+    if algo == "kl_cov":
+        missing.append("KL-Cov's penalty is left out.")
+    if algo == "opsm":
+        missing.append("Rejected tokens are counted as if kept.")
     if "tis_cap" not in config:
         missing.append("This run did not record the settings of its loss; these are the defaults.")
-    missing += [
-        sentence
-        for names, sentence in (
-            (("kl_coef", "kl_cov", "entropy_coef"), "KL penalty and entropy bonus are left out."),
-            (("reject_low", "reject_high", "opsm"), "Rejected tokens are counted as if kept."),
-        )
-        if any(config.get(name) for name in names)
-    ]
+    if config.get("kl_coef") or config.get("entropy_coef"):
+        missing.append("KL penalty and entropy bonus are left out.")
     if config.get("num_minibatches", 1) > 1:
         missing.append("The run took several steps per update, each on a random part of the "
                        "rollouts; here the token weights are of one step on all.")  # fmt: skip
@@ -177,7 +187,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     curves, num_dropped = _curves(records, room // 4)
     data: Record = {
         "name": run_dir.name,
-        "algo": shorten(str(config["algo"]), 200),
+        "algo": shorten(name_of(str(config["algo"])), 200),
         "env": shorten(" ".join(map(short, config["env"])), 500),
         "model": shorten(str(config["model_id"]), 500),
         "seed": config["seed"],

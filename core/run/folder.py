@@ -19,7 +19,6 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -29,9 +28,9 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from algorithms.options import LoopOptions
 from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
-from core.config import COMMAND_LINE_ONLY, GONE, Config, flag, trust_flags
+from core.config import COMMAND_LINE_ONLY, GONE, MOVED, Config, flag, trust_flags
 from core.run.files import PART, published, remove
-from core.types import CannotWrite, Fault, UsageError, printable
+from core.types import CannotWrite, Fault, UsageError
 from environments.registry import absolute, short
 
 DISK_ERRORS = {
@@ -156,14 +155,7 @@ def _as_config(values: dict[str, Any], file: Path) -> Config:
 
 def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
     """Texts of a file as settings; `prefix` begins the messages."""
-    gone = {name: values.pop(name) for name in GONE if name in values}
-    for name, value in {} if skip_unknown else gone.items():
-        with suppress(ValueError):
-            if _from_words(type(GONE[name]), value) == GONE[name]:
-                _note(f"{prefix}{name} is no setting any more, and always {GONE[name]}")
-                continue
-        raise UsageError(f"{prefix}{name} is no setting any more, and always {GONE[name]}, not "
-                         f"{reprlib.repr(value)}: remove the line")  # fmt: skip
+    _drop_gone(values, prefix, "", skip_unknown)
     folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
     name = name_of(str(values.get("algo", Config.algo)))
     others = {*algorithm_names(), name}  # a file of an earlier version has those of all algorithms
@@ -175,11 +167,30 @@ def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dic
     if isinstance(own, dict):
         if algo in algorithm_names():
             cls = load_algorithm(algo).Options
+            _drop_gone(own, prefix, f"{name}.", skip_unknown)
             own = _typed(cls, own, f"{prefix}{name}.", skip_unknown)
         typed[name] = own
     for name in {"env", "eval_env"} & {*typed}:
         typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
     return typed
+
+
+def _drop_gone(values: dict[str, Any], prefix: str, group: str, skip_unknown: bool) -> None:
+    """Removes the settings that are gone. Raises UsageError if one had another value."""
+    moved = MOVED.get(str(values.get("loss_type", ""))) if group == "grpo." else ""
+    if moved and not skip_unknown:
+        raise UsageError(f"{prefix}grpo.loss_type: {values['loss_type']} is now {moved}")
+    for name, (stayed, now) in GONE.items():
+        key = name.removeprefix(group)
+        if "." in key or skip_unknown or not isinstance(values.get(key), str):
+            continue  # a dict: the options of the algorithm that has this name now
+        value = values.pop(key)
+        with suppress(ValueError):
+            if _from_words(type(stayed), value) == stayed:
+                continue
+        raise UsageError(f"{prefix}{name} is no setting any more, and always {stayed}, not "
+                         f"{reprlib.repr(value)}: remove the line" + (now and f", or use {now}")
+                         )  # fmt: skip
 
 
 def train_command(*flags: str) -> str:
@@ -316,11 +327,6 @@ def _locked(run: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-@cache  # a command reads its file several times
-def _note(line: str) -> None:
-    print(printable(line), file=sys.stderr)
 
 
 def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:

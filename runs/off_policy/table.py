@@ -6,7 +6,7 @@ A chain of 8 tokens over a vocabulary of 3: all 6,561 sequences are enumerated, 
 sums. The policy and the sampler have random logits for each position and previous token; the
 sampler's differ from the policy's by Gaussian noise. Each sequence has a random return. The table
 compares the gradient of the expected return under the policy with the expected gradient of
-REINFORCE on sequences of the sampler, with the weights of algorithms/common.py.
+REINFORCE on sequences of the sampler, with the weights of algorithms/off_policy.py.
 """
 
 import itertools
@@ -20,7 +20,8 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
 
-from algorithms import common, reinforce  # noqa: E402
+from algorithms import off_policy, reinforce  # noqa: E402
+from algorithms.common import Micro  # noqa: E402
 
 VOCABULARY, LENGTH = 3, 8
 NOISE = {"0.02 (rounding)": 0.02, "0.3 (a stale policy)": 0.3}
@@ -33,10 +34,10 @@ ESTIMATORS = {
     "sequence TIS: `--tis-level product`": ("product", 2, "truncate", 0, 0, 0),
     "sequence TIS, `--tis-cap 1000`": ("product", 1000, "truncate", 0, 0, 0),
     "sequence MIS: `--tis-level product --tis-mode mask`": ("product", 2, "mask", 0, 0, 0),
-    "token TIS in a band: `--reject-low 0.95 --reject-high 1.1`": (
+    "token TIS in a band: `--opsm.reject-low 0.95 --opsm.reject-high 1.1`": (
         "token", 2, "truncate", 0.95, 1.1, 0,
     ),
-    "token TIS and OPSM: `--opsm 0.05`": ("token", 2, "truncate", 0, 0, 0.05),
+    "token TIS and OPSM: `--opsm.limit 0.05`": ("token", 2, "truncate", 0, 0, 0.05),
 }  # fmt: skip
 
 
@@ -69,6 +70,14 @@ class Chain:
         chances = self.logprobs(self.logits.detach()).sum(1).exp()
         return (self.returns - chances @ self.returns)[:, None].expand_as(self.tokens)
 
+    def micro(self, old_logprobs: torch.Tensor) -> Micro:
+        """All sequences as one micro-batch."""
+        return Micro(
+            completion_mask=torch.ones_like(old_logprobs, dtype=torch.bool),
+            old_logprobs=old_logprobs, sampler_logprobs=self.sampler_logprobs,
+            advantages=self.advantages(),
+        )  # fmt: skip
+
     def true_gradient(self) -> torch.Tensor:
         """The gradient of the expected return under the policy."""
         expected = (self.logprobs(self.logits).sum(1).exp() * self.returns).sum()
@@ -81,11 +90,9 @@ class Chain:
         position = torch.arange(self.tokens.shape[1]).expand_as(self.tokens)
         row = torch.arange(len(self.tokens))[:, None].expand_as(self.tokens)
         logprobs = logits.log_softmax(-1)[row, position, self.previous, self.tokens]
-        mask, ones = torch.ones_like(logprobs, dtype=torch.bool), torch.ones_like(logprobs)
-        loss, _ = reinforce.compute_loss(
-            logprobs, logprobs.detach(), self.advantages(), mask, weights, ones,
-            reinforce.Options(),
-        )  # fmt: skip
+        micro = self.micro(logprobs.detach())
+        micro.importance_weights, micro.token_weights = weights, torch.ones_like(logprobs)
+        loss, _ = reinforce.compute_loss(logprobs, None, micro, reinforce.Options())
         return -torch.autograd.grad(loss, logits)[0].flatten(1)
 
     def weights(
@@ -93,13 +100,12 @@ class Chain:
     ) -> torch.Tensor:
         """The weight of each token, [S, T], from the functions that training uses."""
         old = self.logprobs(self.logits.detach())
-        mask = torch.ones_like(old, dtype=torch.bool)
-        ratio = common.sampler_ratio(old, self.sampler_logprobs, mask, level)
-        weights = common.importance_weights(ratio, cap, mode)
-        mean = common.sampler_ratio(old, self.sampler_logprobs, mask, "geometric")
-        kept = common.in_band(mean, low, high)
+        micro = self.micro(old)
+        ratio = off_policy.sampler_ratio(micro, level)
+        weights = off_policy.importance_weights(ratio, cap, mode)
+        kept = off_policy.in_band(off_policy.sampler_ratio(micro, "geometric"), low, high)
         if opsm:
-            kept &= common.not_stale(old, self.sampler_logprobs, self.advantages(), mask, opsm)
+            kept &= off_policy.not_stale(old, micro, opsm)
         return torch.where(kept, weights, 0.0)
 
 

@@ -1,0 +1,67 @@
+"""CISPO: GRPO whose clip bounds the size of a token's gradient and never removes it.
+
+    L = -Σ_i,t sg[clip(ρ_t, 1-ε_low, 1+ε_high)] A_i log π(x_t)    MiniMax-M1, arXiv:2506.13585
+
+sg: no gradient. GRPO's clip takes a token out of the gradient once its ratio has moved too far,
+often the rare tokens that start a new idea. Here such a token keeps the weight of the clip.
+
+`--cispo.loss-type scalerl` divides by the std of the batch, and takes the mean over the tokens of a
+group, then over groups (arXiv:2510.13786; README.md has the rest of that recipe).
+
+    python train.py --algo cispo --num-minibatches 4
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+
+from algorithms import common, grpo
+from algorithms.common import Micro
+from algorithms.options import Aggregation, LoopOptions, Range
+
+LOSS_TYPES: dict[str, dict[str, Any]] = {
+    "cispo": {"scale_rewards": "group", "aggregation": "token"},
+    "scalerl": {"scale_rewards": "batch", "aggregation": "prompt"},
+}
+needs = grpo.needs
+compute_advantages = grpo.compute_advantages
+
+
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    """Options of CISPO; None: the value that the loss type sets."""
+
+    loss_type: Literal["cispo", "scalerl"] = "cispo"
+    """scalerl: other values of the next two options."""
+    scale_rewards: Literal["group", "batch", "none"] | None = None
+    """Divide advantages by the standard deviation of the group's or the batch's returns."""
+    aggregation: Aggregation | None = None
+    """As --grpo.aggregation."""
+    clip_low: Annotated[float, Range(0, 1)] = 1.0
+    """Ratios below 1 - clip_low count as that; 1: no lower clip, as a ratio is never below 0."""
+    clip_high: Annotated[float, Range(0, 1000)] = 4.0
+    """Ratios above 1 + clip_high count as that."""
+
+
+def resolve(options: Options) -> Options:
+    """`options` with every option that is None set to the value of its loss type."""
+    preset = LOSS_TYPES[options.loss_type]
+    return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
+
+
+def compute_loss(
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
+) -> tuple[Tensor, dict[str, float]]:
+    """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
+    mask, advantages = micro.completion_mask, micro.advantages
+    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    ratio = (logprobs - micro.old_logprobs).exp()
+    clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
+    surrogate = clipped.detach() * advantages * logprobs
+    per_token = -micro.importance_weights * surrogate
+    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    return loss, common.surrogate_metrics(
+        ratio, logprobs, micro, options.clip_low, options.clip_high, either_sign=True
+    )

@@ -1,0 +1,57 @@
+"""OPSM: GRPO that leaves out what is too far from the policy: off-policy sequence masking.
+
+    w_t = 0    where A_t < 0 and the mean over the sequence of log π_sampler - log π exceeds `limit`
+                                                                DeepSeek-V3.2, arXiv:2512.02556
+    w_t = 0    where the geometric mean of π_old / π_sampler over the sequence is outside
+               [reject_low, reject_high]
+
+w_t is the importance weight of the token (off_policy.py). A token of weight 0 has no gradient, also
+none of --kl-coef and --entropy-coef; the loss is still divided by all tokens. The metric
+weights/rejected is the fraction of tokens left out.
+
+    python train.py --algo opsm --opsm.reject-low 0.95 --opsm.reject-high 1.1 --num-minibatches 4
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from algorithms import grpo, off_policy
+from algorithms.common import Micro
+from algorithms.options import Coefficient, Fraction, Range
+
+needs = grpo.needs
+resolve = grpo.resolve
+compute_advantages = grpo.compute_advantages
+
+
+@dataclass(frozen=True)
+class Options(grpo.Options):
+    """Options of OPSM, beside those of GRPO."""
+
+    limit: Coefficient = 0.05
+    """Leave out tokens with a negative advantage in sequences that the policy has moved away from
+    by more than this, in nats per token; 0: keep them."""
+    reject_low: Fraction = 0.0
+    """Leave out sequences whose geometric-mean weight is below this; 0: keep all."""
+    reject_high: Annotated[float, Range(1, 10**6, or_zero=True)] = 0.0
+    """Leave out sequences whose geometric-mean weight is above this; 0: keep all."""
+
+
+def compute_loss(
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
+) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's loss with importance weights of 0 where a token is left out.
+
+    Sets `micro.importance_weights`, which the loop's KL and entropy terms are multiplied by too.
+    """
+    mean_ratio = off_policy.sampler_ratio(micro, "geometric")
+    kept = off_policy.in_band(mean_ratio, options.reject_low, options.reject_high)
+    if options.limit:
+        kept &= off_policy.not_stale(logprobs, micro, options.limit)
+    micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
+    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
+    rejected = (micro.completion_mask & ~kept).sum().item()
+    return loss, metrics | {"weights/rejected": rejected}

@@ -1,0 +1,158 @@
+"""An algorithm in a file of the user's: it trains, logs, warns, reports and resumes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.algorithm import algorithm_names, load_algorithm
+from core.run.log import read_records
+
+MINE = '''
+"""MaxRL's advantage and a loss like KTO's."""
+
+from dataclasses import dataclass
+
+import torch
+
+from algorithms import common
+from algorithms.options import Coefficient, LoopOptions
+
+NEEDS = {"groups"}
+
+
+@dataclass(frozen=True)
+class Options(LoopOptions):
+    """Options of MaxRL with KTO's value function."""
+
+    beta: Coefficient = 0.1
+    """How fast the gain saturates."""
+
+
+def compute_advantages(batch, options):
+    returns, exists = common.turn_returns(batch)
+    size = common.group_sum(exists.double(), batch.group_ids)
+    mean = common.group_sum(returns, batch.group_ids) / size.clamp(min=1)
+    advantages = (returns - mean) / (mean.abs() + 1e-6)
+    batch.advantages = torch.where(
+        batch.completion_mask, advantages.gather(1, batch.turn_ids).float(), 0.0
+    )
+    batch.metrics["mine/solved"] = (mean > 0).double().mean().item()
+
+
+def compute_loss(logprobs, values, micro, options):
+    mask = micro.completion_mask
+    log_ratio = torch.where(mask, logprobs - micro.old_logprobs, 0.0)
+    gain = torch.sigmoid(options.beta * log_ratio * micro.advantages.sign())
+    per_token = -micro.importance_weights * micro.advantages.abs() * gain
+    loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
+    return loss, {"mine/gain": gain[mask].sum().item()}
+'''
+SHORT = """--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --eval-every 1
+    --microscope 64""".split()
+
+
+def records(run):
+    kept = read_records(Path("runs", run, "metrics.jsonl"))
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in kept]
+
+
+def test_a_file_trains_logs_reports_and_resumes(command):
+    Path("mine.py").write_text(MINE)
+    algo = ["--algo", "mine.py", "--mine.beta", "0.5"]
+    code, out, err = command(*SHORT, *algo, "--num-updates", "3", "--run-name", "whole")
+    assert code == 0 and "picoRL · mine · letter_counting" in out and "beta=0.5" in out, err
+    last = records("whole")[-1]
+    assert last["update/steps"] == 1 and 0 < last["mine/gain"] < 1 and last["grad/norm"] >= 0
+    assert 0 <= last["mine/solved"] <= 1
+    saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())
+    assert saved["mine"] == {"beta": 0.5} and Path(saved["algo"]) == Path("mine.py").absolute()
+    assert "The loss of mine is not known here" in Path("runs/whole/report.html").read_text()
+
+    assert command(*SHORT, *algo, "--num-updates", "2", "--run-name", "parts")[0] == 0
+    Path("mine.py").unlink()  # the run has a copy
+    assert command("--resume", "runs/parts", "--num-updates", "3")[0] == 0
+    assert records("parts")[1:] == records("whole")[1:]
+    code, _, err = command("--resume", "runs/parts", "--mine.beta", "0.6")
+    assert code == 2 and "mine.beta is 0.5 in this run, not 0.6" in err
+
+
+def test_its_warnings_are_those_of_any_algorithm(command):
+    Path("mine.py").write_text(MINE)
+    flags = ["--algo", "mine.py", "--reward-coef", "0", "--num-updates", "0", "--group-size", "1"]
+    assert command(*SHORT, *flags)[0] == 0  # no groups without updates
+    code, _, err = command(*SHORT, "--algo", "mine.py", "--group-size", "1")
+    assert (code, err.count("\n")) == (2, 1) and "--group-size 1" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (MINE.replace("def compute_loss", "def loss"), "it has no compute_loss"),
+        ("import nonsense_module\n", "ModuleNotFoundError: No module named 'nonsense_module' "
+                                     "(mine.py, line 1)"),
+        ("x = (\n", "SyntaxError: '(' was never closed (mine.py, line 1)"),
+        (MINE.replace("(LoopOptions)", ""), "derived from algorithms.options.LoopOptions"),
+    ],
+    ids=range(4),
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
+    Path("mine.py").write_text(text)
+    code, out, err = command("--algo", "mine.py")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("train.py: --algo ") and named in err
+
+
+def test_the_config_of_another_person_may_name_a_file_only_with_trust(command, tmp_path):
+    ran = tmp_path / "ran"
+    Path("mine.py").write_text(f"open({str(ran)!r}, 'w')\n{MINE}")
+    Path("theirs.yaml").write_text(json.dumps({"algo": str(tmp_path / "mine.py")}))
+    code, _, err = command("--config", "theirs.yaml")
+    assert (code, err.count("\n")) == (2, 1) and "mine.py: if you trust it, add --trust" in err
+    assert not ran.exists()
+    evaluate = ["--num-updates", "0", "--eval-num-tasks", "2"]
+    assert command("--config", "theirs.yaml", "--trust", *evaluate)[0] == 0 and ran.exists()
+    # a run of this user in runs/ is trusted; the same folder elsewhere is not
+    run = next(Path("runs").iterdir())
+    assert command("--resume", str(run), "--num-updates", "0")[0] == 0
+    shutil.copytree(run, "theirs")
+    code, _, err = command("--resume", "theirs", "--num-updates", "0")
+    assert code == 2 and "add --trust" in err
+
+
+def test_every_algorithm_of_the_folder_is_found_and_explains_itself():
+    assert {"reinforce", "grpo", "ppo", "gspo", "cispo", "scratch"} <= set(algorithm_names())
+    for name in algorithm_names():
+        assert load_algorithm(name).Options.__doc__ and load_algorithm(name).__doc__
+
+
+@pytest.mark.parametrize(
+    ("flags", "now"),
+    [
+        ("--clip-cov 0.1", "--algo clip_cov --clip-cov.fraction"),
+        ("--grpo.loss-type gspo", "--algo gspo"),
+        ("--grpo.loss-type=scalerl", "--algo cispo --cispo.loss-type scalerl"),
+        ("--grpo.surrogate cispo", "--algo cispo"),
+    ],
+)
+def test_a_flag_of_earlier_versions_is_answered_with_the_new_one(command, flags, now):
+    code, out, err = command(*flags.split())
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.rstrip().endswith(f"is now {now}")
+
+
+def test_a_file_of_earlier_versions_is_read_and_what_it_cannot_mean_any_more_is_named(command):
+    old = {"algo": "grpo", "clip_cov": 0.0, "kl_cov_coef": 1.0, "opsm": 0.0, "num_updates": 0,
+           "eval_num_tasks": 2, "ppo": {"clip": 0.2}, "reinforce": {"baseline": "batch"},
+           "grpo": {"loss_type": "dapo", "ratio_level": "token", "surrogate": "min"}}  # fmt: skip
+    Path("old.yaml").write_text(yaml.safe_dump(old))
+    assert command("--config", "old.yaml")[0] == 0
+    for changes, named in (
+        ({"opsm": 0.1}, "--algo opsm --opsm.limit"),
+        ({"grpo": {"loss_type": "cispo"}}, "grpo.loss_type: cispo is now --algo cispo"),
+        ({"grpo": {"ratio_level": "sequence"}}, "--algo gspo"),
+    ):
+        Path("old.yaml").write_text(yaml.safe_dump(old | changes))
+        code, _, err = command("--config", "old.yaml")
+        assert (code, err.count("\n")) == (2, 1) and named in err
