@@ -167,7 +167,7 @@ def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dic
     if isinstance(own, dict):
         if algo in algorithm_names():
             cls = load_algorithm(algo).Options
-            _drop_gone(own, prefix, f"{name}.", skip_unknown)
+            _drop_gone(own, prefix, name, skip_unknown)
             own = _typed(cls, own, f"{prefix}{name}.", skip_unknown)
         typed[name] = own
     for name in {"env", "eval_env"} & {*typed}:
@@ -177,12 +177,12 @@ def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dic
 
 def _drop_gone(values: dict[str, Any], prefix: str, group: str, skip_unknown: bool) -> None:
     """Removes the settings that are gone. Raises UsageError if one had another value."""
-    moved = MOVED.get(str(values.get("loss_type", ""))) if group == "grpo." else ""
+    moved = MOVED.get(str(values.get("loss_type", ""))) if group == "grpo" else ""
     if moved and not skip_unknown:
         raise UsageError(f"{prefix}grpo.loss_type: {values['loss_type']} is now {moved}")
     for name, (stayed, now) in GONE.items():
-        key = name.removeprefix(group)
-        if "." in key or skip_unknown or not isinstance(values.get(key), str):
+        of_group, _, key = name.rpartition(".")
+        if of_group != group or skip_unknown or not isinstance(values.get(key), str):
             continue  # a dict: the options of the algorithm that has this name now
         value = values.pop(key)
         with suppress(ValueError):
