@@ -431,9 +431,10 @@ def _window(config: Any) -> float:
 
 @torch.no_grad()
 def _packing_gap(policy: Policy) -> float:
-    """How far log-probs of shared prompts are from those of separate sequences, in nats.
+    """How far the log-probs of sequences that share prompts are from those of whole sequences.
 
-    The larger gap of training and sampling; in 16 bits a mean, as each single one is rounded.
+    Compares training's log-probs and the sampler's, in nats, and returns the larger difference: of
+    single tokens in float32 and float64, of means over tokens in 16 bits, which round each token.
     """
     ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     prompts = [ids, ids[:5]]

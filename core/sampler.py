@@ -247,7 +247,7 @@ class _Row:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
-    done: bool = False  # until it is dropped, its row of the batch computes tokens without use
+    done: bool = False  # has ended; until the batch drops its row, what it samples is ignored
 
     def next_uniform(self) -> float:
         return 0.0 if self.done else self.uniform[len(self.token_ids)]
