@@ -6,6 +6,8 @@ True
 200
 """
 
+from functools import lru_cache
+
 import numpy as np
 
 # purposes
@@ -13,6 +15,7 @@ TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION, ALGORITHM, OPPONENTS =
 ROUNDING = 8
 
 
+@lru_cache(maxsize=4096)  # the episodes of a round share theirs
 def derive_seed(*numbers: int) -> int:
     """A seed below 2**63 from non-negative integers; other numbers give an independent seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]) >> 1
