@@ -252,6 +252,11 @@ class TestOneEngine:
         assert draws[0] == draws[2] != draws[1]
         assert draws[0][0] != draws[0][3]  # equal prompts
         assert state() == before
+        with engine:  # environments draw, too
+            params = SamplingParams(max_tokens=8, seed=1)
+            completions = engine.sample(PROMPTS, params, lambda: torch.rand(1))
+        assert [c.token_ids for c in completions] == draws[0]
+        assert state() != before
 
     def test_prefix_cache_serves_equal_prompts_until_sync(self, engine, monkeypatch):
         num_cached = []
