@@ -55,7 +55,8 @@ class Threads:
         """Makes a call once a thread is free; `ended` returns its outcome with the key."""
         if not self.workers:
             self.folder = os.getcwd()
-        (self.many if self.is_parallel(kind) else self.one).put((key, kind, function))
+        inbox = self.many if self.is_parallel(kind) else self.one
+        inbox.put((key, kind, function, self.done))
         self._hire()
 
     def ended(self, wait: float) -> list[tuple[Any, Outcome, float]]:
@@ -78,7 +79,7 @@ class Threads:
             with suppress(queue.Empty):
                 while True:
                     inbox.get_nowait()
-        self.done.clear()
+        self.done = deque()  # an outcome that still comes goes to the old one
         keys = [worker.give_up(0.0) for worker in self.workers]
         return [key for key in keys if key is not None]
 
@@ -114,7 +115,7 @@ class _Worker(threading.Thread):
         threads, in_order, was_idle = self.threads, self.inbox is self.threads.one, True
         with suppress(Overdue, queue.Empty):
             while call := self.inbox.get(in_order):
-                key, kind, function = call
+                key, kind, function, done = call
                 if in_order and threads.is_parallel(kind):  # found out since it was put there
                     threads.many.put(call)
                     threads.wake.set()  # `ended` starts a thread for it
@@ -131,7 +132,7 @@ class _Worker(threading.Thread):
                 if seconds > SLOW and threads.count > 1 and kind not in threads.slow:
                     threads.slow.add(kind)
                     self._check_generators(kind[0], before)
-                threads.done.append((key, outcome, seconds))
+                done.append((key, outcome, seconds))
                 was_idle = self.inbox.empty()
                 if was_idle or not in_order:
                     threads.wake.set()
