@@ -1,4 +1,4 @@
-"""Train a language model with reinforcement learning: the whole loop, top to bottom.
+"""Reading path, 3 of 9. Train a language model with reinforcement learning: the whole loop.
 
     python train.py                      # GRPO: a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
@@ -13,12 +13,15 @@ and takes gradient steps, by default one.
 The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
-Shapes: [B, N] has one row per rollout, P·G or fewer, and one column per sampled token (padded on
-the right). A forward pass works on a micro-batch: b sequences of T tokens, prompts included; each
-is a rollout, or a part of one if the environment changed the context between turns. micro_batches()
-copies [B, N] to [b, T-1], where column t is token t+1. completion_mask marks the sampled tokens,
-loss_mask those that are trained on. A process of torchrun is a rank: all ranks have all B rollouts,
-each trains on its share. Settings are in core/config.py.
+Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
+right. B is P·G, less the rollouts whose environment failed; a game in which the policy plays
+several agents has a rollout for each. A forward pass works on a micro-batch: b sequences of T
+tokens, prompts included. A sequence is a rollout, or a part of one if the environment changed the
+context between turns. `micro_batches` copies [B, N] to [b, T-1], where column t is token t+1.
+completion_mask marks the sampled tokens, loss_mask those of them that are trained on.
+
+Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share. All
+settings are in core/config.py.
 """
 
 import math
@@ -61,47 +64,32 @@ def main(cfg: Config) -> int:
         probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
         if run.progress["sft_step"] < cfg.sft_steps:
             warm_start(cfg, run)
-        reference = None
-        if cfg.teacher:
-            reference = load_teacher(cfg, run.policy)
-        elif cfg.kl_coef:
-            reference = freeze_reference(run.policy, run.folder, run.next_update)
+        reference = load_reference(cfg, run)
         if run.next_update == 0:
             run.log(0, evaluate(cfg, run, 0), [])  # the accuracy before RL
             run.save()
 
-        for update in range(max(1, run.next_update), cfg.num_updates + 1):
-            if 0 < cfg.max_sampled_tokens <= run.progress["sampled_tokens"]:
-                break
-            run.interrupt.check()
-            started = perf_counter()
-
+        for update in run.updates():  # up to --num-updates or --max-sampled-tokens
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             sampled, rollouts = collect_rollouts(cfg, run, update)
-            run.progress["sampled_tokens"] += sum(rollout.num_tokens for rollout in sampled)
-            spent = 0 < cfg.max_sampled_tokens <= run.progress["sampled_tokens"]
-            last_update = update if spent else cfg.num_updates
-            batch = to_rollout_batch(rollouts)  # tensors [B, N]; no rollouts: a row of padding
-            sampled_at = perf_counter()
+            batch = to_rollout_batch(rollouts)  # tensors [B, N]
 
-            # 2. The trainer's log-probs (and PPO's values) before the first gradient step. GRPO and
-            #    REINFORCE with one step usually do without: part 4 computes them. Then those of the
-            #    reference: the teacher, or the policy when RL began (with LoRA the base model)
+            # 2. Log-probs of the policy that sampled, and its values (PPO). With one gradient step
+            #    they are usually those of the step itself, so nothing is computed here. Then the
+            #    log-probs of the reference that --kl-coef names
             if needs_old_logprobs(cfg):
-                batch.old_logprobs, batch.values = score_logprobs(
-                    run.policy, batch, cfg.temperature
-                )
+                scored = score_logprobs(run.policy, batch, cfg.temperature)
+                batch.old_logprobs, batch.values = scored
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
             # 3. Rewards to advantages
-            shape_rewards(cfg, batch)
-            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
+            shape_rewards(cfg, batch, update)
             algorithm.compute_advantages(batch, options)
 
-            # 4. Gradient steps, one per minibatch (by default all rollouts). A loss is a sum over
-            #    tokens with weights, by default 1 / tokens of the minibatch, so the gradients of
-            #    the micro-batches add up to that of the step
+            # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
+            #    The loss of a step is a sum over tokens with weights, by default 1 / number of
+            #    tokens, so the gradients of its micro-batches add up to the gradient of the step
             stats = UpdateStats(cfg, batch)
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             steps = minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
@@ -111,53 +99,27 @@ def main(cfg: Config) -> int:
                 )
                 for micro in micro_batches(run.policy, batch, rows):
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
-                    if micro.old_logprobs is None:  # the only step: the policy is still the old one
+                    if batch.old_logprobs is None:  # the only step: this policy has sampled
                         micro.old_logprobs = logprobs.detach()
                     # π_old / π_sampler, and the weights made of it (--tis-cap, by default 2)
-                    ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
-                    weights = off_policy.importance_weights(ratio, cfg.tis_cap, cfg.tis_mode)
-                    micro.sampler_ratio, micro.importance_weights = ratio, weights
+                    micro.sampler_ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
+                    micro.importance_weights = off_policy.importance_weights(
+                        micro.sampler_ratio, cfg.tis_cap, cfg.tis_mode
+                    )
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
                     run.optimizer.backward(loss)
-                    sums = sums | kl_sums
-                    stats.add(micro, loss, entropy, sums)
-                run.optimizer.sum_gradients()  # over all ranks
-                stats.end_minibatch(epoch)
-                if 0 < options.target_kl < stats.approx_kl:  # the KL of this minibatch
-                    run.optimizer.zero_grad()  # the steps before it moved the policy too far
+                    stats.add(micro, loss, entropy, sums | kl_sums)
+                if not take_step(cfg, run, batch, stats, epoch, update):
                     break
-                stats.grad_norm, stepped = run.optimizer.clip_and_step(
-                    cfg.max_grad_norm,
-                    finite_loss=math.isfinite(stats.loss),
-                    only_value_head=update <= options.value_warmup,
-                )
-                stats.num_steps += stepped
-            metrics = rollout_metrics(sampled) | stats.means()
-            # the tokens that report.html shows one by one, with their new log-probs
-            trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
-            if cfg.sft_best:
-                metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
 
             # 5. Give the sampler the new weights; nothing to send if it shares them
             run.sampler.sync()
-            trained_at = perf_counter()
 
             # 6. Evaluate, log, save
-            metrics["time/rollout_s"] = sampled_at - started
-            metrics["time/train_s"] = trained_at - sampled_at
-            # until the first regular evaluation five times as often
-            early = update < cfg.eval_every and is_due(update, cfg.eval_every // 5, 0)
-            if early or is_due(update, cfg.eval_every, last_update):
-                metrics |= evaluate(cfg, run, update)
-            # True after a warning listed in --stop-on, or many updates without finite gradients
-            stop = run.log(update, metrics, sampled)
-            if stop or is_due(update, cfg.save_every, last_update):
-                run.save()
-            if stop:
-                return 1
-    return 0
+            finish_update(cfg, run, update, sampled, rollouts, batch, stats)
+        return 1 if run.stopped else 0
 
 
 def prepare(cfg: Config) -> Config:
@@ -197,13 +159,20 @@ def warm_start(cfg: Config, run: Run) -> None:
             loss = sft_step(cfg, run, demonstrations)
             run.progress["sft_step"] = step + 1
             phase.advance(f"loss {loss:.3f}")
-            if is_due(step + 1, 20, cfg.sft_steps):
+            if step + 1 == cfg.sft_steps or is_due(step + 1, 20):
                 record = {"sft_step": step + 1, "sft/loss": loss}
                 run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
                 logged_at = perf_counter()
     run.optimizer.release()
     run.optimizer = optimizer_for(cfg, run.policy)  # Adam's moments at 0
     run.sampler.sync()
+
+
+def load_reference(cfg: Config, run: Run) -> Policy | None:
+    """The policy of --kl-coef: the teacher, or the policy when RL began (with LoRA its base)."""
+    if cfg.teacher:
+        return load_teacher(cfg, run.policy)
+    return freeze_reference(run.policy, run.folder, run.next_update) if cfg.kl_coef else None
 
 
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:
@@ -232,6 +201,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         kept += selection.with_spread(usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")
+    run.sampled_at = perf_counter()
     return sampled, kept
 
 
@@ -239,7 +209,7 @@ def forward(
     policy: Policy, micro: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
-    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D], however packed
+    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D]
     logprobs, entropy = common.token_logprobs(
         hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
         policy.logits_chunk, micro.kept_ids,
@@ -274,14 +244,14 @@ def score_logprobs(
     return all_logprobs, all_values
 
 
-def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
-    """Adds the length and KL penalties to the rewards, and sets the turn of each token [B, N].
+def shape_rewards(cfg: Config, batch: RolloutBatch, update: int) -> None:
+    """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ, seed.
 
     The environment's rewards are at the last token of each turn. With --credit episode (the default
     of all but PPO) rewards are discounted here, from the episode's start, and all tokens belong to
     one turn, so REINFORCE and GRPO credit each token with the return of the episode.
     """
-    batch.gamma = cfg.gamma
+    batch.gamma, batch.seed = cfg.gamma, derive_seed(cfg.seed, ALGORITHM, update)
     batch.loss_mask = batch.completion_mask & ~(
         batch.hit_token_limit & cfg.mask_truncated_completions
     )
@@ -323,6 +293,60 @@ def regularizers(
     return extra_loss, {"kl/reference": k3[mask].sum().item()}
 
 
+def take_step(
+    cfg: Config, run: Run, batch: RolloutBatch, stats: UpdateStats, epoch: int, update: int
+) -> bool:
+    """The optimizer's step on the gradients of one minibatch, summed over all ranks.
+
+    Returns False, and takes no step, if it ends the update: the steps before it moved the policy
+    further from the one that sampled than --ppo.target-kl allows.
+    """
+    run.optimizer.sum_gradients()
+    stats.end_minibatch(epoch)
+    if batch.old_logprobs is None:  # the only step has computed those of all tokens
+        batch.old_logprobs = stats.old_logprobs
+    if 0 < cfg.options.target_kl < stats.approx_kl:  # the KL of this minibatch
+        run.optimizer.zero_grad()
+        return False
+    stats.grad_norm, stepped = run.optimizer.clip_and_step(
+        cfg.max_grad_norm,
+        finite_loss=math.isfinite(stats.loss),
+        only_value_head=update <= cfg.options.value_warmup,
+    )
+    stats.num_steps += stepped
+    return True
+
+
+def finish_update(
+    cfg: Config,
+    run: Run,
+    update: int,
+    sampled: list[Rollout],
+    rollouts: list[Rollout],
+    batch: RolloutBatch,
+    stats: UpdateStats,
+) -> None:
+    """Evaluates, logs and saves, each where it is due. Sets `run.stopped` if the run has to end."""
+    metrics = rollout_metrics(sampled) | stats.means()
+    # the tokens that report.html shows one by one, with their new log-probs
+    trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
+    if cfg.sft_best:
+        metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
+        run.sampler.sync()
+    metrics["time/rollout_s"] = run.sampled_at - run.started_at
+    metrics["time/train_s"] = perf_counter() - run.sampled_at
+    tokens = run.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
+    is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
+    # before the first regular evaluation, evaluations are five times as frequent
+    every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
+    if is_last or is_due(update, every):
+        metrics |= evaluate(cfg, run, update)
+    run.progress["sampled_tokens"] = tokens
+    stop = run.log(update, metrics, sampled)
+    if stop or is_last or is_due(update, cfg.save_every):
+        run.save()
+
+
 def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on `rollouts`. Returns the loss, in nats per token."""
     batch = to_rollout_batch(rollouts)
@@ -344,9 +368,13 @@ def sft_on_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     return sft_step(cfg, run, selection.as_rollouts(run.progress["best"]))
 
 
-def is_due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every `every` steps is due; always at 0 and at the last."""
-    return step in (0, last) or (every > 0 and step % every == 0)
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps is due; 0: never.
+
+    >>> [step for step in range(1, 12) if is_due(step, 5)]
+    [5, 10]
+    """
+    return every > 0 and step % every == 0
 
 
 def run_command(args: list[str]) -> int:

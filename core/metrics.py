@@ -32,7 +32,7 @@ class UpdateStats:
         self.epoch = 0
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
-        self.old_logprobs = torch.zeros(batch.completion_mask.shape)
+        self.old_logprobs = torch.zeros(batch.completion_mask.shape)  # [B, N], of all micro-batches
         self.loss = self.approx_kl = 0.0
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
@@ -62,9 +62,8 @@ class UpdateStats:
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("tokens", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
-        if self.batch.old_logprobs is None:  # the only step: its own pass has scored all tokens
+        if self.batch.old_logprobs is None:  # each rank has those of its own sequences
             distributed.all_reduce_sum([self.old_logprobs])
-            self.batch.old_logprobs = self.old_logprobs
 
     def means(self) -> dict[str, float]:
         """The metrics by name."""

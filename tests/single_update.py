@@ -18,9 +18,12 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         sampler=SimpleNamespace(sync=lambda: None),
         progress=checkpoint.START.copy(),
         next_update=update,
+        updates=lambda: [update],
+        started_at=0.0,
+        sampled_at=0.0,
+        stopped=False,
         folder=None,
         say=print,
-        interrupt=SimpleNamespace(check=lambda: None),
         log=lambda number, metrics, sampled: logged.update(metrics),
         save=lambda: None,
     )

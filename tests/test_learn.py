@@ -261,9 +261,3 @@ def test_ranks_add_up_the_log_probs_that_each_has_scored(policy, monkeypatch):
     monkeypatch.setattr(train.distributed, "all_reduce_sum", add_other_rank)
     assert torch.equal(train.score_logprobs(policy, batch, 1.0)[0], alone)
     assert no_values is None and alone[batch.completion_mask].max() < 0
-
-
-def test_something_is_due_at_0_at_the_last_and_every_so_often():
-    assert [step for step in range(12) if train.is_due(step, 5, 11)] == [0, 5, 10, 11]
-    assert [step for step in range(12) if train.is_due(step, 0, 11)] == [0, 11]
-    assert [step for step in range(4) if train.is_due(step, 1, 9)] == [0, 1, 2, 3]

@@ -171,6 +171,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.add(first, torch.tensor(7.0), entropy, {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
+    batch.old_logprobs = stats.old_logprobs  # as the loop does after the first step
     stats.add(first, torch.tensor(-2.0), entropy, {"kl/approx": 0.3})
     stats.end_minibatch(1)
     entropy = torch.tensor([[0.3, 0.3, 0.0]])

@@ -56,12 +56,26 @@ class Run:
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     stopped: bool = False  # ended before the last update
     opened_at: float = field(default_factory=perf_counter)
+    started_at: float = 0.0  # when this update began
+    sampled_at: float = 0.0  # when its last rollout was finished
     page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
 
     @property
     def next_update(self) -> int:
         """The update to continue with; 0: the policy has not been evaluated yet."""
         return self.progress["update"] + 1
+
+    def updates(self) -> Iterator[int]:
+        """The numbers of the updates from the next one to --num-updates.
+
+        Ends earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
+        """
+        while self.next_update <= self.cfg.num_updates and not self.stopped:
+            if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
+                break
+            self.interrupt.check()
+            self.started_at = perf_counter()
+            yield self.next_update
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
