@@ -83,12 +83,7 @@ def token_logprobs(
     `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
     [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
     both. To save memory, logits exist only where the next token was sampled, `chunk` positions at a
-    time, and the backward pass computes them again.
-
-    `kept_ids`: for each of the n sampled tokens, the ids that top-k or top-p kept. The softmax is
-    over these only, as it was in the sampler (arXiv:2512.02556, section 3.1): otherwise the
-    importance weights would be too small by a factor, the total probability of the kept ids.
-    None: all ids.
+    time, and the backward pass computes them again. `kept_ids`: see `only_kept`; None: all ids.
     """
     # causal shift: the hidden state at t predicts the token at t+1
     predictors = hidden[:, :-1][completion_mask]  # [n, D]
@@ -96,13 +91,10 @@ def token_logprobs(
 
     def one_chunk(h: Tensor, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
         logits = to_logits(h).float() / temperature  # [n, V]
-        if kept_ids is None:
-            all_logprobs = finite = logits.log_softmax(-1)
-        else:
-            dropped = ~_is_kept(kept_ids[start : start + len(h)], logits)
-            all_logprobs = logits.masked_fill(dropped, -torch.inf).log_softmax(-1)
-            finite = all_logprobs.masked_fill(dropped, 0.0)  # 0 · log 0 is 0 in the entropy
-        entropy = -(all_logprobs.exp() * finite).sum(-1)
+        if kept_ids is not None:
+            logits = only_kept(logits, kept_ids[start : start + len(h)])
+        all_logprobs = logits.log_softmax(-1)
+        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(1, target[:, None]).squeeze(1), entropy
 
     starts = range(0, max(1, len(targets)), chunk)
@@ -113,15 +105,6 @@ def token_logprobs(
     return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(
         completion_mask, entropy
     )
-
-
-def _is_kept(kept_ids: list[list[int]], logits: Tensor) -> Tensor:
-    """[n, V] bool: whether token id j is in `kept_ids[i]`, for each position i of `logits`."""
-    places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids]
-    index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
-    is_kept = torch.zeros_like(logits, dtype=torch.bool)
-    is_kept[index[:, 0], index[:, 1]] = True
-    return is_kept
 
 
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -292,3 +275,17 @@ def surrogate_metrics(
         "clip/high_fraction": high.sum().item(),
         "kl/approx": kl.sum().item(),
     }
+
+
+def only_kept(logits: Tensor, kept_ids: list[list[int]]) -> Tensor:
+    """`logits` [n, V] with a probability of 0 for all but `kept_ids[i]`, in each position i.
+
+    Top-k and top-p kept these ids when the token was sampled, so the softmax is over these only
+    (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
+    factor, the total probability of the kept ids.
+    """
+    places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids]
+    index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
+    is_kept = torch.zeros_like(logits, dtype=torch.bool)
+    is_kept[index[:, 0], index[:, 1]] = True
+    return logits.masked_fill(~is_kept, -1e30)  # finite, as 0 · -inf is not 0 in the entropy
