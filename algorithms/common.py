@@ -1,4 +1,4 @@
-"""What all algorithms share: log-probs, returns, token weights, KL.
+"""Reading path, 6 of 9. What the algorithms share: log-probs, returns, token weights, KL.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
 a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a
@@ -207,10 +207,10 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
         k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
 
-    As values, k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL
-    if d is small. Their gradients differ; `weighted_kl` says what the loss does about it. In the
-    reward the estimate has no gradient of its own and multiplies ∇ log π. The expectation of that
-    product is the gradient of the rollout's KL for k1 only.
+    k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL if d is
+    small. These are statements about values. For gradients, `weighted_kl` says what the loss does.
+    In the reward (--kl-in reward) the estimate is a constant that multiplies ∇ log π; only with k1
+    is the expectation of that product the gradient of the rollout's KL.
 
     >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
     tensor([0.5000])
@@ -222,21 +222,18 @@ def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
 
 
 def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Tensor:
-    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other).
+    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other); [b, T-1].
 
-    The tokens were sampled from π_old, so each estimate is multiplied by the policy ratio
-    ρ = π / π_old, `ratio`:
+    π_old sampled the tokens, so each estimate is multiplied by the policy ratio ρ = π / π_old:
 
         ρ k1, ρ k3      with the gradient through ρ                          arXiv:2512.02556
         sg[ρ] k2        sg: no gradient through ρ. E_old[ρ ∇ k2] = E_π[d ∇ log π], which is the
                         gradient of the KL                                   arXiv:2506.09477
 
     With ρ detached, the expected gradient of k1 would be 0, and that of k3 would be the gradient of
-    KL(other ‖ π).
-
-    These are gradients of the KL of one next-token distribution, with its context fixed. How π
-    changes the later contexts is not counted by any of them.
-    All tensors [b, T-1]; gradients flow through `logprobs` and `ratio`.
+    KL(other ‖ π). All this is about the KL of one next-token distribution with its context fixed;
+    no estimate counts how π changes the contexts of later tokens. Gradients flow through
+    `logprobs` and `ratio`.
     """
     estimate = kl_estimate(logprobs, other, kind)
     return (ratio.detach() if kind == "k2" else ratio) * estimate

@@ -1,4 +1,4 @@
-"""GRPO: compare the rollouts of a group with each other, and clip the policy ratio.
+"""Reading path, 5 of 9. GRPO: compare the rollouts of a group, and clip the policy ratio.
 
     A_i = (R_i - mean of the group) / (std of the group)       DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
@@ -124,9 +124,9 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch.
 
-    `logprobs` [b, T-1]: those of the policy now; gradients flow through them only. w are the
-    importance weights between sampler and trainer. There are no `values`. Returns the loss, and
-    metrics as plain sums over tokens.
+    `logprobs` [b, T-1] are those of the policy now, the only way for gradients. w are the
+    importance weights between sampler and trainer (off_policy.py). `values` are PPO's. Returns the
+    loss, and metrics as plain sums over tokens.
     """
     assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages

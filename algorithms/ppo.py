@@ -4,21 +4,21 @@
     L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_old,t))² / 2
                                                                  PPO, arXiv:1707.06347
 
-ρ_t = π(x_t) / π_old(x_t) is the policy ratio, V_t the value before token t (the expected return
-from there on), Â the advantages normalized over the batch, c is --ppo.value-coef. A_t compares the
+V_t is the value before token t: an estimate of the rewards that are still to come. A_t compares the
 rewards that followed token t with V_t: λ = 1 counts all of them, λ = 0 the next reward and V_{t+1}
-in place of the rest. γ_t is γ if t is the last token of a turn and 1 otherwise (--credit episode:
-always 1; train.py has discounted the rewards); λ applies per token. The code also multiplies both
-terms by the token's weight, which turns the sum into a mean, and the policy term by its importance
-weight. The squared error is that of V or, if larger, that of V limited to V_old ± v, with v =
---ppo.value-clip (by default 0.5; 0: no limit). In the first gradient step of an update ρ is 1 and
-nothing is clipped; by default there is only that one.
+in place of the rest. γ_t is γ if t is the last token of a turn and 1 otherwise; λ applies per
+token. Â are the advantages normalized over the batch, ρ_t = π(x_t) / π_old(x_t) is the policy
+ratio, c is --ppo.value-coef. In the first gradient step of an update ρ is 1 and nothing is clipped;
+by default there is only that one.
+
+The squared error is that of V or, if larger, that of V limited to V_old ± v, with v =
+--ppo.value-clip (by default 0.5; 0: no limit). The code also multiplies both terms by the token's
+weight, which turns the sum into a mean, and the policy term by its importance weight.
 
 The value head is a linear layer on the hidden states of the policy's last layer, so one forward
 pass computes values and log-probs; the value loss trains the policy's layers too. After the last
-token V is 0, also where --max-turns, the context length or a limit of the environment cut the
-episode: these limits are part of the task. So a cut episode is trained on like any other, and no
-algorithm estimates what would have followed.
+token of an episode V is 0, also where --max-turns, the context length or a limit of the environment
+cut the episode: picoRL does not bootstrap, as these limits are part of the task.
 
 --ppo.value-lambda gives the value targets a λ of their own. With 1 they are the returns, which are
 not biased by a value head that is initialized to 0 and still untrained. Together with
@@ -82,9 +82,10 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
-    `logprobs` and `values` [b, T-1]: those of the policy now; gradients flow through them only. w
-    are the importance weights between sampler and trainer. Returns the loss, and metrics as plain
-    sums over tokens.
+    `logprobs` and `values` [b, T-1] are those of the policy now, the only way for gradients;
+    `micro.values` are those before the first step of the update. w are the importance weights
+    between sampler and trainer (off_policy.py). Returns the loss, and metrics as plain sums over
+    tokens.
     """
     assert values is not None
     mask, advantages = micro.completion_mask, micro.advantages

@@ -1,17 +1,19 @@
-"""REINFORCE: raise the log-probs of rollouts with a higher return than a baseline.
+"""Reading path, 4 of 9. REINFORCE: make rollouts with a high return likelier, others less likely.
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
-ρ_t = π(x_t) / π_old(x_t), the policy ratio, is 1 in the first step of an update, as in Williams's
-paper. In later steps the gradient is an approximation: ρ_t corrects for token t, which an older
-policy sampled, but not for the other tokens of the rollout. It is not clipped.
+J is the expected return, which gradient steps increase; R is the return of the rollout that token
+x_t is part of. ρ_t = π(x_t) / π_old(x_t) is the policy ratio, with π_old the policy before the
+first gradient step of the update. In that first step ρ_t is 1, as in Williams's paper. In later
+steps the gradient is an approximation: ρ_t corrects for token t, which π_old sampled, but not for
+the other tokens of the rollout. The ratio is not clipped.
 
-The baseline b is the mean return of the batch, that of the group, for each rollout the mean of the
-other rollouts of its group (leave-one-out: RLOO, arXiv:2402.14740), or 0. A mean over n rollouts
-that contains the rollout's own return multiplies the expected gradient by 1 - 1/n; the
-leave-one-out mean leaves it as it is (both for token weights that do not depend on the sampled
-lengths). `normalize` scales the advantages as REINFORCE++ does
-(arXiv:2501.03262): over all tokens that are in the loss.
+The baseline b makes the gradient less noisy. It is the mean return of the batch, that of the group,
+for each rollout the mean of the other rollouts of its group (leave-one-out: RLOO,
+arXiv:2402.14740), or 0. A mean over n rollouts that includes the rollout's own return shrinks the
+expected gradient by the factor 1 - 1/n; the leave-one-out mean does not. (Both statements hold for
+token weights that do not depend on the sampled lengths.) `normalize` shifts and scales the
+advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens that are in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -83,15 +85,16 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · sg[ρ] · A · log π over the sampled tokens of a micro-batch.
 
-    `logprobs` [b, T-1]: those of the policy now; gradients flow through them only. w are the
-    importance weights between sampler and trainer, sg[ρ] is ρ without gradient. There are no
-    `values`. Returns the loss, and metrics as plain sums over tokens.
+    Its gradient is the policy gradient, with the sign for descent; its value says nothing about how
+    good the policy is. `logprobs` [b, T-1] are those of the policy now, the only way for gradients.
+    A are the advantages, w the importance weights between sampler and trainer (off_policy.py);
+    sg[ρ] is ρ without gradient. `values` are PPO's. Returns the loss, and metrics as plain sums
+    over tokens.
     """
     mask, advantages = micro.completion_mask, micro.advantages
     logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
     ratio = (logprobs.detach() - micro.old_logprobs).exp()
-    # its gradient is -w ρ A ∇ log π, the policy gradient; its value has no meaning
     per_token = -micro.importance_weights * ratio * advantages * logprobs
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    # without a clip
+    # without clips
     return loss, common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))

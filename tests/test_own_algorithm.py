@@ -10,6 +10,7 @@ import yaml
 from core.algorithm import algorithm_names, load_algorithm
 from core.run.log import read_records
 
+ROOT = Path(__file__).parent.parent
 MINE = '''
 """MaxRL's advantage and a loss like KTO's."""
 
@@ -77,6 +78,14 @@ def test_a_file_trains_logs_reports_and_resumes(command):
     assert records("parts")[1:] == records("whole")[1:]
     code, _, err = command("--resume", "runs/parts", "--mine.beta", "0.6")
     assert code == 2 and "mine.beta is 0.5 in this run, not 0.6" in err
+
+
+def test_the_example_of_the_readme_trains(command):
+    text = (ROOT / "algorithms/README.md").read_text(encoding="utf-8")
+    Path("best.py").write_text(text.partition("```python\n")[2].partition("```")[0])
+    flags = ["--algo", "best.py", "--best.clip-high", "0.28", "--num-minibatches", "2"]
+    code, out, err = command(*SHORT, *flags, "--num-updates", "1")
+    assert code == 0 and "best: clip_low=0.2 clip_high=0.28" in out, err
 
 
 def test_its_warnings_are_those_of_any_algorithm(command):
