@@ -7,21 +7,14 @@ An algorithm is a module with
     Options                                          a frozen dataclass derived from LoopOptions;
                                                      its fields are flags, such as --grpo.clip-high
 
-and, where it needs more than the rewards of single rollouts, with `NEEDS`, or with `needs(options)`
-where that depends on its options: a set of the words below. `resolve(options)` fills in options
-that depend on others. algorithms/README.md has an example.
-
-    groups          compares the rollouts of a group: --group-size 2 or more
-    value_head      the policy estimates values, before the first gradient step too
-    old_logprobs    reads batch.old_logprobs in compute_advantages
-    several_steps   has no effect with one gradient step per update
-    turn_credit     credits tokens by turn, whatever --credit is
-    episode_credit  knows no turns
-    kl_in_loss      divides by the spread of the returns, in which a KL penalty must not be
+and, where it needs more than the rewards of single rollouts, `NEEDS`, a set of the words below, or
+`needs(options)`, if that depends on its options. `resolve(options)` fills in options that depend on
+others. algorithms/README.md has an example.
 """
 
 import importlib
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +26,18 @@ from environments.registry import describe_error, find_file, import_file
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch
 PARTS = ("compute_advantages", "compute_loss", "Options")
+NEEDS = {
+    "groups": "compares the rollouts of a group: --group-size 2 or more",
+    "value_head": "reads the values that the policy estimates, before the first step too",
+    "old_logprobs": "reads batch.old_logprobs in compute_advantages",
+    "several_steps": "has no effect with one gradient step per update",
+    "turn_credit": "credits each token by itself: --credit turn",
+    "episode_credit": "knows no turns: --credit episode",
+    "kl_in_loss": "divides by the spread of the returns, in which no KL penalty may be",
+}
 
 
+@cache
 def algorithm_names() -> list[str]:
     """The values of --algo that are not the path of a file."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.py")}
@@ -91,11 +94,14 @@ def load_algorithm(algo: str) -> Any:
 
 
 def needs_of(algo: str, options: LoopOptions) -> set[str]:
-    """What the algorithm needs with these options: some of the words above."""
+    """What the algorithm needs with these options: words of `NEEDS`."""
     algorithm = load_algorithm(algo)
+    found = set(getattr(algorithm, "NEEDS", ()))
     if hasattr(algorithm, "needs"):
-        return algorithm.needs(options)
-    return set(getattr(algorithm, "NEEDS", ()))
+        found = algorithm.needs(options)
+    if unknown := found - NEEDS.keys():
+        raise UsageError(f"--algo {algo} needs {unknown.pop()!r}: choose {', '.join(NEEDS)}")
+    return found
 
 
 def describe_options(name: str, options: LoopOptions) -> str:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from core.algorithm import algorithm_names, load_algorithm
+from core.run.folder import read_settings
 from core.run.log import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -90,10 +91,14 @@ def test_the_example_of_the_readme_trains(command):
 
 def test_its_warnings_are_those_of_any_algorithm(command):
     Path("mine.py").write_text(MINE)
-    flags = ["--algo", "mine.py", "--reward-coef", "0", "--num-updates", "0", "--group-size", "1"]
-    assert command(*SHORT, *flags)[0] == 0  # no groups without updates
-    code, _, err = command(*SHORT, "--algo", "mine.py", "--group-size", "1")
+    algo = [*SHORT, "--algo", "mine.py"]
+    assert command(*algo, "--num-updates", "0", "--group-size", "1")[0] == 0  # it takes no step
+    code, _, err = command(*algo, "--group-size", "1")
     assert (code, err.count("\n")) == (2, 1) and "--group-size 1" in err
+    equal = ["--env", "gymnasium:id=CartPole-v1", "--max-turns", "1", "--num-updates", "3"]
+    code, out, _ = command(*algo, *equal, "--eval-num-tasks", "0", "--run-name", "equal")
+    assert code == 0 and "warning: dead_groups: in all 3 updates" in out
+    assert "dead_groups" in records("equal")[-1]["warnings"]
 
 
 @pytest.mark.parametrize(
@@ -104,8 +109,9 @@ def test_its_warnings_are_those_of_any_algorithm(command):
                                      "(mine.py, line 1)"),
         ("x = (\n", "SyntaxError: '(' was never closed (mine.py, line 1)"),
         (MINE.replace("(LoopOptions)", ""), "derived from algorithms.options.LoopOptions"),
+        (MINE.replace('{"groups"}', '{"group"}'), "needs 'group': choose groups, value_head, "),
     ],
-    ids=range(4),
+    ids=range(5),
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_one_line(command, text, named):
     Path("mine.py").write_text(text)
@@ -160,8 +166,10 @@ def test_a_file_of_earlier_versions_is_read_and_what_it_cannot_mean_any_more_is_
     for changes, named in (
         ({"opsm": 0.1}, "--algo opsm --opsm.limit"),
         ({"grpo": {"loss_type": "cispo"}}, "grpo.loss_type: cispo is now --algo cispo"),
-        ({"grpo": {"ratio_level": "sequence"}}, "--algo gspo"),
+        ({"grpo": {"loss_type": "dapo", "ratio_level": "sequence"}}, "--algo gspo"),
     ):
         Path("old.yaml").write_text(yaml.safe_dump(old | changes))
         code, _, err = command("--config", "old.yaml")
         assert (code, err.count("\n")) == (2, 1) and named in err
+        shown = read_settings(Path("old.yaml"), skip_unknown=True)  # reports compare old runs
+        assert shown["grpo"]["loss_type"] in ("dapo", "cispo")

@@ -118,7 +118,7 @@ def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
 def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
     """The settings in a config.yaml, with the types of `Config`. Raises UsageError.
 
-    `skip_unknown`: leave out the names that only another version knows.
+    `skip_unknown`: leave out the names that only another version knows, and leave its values texts.
     """
     try:
         facts = file.stat()
@@ -343,6 +343,9 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) ->
         try:
             typed[name] = _from_words(kinds[name], value)
         except ValueError:
+            if skip_unknown:  # a choice of another version
+                typed[name] = value
+                continue
             raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
     return typed
 
