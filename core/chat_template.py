@@ -21,7 +21,8 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.types import Message, UsageError, one_line
+from core.types import Message, UsageError
+from environments.text import one_line
 
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"

@@ -7,50 +7,12 @@
 1.0
 """
 
-import io
-import re
-import sys
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
+
+from environments.base import Message, UsageError  # noqa: F401 (the first of the errors)
 
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
-# All but line breaks, tabs and text: also surrogates, and marks that reorder what is on the screen
-CONTROL_CHARACTERS = re.compile(r"[^\n\t -~\xa0-\u2027\u202f-\u2065\u206a-\ud7ff\ue000-\U0010ffff]")
-# The same in ASCII JSON, but for surrogates and line ends, which a page may show
-ESCAPED = re.compile(r"(\\\\)|\\u00(?:[01][0-9a-f]|7f|[89][0-9a-f])|\\u20(?:2[a-e]|6[6-9])|\\[bf]")
-
-
-def printable(text: str) -> str:
-    """`text` without control characters, which would act on the terminal: for all foreign text.
-
-    >>> printable("a\\x1b[2J\\nb")
-    'a�[2J\\nb'
-    """
-    return CONTROL_CHARACTERS.sub("\ufffd", text)
-
-
-def printable_json(text: str) -> str:
-    """ASCII JSON without control characters and bidirectional marks, for all foreign text in pages.
-
-    >>> print(printable_json(r'["a\\u001b[2J\\n", "\\\\u202e \\u202e"]'))
-    ["a\\ufffd[2J\\n", "\\\\u202e \\ufffd"]
-    """
-    return ESCAPED.sub(lambda found: found[1] or r"\ufffd", text)
-
-
-def print_any_character() -> None:
-    """Lets stdout print ? for what its encoding lacks, as a pipe on Windows lacks ✓; stderr can."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # no notebook's, nor None of a program in a window
-        sys.stdout.reconfigure(errors="replace")
-
-
-def one_line(error: BaseException | str) -> str:
-    """A text, or the message of an error, without line breaks and control characters."""
-    return " ".join("".join(c if c.isprintable() else " " for c in str(error)).split())
-
-
-class UsageError(ValueError):
-    """Invalid user input. Printed as one line; exit code 2."""
 
 
 class Fault(RuntimeError):
@@ -71,13 +33,6 @@ class RankLost(Fault):
 
 class Stopped(Exception):
     """Ctrl-C, SIGTERM or SIGHUP stopped the run at a safe point; exit code 130."""
-
-
-class Message(TypedDict):
-    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from core.types import UsageError, one_line, print_any_character, printable
 from environments import check
-from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, SingleAgentEnv
+from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, SingleAgentEnv, UsageError
 from environments.registry import constructor, describe_error, list_envs, make
+from environments.text import one_line, print_any_character, printable
 from environments.tools import describe, with_tools
 from environments.web import Episode, serve
 

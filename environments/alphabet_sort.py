@@ -27,8 +27,7 @@ list is 0 to 1 (difflib's ratio of the two texts); `info["correct"]` is True if 
 import difflib
 import random
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.parsing import read_action, user
 
 FIRST = """Ada Ben Carla Dario Elsa Felix Greta Hugo Ines Jonas Karin Leo Mara Nico Olga Paul Rosa

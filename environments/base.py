@@ -16,9 +16,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from core.types import Message
+from typing import Any, TypedDict
 
 TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
@@ -29,6 +27,13 @@ MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can represent sums
 
 
+class Message(TypedDict):
+    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result."""
+
+    role: str
+    content: str
+
+
 def is_held_out(text: str) -> bool:
     """Whether a task is reserved for evaluation, from a text that identifies it.
 
@@ -36,6 +41,10 @@ def is_held_out(text: str) -> bool:
     text.
     """
     return zlib.crc32(text.encode(errors="replace")) % 8 == 0
+
+
+class UsageError(ValueError):
+    """Invalid user input. Printed as one line; exit code 2."""
 
 
 class EnvFailure(Exception):

@@ -28,8 +28,7 @@ brackets, of at most 200 characters. Reward of the first response without a call
 
 import random
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.countdown import value_of
 from environments.math_answers import find_answer, parse_number
 from environments.parsing import user

@@ -27,16 +27,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from core.types import Message, printable
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
+    Message,
     MultiAgentEnv,
     SingleAgentEnv,
     Step,
     checked_step,
 )
 from environments.registry import describe_error, make, variables_of_python
+from environments.text import printable
 from environments.tools import hostile_calls, with_tools
 
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response

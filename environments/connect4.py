@@ -37,8 +37,7 @@ With opponent=self two agents, "X" (who begins) and "O", act in turn, as in tic_
 import math
 import random
 
-from core.types import Message, UsageError
-from environments.base import Env, MultiAgentEnv, Step
+from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, integer, read_action, user
 
 # Bitboard: the stones of a side are the bits of one integer, bit 7 * column + row, row 0 at the

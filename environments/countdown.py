@@ -37,8 +37,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.math_answers import find_answer
 from environments.math_expressions import MAX_VALUE, Node, Tree, render, solve
 from environments.parsing import user

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from core.types import UsageError
+from environments.base import UsageError
 
 Row = dict[str, Any]
 

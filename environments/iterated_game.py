@@ -35,8 +35,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import Env, MultiAgentEnv, Step
+from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
 
 COOPERATE, DEFECT = CHOICES = ("cooperate", "defect")

@@ -32,8 +32,7 @@ import re
 import string
 from typing import NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.parsing import user
 
 

@@ -41,8 +41,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.dataset import import_for, read_hub, read_jsonl
 from environments.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 from environments.math_expressions import LEVELS, make_expression

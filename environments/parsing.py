@@ -19,8 +19,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from core.types import Message
-from environments.base import Step
+from environments.base import Message, Step
 
 Action = TypeVar("Action")
 MAX_CHARACTERS = 10_000  # only the end of a longer response is searched

@@ -44,8 +44,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from core.types import UsageError
-from environments.base import Env, MultiAgentEnv
+from environments.base import Env, MultiAgentEnv, UsageError
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)

@@ -36,8 +36,7 @@ import string
 import uuid
 from typing import Any
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.parsing import read_action, user
 
 NOUNS = {"words": "word", "numbers": "number", "uuids": "string"}

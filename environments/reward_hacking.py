@@ -37,8 +37,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from core.types import Message, UsageError
-from environments.base import Env, Step
+from environments.base import Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
 
 State = Any  # a tuple of integers and tuples of integers; None after the end

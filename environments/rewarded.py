@@ -33,8 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
 from environments.registry import find_file, import_attribute

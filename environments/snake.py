@@ -32,8 +32,7 @@ import random
 from collections import deque
 from collections.abc import Iterator
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 MOVES = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}

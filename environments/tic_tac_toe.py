@@ -32,8 +32,7 @@ Other opponents (opponent=runs/x) play one of these two seats: core/extras/oppon
 import random
 from functools import cache
 
-from core.types import Message, UsageError
-from environments.base import Env, MultiAgentEnv, Step
+from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, integer, read_action, user
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]

@@ -21,8 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step, as_multi
+from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError, as_multi
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"

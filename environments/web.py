@@ -25,8 +25,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from core.types import Message, UsageError, printable_json
-from environments.base import Env, MultiAgentEnv
+from environments.base import Env, Message, MultiAgentEnv, UsageError
+from environments.text import printable_json
 from environments.tools import ReadCalls, describe, read_calls, with_tools
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response

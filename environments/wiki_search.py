@@ -35,8 +35,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from core.types import Message, UsageError
-from environments.base import EVAL_SEEDS, Env, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.math_answers import find_answer
 from environments.pages import LINK, bundled, fold
 from environments.parsing import user

@@ -15,8 +15,7 @@ from functools import lru_cache
 from html.parser import HTMLParser
 from urllib.parse import unquote
 
-from core.types import UsageError
-from environments.base import EnvFailure
+from environments.base import EnvFailure, UsageError
 from environments.pages import Sections
 
 TIMEOUT = 10.0  # seconds: to connect, for each read, and for the whole answer

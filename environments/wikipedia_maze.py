@@ -44,9 +44,8 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
 
-from core.types import Message, UsageError
 from environments import pages, wikipedia
-from environments.base import EVAL_SEEDS, Env, EnvFailure, Step, is_held_out
+from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'

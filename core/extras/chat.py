@@ -35,8 +35,9 @@ from core import config, tasks
 from core.config import Config
 from core.run.files import scratch_folder
 from core.run.folder import read_config
-from core.types import Completion, Fault, Message, Rollout, UsageError, one_line, printable
+from core.types import Completion, Fault, Message, Rollout, UsageError
 from environments.registry import short
+from environments.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}

@@ -41,9 +41,10 @@ from core.run.files import published
 from core.run.folder import config_to_dict, read_config
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.types import UsageError, printable
+from core.types import UsageError
 from environments.base import EVAL_SEEDS, MultiAgentEnv
 from environments.registry import absolute, make, short, split_opponent
+from environments.text import printable
 
 DRAW = 0.25  # so that two rewards of -0.1 for unreadable answers decide no game
 PRIOR = 1.0  # drawn games of each pair that are added to those that were played

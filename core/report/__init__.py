@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.types import Fault, one_line
+from core.types import Fault
+from environments.text import one_line
 
 
 def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:

@@ -27,8 +27,9 @@ from core.report.page import write_page
 from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
-from core.types import UsageError, printable
+from core.types import UsageError
 from environments.registry import short
+from environments.text import printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip

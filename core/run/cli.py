@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.run import interrupt
-from core.types import print_any_character
+from environments.text import print_any_character
 
 if interrupt.is_program():
     interrupt.set_hooks()  # before the slow imports
@@ -36,7 +36,8 @@ from core.run.folder import (
     read_run_config,
     with_algorithm,
 )
-from core.types import Fault, RankLost, Stopped, UsageError, one_line
+from core.types import Fault, RankLost, Stopped, UsageError
+from environments.text import one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from core.types import Stopped, printable
+from core.types import Stopped
+from environments.text import printable
 
 
 def is_program() -> bool:

@@ -31,8 +31,9 @@ from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt
 from core.sampler import Sampler, TorchSampler
 from core.selection import drop_failed
-from core.types import Rollout, Stopped, UsageError, printable
+from core.types import Rollout, Stopped, UsageError
 from environments.registry import short, split_spec
+from environments.text import printable
 
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale

@@ -28,10 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from core.types import UsageError, print_any_character
+from core.types import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
+from environments.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
 TIME_LIMIT = 5.0  # seconds for one fact

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import numpy as np
 
-from core.types import UsageError
+from environments.base import UsageError
 
 
 def import_library(name: str) -> ModuleType:

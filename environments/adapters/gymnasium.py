@@ -34,11 +34,10 @@ Reward of a response:
 import random
 from typing import Any
 
-from core.types import Message, UsageError
 from environments.adapters import import_library
 from environments.adapters.gymnasium_players import Game, find_game, json_actions
 from environments.adapters.spaces import to_json
-from environments.base import TRAIN_SEEDS, Env, Step
+from environments.base import TRAIN_SEEDS, Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
 from environments.registry import import_attribute
 

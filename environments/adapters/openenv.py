@@ -29,9 +29,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
-from core.types import Message, UsageError
 from environments.adapters import import_library
-from environments.base import Env, EnvFailure, Step
+from environments.base import Env, EnvFailure, Message, Step, UsageError
 from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_action, user
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")

@@ -31,12 +31,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from core.types import Message, UsageError
 from environments.adapters import import_library
 from environments.adapters.gymnasium import extract_action, join, load_words, text_space
 from environments.adapters.gymnasium_players import Game, docstring_rules, json_actions
 from environments.adapters.spaces import check_observations, to_json
-from environments.base import TRAIN_SEEDS, MultiAgentEnv, Step
+from environments.base import TRAIN_SEEDS, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
 
 NOT_ASKED = Step(None, 0.0, False)

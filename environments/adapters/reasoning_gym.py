@@ -25,9 +25,8 @@ import os
 import re
 from typing import Any
 
-from core.types import Message, UsageError
 from environments.adapters import import_library, preserve_global_generators
-from environments.base import Env, Step
+from environments.base import Env, Message, Step, UsageError
 from environments.parsing import read_action, user
 
 ARITHMETIC = re.compile(r"(?:[\d\s+/()-]|\*(?!\*)){1,1000}")

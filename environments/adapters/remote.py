@@ -49,9 +49,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
-from core.types import Message, UsageError, one_line
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError
 from environments.registry import make, split_words, variables_of_python
+from environments.text import one_line
 from environments.tools import schemas
 
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from core.types import UsageError
 from environments.adapters import import_library
+from environments.base import UsageError
 from environments.parsing import integer, read_action
 
 MAX_NUMBERS = 1000  # in an observation; more is an image

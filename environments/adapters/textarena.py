@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from core.types import Message, UsageError
 from environments.adapters import import_library, preserve_global_generators
-from environments.base import MultiAgentEnv, Step
+from environments.base import Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import read_action, user
 
 MAX_ACTION_LENGTH = 2000  # characters

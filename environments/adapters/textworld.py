@@ -28,9 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from core.types import Message, UsageError
 from environments.adapters import import_library
-from environments.base import Env, Step
+from environments.base import Env, Message, Step, UsageError
 from environments.parsing import Retries, read_action, user
 
 # level: rooms, objects, commands on the shortest solution
