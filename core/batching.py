@@ -46,8 +46,9 @@ class Sequence:
         return len(self.token_ids)
 
 
+# What a micro-batch looks up of its batch
 TENSORS = "loss_mask turn_ids rewards sampler_logprobs old_logprobs ref_logprobs values".split()
-TENSORS += "advantages value_targets token_weights".split()  # what a micro-batch looks up
+TENSORS += "advantages value_targets token_weights".split()
 
 
 @dataclass(kw_only=True)
@@ -158,11 +159,13 @@ def micro_batches(
     wanted = set(range(len(batch.completion_mask)) if rows is None else rows)
     chosen = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
     mine = distributed.shard(chosen, len)
+    known = {name: getattr(batch, name) for name in TENSORS}
+    known = {name: x.to(policy.device) for name, x in known.items() if x is not None}
+    own = {name: x.to(policy.device) for name, x in batch.own.items()}
     for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.packs_groups):
-        for name in TENSORS:
-            values = getattr(batch, name)
-            setattr(micro, name, None if values is None else micro.gather(values))
-        micro.own = {name: micro.gather(values) for name, values in batch.own.items()}
+        for name, values in known.items():
+            setattr(micro, name, micro.gather(values))
+        micro.own = {name: micro.gather(values) for name, values in own.items()}
         micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
         if batch.kept_ids:
             places = micro.index[micro.completion_mask].tolist()
