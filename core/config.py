@@ -117,7 +117,7 @@ class TaskOptions:
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
     env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
     # Environments with a process or a connection of their own (remote, openenv) that exist at the
-    # same time, on each rank; more tasks than that are played one part after the other.
+    # same time, on each rank; further episodes wait until others have ended.
     env_instances: Annotated[int, Range(1, 10**4)] = 32
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
