@@ -4,8 +4,9 @@ An algorithm is a module with
 
     compute_advantages(batch, options)               sets batch.advantages (and batch.value_targets)
     compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over tokens
-    Options                                          a frozen dataclass derived from LoopOptions;
-                                                     its fields are flags, such as --grpo.clip-high
+    Options                                          a frozen dataclass, whose fields are flags,
+                                                     such as --grpo.clip-high; LoopOptions has what
+                                                     the loop reads of it, too
 
 and, where it needs more than the rewards of single rollouts, `NEEDS`, a set of the words below, or
 `needs(options)`, if that depends on its options. `resolve(options)` fills in options that depend on
@@ -13,7 +14,7 @@ others. algorithms/README.md has an example.
 """
 
 import importlib
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,9 +86,11 @@ def load_algorithm(algo: str) -> Any:
     if missing := [part for part in PARTS if not hasattr(module, part)]:
         raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
     options: type = module.Options
-    if not (is_dataclass(options) and issubclass(options, LoopOptions)):
-        raise UsageError(f"--algo {algo}: Options must be a frozen dataclass derived from "
-                         "algorithms.options.LoopOptions")  # fmt: skip
+    if not (isinstance(options, type) and hasattr(options, "__dataclass_fields__")):
+        raise UsageError(f"--algo {algo}: Options must be a dataclass")
+    if not issubclass(options, LoopOptions):  # the loop reads them, too
+        both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
+        vars(module)["Options"] = both
     if not name.isidentifier():
         raise UsageError(f"--algo {algo}: the name of the file must be one that Python can import")
     return module
