@@ -21,6 +21,7 @@ skips its step and halves the scale, which doubles after 200 steps without overf
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,30 +29,38 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from core import distributed
-from core.config import Config
-from core.extras.piecewise_adamw import PiecewiseAdamW
 from core.policy import Policy
-from core.types import UsageError
 
 FIRST_SCALE, MIN_SCALE, GROWTH_INTERVAL = 2.0**16, 1.0, 200  # loss scale of float16; steps
+
+
+def fused_adamw(groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+    """PyTorch's AdamW. Its moments exist from the start, before vLLM takes the memory."""
+    adamw = torch.optim.AdamW(groups, fused=True, **options)
+    for p in (p for group in groups for p in group["params"]):
+        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
+    return adamw
 
 
 class MasterAdamW:
     """AdamW over float32 masters of low-precision weights; plain AdamW for float32 weights.
 
-    `kind`: a value of --optimizer. `offload`: all weights have masters, in the host's memory.
+    `offload`: all weights have masters, in the host's memory; `has_masters` False: no others do.
+    `make_adamw` makes the optimizer of the masters, which may have any shape.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], loss_scale: float = 1.0,
-        kind: str = "adamw", offload: bool = False, seed: int = 0, **options: Any,
+        self, groups: list[dict[str, Any]], loss_scale: float = 1.0, offload: bool = False,
+        has_masters: bool = True,
+        make_adamw: Callable[..., torch.optim.Optimizer] = fused_adamw, **options: Any,
     ):  # fmt: skip
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (weight, its master)
         self.hooks: list[Any] = []
-        self.kind, self.offload = kind, offload
+        self.has_masters, self.offload = has_masters, offload
         groups = [{**g, "params": self._make_masters(g["params"])} for g in groups]
         self.masters = [p for g in groups for p in g["params"]]
-        self.adamw = make_adamw(groups, kind, seed, **options)
+        self.adamw = make_adamw(groups, **options)
         self.scales_loss = loss_scale != 1
         self.loss_scale, self.steps_at_scale = loss_scale, 0
 
@@ -60,7 +69,7 @@ class MasterAdamW:
 
     def _master(self, weight: nn.Parameter) -> nn.Parameter:
         exact = weight.dtype == dtype_of_master(weight)
-        if (exact or self.kind == "adamw_bf16_sr") and not self.offload:
+        if (exact or not self.has_masters) and not self.offload:
             return weight
         start = weight.detach() if exact else weight.detach().float()
         on_host = torch.empty(weight.shape, dtype=start.dtype) if self.offload else None
@@ -195,55 +204,21 @@ def dtype_of_master(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def make_adamw(
-    groups: list[dict[str, Any]], kind: str, seed: int, **options: Any
-) -> torch.optim.Optimizer:
-    """The optimizer that a value of --optimizer names, over parameters that may be of any shape.
-
-    Its moments exist from the start, before vLLM takes the memory. `seed`: of the rounding.
-    """
-    if kind != "adamw":
-        return PiecewiseAdamW(groups, kind, seed, **options)
-    adamw = torch.optim.AdamW(groups, fused=True, **options)
-    for p in (p for group in groups for p in group["params"]):
-        zeros = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-        adamw.state[p] = {"step": torch.zeros((), device=p.device), **zeros}
-    return adamw
-
-
 def make_optimizer(
-    policy: Policy, lr: float, value_lr: float = 0.0,
-    kind: str = "adamw", offload: bool = False, seed: int = 0, shard: bool = False,
+    policy: Policy, lr: float, value_lr: float = 0.0, kind: type[MasterAdamW] = MasterAdamW,
+    **options: Any,
 ) -> MasterAdamW:  # fmt: skip
     """AdamW without weight decay over all that `policy` trains; `value_lr` 0: `lr` for the head.
 
-    `shard`: several ranks divide its state among them, if `kind` is adamw.
-    Raises UsageError if `kind` does not suit the weights, or if there is no GPU to `offload`.
+    `options`: those of `kind`.
     """
-    if kind == "adamw_bf16_sr" and policy.dtype != torch.bfloat16:
-        raise UsageError(f"--optimizer {kind} needs bfloat16 weights; add --dtype bfloat16")
-    if offload and policy.device.type != "cuda":
-        raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
-                         f"remove it with --device {policy.device.type}")  # fmt: skip
     head = [] if policy.value_head is None else list(policy.value_head.parameters())
     rest = [p for p in policy.model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": rest, "lr": lr}]
     if head:
         groups.append({"params": head, "lr": value_lr or lr})
     loss_scale = FIRST_SCALE if policy.dtype == torch.float16 else 1.0
-    from core.extras.sharded_optimizer import ShardedAdamW  # it imports MasterAdamW
-
-    sharded = shard and kind == "adamw" and distributed.num_ranks() > 1
-    make = ShardedAdamW if sharded else MasterAdamW
-    return make(groups, loss_scale, kind, offload, seed, weight_decay=0.0)
-
-
-def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
-    """The optimizer of a run, with the learning rates of RL. Raises UsageError as above."""
-    return make_optimizer(
-        policy, cfg.lr, cfg.options.value_lr, cfg.optimizer, cfg.offload_optimizer, cfg.seed,
-        cfg.shard_optimizer != "off",
-    )  # fmt: skip
+    return kind(groups, loss_scale, weight_decay=0.0, **options)
 
 
 def _pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:

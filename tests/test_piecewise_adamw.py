@@ -20,7 +20,9 @@ def weight_of(shape, dtype=torch.float32):
 
 
 def optimizer_of(kind, weight, lr=LR, **options):
-    return MasterAdamW([{"params": [weight], "lr": lr}], kind=kind, weight_decay=0.0, **options)
+    if kind != "adamw":
+        options |= piecewise_adamw.optimizer_options(kind, options.pop("seed", 0))
+    return MasterAdamW([{"params": [weight], "lr": lr}], weight_decay=0.0, **options)
 
 
 def step(optimizer, gradient):

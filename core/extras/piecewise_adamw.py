@@ -21,6 +21,7 @@ tensors, so its temporaries are as small and every machine computes the same ope
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,12 @@ BLOCK = 256  # weights that share the scale of an 8-bit moment
 MIN_QUANTIZED = 4096  # weights; torchao's limit, so that biases and norms stay in float32
 PIECE = 2**22  # weights computed at a time, with about 50 bytes of temporaries for each
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_options(kind: str, seed: int) -> dict[str, Any]:
+    """The options of MasterAdamW for adamw8bit or adamw_bf16_sr; `seed`: of the rounding."""
+    make = partial(PiecewiseAdamW, kind=kind, seed=seed)
+    return {"make_adamw": make, "has_masters": kind == "adamw8bit"}
 
 
 class PiecewiseAdamW(torch.optim.Optimizer):

@@ -18,7 +18,7 @@ from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.openai_sampler import OpenAISampler
 from core.nanollm import make_sampler
-from core.optimizer import MasterAdamW, optimizer_for
+from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy, load_policy
 from core.reference import reference_bytes
 from core.report import write_pages
@@ -329,6 +329,28 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
         fp32_head=cfg.fp32_head,
         template_options=cfg.template_options, template_date=cfg.template_date,
     ))  # fmt: skip
+
+
+def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
+    """The optimizer of a run, with the learning rates of RL.
+
+    Raises UsageError if it does not suit the weights, or if there is no GPU to offload from.
+    """
+    if cfg.optimizer == "adamw_bf16_sr" and policy.dtype != torch.bfloat16:
+        raise UsageError("--optimizer adamw_bf16_sr needs bfloat16 weights; add --dtype bfloat16")
+    if cfg.offload_optimizer and policy.device.type != "cuda":
+        raise UsageError("--offload-optimizer moves the optimizer from a GPU to the host's memory; "
+                         f"remove it with --device {policy.device.type}")  # fmt: skip
+    kind, options = MasterAdamW, dict[str, Any]()
+    if cfg.optimizer != "adamw":
+        from core.extras.piecewise_adamw import optimizer_options
+
+        options = optimizer_options(cfg.optimizer, cfg.seed)
+    elif cfg.shard_optimizer != "off" and distributed.num_ranks() > 1:
+        from core.extras.sharded_optimizer import ShardedAdamW as kind
+    return make_optimizer(
+        policy, cfg.lr, cfg.options.value_lr, kind, offload=cfg.offload_optimizer, **options
+    )
 
 
 def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:

@@ -164,7 +164,8 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     device: weights, gradients, moments and masters that are not offloaded; host: those that are;
     resident: by how much the memory of this process has grown; nanoseconds: of the step.
     """
-    from core.optimizer import MasterAdamW, make_optimizer
+    from core.extras.piecewise_adamw import optimizer_options
+    from core.optimizer import make_optimizer
     from core.policy import load_policy
 
     before = resident()
@@ -173,11 +174,8 @@ def measure(name: str, c: Combination) -> dict[str, int]:
             name, device="cpu", dtype=c.dtype, lora_rank=c.rank, tiny_folder=f"{folder}/tiny",
             quantize="nf4" if c.nf4 else "none",
         )  # fmt: skip
-    if c.offload:  # make_optimizer refuses it without a GPU
-        groups = [{"params": list(policy.trainable().values()), "lr": 1e-6}]
-        optimizer = MasterAdamW(groups, 1.0, c.optimizer, offload=True, weight_decay=0.0)
-    else:
-        optimizer = make_optimizer(policy, 1e-6, kind=c.optimizer)
+    options = {} if c.optimizer == "adamw" else optimizer_options(c.optimizer, seed=0)
+    optimizer = make_optimizer(policy, 1e-6, offload=c.offload, **options)
     backward(policy, optimizer)
     started = perf_counter_ns()
     assert optimizer.clip_and_step(1.0)[1]
