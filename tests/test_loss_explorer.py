@@ -226,3 +226,13 @@ def test_explorer_starts_from_the_loss_of_other_algorithms(tmp_path, visit):  # 
         open_explorer(page)
         rounded = (run.recorded * 1e4).round() / 1e4
         compare(page, run, module, module.resolve(equal), 2.0, 1.0, rounded)
+
+
+def test_without_a_known_loss_the_page_shows_the_recorded_tokens_only(tmp_path, visit):  # noqa: F811
+    cfg = {"algo": "/home/me/mine.py", "env": ["adding"], "model_id": "tiny", "seed": 7}
+    line = row("train", 1, 1, "ab", 1.0, token_traces=[trace(["a", "b"], *[[-0.5, -0.25]] * 4)])
+    page = visit(write_report(write_run(tmp_path / "a", trained(1), [line], cfg), cfg))
+    page.locator("#groups .rollouts button").first.click()
+    shown = page.locator(".open").inner_text()
+    assert "does not know the loss of mine. It shows the recorded tokens only." in shown
+    assert page.locator(".explore").count() == 0 and "change of log-prob" in shown

@@ -255,7 +255,8 @@ def tricky_page(folder, texts):
             for update in (0, 1)
         ]  # fmt: skip
         metrics[1]["warnings"] = {text: text}
-        config = {"algo": text, "env": [text], "model_id": text, "seed": 0, "device": text}
+        config = {"algo": text if i else "grpo", "env": [text], "model_id": text, "seed": 0,
+                  "device": text}  # fmt: skip
         name = text.replace("/", "|").replace("\0", "0")
         runs.append((write_run(folder / f"{i} {name}", metrics, rows, config), config))
     return write_page(folder / "compare.html", runs)
@@ -280,7 +281,7 @@ def test_text_never_becomes_markup(tmp_path, visit):
             assert page.locator("#pairs .text").all_text_contents() == [text] * 3
             page.select_option("#run", str(i))
             page.locator("#groups .rollouts button").first.click()
-            if i == 0:  # it stays open
+            if i == 0:  # the page knows its loss
                 page.locator(".explore summary").click()
                 page.locator(".explore [role=status]:not(:empty)").wait_for()
             assert page.locator("#groups").text_content().count(text.replace("\t", "⇥\t")) >= 2

@@ -17,11 +17,11 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     """
     from core.report.curves import draw_curves  # imports matplotlib, which takes a second
     from core.report.page import write_report
-    from core.report.summary import write_readme
+    from core.report.summary import algorithm_title, write_readme
     from core.run.log import METRICS, read_records
 
     records = read_records(run_dir / METRICS)
-    title = f"{config['algo']} on {' '.join(config['env'])} · {config['model_id']}"
+    title = f"{algorithm_title(config)} on {' '.join(config['env'])} · {config['model_id']}"
     curves = partial(
         draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}"
     )

@@ -24,7 +24,13 @@ from rich.text import Text
 from core.metrics import before_after, describe
 from core.report.curves import draw_comparison
 from core.report.page import write_page
-from core.report.summary import TARGET_ACCURACY, minutes, sampled_tokens, tokens_to_target
+from core.report.summary import (
+    TARGET_ACCURACY,
+    algorithm_title,
+    minutes,
+    sampled_tokens,
+    tokens_to_target,
+)
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from core.types import UsageError
@@ -93,7 +99,7 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
         for env, first, last in before_after(records) or [(envs, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [
-                run_dir.name, str(config["algo"]), env,
+                run_dir.name, algorithm_title(config), env,
                 f"{describe(env, first)} -> {describe(env, last)}" if first else "not evaluated",
                 f"{sampled_tokens(records):,}", "not reached" if tokens is None else f"{tokens:,}",
                 f"{minutes(records):.1f}",

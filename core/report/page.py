@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from algorithms import cispo, grpo, gspo
-from core.algorithm import name_of
+from core.algorithm import load_algorithm
 from core.metrics import before_after
 from core.report.summary import (
+    algorithm_title,
     logged_warnings,
     minutes,
     num_updates,
@@ -40,18 +40,19 @@ FULL, NO_TRACES, SHORT, OMITTED = range(4)
 TEXT_CHARS = {FULL: 8000, NO_TRACES: 8000, SHORT: 200}  # per rollout
 ALWAYS = ("return", "correct", "rewards", "tokens", "messages")  # fields that no rollout lacks
 BatchKey = tuple[str, int]  # kind ("train" or "eval") and update
-# The losses that the page can compute, by name: what each has of the options of GRPO's family
-TOKEN = {"ratio_level": "token", "surrogate": "min"}
-CISPO = {"clip_low": 1.0, "clip_high": 4.0, "ratio_level": "token", "surrogate": "cispo"}
-LOSSES: dict[str, dict[str, Any]] = {
-    **{name: preset | TOKEN for name, preset in grpo.LOSS_TYPES.items()},
-    "gspo": dict(vars(gspo.Options())) | {"ratio_level": "sequence", "surrogate": "min"},
-    **{name: CISPO | preset for name, preset in cispo.LOSS_TYPES.items()},
-}
-# The update of algorithms without GRPO's options, in the same terms. The clipped policy ratio of
-# cispo, without bounds, times A · log π has the gradient of REINFORCE.
-RECORDED = {"scale_rewards": "recorded", "ratio_level": "token", "aggregation": "token"}
-REINFORCE = {**RECORDED, "surrogate": "cispo", "clip_low": 1.0, "clip_high": None}
+# The losses that page.html computes, by algorithm, and what the algorithm has no option for: the
+# surrogate, and whether the policy ratio is that of a token or of a sequence. "recorded": the
+# advantages of the token traces. CISPO's surrogate without clips has the gradient of REINFORCE; a
+# clip that is None is no bound.
+FORMS: dict[str, dict[str, Any]] = {
+    "grpo": {"surrogate": "min", "ratio_level": "token"},
+    "gspo": {"surrogate": "min", "ratio_level": "sequence"},
+    "cispo": {"surrogate": "cispo", "ratio_level": "token"},
+    "ppo": {"surrogate": "min", "ratio_level": "token", "scale_rewards": "recorded"},
+    "reinforce": {"surrogate": "cispo", "ratio_level": "token", "scale_rewards": "recorded",
+                  "clip_low": 1.0, "clip_high": None},
+}  # fmt: skip
+OPTIONS = ("scale_rewards", "clip_low", "clip_high", "aggregation", "dual_clip")
 
 
 def write_report(run_dir: Path, config: dict[str, Any]) -> Path:
@@ -71,7 +72,7 @@ def write_page(path: Path, runs: list[tuple[Path, dict[str, Any]]]) -> Path:
     room = (PAGE_BYTES - TEMPLATE.stat().st_size) // len(runs)
     data = {
         "runs": [_run_data(run_dir, config, room) for run_dir, config in runs],
-        "loss_types": LOSSES,
+        "losses": known_losses(),
     }
     with published(path) as part:
         part.write_text(before + to_json(data) + after, encoding="utf-8", newline="\n")
@@ -110,41 +111,41 @@ def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], list[str]]:
     return batches, left_out
 
 
-def loss_settings(config: dict[str, Any]) -> Record:
-    """Returns what the page needs to compute the loss of a run from its recorded tokens.
+def known_losses() -> dict[str, Record]:
+    """The options of each loss that the page computes: by loss type, or else by algorithm."""
+    found = {}
+    for algo, form in FORMS.items():
+        module = load_algorithm(algo)
+        for loss_type in getattr(module, "LOSS_TYPES", [""]):
+            options = module.Options(loss_type) if loss_type else module.Options()
+            if hasattr(module, "resolve"):
+                options = module.resolve(options)
+            terms = {"aggregation": options.aggregation, "dual_clip": 0.0} | form
+            found[loss_type or algo] = terms | _in_terms_of_the_page(vars(options))
+    return found
 
-    "options": the options of GRPO that give the gradient of the run's own loss, and "tis_cap";
-    scale_rewards is "recorded" where only the recorded advantages are exact; None is no bound.
-    "missing": sentences about what the page leaves out. The other keys are settings of the run;
-    those that an older run did not record have their default.
+
+def loss_settings(config: dict[str, Any]) -> Record | None:
+    """What the page needs to compute the loss of a run from its recorded tokens; None if it cannot.
+
+    "options": those of the run's own loss, and "tis_cap". "missing": sentences about what the page
+    leaves out. The other keys are settings of the run; those that an older run did not record have
+    their default.
     """
     algo = str(config["algo"])
-    own = config.get(name_of(algo))
+    if algo not in FORMS:
+        return None
+    own = config.get(algo)
     own = own if isinstance(own, dict) else {}
+    loss_type = own.get("loss_type") or load_algorithm(algo).Options().loss_type
+    if (default := known_losses().get(loss_type or algo)) is None:
+        return None
+    options = default | _in_terms_of_the_page(own)
     missing = []
-    family = ("grpo", "gspo", "cispo", "kl_cov", "clip_cov", "opsm")
-    if algo in family:
-        default = LOSSES.get(algo, LOSSES["dapo"])
-        options = LOSSES.get(str(own.get("loss_type")), default) | {
-            key: own[key] for key in (*LOSSES["dapo"], "dual_clip") if key in own
-        }
-        kl_in_reward = config.get("kl_coef") and config.get("kl_in") == "reward"
-        if config.get("overlong_buffer") or kl_in_reward or algo == "clip_cov":
-            options |= {"scale_rewards": "recorded"}
-            missing.append("Penalties in the reward, and tokens that Clip-Cov leaves out, are in "
-                           "the recorded advantages only.")  # fmt: skip
-    elif algo == "ppo":
-        clip = own.get("clip", 0.2)
-        options = {**RECORDED, "surrogate": "min", "clip_low": clip, "clip_high": clip}
-    else:
-        options = REINFORCE
-    if algo not in (*family, "ppo", "reinforce"):
-        missing.append(f"The loss of {shorten(name_of(algo), 100)} is not known here; it is taken "
-                       "to be REINFORCE's.")  # fmt: skip
-    if algo == "kl_cov":
-        missing.append("KL-Cov's penalty is left out.")
-    if algo == "opsm":
-        missing.append("Rejected tokens are counted as if kept.")
+    kl_in_reward = config.get("kl_coef") and config.get("kl_in") == "reward"
+    if config.get("overlong_buffer") or kl_in_reward:
+        options["scale_rewards"] = "recorded"
+        missing.append("Penalties in the reward are in the recorded advantages only.")
     if "tis_cap" not in config:
         missing.append("This run did not record the settings of its loss; these are the defaults.")
     if config.get("kl_coef") or config.get("entropy_coef"):
@@ -163,6 +164,14 @@ def loss_settings(config: dict[str, Any]) -> Record:
         "missing": missing,
         **{key: _finite(config.get(key, default)) for key, default in shared.items()},
     }
+
+
+def _in_terms_of_the_page(options: dict[str, Any]) -> Record:
+    """The options of a loss that the page reads; PPO has one clip for both sides."""
+    found = {key: options[key] for key in OPTIONS if key in options}
+    if "clip" in options:
+        found |= {"clip_low": options["clip"], "clip_high": options["clip"]}
+    return found
 
 
 def to_json(data: Any) -> str:
@@ -187,7 +196,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     curves, num_dropped = _curves(records, room // 4)
     data: Record = {
         "name": run_dir.name,
-        "algo": shorten(name_of(str(config["algo"])), 200),
+        "algo": shorten(algorithm_title(config), 200),
         "env": shorten(" ".join(map(short, config["env"])), 500),
         "model": shorten(str(config["model_id"]), 500),
         "seed": config["seed"],

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from core.algorithm import name_of
 from core.config import trust_flags
 from core.metrics import before_after, describe
 from core.run.files import published
@@ -41,6 +42,18 @@ RESULTS = """
 """
 
 
+def algorithm_title(config: dict[str, Any]) -> str:
+    """The algorithm of a run, and its variant if it has one.
+
+    >>> algorithm_title({"algo": "/home/me/mine.py", "mine": {"loss_type": "first"}})
+    'mine (first)'
+    """
+    name = name_of(str(config["algo"]))
+    options = config.get(name)
+    variant = options.get("loss_type") if isinstance(options, dict) else ""
+    return f"{name} ({variant})" if variant else name
+
+
 def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
     rows = [
@@ -49,7 +62,8 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
     ]
     prompt = config.get("system_prompt", "")
     text = README.format(
-        **{key: config[key] for key in ("algo", "model_id", "seed", "sft_steps")},
+        **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
+        algo=algorithm_title(config),
         name=run_dir.name,
         env=" ".join(map(short, config["env"])),
         updates=num_updates(records),
