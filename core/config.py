@@ -36,7 +36,6 @@ from core.algorithm import (
     name_of,
     needs_of,
 )
-from core.run import diagnostics
 from core.types import UsageError
 from environments.registry import (
     absolute,
@@ -51,6 +50,10 @@ T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
 Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
+WarningName = Literal[  # those of core/run/diagnostics.py
+    "entropy_collapse", "reward_without_accuracy", "weights_at_cap", "dead_groups", "kl_runaway",
+    "sampler_gap", "never_stops", "episodes_cut", "adapters_unchanged", "any",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -252,7 +255,8 @@ class LoggingOptions:
     # Resume with other settings than those of the checkpoint, and record which.
     allow_changes: Annotated[bool, Needs("resume")] = False
     save_every: Steps = 20  # Updates between checkpoints; 0: only at the end.
-    stop_on: tuple[str, ...] = ()  # Warnings that save and stop the run; any: every warning.
+    # Warnings that save and stop the run; any: every warning.
+    stop_on: tuple[WarningName, ...] = ()
     # Sampled tokens per update that report.html shows one by one; 0: none.
     microscope: Count = 1024
     # Also send the metrics to this tracker.
@@ -427,9 +431,6 @@ def _problems(cfg: Config) -> Iterator[str]:
     yield from _settings_without_effect(cfg)
     yield from _sampler_problems(cfg)
     yield from _opponent_problems(cfg)
-    warnings = [*diagnostics.WARNINGS, "any"]
-    if unknown := [name for name in cfg.stop_on if name not in warnings]:
-        yield f"--stop-on {unknown[0]}: unknown warning; choose {', '.join(warnings)}"
     yield from _algorithm_problems(cfg)
     if cfg.optimizer != "adamw":
         yield from _optimizer_problems(cfg)

@@ -27,7 +27,6 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"overlong_buffer": 65}, "--overlong-buffer"),  # of 64 tokens
     ({"max_model_len": 64}, "--max-model-len"),
     ({"group_size": 1}, "--group-size"),
-    ({"stop_on": ("nonsense",)}, "--stop-on"),
     ({"train_difficulty": 3, "env": ("tic_tac_toe",)}, "--train-difficulty"),
     ({"template_options": "thinking"}, "key=value"),
     # settings that contradict others, or have no effect
