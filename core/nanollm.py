@@ -27,6 +27,7 @@ import itertools
 import os
 import random
 import sys
+import tempfile
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,6 @@ from core.process_state import (
     random_state,
     set_random_state,
 )
-from core.run.files import scratch_folder
 from core.sampler import (
     Request,
     Sampler,
@@ -441,9 +441,9 @@ def save_config(config: Any, cache_root: str) -> str:
     digest = hashlib.sha256(values.encode()).hexdigest()[:16]
     folder = Path(cache_root, "nanollm", digest)
     folder.mkdir(parents=True, exist_ok=True)
-    with scratch_folder(folder.parent) as part:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as part:
         config.save_pretrained(part)
-        for file in part.iterdir():
+        for file in Path(part).iterdir():
             file.replace(folder / file.name)
     return str(folder)
 

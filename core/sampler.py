@@ -19,9 +19,8 @@ from torch import Tensor
 
 from core.kv_cache import prefill
 from core.policy import Policy
-from core.run.memory import ran_out
 from core.seeds import derive_seed
-from core.types import Completion, Fault, Message, OutOfMemory, UsageError
+from core.types import Completion, Fault, Message, OutOfMemory, UsageError, ran_out
 
 COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
 ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time

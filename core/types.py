@@ -13,6 +13,8 @@ from typing import Any, Literal
 from environments.base import Message, UsageError  # noqa: F401 (the first of the errors)
 
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
+# in the messages of PyTorch's allocators for GPUs, CPUs and Apple's GPUs
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class Fault(RuntimeError):
@@ -25,6 +27,12 @@ class CannotWrite(Fault):
 
 class OutOfMemory(Fault):
     """GPU or host memory ran out."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether the error says that GPU or host memory ran out."""
+    says_so = any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or says_so
 
 
 class RankLost(Fault):

@@ -14,7 +14,7 @@ from core.optimizer import make_optimizer
 from core.policy import Policy
 from core.run import memory
 from core.run.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
-from core.types import OutOfMemory
+from core.types import OutOfMemory, ran_out
 
 
 def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
@@ -97,8 +97,8 @@ def test_the_errors_of_all_devices_are_told_from_others():
         MemoryError(),
         RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB)"),
     ):
-        assert memory.ran_out(error)
-    assert not memory.ran_out(RuntimeError("shapes differ"))
+        assert ran_out(error)
+    assert not ran_out(RuntimeError("shapes differ"))
 
 
 def scarce(monkeypatch, most):

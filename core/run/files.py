@@ -90,12 +90,12 @@ def unseal(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 @contextmanager
-def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """Yields a new folder for temporary files, in `parent` or in that of the system.
+def scratch_folder() -> Iterator[Path]:
+    """Yields a new folder for temporary files.
 
     It stays if it cannot be removed; tempfile.TemporaryDirectory would call itself without end.
     """
-    folder = tempfile.mkdtemp(prefix=PART if parent else None, dir=parent)
+    folder = tempfile.mkdtemp()
     try:
         yield Path(folder)
     finally:

@@ -29,15 +29,13 @@ from core.config import Config
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
-from core.types import Fault, OutOfMemory
+from core.types import Fault, OutOfMemory, ran_out
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
 CPU_BUDGET = 8192  # tokens in a micro-batch where free memory cannot be measured
 MIN_BUDGET, MAX_BUDGET = 1024, 65536  # tokens; larger micro-batches are no faster
 USABLE = 0.7  # of free memory; the rest: gradients of activations, fragmentation, vLLM's graphs
 LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same time
-# messages of PyTorch's allocators on the CPU and on Apple's GPUs
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -157,12 +155,6 @@ def out_of_memory_as_one_line(advice: Callable[[], str]) -> Iterator[None]:
         if isinstance(error, Fault) or not ran_out(error):
             raise
         raise OutOfMemory(f"out of memory ({_reason(error)}). {advice()}") from error
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether the error says that GPU or host memory ran out."""
-    says_so = any(words in str(error).lower() for words in OUT_OF_MEMORY)
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or says_so
 
 
 def _reason(error: BaseException) -> str:

@@ -25,9 +25,8 @@ from algorithms.common import Batch, Micro
 from algorithms.options import LoopOptions
 from core import sampler
 from core.config import Config
-from core.run.memory import ran_out
 from core.sampler import SamplingParams
-from core.types import UsageError
+from core.types import UsageError, ran_out
 from core.workshop import checker
 
 CLIP = 0.2  # the default clip of exercise 5, for the clip metrics
