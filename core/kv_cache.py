@@ -14,19 +14,18 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-if TYPE_CHECKING:
-    from core.policy import Policy
+from core.policy import Policy
 
 
 def prefill(
-    policy: "Policy", prompts: list[list[int]], max_new_tokens: int
+    policy: Policy, prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
     """Computes each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
     index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-
-if TYPE_CHECKING:
-    from core.kv_cache import SharedPrefixCache
 
 ATTENTION = "packed_groups"  # value of the model's `_attn_implementation`
 # the first versions of varlen_attn need as many heads of keys as of queries
@@ -111,12 +108,13 @@ def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]])
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float, packed: PackedGroups | None = None,
-    context: "SharedPrefixCache | None" = None, **kwargs: Any,
+    context: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention with the signature that transformers requires of a registered function.
 
     `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the tokens of `packed`; returns
-    [1, L, H, d]. In sampling, `context` computes the attention. With neither, this is sdpa.
+    [1, L, H, d]. In sampling, `context`, a SharedPrefixCache, computes the attention.
+    With neither, this is sdpa.
     """
     if context is not None:
         return context.attend(cast(int, module.layer_idx), query, key, value, scaling), None

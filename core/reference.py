@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from core import distributed
 from core.config import SMOLLM2, Config
 from core.extras.smollm2 import smollm2_folder
-from core.policy import Policy, load_policy
+from core.loading import load_policy
+from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
 from core.tiny import PRETRAINED

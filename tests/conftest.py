@@ -27,7 +27,7 @@ from transformers import (
 )
 
 import train
-from core.policy import load_policy
+from core.loading import load_policy
 from core.report import curves
 from core.sampler import Sampler
 from core.tiny import tiny_tokenizer

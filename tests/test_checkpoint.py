@@ -7,8 +7,8 @@ import pytest
 import torch
 from test_files import small_files
 
+from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.policy import load_policy
 from core.run import checkpoint
 from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError

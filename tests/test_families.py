@@ -8,7 +8,8 @@ import torch
 import transformers
 from conftest import load_small
 
-from core.policy import Policy, load_policy
+from core.loading import load_policy
+from core.policy import Policy
 from core.run.memory import checkpoint_layers
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer

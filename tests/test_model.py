@@ -1,4 +1,4 @@
-"""core/policy.py and core/tiny.py: loading, logits, adapters, export."""
+"""core/policy.py, core/loading.py and core/tiny.py: loading, logits, adapters, export."""
 
 import json
 
@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.chat_template import prompt_ids
+from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.policy import load_policy, max_logits
+from core.policy import max_logits
 from core.run.checkpoint import export_model
 from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
 from core.types import UsageError

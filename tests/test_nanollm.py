@@ -21,9 +21,9 @@ from test_sampler import staggered, trainer_gap
 from test_train import metrics_of
 
 from core import nanollm, weight_sharing
+from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
-from core.policy import load_policy
 from core.sampler import SamplingParams, TorchSampler
 from core.types import UsageError
 

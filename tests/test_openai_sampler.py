@@ -15,7 +15,7 @@ from conftest import LoopbackServer
 
 from core.extras import openai_sampler
 from core.extras.openai_sampler import OpenAISampler
-from core.policy import load_policy
+from core.loading import load_policy
 from core.run.log import read_records
 from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed

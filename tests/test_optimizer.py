@@ -8,6 +8,7 @@ import torch
 from conftest import save_small
 from torch import nn
 
+from core.loading import load_policy
 from core.optimizer import (
     FIRST_SCALE,
     GROWTH_INTERVAL,
@@ -15,7 +16,6 @@ from core.optimizer import (
     MasterAdamW,
     make_optimizer,
 )
-from core.policy import load_policy
 from core.run import checkpoint
 
 LR = 1e-6

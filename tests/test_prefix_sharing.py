@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import FAMILIES, ids_of, load_small, rollouts_of, save_small
 
-import core.policy as policy_module
+import core.loading as loading
 from core import batching, prefix_sharing
-from core.policy import load_policy
+from core.loading import load_policy
 from core.prefix_sharing import pack_groups
 
 sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
@@ -157,7 +157,7 @@ def test_a_model_whose_packed_log_probs_differ_is_not_packed(qwen3_folder, monke
         packed.position_ids[:, -3:] += 1
         return packed
 
-    monkeypatch.setattr(policy_module, "pack_groups", shifted)
+    monkeypatch.setattr(loading, "pack_groups", shifted)
     policy = load_policy(str(qwen3_folder), device="cpu")
     assert not policy.packs_groups
     assert re.search(r"log-probs would be \S+ nats off", policy.remark)

@@ -9,9 +9,10 @@ from test_sampler import trainer_gap
 from test_train import metrics_of
 
 from core.extras import chat
-from core.extras.quantize import is_quantized, num_bytes, num_weights
+from core.extras.quantize import num_bytes
+from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.policy import load_policy
+from core.policy import is_quantized, num_weights
 from core.run.folder import read_config
 from core.sampler import SamplingParams, TorchSampler
 

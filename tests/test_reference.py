@@ -9,7 +9,7 @@ import torch
 from conftest import save_small
 
 from core.config import Config
-from core.policy import load_policy
+from core.loading import load_policy
 from core.reference import freeze_reference, load_teacher, reference_bytes
 from core.types import UsageError
 

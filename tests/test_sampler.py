@@ -14,8 +14,8 @@ from core import nanollm
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch
 from core.kv_cache import RepeatedPrefixCache, prefill
+from core.loading import load_policy
 from core.nanollm import make_sampler
-from core.policy import load_policy
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
 from core.types import Fault, OutOfMemory, Rollout, Turn, UsageError
 

@@ -25,8 +25,8 @@ from test_wikipedia_maze import visit
 
 from core import config
 from core.extras import chat, league
+from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.policy import load_policy
 from core.run import cli
 from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError

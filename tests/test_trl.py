@@ -23,8 +23,8 @@ from trl import GRPOConfig, GRPOTrainer
 import train
 from algorithms import grpo
 from core import config
+from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.policy import load_policy
 from core.types import Rollout, Turn
 
 PROMPTS = ["Count", "What is the word on the left page?", "Move right"]

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from core.load_trace import base_weights
+from core.loading import load_policy
 from core.nanollm import NanoLLM
-from core.policy import load_policy
 from core.weight_sharing import check_bound
 
 sys.path.append(str(Path(__file__).parent.parent / "runs/families"))

@@ -6,7 +6,7 @@ from torch import nn
 
 from core import weight_sharing
 from core.load_trace import base_weights
-from core.policy import load_policy
+from core.loading import load_policy
 
 FUSED = {  # in vLLM's order
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",

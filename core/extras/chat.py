@@ -120,7 +120,8 @@ from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import tools
-from core.policy import Policy, has_adapters, load_policy
+from core.loading import has_adapters, load_policy
+from core.policy import Policy
 from core.report.summary import num_updates
 from core.run.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
 from core.run.log import METRICS, read_records

@@ -31,7 +31,8 @@ from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
 from core.episodes import Ask, Call, Episode
 from core.extras.openai_sampler import OpenAISampler
-from core.policy import Policy, load_policy
+from core.loading import load_policy
+from core.policy import Policy
 from core.run.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.folder import read_config

@@ -43,17 +43,6 @@ def compute_as_in_training(model: nn.Module) -> None:
             cast(Any, layer).support_avx512bf16_for_cpu = False
 
 
-def is_quantized(tensor: Any) -> bool:
-    """Whether the elements of a parameter are codes of 4 bits, two in a byte."""
-    return getattr(tensor, "quant_state", None) is not None
-
-
-def num_weights(parameter: nn.Parameter) -> int:
-    """Number of weights that a parameter stands for."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else state.shape.numel()
-
-
 def num_bytes(parameter: nn.Parameter) -> int:
     """Bytes of a parameter, with its scales if it is quantized."""
     state = getattr(parameter, "quant_state", None)

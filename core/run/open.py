@@ -17,9 +17,10 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.openai_sampler import OpenAISampler
+from core.loading import load_policy
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
-from core.policy import Policy, load_policy
+from core.policy import Policy
 from core.reference import reference_bytes
 from core.report import write_pages
 from core.report.summary import final_lines

@@ -34,9 +34,10 @@ from workload import SHAPES, Shape, save_model  # noqa: E402
 
 from core import nanollm  # noqa: E402
 from core.batching import RolloutBatch, to_rollout_batch  # noqa: E402
+from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
 from core.optimizer import make_optimizer  # noqa: E402
-from core.policy import Policy, load_policy  # noqa: E402
+from core.policy import Policy  # noqa: E402
 from core.sampler import SamplingParams, TorchSampler  # noqa: E402
 from core.types import Completion, Rollout, Turn  # noqa: E402
 from train import run_command, score_logprobs  # noqa: E402

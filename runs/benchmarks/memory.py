@@ -196,7 +196,7 @@ def measure(
 
     from workload import Shape, save_model
 
-    from core.policy import load_policy
+    from core.loading import load_policy
 
     shape = Shape(64, 192, 2, 4, 2, 16, max(384, vocab))
     with tempfile.TemporaryDirectory() as folder:

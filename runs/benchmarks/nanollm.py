@@ -236,8 +236,8 @@ def prompts(args: Args) -> list[list[int]]:
 
 def make_nanollm(args: Args, **options: Any) -> tuple[Any, Any]:
     """Returns a policy and a NanoLLM on its weights."""
+    from core.loading import load_policy
     from core.nanollm import NanoLLM
-    from core.policy import load_policy
 
     policy = load_policy(args.folder, max_length=args.prompt_tokens + args.max_tokens, **options)
     free = torch.cuda.mem_get_info()[0] / torch.cuda.mem_get_info()[1] if on_gpu() else 1.0
@@ -292,7 +292,7 @@ def sample_with_backend(args: Args) -> Sample:
 
 
 def sample_with_generate(args: Args) -> Sample:
-    from core.policy import load_policy
+    from core.loading import load_policy
 
     policy = load_policy(args.folder)
     policy.model.generation_config.eos_token_id = None  # every completion has its full length
@@ -311,9 +311,9 @@ def sample_with_generate(args: Args) -> Sample:
 
 def full(args: Args) -> dict[str, Any]:
     """Full fine-tuning: the cost of a sync, and the memory of each phase of an update."""
+    from core.loading import load_policy
     from core.nanollm import NanoLLM
     from core.optimizer import make_optimizer
-    from core.policy import load_policy
     from core.sampler import SamplingParams
 
     policy = load_policy(args.folder, max_length=args.prompt_tokens + args.max_tokens)

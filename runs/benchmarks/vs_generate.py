@@ -90,7 +90,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 
 def ours(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str, Any]:
     """Measures TorchSampler."""
-    from core.policy import load_policy
+    from core.loading import load_policy
     from core.sampler import SamplingParams, TorchSampler
 
     policy = load_policy(folder)
@@ -107,7 +107,7 @@ def generate(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str,
     """Measures transformers' `generate`."""
     import torch
 
-    from core.policy import load_policy
+    from core.loading import load_policy
 
     policy = load_policy(folder)
     prompts = torch.tensor(repeated_prompts(policy, **work), device=policy.device)

@@ -165,8 +165,8 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     resident: by how much the memory of this process has grown; nanoseconds: of the step.
     """
     from core.extras.piecewise_adamw import optimizer_options
+    from core.loading import load_policy
     from core.optimizer import make_optimizer
-    from core.policy import load_policy
 
     before = resident()
     with tempfile.TemporaryDirectory() as folder:

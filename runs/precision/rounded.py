@@ -15,7 +15,8 @@ import torch  # noqa: E402
 import core.run.open as run_module  # noqa: E402
 import train  # noqa: E402
 from core.episodes import RolloutCollector  # noqa: E402
-from core.policy import Policy, load_policy  # noqa: E402
+from core.loading import load_policy  # noqa: E402
+from core.policy import Policy  # noqa: E402
 from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
 from core.tasks import Task  # noqa: E402
 from environments.registry import register  # noqa: E402

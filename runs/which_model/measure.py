@@ -66,8 +66,8 @@ def update(name: str, rank: int) -> int:
     """Computes one update. Returns the peak of this process's resident memory in bytes."""
     import train
     from core.batching import micro_batches, to_rollout_batch
+    from core.loading import load_policy
     from core.optimizer import make_optimizer
-    from core.policy import load_policy
     from core.sampler import SamplingParams, TorchSampler
     from core.types import Rollout, Turn
 

@@ -1,0 +1,386 @@
+"""Load a policy: a Hub id, a folder, `tiny`, `tiny-random` (core/tiny.py) or `smollm2`.
+
+    policy = load_policy("Qwen/Qwen3-0.6B", lora_rank=32)
+
+Only safetensors weights are read. Python code that comes with a model runs only with
+`trust_remote_code`; otherwise transformers' own implementation of the model type is used, if it has
+one. Weights have the given dtype; LoRA adapters and the value head are always float32.
+"""
+
+import math
+import os
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging
+
+from core.chat_template import (
+    ANSWER,
+    QUESTION,
+    check_template,
+    end_of_turn_id,
+    prompt_ids,
+    set_template_options,
+)
+from core.config import SMOLLM2, TINY, parse_template_options
+from core.extras.quantize import compute_as_in_training, loading_options
+from core.extras.smollm2 import smollm2_folder
+from core.kv_cache import prefill
+from core.policy import Float32Head, Policy
+from core.prefix_sharing import ATTENTION, pack_groups
+from core.run.files import sealed, unseal
+from core.tiny import write_tiny
+from core.types import UsageError
+
+MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
+MAX_PACKING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
+PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
+MAX_REASON = 200  # characters of another library's error message that are shown
+
+logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
+
+
+def load_policy(
+    model_id: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    lora_rank: int = 0,
+    lora_alpha: float = 0.0,
+    quantize: str = "none",
+    value_head: bool = False,
+    max_length: int | None = None,
+    seed: int = 0,
+    tiny_folder: str | os.PathLike[str] = "tiny",
+    trust_remote_code: bool = False,
+    fp32_head: bool = False,
+    template_options: str = "",
+    template_date: str = "",
+    flag: str = "--model-id",
+) -> Policy:
+    """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
+
+    "tiny" and "tiny-random" are written to `tiny_folder` unless that has them. `lora_rank` 0 trains
+    all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run with LoRA is its base
+    model with its adapters, which are trained on. `quantize` "nf4" stores the base model in 4
+    bits (core/extras/quantize.py). `max_length` lowers the model's own limit.
+    `seed` determines all random weights. `fp32_head` computes the logits in float32.
+    `template_options` and `template_date` are those of `Config`. Raises UsageError, in one line
+    that names `flag`, if the model cannot be loaded, and if the device does not exist.
+    """
+    torch_device = pick_device(device)
+    policy_dtype = _pick_dtype(dtype, torch_device)
+    model_id = _local_folder(model_id, Path(tiny_folder), seed)
+    subject, adapters = f"{flag} {model_id}", ""
+    if has_adapters(model_id):
+        train = flag == "--model-id"
+        adapters, model_id = model_id, _base_of(model_id, subject, lora_rank, lora_alpha, train)
+    options = loading_options(policy_dtype, torch_device) if quantize == "nf4" else {}
+    base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, options)
+    compute_as_in_training(base)
+    if fp32_head:
+        base.get_output_embeddings().__class__ = Float32Head
+    torch.manual_seed(seed)
+    model: Any = base
+    if lora_rank > 0 or adapters:
+        model = _with_adapters(base, lora_rank, lora_alpha, adapters)
+    model.to(torch_device)
+    with _one_line_errors(subject):
+        set_template_options(tokenizer, parse_template_options(template_options), template_date)
+        closing_id = end_of_turn_id(tokenizer)
+        check_template(tokenizer)
+    limit = _context_length(subject, base)
+    policy = Policy(
+        model=model,
+        tokenizer=tokenizer,
+        device=torch_device,
+        stop_ids=_stop_ids(base, tokenizer, closing_id),
+        end_of_turn_id=closing_id,
+        max_length=min(limit, max_length or limit),
+        value_head=_make_value_head(base, torch_device) if value_head else None,
+        trust_remote_code=trust_remote_code,
+        fp32_head=fp32_head,
+    )
+    _check_ids(subject, policy)
+    _check_logits(subject, policy)
+    if reason := _pack_groups(policy):
+        policy.remark = f"computing each prompt once per completion, as {reason}"
+    return policy
+
+
+def has_adapters(folder: str) -> bool:
+    """Whether the folder has LoRA adapters and not a whole model."""
+    config, adapters = (Path(folder, name) for name in ("config.json", "adapter_config.json"))
+    return adapters.exists() and not config.exists()
+
+
+def pick_device(name: str) -> torch.device:
+    """The device called `name`; "auto": CUDA, else MPS, else CPU. Raises UsageError if invalid."""
+    gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    available = {"cuda": gpu, "mps": mps, "cpu": True}
+    if name == "auto":
+        return torch.device(next(kind for kind, exists in available.items() if exists))
+    try:
+        device = torch.device(name)
+        exists = available[device.type]
+    except (RuntimeError, KeyError):
+        choices = "auto, cpu, cuda, cuda:N or mps"
+        raise UsageError(f"--device must be {choices}, not {name!r}") from None
+    if not exists:
+        raise UsageError(f"--device {name}: this machine has no such device; use --device auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
+    return device
+
+
+def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name == "float64" and device.type == "mps":
+        raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
+    return getattr(torch, name)
+
+
+def _local_folder(model_id: str, tiny_folder: Path, seed: int) -> str:
+    """The folder of tiny, tiny-random or smollm2, which it writes if need be; any other id."""
+    if model_id == SMOLLM2:
+        return str(smollm2_folder())
+    if model_id not in TINY:
+        return model_id
+    _, fault = unseal(tiny_folder)
+    if fault:
+        if tiny_folder.exists():
+            print(f"{tiny_folder} {fault}: making it again", file=sys.stderr)
+        with sealed(tiny_folder, {}) as part:
+            write_tiny(model_id, part, seed)
+    return str(tiny_folder)
+
+
+def _load_files(
+    model_id: str, dtype: torch.dtype, trusted: bool, flag: str, options: dict[str, Any]
+) -> tuple[PreTrainedModel, Tokenizer]:
+    _check_folder(model_id, flag)
+    with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
+        if not trusted and "auto_map" in get_tokenizer_config(model_id):
+            # transformers would fall back to another tokenizer, with other ids, without a warning
+            raise ValueError("trust_remote_code")
+        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
+        has_tokens = bool(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True, **options,
+        )  # fmt: skip
+    model, report = loaded
+    _check_loaded(f"{flag} {model_id}", model, report, has_tokens)
+    model.config.use_cache = False  # in training; sampling passes its own cache
+    model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
+    return model, tokenizer
+
+
+def _check_folder(model_id: str, flag: str) -> None:
+    """Raises UsageError if `model_id` is a path without a model; accepts every Hub id."""
+    is_path = model_id.startswith((".", "/", "~")) or os.path.exists(model_id)
+    if not is_path or os.path.exists(os.path.join(model_id, "config.json")):
+        return
+    problem = "no model in this folder (no config.json)"
+    if os.path.isfile(model_id):
+        problem = "this is a file; give the folder of the model"
+    raise UsageError(f"{flag} {model_id}: {problem}")
+
+
+def _check_loaded(
+    subject: str, model: PreTrainedModel, report: dict[str, Any], has_tokens: bool
+) -> None:
+    """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty.
+
+    Also if a layer has weights in the files that it does not use: config.json is that of another
+    architecture. Layers that the model does not have are left out, as in a text model; so is what
+    is no parameter, like a saved mask or the scale of a KV cache.
+    """
+    invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if invalid:
+        raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
+                         f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
+    blocks = {name for name, _ in model.named_modules() if re.search(r"\.\d+(\.|$)", name)}
+    others = {*report["unexpected_keys"]} - {name for name, _ in model.named_buffers()}
+    others = {name for name in others if name.endswith((".weight", ".bias"))}
+    unused = sorted(key for key in others if key.rsplit(".", 2)[0] in blocks)
+    if unused and not hasattr(model.config, "quantization_config"):
+        raise UsageError(f"{subject}: config.json is not that of these weights: the model has no "
+                         f"use for {len(unused)} of them, such as {unused[0]}")  # fmt: skip
+    if not has_tokens:
+        raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
+
+
+def _check_ids(subject: str, policy: Policy) -> None:
+    """Raises UsageError if a token that may be read or sampled is beyond the embedding."""
+    tokenizer, written = policy.tokenizer, [QUESTION, ANSWER, QUESTION]
+    rows = cast(nn.Embedding, policy.causal_lm.get_input_embeddings()).weight.shape[0]
+    if policy.stop_ids[-1] >= rows:
+        raise UsageError(f"{subject}: the stop token {policy.stop_ids[-1]} of its tokenizer or "
+                         f"generation_config.json is beyond its {rows} embeddings")  # fmt: skip
+    # a message cannot contain a special token, and Gemma 3 1B has one more than embeddings
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ids = {*tokenizer.get_vocab().values()} - special | {*prompt_ids(tokenizer, written)}
+    if max(ids) >= rows:
+        raise UsageError(f"{subject}: its tokenizer has the token {max(ids)}, which is beyond its "
+                         f"{rows} embeddings; take the tokenizer of this model")  # fmt: skip
+
+
+@torch.no_grad()
+def _check_logits(subject: str, policy: Policy) -> None:
+    """Raises UsageError if log-probs by our path differ from those of the model's plain forward."""
+    ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    input_ids = torch.tensor([ids], device=policy.device)
+    with _one_line_errors(subject):
+        expected = policy.causal_lm(input_ids=input_ids, use_cache=False).logits[0].float()
+        ours = policy.to_logits(policy.hidden_states(input_ids)[0])
+    if not expected.isfinite().all():
+        raise UsageError(f"{subject}: its logits are not finite")
+    gap = (ours.log_softmax(-1) - expected.log_softmax(-1)).abs().max().item()
+    if not gap < (MAX_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT):
+        raise UsageError(f"{subject}: this kind of model is not supported: log-probs "
+                         f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
+
+
+def _pack_groups(policy: Policy) -> str:
+    """Makes `policy` compute a shared prompt once, or returns why the numbers would differ."""
+    model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
+    if model._auto_class is not None or config._attn_implementation != "sdpa":
+        return "its attention is not transformers' sdpa"
+    if (window := _window(config)) < policy.max_length:
+        return f"its attention window of {window} tokens is shorter than its context"
+    try:
+        with _one_line_errors(""):  # for its silence
+            model.set_attn_implementation(ATTENTION)
+            gap = _packing_gap(policy)
+        limit = MAX_PACKING_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT
+        reason = "" if gap < limit else f"log-probs would be {gap:.1g} nats off"
+    except UsageError:  # of layers that do not take `packed`
+        reason = "its layers do not take shared prompts"
+    if reason:
+        model.set_attn_implementation("sdpa")
+    return reason
+
+
+def _window(config: Any) -> float:
+    """How many tokens the layer of a model that sees the fewest attends to."""
+    if set(getattr(config, "layer_types", None) or ["?"]) == {"full_attention"}:
+        return math.inf
+    names = [n for n in vars(config) if n.endswith(("window", "window_size", "chunk_size"))]
+    return min([getattr(config, n) for n in names if type(getattr(config, n)) is int] + [math.inf])
+
+
+@torch.no_grad()
+def _packing_gap(policy: Policy) -> float:
+    """How far the log-probs of sequences that share prompts are from those of whole sequences.
+
+    Compares training's log-probs and the sampler's, in nats, and returns the larger difference: of
+    single tokens in float32 and float64, of means over tokens in 16 bits, which round each token.
+    """
+    ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    prompts = [ids, ids[:5]]
+    suffixes = [(0, ids[:3]), (0, ids[3:9]), (1, ids[:4]), (-1, ids[2:9])]
+    whole = [(prompts[prompt] if prompt >= 0 else []) + suffix for prompt, suffix in suffixes]
+    padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
+    packed = pack_groups(prompts, suffixes).to(policy.device)
+    separate, shared = policy.hidden_states(padded), policy.hidden_states(padded, packed)
+    cache = prefill(policy, [prompts[prompt] for prompt, _ in suffixes[:3]], max_new_tokens=1)
+    cache.append(torch.tensor([suffix[0] for _, suffix in suffixes[:3]], device=policy.device))
+    gaps = []
+    for row, ids in enumerate(whole):
+        hidden = torch.stack([separate[row, : len(ids)], shared[row, : len(ids)]])
+        expected, found = policy.to_logits(hidden.flatten(0, 1)).log_softmax(-1).chunk(2)
+        gaps.append((found - expected).abs())
+        if row < 3:
+            sampled = cache.logits[row].float().log_softmax(-1)
+            gaps.append((sampled - expected[len(prompts[suffixes[row][0]])]).abs())
+    exact = policy.dtype.itemsize >= 4
+    return torch.stack([gap.max() if exact else gap.mean() for gap in gaps]).max().item()
+
+
+@contextmanager
+def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
+    """Turns every exception into a UsageError of one line, and silences transformers' warnings."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            yield
+    except Exception as error:
+        name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        reason = f"{name}{' '.join(str(error).split())}"
+        if not trusted and "trust_remote_code" in reason:
+            reason = "it needs its own Python code; add --trust if you trust its author"
+        shown = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}.."
+        raise UsageError(f"{subject}: {shown}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train: bool) -> str:
+    """The model of which `folder` has the LoRA adapters.
+
+    Raises UsageError if they cannot be read or, to `train` them, have another rank or alpha.
+    """
+    from peft import LoraConfig  # takes a second
+
+    with _one_line_errors(f"{subject}: can't be loaded"):
+        saved = LoraConfig.from_pretrained(folder)
+    if train and (lora_rank != saved.r or lora_alpha not in (0, saved.lora_alpha)):
+        raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
+                         f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
+    model_id, copied = saved.base_model_name_or_path, Path(folder).parent / "base"
+    is_tiny = Path(model_id).name == "base" and copied.is_dir()  # in a run that may have moved
+    return str(copied) if is_tiny else model_id
+
+
+def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str) -> Any:
+    """The model with new adapters, or with those in `folder`."""
+    from peft import LoraConfig, PeftModel, get_peft_model  # takes a second
+
+    if folder:
+        with _one_line_errors(f"{folder}: can't be loaded"):
+            return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
+    )
+    with _one_line_errors(f"--lora-rank {rank}"):
+        return get_peft_model(model, config)
+
+
+def _make_value_head(base: PreTrainedModel, device: torch.device) -> nn.Linear:
+    width = base.config.get_text_config().hidden_size
+    head = nn.Linear(width, 1, device=device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _context_length(subject: str, base: PreTrainedModel) -> int:
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
+                         "has no max_position_embeddings; take another model")  # fmt: skip
+    return limit
+
+
+def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, closing_id: int) -> list[int]:
+    """All ids that end a completion: of both configs, tokenizer and chat template; sorted."""
+    ids = {tokenizer.eos_token_id, closing_id}
+    for config in (model.generation_config, model.config.get_text_config()):
+        listed = getattr(config, "eos_token_id", None)
+        ids |= {*listed} if isinstance(listed, list) else {listed}
+    return sorted(ids - {None})
