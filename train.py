@@ -42,7 +42,6 @@ from algorithms import common, off_policy, sft
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
-from core.evaluation import evaluate
 from core.metrics import UpdateStats, rollout_metrics
 from core.policy import Policy
 from core.reference import freeze_reference, load_teacher
@@ -65,7 +64,7 @@ def main(cfg: Config) -> int:
             warm_start(cfg, run)
         reference = load_reference(cfg, run)
         if run.next_update == 0:
-            run.log(0, evaluate(cfg, run, 0), [])  # the accuracy before RL
+            run.log(0, run.evaluate(0), [])  # the accuracy before RL
             run.save()
 
         for update in run.updates():  # up to --num-updates or --max-sampled-tokens
@@ -339,7 +338,7 @@ def finish_update(
     # before the first regular evaluation, evaluations are five times as frequent
     every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
     if is_last or is_due(update, every):
-        metrics |= evaluate(cfg, run, update)
+        metrics |= run.evaluate(update)
     run.progress["sampled_tokens"] = tokens
     stop = run.log(update, metrics, sampled)
     if stop or is_last or is_due(update, cfg.save_every):

@@ -1,66 +1,62 @@
-"""Held-out evaluation: the same tasks every time, greedy decoding, accuracy with its interval."""
+"""Held-out evaluation: the same tasks every time, greedy decoding, accuracy with its interval.
+
+`Run.evaluate` (core/run/open.py) samples the rollouts, shows the lines and logs the metrics. An
+episode whose environment failed counts as wrong, but one that raised EnvFailure, or that the server
+of --sampler openai did not answer, is left out. core/README.md says what each metric means.
+"""
 
 import statistics
-import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import Any
 
-from core import metrics, selection, tasks
+from core import metrics
 from core.config import Config
-from core.run.open import Run
+from core.metrics import Tasks
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
-from core.types import Rollout, Stopped
+from core.tasks import Task, eval_tasks, held_out_envs
+from core.types import Rollout
 from environments.base import Env
 from environments.registry import make, short
 
-LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
+
+def held_out_tasks(cfg: Config) -> list[Task]:
+    """The tasks of every evaluation of a run."""
+    envs = held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    return eval_tasks(envs, cfg.eval_num_tasks)
 
 
-def evaluate(cfg: Config, run: Run, update: int) -> dict[str, float]:
-    """Samples one greedy rollout for each held-out task. Returns the metrics by name.
-
-    An episode whose environment failed counts as wrong, but one that raised EnvFailure, or that the
-    server of --sampler openai did not answer, is left out. core/README.md says what each metric
-    means. Ctrl-C ends an evaluation of --sampler openai: it logs the finished episodes, then raises
-    Stopped.
-    """
-    if cfg.eval_num_tasks == 0:
-        return {}
-    started = time.perf_counter()
-    envs = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
-    held_out = tasks.eval_tasks(envs, cfg.eval_num_tasks)
-    rollouts = sample(run, held_out, SamplingParams(cfg.max_tokens, temperature=0.0))
-    on_server = cfg.sampler == "openai"
-    stopped = on_server and run.interrupt.requested
-    run.run_log.log_rollouts("eval", update, rollouts[: None if on_server else LOGGED_ROLLOUTS])
-    if not stopped:
-        selection.drop_failed(rollouts, run.say)  # warns; raises if over half failed
+def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
+    """Accuracy, return and length by environment, from one greedy rollout of each task."""
     failed = Counter(rollout.env for rollout in rollouts if rollout.error)
-    rollouts = played(rollouts)
-    distinct = metrics.distinct_tasks(rollouts)
-    results = metrics.eval_metrics(rollouts, distinct)
-    results |= {f"eval/{env}/failed": count for env, count in failed.items()}
-    if cfg.eval_samples and not stopped:
-        repeated = [task for task in held_out for _ in range(cfg.eval_samples)]
-        seed = derive_seed(cfg.seed, EVALUATION)  # the same in every evaluation
-        params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
-        sampled = [r for r in played(sample(run, repeated, params)) if (r.env, r.seed) in distinct]
-        results |= metrics.pass_at_k(sampled, distinct)
-    for env in map(short, envs):
-        episodes = [rollout for rollout in rollouts if rollout.env == env]
-        if not episodes:
-            continue
-        if not stopped:
-            results |= comparisons(run, held_out, env, episodes, distinct)
-        for seat, own in metrics.by_seat(episodes).items():
-            accuracy = metrics.describe(seat, results)
-            few = metrics.few_tasks(seat, results, len({rollout.seed for rollout in own}))
-            run.say(f"held-out accuracy at update {update}: {accuracy}  {seat}{few}")
-    if stopped:
-        run.log(update, results, [])
-        raise Stopped
-    return results | {"time/eval_s": time.perf_counter() - started}
+    counted = played(rollouts)
+    found = metrics.eval_metrics(counted, metrics.distinct_tasks(counted))
+    return found | {f"eval/{env}/failed": count for env, count in failed.items()}
+
+
+def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
+    """The accuracy of each environment, and with several agents of each agent, as text."""
+    lines = []
+    for seat, own in metrics.by_seat(played(rollouts)).items():
+        few = metrics.few_tasks(seat, found, len({rollout.seed for rollout in own}))
+        lines.append(f"{metrics.describe(seat, found)}  {seat}{few}")
+    return lines
+
+
+def repeated_tasks(cfg: Config, tasks: list[Task]) -> tuple[list[Task], SamplingParams]:
+    """The tasks of --eval-samples, and how to sample them: the same in every evaluation."""
+    params = SamplingParams(
+        cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, derive_seed(cfg.seed, EVALUATION)
+    )
+    return [task for task in tasks for _ in range(cfg.eval_samples)], params
+
+
+def pass_at_k(greedy: list[Rollout], sampled: list[Rollout]) -> dict[str, float]:
+    """pass@1 and pass@k of the samples of `repeated_tasks`."""
+    distinct = metrics.distinct_tasks(played(greedy))
+    return metrics.pass_at_k([r for r in played(sampled) if (r.env, r.seed) in distinct], distinct)
 
 
 def played(rollouts: list[Rollout]) -> list[Rollout]:
@@ -68,51 +64,55 @@ def played(rollouts: list[Rollout]) -> list[Rollout]:
     return [rollout for rollout in rollouts if not rollout.env_failure]
 
 
-def sample(run: Run, held_out: list[tasks.Task], params: SamplingParams) -> list[Rollout]:
-    """One rollout per task and agent."""
-    with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
-
-        def on_progress() -> None:
-            phase.advance(run.sampler.latest, quiet=True)
-            if run.interrupt.requested:
-                run.sampler.stop()
-
-        return run.collector.collect(held_out, run.sampler, params, on_progress)
-
-
 def comparisons(
-    run: Run,
-    held_out: list[tasks.Task],
-    env: str,
+    progress: dict[str, Any],
     rollouts: list[Rollout],
-    distinct: metrics.Tasks,
+    tasks: Sequence[Task],
+    play_trivial: Callable[[list[Task]], list[Rollout]],
 ) -> dict[str, float]:
     """The p-value against the first evaluation, and the accuracy of the trivial baseline.
 
-    Both use the held-out tasks of `env`. The accuracy is left out if it has no trivial baseline.
+    For each environment. `progress` keeps the first evaluation and the baseline, which is always
+    the same; it is left out for an environment that has none.
     """
-    now = {f"{r.seed} {r.agent}": metrics.is_correct(r) for r in rollouts}
-    first = run.progress.setdefault("first_correct", {}).setdefault(env, now)
-    results = {}
-    for seat, episodes in metrics.by_seat(rollouts).items():
-        both = [r for r in episodes if f"{r.seed} {r.agent}" in first]
-        before = metrics.task_means(both, distinct, lambda r: first[f"{r.seed} {r.agent}"])
-        after = metrics.task_means(both, distinct, metrics.is_correct)
-        lost, won = ({t for t in before if sign * (after[t] - before[t]) > 0} for sign in (-1, 1))
-        results[f"eval/{seat}/p_value"] = metrics.mcnemar(lost, won)
-    trivial = run.progress.setdefault("trivial", {})  # the same in every evaluation
-    if env not in trivial:
-        mine = [t for t in held_out if short(t.env) == env and (env, t.seed) in distinct]
-        trivial[env] = trivial_accuracy(run, mine, distinct)
-    if trivial[env] is not None:
-        results[f"eval/{env}/trivial"] = trivial[env]
+    results: dict[str, float] = {}
+    counted = played(rollouts)
+    distinct = metrics.distinct_tasks(counted)
+    trivial = progress.setdefault("trivial", {})
+    for env in dict.fromkeys(short(task.env) for task in tasks):
+        own = [rollout for rollout in counted if rollout.env == env]
+        if not own:
+            continue
+        now = {f"{r.seed} {r.agent}": metrics.is_correct(r) for r in own}
+        first = progress.setdefault("first_correct", {}).setdefault(env, now)
+        for seat, episodes in metrics.by_seat(own).items():
+            results[f"eval/{seat}/p_value"] = p_value(episodes, first, distinct)
+        if env not in trivial:
+            mine = [t for t in tasks if short(t.env) == env and (env, t.seed) in distinct]
+            trivial[env] = trivial_accuracy(mine, distinct, play_trivial)
+        if trivial[env] is not None:
+            results[f"eval/{env}/trivial"] = trivial[env]
     return results
 
 
-def trivial_accuracy(run: Run, held_out: list[tasks.Task], distinct: metrics.Tasks) -> float | None:
+def p_value(rollouts: list[Rollout], first: dict[str, bool], distinct: Tasks) -> float:
+    """McNemar's p-value against the first evaluation, on the tasks that both have played.
+
+    `first`: whether the episode of "<seed> <agent>" was correct then.
+    """
+    both = [r for r in rollouts if f"{r.seed} {r.agent}" in first]
+    before = metrics.task_means(both, distinct, lambda r: first[f"{r.seed} {r.agent}"])
+    after = metrics.task_means(both, distinct, metrics.is_correct)
+    lost, won = ({t for t in before if sign * (after[t] - before[t]) > 0} for sign in (-1, 1))
+    return metrics.mcnemar(lost, won)
+
+
+def trivial_accuracy(
+    tasks: list[Task], distinct: Tasks, play_trivial: Callable[[list[Task]], list[Rollout]]
+) -> float | None:
     """The accuracy of the environment's trivial baseline on these tasks; None if it has none."""
-    with closing(make(held_out[0].env)) as env:
+    with closing(make(tasks[0].env)) as env:
         if not isinstance(env, Env) or type(env).trivial is Env.trivial:
             return None
-    episodes = played(run.collector.demonstrate(held_out, trivial=True))
+    episodes = played(play_trivial(tasks))
     return statistics.fmean(metrics.task_means(episodes, distinct, metrics.is_correct).values())

@@ -24,9 +24,10 @@ from core.metrics import (
     rollout_metrics,
     wilson,
 )
+from core.run.open import Run
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
-from core.tasks import eval_tasks
+from core.tasks import Task, eval_tasks
 from core.types import Rollout, Turn
 
 
@@ -287,15 +288,15 @@ def test_pass_at_k_counts_each_opening_once():
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():
     """Three questions, two seeds each, all wrong at first. Then question 0 is right, question 1 in
     one of two episodes, question 2 wrong: two won, none lost. Seed 6 failed in the first."""
-    run = SimpleNamespace(progress={"trivial": {"e": None}})
+    progress = {"trivial": {"e": None}}
 
     def p_value(right, seeds):
         rollouts = [evaluated(s, s // 2, 8 + (s in right), s in right) for s in seeds]
-        return evaluation.comparisons(run, [], "e", rollouts, distinct_tasks(rollouts))
+        return evaluation.comparisons(progress, rollouts, [Task("e", s, s) for s in seeds], None)
 
     assert p_value(right=(), seeds=range(6)) == {"eval/e/p_value": 1.0}
     assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == {"eval/e/p_value": 0.5}
-    run.progress["first_correct"]["e"] = {f"{seed} player": seed < 4 for seed in range(6)}
+    progress["first_correct"]["e"] = {f"{seed} player": seed < 4 for seed in range(6)}
     assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
 
 
@@ -321,16 +322,17 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
         yield SimpleNamespace(advance=lambda *args, **kwargs: None)
 
     run = SimpleNamespace(
-        collector=SimpleNamespace(collect=collect), display=SimpleNamespace(phase=phase),
+        collector=SimpleNamespace(collect=collect, demonstrate=lambda *_, **__: []),
+        display=SimpleNamespace(phase=phase),
         sampler=nullcontext(), say=said.append, interrupt=SimpleNamespace(requested=False),
         run_log=SimpleNamespace(log_rollouts=lambda *args: logged.append(args)),
         progress={"trivial": {"letter_counting": 0.25}},
     )  # fmt: skip
-    run.cfg = cfg = Config(
+    run.cfg = Config(
         env=["letter_counting"], eval_num_tasks=4, eval_samples=3, max_tokens=9, temperature=0.7,
         top_p=0.9, top_k=7, seed=5,
     )  # fmt: skip
-    found = evaluation.evaluate(cfg, run, 3)
+    found = Run.evaluate(run, 3)
     drawn = eval_tasks(["letter_counting"], 4)
     assert asked[0] == (drawn, SamplingParams(9, temperature=0.0))
     seed = derive_seed(5, EVALUATION)
@@ -342,4 +344,5 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     got = {name: found[f"eval/letter_counting/{name}"] for name in expected}
     assert got == pytest.approx(expected)
     assert found["time/eval_s"] >= 0 and len(said) == 2  # the failure, and the accuracy
-    assert evaluation.evaluate(Config(eval_num_tasks=0), run, 3) == {}
+    run.cfg = Config(eval_num_tasks=0)
+    assert Run.evaluate(run, 3) == {}

@@ -111,5 +111,5 @@ def test_environments_that_are_only_looked_at_are_closed(monkeypatch):
     assert not has_tools("counted")
     with pytest.raises(UsageError, match="has no demonstrations"):
         check_demonstrations(["counted"])
-    assert trivial_accuracy(None, [Task("counted", 0, 0)], {}) is None
+    assert trivial_accuracy([Task("counted", 0, 0)], {}, None) is None
     assert not living

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from core import config, distributed, tasks
+from core import config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of
 from core.config import RUNS, Config
 from core.context import Renderer
@@ -30,12 +31,14 @@ from core.run import log as run_log
 from core.run.console import Display
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt
-from core.sampler import Sampler, TorchSampler
+from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import drop_failed
+from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
 from environments.registry import short, split_spec
 from environments.text import printable
 
+LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
@@ -119,6 +122,37 @@ class Run:
         self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
         return self.stopped
 
+    def evaluate(self, update: int) -> dict[str, float]:
+        """The metrics of one greedy rollout for each held-out task; logs the first rollouts.
+
+        Ctrl-C ends an evaluation of --sampler openai: it logs the episodes that ended, then raises
+        Stopped.
+        """
+        if self.cfg.eval_num_tasks == 0:
+            return {}
+        started, on_server = perf_counter(), self.cfg.sampler == "openai"
+        held_out = evaluation.held_out_tasks(self.cfg)
+        greedy = SamplingParams(self.cfg.max_tokens, temperature=0.0)
+        rollouts = sample_held_out(self, held_out, greedy)
+        stopped = on_server and self.interrupt.requested
+        logged = rollouts if on_server else rollouts[:LOGGED_ROLLOUTS]
+        self.run_log.log_rollouts("eval", update, logged)
+        if not stopped:
+            drop_failed(rollouts, self.say)  # warns; raises if over half failed
+        results = evaluation.accuracy_metrics(rollouts)
+        if self.cfg.eval_samples and not stopped:
+            repeated = evaluation.repeated_tasks(self.cfg, held_out)
+            results |= evaluation.pass_at_k(rollouts, sample_held_out(self, *repeated))
+        if not stopped:
+            play_trivial = partial(self.collector.demonstrate, trivial=True)
+            results |= evaluation.comparisons(self.progress, rollouts, held_out, play_trivial)
+        for line in evaluation.accuracy_lines(rollouts, results):
+            self.say(f"held-out accuracy at update {update}: {line}")
+        if stopped:
+            self.log(update, results, [])
+            raise Stopped
+        return results | {"time/eval_s": perf_counter() - started}
+
     def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts whose environment did not fail; if over half failed, saves and raises."""
         try:
@@ -173,6 +207,18 @@ class Run:
         budget = max(1, self.policy.micro_batch_tokens // 2)
         return (f"The last checkpoint is complete; resume with: {self.resume_command()} "
                 f"--max-tokens-per-micro-batch {budget}")  # fmt: skip
+
+
+def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
+    """One rollout per task and agent."""
+    with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
+
+        def on_progress() -> None:
+            phase.advance(run.sampler.latest, quiet=True)
+            if run.interrupt.requested:
+                run.sampler.stop()
+
+        return run.collector.collect(held_out, run.sampler, params, on_progress)
 
 
 @contextmanager
