@@ -72,9 +72,9 @@ def main(cfg: Config) -> int:
             sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
 
-            # 2. Log-probs of the policy that sampled, and its values (PPO). With one gradient step
-            #    they are usually those of the step itself, so nothing is computed here. Then the
-            #    log-probs of the reference that --kl-coef names
+            # 2. Log-probs of the sampled tokens under the policy before its first gradient step,
+            #    and its values (PPO). If there is only one step, part 4 computes the log-probs
+            #    anyway, so they are taken from there. Then those under the reference of --kl-coef
             if needs_old_logprobs(cfg):
                 scored = score_logprobs(run.policy, batch, cfg.temperature)
                 batch.old_logprobs, batch.values = scored
@@ -97,7 +97,7 @@ def main(cfg: Config) -> int:
                 )
                 for micro in micro_batches(run.policy, batch, rows):
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
-                    if batch.old_logprobs is None:  # the only step: this policy has sampled
+                    if batch.old_logprobs is None:  # the only step: the policy is the old one
                         micro.old_logprobs = logprobs.detach()
                     # π_old / π_sampler, and the weights made of it (--tis-cap, by default 2)
                     micro.sampler_ratio = off_policy.sampler_ratio(micro, cfg.tis_level)

@@ -1,1 +1,1 @@
-"""Pure functions, tensors in and tensors out; reinforce, grpo and ppo line up, so diff them."""
+"""One file per algorithm: two functions and its options. The files line up, so diff them."""

@@ -5,7 +5,7 @@ are the boxes of `python train.py --help`; `Config` inherits from all of them, s
 `cfg.lr`, not `cfg.optimization.lr`. The comment beside or above a setting is its help text; `Range`
 and `Needs` beside its type are what `validate` checks.
 
-The module does not import transformers, so --help and errors are answered soon.
+The module does not import transformers, so that --help and errors are answered within seconds.
 """
 
 import importlib.util
