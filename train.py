@@ -44,10 +44,10 @@ from core.algorithm import load_algorithm
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
 from core.metrics import UpdateStats, rollout_metrics
 from core.policy import Policy
-from core.reference import freeze_reference, load_teacher
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
 from core.run.open import Run, open_run, optimizer_for
+from core.run.reference import freeze_reference, load_teacher
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout

@@ -1,4 +1,4 @@
-"""Load a policy: a Hub id, a folder, `tiny`, `tiny-random` (core/tiny.py) or `smollm2`.
+"""Load a policy: a Hub id or the folder of a model.
 
     policy = load_policy("Qwen/Qwen3-0.6B", lora_rank=32)
 
@@ -10,9 +10,8 @@ one. Weights have the given dtype; LoRA adapters and the value head are always f
 import math
 import os
 import re
-import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,14 +32,10 @@ from core.chat_template import (
     prompt_ids,
     set_template_options,
 )
-from core.config import SMOLLM2, TINY, parse_template_options
-from core.extras.quantize import compute_as_in_training, loading_options
-from core.extras.smollm2 import smollm2_folder
+from core.config import parse_template_options
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
 from core.prefix_sharing import ATTENTION, pack_groups
-from core.run.files import sealed, unseal
-from core.tiny import write_tiny
 from core.types import UsageError
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
@@ -58,37 +53,32 @@ def load_policy(
     dtype: str = "auto",
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
-    quantize: str = "none",
     value_head: bool = False,
     max_length: int | None = None,
     seed: int = 0,
-    tiny_folder: str | os.PathLike[str] = "tiny",
     trust_remote_code: bool = False,
     fp32_head: bool = False,
     template_options: str = "",
     template_date: str = "",
     flag: str = "--model-id",
+    from_pretrained: Callable[..., Any] = AutoModelForCausalLM.from_pretrained,
 ) -> Policy:
-    """Loads `model_id`: a Hub id, a folder, "tiny", "tiny-random" or "smollm2".
+    """Loads `model_id`: a Hub id or a folder.
 
-    "tiny" and "tiny-random" are written to `tiny_folder` unless that has them. `lora_rank` 0 trains
-    all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run with LoRA is its base
-    model with its adapters, which are trained on. `quantize` "nf4" stores the base model in 4
-    bits (core/extras/quantize.py). `max_length` lowers the model's own limit.
-    `seed` determines all random weights. `fp32_head` computes the logits in float32.
-    `template_options` and `template_date` are those of `Config`. Raises UsageError, in one line
-    that names `flag`, if the model cannot be loaded, and if the device does not exist.
+    `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run
+    with LoRA is its base model with its adapters, which are trained on. `max_length` lowers the
+    model's own limit. `seed` determines all random weights. `fp32_head` computes the logits in
+    float32. `template_options` and `template_date` are those of `Config`. `from_pretrained` loads
+    the weights (core/extras/quantize.py has another one). Raises UsageError, in one line that names
+    `flag`, if the model cannot be loaded, and if the device does not exist.
     """
     torch_device = pick_device(device)
     policy_dtype = _pick_dtype(dtype, torch_device)
-    model_id = _local_folder(model_id, Path(tiny_folder), seed)
     subject, adapters = f"{flag} {model_id}", ""
     if has_adapters(model_id):
         train = flag == "--model-id"
         adapters, model_id = model_id, _base_of(model_id, subject, lora_rank, lora_alpha, train)
-    options = loading_options(policy_dtype, torch_device) if quantize == "nf4" else {}
-    base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, options)
-    compute_as_in_training(base)
+    base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, from_pretrained)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)
@@ -152,23 +142,12 @@ def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _local_folder(model_id: str, tiny_folder: Path, seed: int) -> str:
-    """The folder of tiny, tiny-random or smollm2, which it writes if need be; any other id."""
-    if model_id == SMOLLM2:
-        return str(smollm2_folder())
-    if model_id not in TINY:
-        return model_id
-    _, fault = unseal(tiny_folder)
-    if fault:
-        if tiny_folder.exists():
-            print(f"{tiny_folder} {fault}: making it again", file=sys.stderr)
-        with sealed(tiny_folder, {}) as part:
-            write_tiny(model_id, part, seed)
-    return str(tiny_folder)
-
-
 def _load_files(
-    model_id: str, dtype: torch.dtype, trusted: bool, flag: str, options: dict[str, Any]
+    model_id: str,
+    dtype: torch.dtype,
+    trusted: bool,
+    flag: str,
+    from_pretrained: Callable[..., Any],
 ) -> tuple[PreTrainedModel, Tokenizer]:
     _check_folder(model_id, flag)
     with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
@@ -177,11 +156,10 @@ def _load_files(
             raise ValueError("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
         has_tokens = bool(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model, report = from_pretrained(
             model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True, **options,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    model, report = loaded
     _check_loaded(f"{flag} {model_id}", model, report, has_tokens)
     model.config.use_cache = False  # in training; sampling passes its own cache
     model.config.output_attentions = False  # sdpa has none, and would refuse to be exported

@@ -13,6 +13,7 @@ from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
 from core.run.checkpoint import export_model
+from core.run.models import folder_of
 from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
 from core.types import UsageError
 
@@ -29,7 +30,7 @@ def test_the_weights_of_tiny_random_depend_on_the_seed_only(tmp_path):
 
 
 def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, capsys):
-    policy = load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+    policy = load_policy(folder_of("tiny", tmp_path / "base"), device="cpu")
     assert policy.model.config.model_type == "qwen3"
     assert 0.7e6 < sum(p.numel() for p in policy.model.parameters()) < 1.3e6
     made = {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()}
@@ -37,7 +38,7 @@ def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, ca
     for file, lines in (("tokenizer.json", 1), (None, 0)):
         if file:
             (tmp_path / "base" / file).write_bytes(made[file][:-20] + bytes(20))
-        load_policy("tiny", device="cpu", tiny_folder=tmp_path / "base")
+        folder_of("tiny", tmp_path / "base")
         assert capsys.readouterr().err.count("making it again") == lines
         assert {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()} == made
 
@@ -183,7 +184,7 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path):
     """As with --model-id runs/a/model --lora-rank 2; the folder of the run has moved since."""
     first = tmp_path / "runs/first"
     options = {"device": "cpu", "lora_rank": 2}
-    policy = load_policy("tiny-random", tiny_folder=first / "base", lora_alpha=3, **options)
+    policy = load_policy(folder_of("tiny-random", first / "base"), lora_alpha=3, **options)
     with torch.no_grad():
         for parameter in policy.trainable().values():
             parameter.normal_()

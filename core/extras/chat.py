@@ -120,12 +120,13 @@ from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
 from core.extras import tools
-from core.loading import has_adapters, load_policy
+from core.loading import has_adapters
 from core.policy import Policy
 from core.report.summary import num_updates
-from core.run.checkpoint import base_model, find_checkpoint, load_adapters, load_weights
+from core.run.checkpoint import base_model, find_checkpoint, load_weights
 from core.run.log import METRICS, read_records
 from core.run.memory import out_of_memory_as_one_line
+from core.run.models import load_exported, load_policy
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -252,18 +253,15 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
     checkpoint = None if is_finished else find_checkpoint(run_dir).folder
     if checkpoint is None and not exported.is_dir():
         raise UsageError(f"{run_dir}: no checkpoint yet; --save-every sets when a run saves one")
-    if checkpoint is None and not cfg.lora_rank:
-        return _load(cfg, str(exported)), exported
+    if checkpoint is None:
+        return load_exported(cfg, run_dir, "model"), exported
     policy = _load(
         cfg, base_model(run_dir, cfg.model_id), lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
         quantize=cfg.quantize,
         value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
-    if checkpoint is None:
-        load_adapters(exported, policy)
-    else:
-        load_weights(checkpoint, policy, same_dtype=False)
-    return policy, checkpoint or exported
+    load_weights(checkpoint, policy, same_dtype=False)
+    return policy, checkpoint
 
 
 def answer(
@@ -373,13 +371,8 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
 
 
 def _load(cfg: Config, model_id: str, **options: Any) -> Policy:
-    with scratch_folder() as folder:  # for tiny
-        return load_policy(
-            model_id, device=cfg.device, dtype=cfg.dtype, max_length=cfg.max_model_len,
-            seed=cfg.seed, tiny_folder=folder / "tiny",
-            trust_remote_code=cfg.trust, fp32_head=cfg.fp32_head, flag="model",
-            template_options=cfg.template_options, template_date=cfg.template_date, **options,
-        )  # fmt: skip
+    with scratch_folder() as folder:
+        return load_policy(cfg, model_id, folder / "tiny", flag="model", **options)
 
 
 def _note(text: str) -> None:

@@ -35,10 +35,11 @@ from rich.text import Text
 from core.config import Config, check_trust, resolve
 from core.context import Agent
 from core.episodes import Ask, Episode, RolloutCollector
-from core.extras.opponents import Opponents, copies_in, load_model, load_opponent
+from core.extras.opponents import Opponents, copies_in, load_opponent
 from core.report.page import write_report
 from core.run.files import published
 from core.run.folder import config_to_dict, read_config
+from core.run.models import load_exported
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import UsageError
@@ -126,7 +127,7 @@ def main(flags: Flags) -> int:
 
 def players_of(names: tuple[str, ...], run: Path, cfg: Config) -> list[Player]:
     """The players; a run alone brings its older copies, `guess` and `demonstrate`."""
-    policy = load_model(run, cfg)
+    policy = load_exported(cfg, run, "opponent")
     own = Opponents(replace(cfg, env=(), eval_env=()), policy, run, {"update": 0})
     players = []
     if len(names) == 1:

@@ -31,11 +31,10 @@ from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
 from core.episodes import Ask, Call, Episode
 from core.extras.openai_sampler import OpenAISampler
-from core.loading import load_policy
 from core.policy import Policy
-from core.run.checkpoint import ADAPTERS, base_model, copy_weights, load_adapters, save_weights
+from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
-from core.run.folder import read_config
+from core.run.models import load_exported
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
@@ -196,40 +195,21 @@ def copies_in(run: Path) -> list[int]:
 
 
 def load_opponent(folder: Path, cfg: Config, policy: Policy) -> Policy:
-    """As `load_model`. Raises UsageError, too, for other tokens than the policy's, and a shorter
-    context."""
+    """The model of a finished run, or of a model's folder.
+
+    Raises UsageError if there is none, or if it has other tokens than the policy or a shorter
+    context.
+    """
     place: dict[str, Any] = {
         "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch.")
     }  # fmt: skip
-    loaded = load_model(folder, replace(cfg, **place))
+    loaded = load_exported(replace(cfg, **place), folder, "opponent")
     if loaded.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"opponent {folder}: its tokenizer differs from that of --model-id")
     if loaded.max_length < policy.max_length:
         raise UsageError(f"opponent {folder}: its context has {loaded.max_length} tokens, and an "
                          f"episode {policy.max_length}; lower --max-model-len")  # fmt: skip
     return loaded
-
-
-def load_model(folder: Path, cfg: Config) -> Policy:
-    """The model of a finished run, or of a model's folder. Raises UsageError if it has none."""
-    options: dict[str, Any] = {
-        "device": cfg.device, "dtype": cfg.dtype,
-        "trust_remote_code": cfg.trust, "fp32_head": cfg.fp32_head,
-        "template_options": cfg.template_options, "template_date": cfg.template_date,
-        "max_length": cfg.max_model_len, "flag": "opponent",
-    }  # fmt: skip
-    is_run = (folder / "config.yaml").exists()
-    model = folder / "model" if is_run else folder
-    if is_run and (model / ADAPTERS).exists():
-        trained = read_config(folder / "config.yaml")
-        model_id = base_model(folder, trained.model_id)
-        loaded = load_policy(
-            model_id, lora_rank=trained.lora_rank,
-            lora_alpha=trained.lora_alpha, quantize=trained.quantize, **options,
-        )  # fmt: skip
-        load_adapters(model, loaded)
-        return loaded
-    return load_policy(str(model), **options)
 
 
 def _sampler(opponent: str, cfg: Config, policy: Policy) -> Sampler | None:

@@ -13,34 +13,36 @@ keep their dtype. The base is never trained, so a resumed run quantizes it to th
 """
 
 import logging
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 # PEFT imports bitsandbytes, which on some CPUs warns about a kernel that we do not use
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def loading_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that quantize each layer while it is loaded onto `device`."""
+def load_in_4_bits(
+    model_id: str, *, dtype: torch.dtype, device: torch.device, **options: Any
+) -> Any:
+    """AutoModelForCausalLM.from_pretrained, which quantizes each layer as it loads it to `device`.
+
+    Quantized layers compute without gradients as they do with them: on CPUs with AVX512-BF16 the
+    first pass without gradients would store the weights in another order and multiply in bfloat16
+    from then on, in training too. `options` has output_loading_info.
+    """
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )  # fmt: skip
-    return {"quantization_config": config, "device_map": {"": device}}
-
-
-def compute_as_in_training(model: nn.Module) -> None:
-    """Makes quantized layers compute without gradients as they do with them.
-
-    On CPUs with AVX512-BF16 the first pass without gradients would store the weights in another
-    order and multiply in bfloat16 from then on, in training too.
-    """
-    for layer in model.modules():
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        model_id, dtype=dtype, quantization_config=config, device_map={"": device}, **options
+    )
+    for layer in loaded[0].modules():
         if hasattr(layer, "support_avx512bf16_for_cpu"):
-            cast(Any, layer).support_avx512bf16_for_cpu = False
+            layer.support_avx512bf16_for_cpu = False
+    return loaded
 
 
 def num_bytes(parameter: nn.Parameter) -> int:

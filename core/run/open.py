@@ -18,11 +18,9 @@ from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.openai_sampler import OpenAISampler
-from core.loading import load_policy
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
-from core.reference import reference_bytes
 from core.report import write_pages
 from core.report.summary import final_lines
 from core.run import checkpoint, diagnostics, memory
@@ -31,6 +29,8 @@ from core.run import log as run_log
 from core.run.console import Display
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt
+from core.run.models import load_policy
+from core.run.reference import reference_bytes
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import drop_failed
 from core.tasks import Task
@@ -369,12 +369,8 @@ def _load_policy(cfg: Config, folder: Path) -> Policy:
     # with --sampler openai the server has the model; tiny's tokenizer counts the tokens here
     model_id = "tiny" if cfg.sampler == "openai" else cfg.model_id
     return distributed.rank_0_first(lambda: load_policy(
-        model_id, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed,
-        lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha, quantize=cfg.quantize,
-        value_head="value_head" in config.needs(cfg), max_length=cfg.max_model_len,
-        tiny_folder=folder / "base", trust_remote_code=cfg.trust,
-        fp32_head=cfg.fp32_head,
-        template_options=cfg.template_options, template_date=cfg.template_date,
+        cfg, model_id, folder / "base", cfg.quantize, lora_rank=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha, value_head="value_head" in config.needs(cfg),
     ))  # fmt: skip
 
 

@@ -164,15 +164,16 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     device: weights, gradients, moments and masters that are not offloaded; host: those that are;
     resident: by how much the memory of this process has grown; nanoseconds: of the step.
     """
+    from core.config import Config
     from core.extras.piecewise_adamw import optimizer_options
-    from core.loading import load_policy
     from core.optimizer import make_optimizer
+    from core.run.models import load_policy
 
     before = resident()
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(
-            name, device="cpu", dtype=c.dtype, lora_rank=c.rank, tiny_folder=f"{folder}/tiny",
-            quantize="nf4" if c.nf4 else "none",
+            Config(device="cpu", dtype=c.dtype), name, Path(folder, "tiny"),
+            "nf4" if c.nf4 else "none", lora_rank=c.rank,
         )  # fmt: skip
     options = {} if c.optimizer == "adamw" else optimizer_options(c.optimizer, seed=0)
     optimizer = make_optimizer(policy, 1e-6, offload=c.offload, **options)

@@ -19,6 +19,7 @@ from core.loading import load_policy  # noqa: E402
 from core.policy import Policy  # noqa: E402
 from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
 from core.tasks import Task  # noqa: E402
+from core.tiny import PRETRAINED  # noqa: E402
 from environments.registry import register  # noqa: E402
 from environments.reverse import Reverse  # noqa: E402
 
@@ -75,7 +76,7 @@ def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
 
 def choose_tasks() -> None:
     """Writes the first training seeds whose task tiny solves in 20% to 80% of its tries."""
-    policy = load_policy("tiny", device="cpu", tiny_folder=HERE / "tiny")
+    policy = load_policy(str(PRETRAINED), device="cpu")
     collector, chosen = RolloutCollector(policy, max_turns=1), list[int]()
     seeds = iter(range(100_000))
     while len(chosen) < NUM_TASKS:

@@ -68,12 +68,13 @@ def update(name: str, rank: int) -> int:
     from core.batching import micro_batches, to_rollout_batch
     from core.loading import load_policy
     from core.optimizer import make_optimizer
+    from core.run.models import folder_of
     from core.sampler import SamplingParams, TorchSampler
     from core.types import Rollout, Turn
 
     length, num_rollouts, micro = SETTINGS[name]
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(name, device="cpu", lora_rank=rank, tiny_folder=f"{folder}/tiny")
+        policy = load_policy(folder_of(name, Path(folder, "tiny")), device="cpu", lora_rank=rank)
     policy.stop_ids, policy.micro_batch_tokens = [], micro
     optimizer = make_optimizer(policy, lr=1e-5)
     groups = [i // fit.GROUP_SIZE for i in range(num_rollouts)]

@@ -10,18 +10,17 @@ on the policy's own samples, which is on-policy distillation (arXiv:2306.13649).
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
-from core.config import SMOLLM2, Config
-from core.extras.smollm2 import smollm2_folder
-from core.loading import load_policy
+from core.config import Config
 from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
-from core.tiny import PRETRAINED
+from core.run.models import folder_of, load_policy
 from core.types import UsageError
 
 FOLDER = "reference"
@@ -50,11 +49,11 @@ def freeze_reference(policy: Policy, run_dir: Path, next_update: int) -> Policy:
 
 def load_teacher(cfg: Config, policy: Policy) -> Policy:
     """The model of `--teacher`. Raises UsageError if its token ids differ from the policy's."""
-    dtype = str(policy.dtype).removeprefix("torch.")
-    teacher = load_policy(
-        _teacher_path(cfg), device=str(policy.device), dtype=dtype, max_length=cfg.max_model_len,
-        trust_remote_code=cfg.trust, fp32_head=cfg.fp32_head, flag="--teacher",
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "device": str(policy.device), "dtype": str(policy.dtype).removeprefix("torch."),
+        "template_options": "", "template_date": "",  # it reads no messages
+    }  # fmt: skip
+    teacher = load_policy(replace(cfg, **settings), cfg.teacher, flag="--teacher")
     if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise UsageError(f"--teacher {cfg.teacher}: its tokenizer differs from that of --model-id")
     teacher.model.requires_grad_(False)
@@ -69,17 +68,10 @@ def reference_bytes(cfg: Config, policy: Policy) -> int:
     if cfg.teacher:
         trusted = cfg.trust
         try:
-            config = AutoConfig.from_pretrained(_teacher_path(cfg), trust_remote_code=trusted)
+            config = AutoConfig.from_pretrained(folder_of(cfg.teacher), trust_remote_code=trusted)
             with torch.device("meta"):  # the shapes without the weights
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise UsageError(f"--teacher {cfg.teacher}: can't be loaded: {reason}") from error
     return sum(p.numel() for p in model.parameters()) * policy.dtype.itemsize
-
-
-def _teacher_path(cfg: Config) -> str:
-    """A Hub id or a folder, which transformers can load."""
-    if cfg.teacher == SMOLLM2:
-        return str(smollm2_folder())
-    return str(PRETRAINED) if cfg.teacher == "tiny" else cfg.teacher
