@@ -17,7 +17,6 @@ from core.algorithm import FOLDER, name_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.extras.openai_sampler import OpenAISampler
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
@@ -398,6 +397,8 @@ def optimizer_for(cfg: Config, policy: Policy) -> MasterAdamW:
 
 def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) -> Sampler:
     if cfg.sampler == "openai":
+        from core.extras.openai_sampler import OpenAISampler
+
         return OpenAISampler(policy, cfg.base_url, cfg.model_id)
     if hasattr(algorithm, "draw"):
         return TorchSampler(policy, algorithm.draw)
