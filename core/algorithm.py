@@ -25,7 +25,7 @@ from core.types import UsageError
 from environments.registry import describe_error, find_file, import_file
 
 FOLDER = Path(algorithms.__file__).parent
-WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch
+WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py
 PARTS = ("compute_advantages", "compute_loss", "Options")
 NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
@@ -83,7 +83,10 @@ def load_algorithm(algo: str) -> Any:
         raise UsageError(f"--algo {algo}: {error}") from None
     except (Exception, SystemExit) as error:
         raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
-    if missing := [part for part in PARTS if not hasattr(module, part)]:
+    missing = [part for part in PARTS if not hasattr(module, part)]
+    if missing and name == "scratch":  # the workshop's exercises
+        return importlib.import_module(WORKSHOP).ScratchAlgorithm
+    if missing:
         raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
     options: type = module.Options
     if not (isinstance(options, type) and hasattr(options, "__dataclass_fields__")):

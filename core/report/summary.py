@@ -99,7 +99,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     if config["sampler"] != "openai":
         flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
         lines.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
-    if config["algo"] == "scratch":
+    if name_of(config["algo"]) == "scratch":
         return [*lines, "next: python scratch.py"]
     flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
     flags += ["--env", *map(relative, config["env"]), "--seed", str(config["seed"])]

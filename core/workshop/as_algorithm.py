@@ -1,4 +1,4 @@
-"""`--algo scratch`: turns the functions of scratch.py into an algorithm of train.py's loop.
+"""`--algo scratch` or `--algo scratch.py`: the functions of scratch.py as an algorithm of train.py.
 
     compute_advantages    exercise 3; with --scratch.advantages 10 or 7, one of these
     compute_loss          exercise 5; exercise 4 as long as 5 is not written, or --scratch.loss 4
@@ -10,12 +10,10 @@ Everything else (batch, micro-batches, optimizer, metrics) is shared with the ot
 
 import math
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from algorithms import common
 from algorithms.common import Batch, Micro
 from algorithms.options import LoopOptions
 from core import sampler
+from core.algorithm import is_file
 from core.config import Config
 from core.sampler import SamplingParams
 from core.types import UsageError, ran_out
@@ -34,14 +33,14 @@ VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
 
 
 @dataclass(frozen=True)
-class ScratchOptions(LoopOptions):
+class Options(LoopOptions):
     """Which exercises of scratch.py --algo scratch trains with."""
 
-    # Exercise that computes the advantages. 3: within the group; 10: the same without dividing by
-    # the standard deviation; 7: GAE, which adds a value head.
     advantages: Literal["3", "7", "10"] = "3"
-    # Exercise that computes the loss; None: 5, or 4 as long as 5 is not written.
+    """Exercise that computes the advantages. 3: within the group; 10: the same without dividing by
+    the standard deviation; 7: GAE, which adds a value head."""
     loss: Literal["4", "5"] | None = None
+    """Exercise that computes the loss; None: 5, or 4 as long as 5 is not written."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,14 @@ class ScratchAlgorithm:
     line with the file, line and exercise.
     """
 
-    Options: ClassVar = ScratchOptions
+    Options: ClassVar = Options
 
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
     remarks: tuple[str, ...] = ()  # lines to show when the run starts
 
     @staticmethod
-    def needs(options: ScratchOptions) -> set[str]:
+    def needs(options: Options) -> set[str]:
         """What the training loop has to provide (core/algorithm.py)."""
         return {"episode_credit", "value_head" if options.advantages == "7" else "groups"}
 
@@ -150,10 +149,8 @@ class ScratchAlgorithm:
         if 8 not in self.exercises:
             return sampler.draw(logits, params, chance)
         generator = torch.Generator(logits.device).manual_seed(int(chance[0] * 2**31))
-        with explain_errors(self.module):
-            ids, logprobs = self.module.sample(logits.float(), params.temperature, generator)
-        _require_tensor("sample", ids, chance)
-        _require_tensor("sample", logprobs, chance)
+        inputs = logits.float(), params.temperature, generator
+        ids, logprobs = self._call("sample", *inputs, like=(chance, chance))
         return ids.long(), logprobs
 
     @property
@@ -166,24 +163,36 @@ class ScratchAlgorithm:
         """What the title of a run says after the name."""
         return f"exercises {', '.join(map(str, self.exercises))}"
 
-    def _call(self, name: str, *inputs: Tensor, like: Tensor) -> Tensor:
-        """Returns the result of an exercise, a tensor of the shape of `like`."""
-        with explain_errors(self.module):
+    def _call(self, name: str, *inputs: Any, like: Any) -> Any:
+        """The result of an exercise: tensors as `like`, see `_problem`."""
+        number = next(e.number for e in checker.EXERCISES if e.name == name)
+        try:
             result = getattr(self.module, name)(*inputs)
-        _require_tensor(name, result, like)
+        except Exception as error:
+            if ran_out(error):  # the training loop handles it
+                raise
+            file = Path(self.__file__)
+            line, _ = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
+            where = f", line {line}" if line else ""
+            raise UsageError(f"{file.name}{where} (exercise {number}): "
+                             f"{checker.describe_error(error)}") from error  # fmt: skip
+        if problem := _problem(result, like):
+            raise UsageError(f"scratch.py: {name} (exercise {number}) returned {problem}")
         return result
 
 
 def load_scratch(cfg: Config) -> ScratchAlgorithm:
-    """Imports ./scratch.py, or the one beside train.py, and checks its exercises.
+    """Imports the scratch.py of --algo and checks its exercises.
+
+    --algo scratch is ./scratch.py, or else the one beside train.py.
 
     Raises UsageError if the file cannot be imported, or if an exercise that training needs is not
     written yet. An exercise that is wrong is allowed; `remarks` names it.
     """
     options = cfg.options
-    assert isinstance(options, ScratchOptions)
-    local = Path("scratch.py")
-    module = checker.load(local if local.exists() else checker.FILE)
+    assert isinstance(options, Options)
+    file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
+    module = checker.load(file if file.exists() else checker.FILE)
     verdicts = {v.exercise.number: v for v in checker.check_all(module)}
     written = {number for number, v in verdicts.items() if v.state != "not yet"}
     loss = int(options.loss or (5 if 5 in written else 4))
@@ -207,36 +216,19 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     return ScratchAlgorithm(module, exercises, tuple(remarks))
 
 
-@contextmanager
-def explain_errors(module: ModuleType) -> Iterator[None]:
-    """Turns an exception of the participant's code into a UsageError that names line and exercise.
-
-    Running out of memory is passed on: the training loop handles it.
-    """
-    try:
-        yield
-    except Exception as error:
-        if ran_out(error):
-            raise
-        file = Path(str(module.__file__))
-        line, name = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
-        number = next((f" (exercise {e.number})" for e in checker.EXERCISES if e.name == name), "")
-        where = f", line {line}{number}" if line else ""
-        raise UsageError(f"{file.name}{where}: {checker.describe_error(error)}") from error
-
-
-def _require_tensor(name: str, result: object, like: Tensor) -> None:
-    """Raises UsageError unless `result` is a finite tensor of the shape of `like`, with a gradient
-    if `like` has one."""
-    number = next(e.number for e in checker.EXERCISES if e.name == name)
+def _problem(result: Any, like: Any) -> str:
+    """Why `result` is no finite tensor of the shape of `like`, with a gradient if that has one, or
+    not as many of them as the tuple `like` has; "" if it is."""
+    if isinstance(like, tuple):
+        if not isinstance(result, tuple | list) or len(result) != len(like):
+            return f"{type(result).__name__}, not {len(like)} tensors"
+        return next(filter(None, map(_problem, result, like)), "")
     if not isinstance(result, Tensor):
-        problem = f"{type(result).__name__}, not a tensor"
-    elif result.shape != like.shape:
-        problem = f"a tensor of shape {list(result.shape)}, not {list(like.shape)}"
-    elif like.isfinite().all() and not result.isfinite().all():
-        problem = "a value that is not finite (nan or infinity)"
-    elif like.requires_grad and not result.requires_grad:
-        problem = "a tensor without a gradient"
-    else:
-        return
-    raise UsageError(f"scratch.py: {name} (exercise {number}) returned {problem}")
+        return f"{type(result).__name__}, not a tensor"
+    if result.shape != like.shape:
+        return f"a tensor of shape {list(result.shape)}, not {list(like.shape)}"
+    if like.isfinite().all() and not result.isfinite().all():
+        return "a value that is not finite (nan or infinity)"
+    if like.requires_grad and not result.requires_grad:
+        return "a tensor without a gradient"
+    return ""
