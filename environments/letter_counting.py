@@ -1,5 +1,8 @@
 """Count how often letters occur in a word.
 
+Reading path, 2 of 9. The training loop calls two methods of an environment: `reset` gives the task
+as a message, `step` reads the policy's response and gives the reward.
+
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
 up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight
