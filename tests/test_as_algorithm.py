@@ -15,7 +15,7 @@ from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.types import Message, UsageError
 from core.workshop import checker
-from core.workshop.as_algorithm import Options, ScratchAlgorithm, load_scratch
+from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
 from environments.base import Env, Step
 from environments.registry import ENVIRONMENTS
 
@@ -97,7 +97,7 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
     expected = (logits / 0.5).log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
     assert torch.allclose(logprobs, expected)
     one = "def sample(logits, temperature, generator):\n    return logits.argmax(-1)\n"
-    with pytest.raises(UsageError, match="sample .exercise 8. returned Tensor, not 2 tensors"):
+    with pytest.raises(UsageError, match=r"sample .exercise 8. returned Tensor, not 2 tensors"):
         make_algorithm(tmp_path, sample=one).draw(logits, params, torch.full((40,), 0.3))
 
 
@@ -126,13 +126,13 @@ def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, name, code, me
 
 def load(text: str, **settings: object) -> ScratchAlgorithm:
     Path("scratch.py").write_text(text, encoding="utf-8")
-    options = settings.pop("options", Options())
+    options = settings.pop("options", ScratchOptions())
     return load_scratch(Config(algo="scratch", options=options, **settings))  # type: ignore
 
 
 def test_load_uses_the_exercises_that_are_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    as_reinforce = {"kl_coef": 0.1, "options": Options("10", "4")}
+    as_reinforce = {"kl_coef": 0.1, "options": ScratchOptions("10", "4")}
     for number, settings, exercises in (
         (4, {}, (3, 4)), (10, {}, (3, 5, 8)), (10, as_reinforce, (4, 6, 8, 10)),
     ):  # fmt: skip

@@ -33,7 +33,7 @@ VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
 
 
 @dataclass(frozen=True)
-class Options(LoopOptions):
+class ScratchOptions(LoopOptions):
     """Which exercises of scratch.py --algo scratch trains with."""
 
     advantages: Literal["3", "7", "10"] = "3"
@@ -51,14 +51,14 @@ class ScratchAlgorithm:
     line with the file, line and exercise.
     """
 
-    Options: ClassVar = Options
+    Options: ClassVar = ScratchOptions
 
     module: ModuleType
     exercises: tuple[int, ...] = (3, 5, 8)  # those that train; without 8 the library samples
     remarks: tuple[str, ...] = ()  # lines to show when the run starts
 
     @staticmethod
-    def needs(options: Options) -> set[str]:
+    def needs(options: ScratchOptions) -> set[str]:
         """What the training loop has to provide (core/algorithm.py)."""
         return {"episode_credit", "value_head" if options.advantages == "7" else "groups"}
 
@@ -190,7 +190,7 @@ def load_scratch(cfg: Config) -> ScratchAlgorithm:
     written yet. An exercise that is wrong is allowed; `remarks` names it.
     """
     options = cfg.options
-    assert isinstance(options, Options)
+    assert isinstance(options, ScratchOptions)
     file = Path(cfg.algo if is_file(cfg.algo) else "scratch.py")
     module = checker.load(file if file.exists() else checker.FILE)
     verdicts = {v.exercise.number: v for v in checker.check_all(module)}
