@@ -17,9 +17,9 @@ OPENS = {"core.run.open", "core.run.models"}  # open a run and its models, so th
 
 def room(module):
     """algorithms, environments, core (its flat files), or core.run, core.extras, .."""
-    top, _, rest = module.partition(".")
-    folder = f"{top}.{rest.split('.')[0]}"
-    return folder if top == "core" and (ROOT / folder.replace(".", "/")).is_dir() else top
+    names = module.split(".")
+    is_room = names[0] == "core" and len(names) > 1 and (ROOT / "core" / names[1]).is_dir()
+    return ".".join(names[:2]) if is_room else names[0]
 
 
 def imports_of(module, inside=True):
