@@ -42,11 +42,9 @@ from algorithms import common, off_policy, sft
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
 from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
-from core.metrics import UpdateStats, rollout_metrics
+from core.metrics import UpdateStats
 from core.policy import Policy
-from core.report.token_traces import trace_tokens
-from core.run.memory import probe_peak_memory
-from core.run.open import Run, open_run, optimizer_for
+from core.run.open import Run, is_due, open_run, optimizer_for
 from core.run.reference import freeze_reference, load_teacher
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
@@ -58,15 +56,11 @@ def main(cfg: Config) -> int:
     cfg = prepare(cfg)
     algorithm, options = start_algorithm(cfg), cfg.options
 
-    with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
-        probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
+    # policy, optimizer, sampler, environments, log
+    with open_run(cfg, algorithm, forward, sft_step) as run:
         if run.progress["sft_step"] < cfg.sft_steps:
             warm_start(cfg, run)
         reference = load_reference(cfg, run)
-        if run.next_update == 0:
-            run.log(0, run.evaluate(0), [])  # the accuracy before RL
-            run.save()
-
         for update in run.updates():  # up to --num-updates or --max-sampled-tokens
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             sampled, rollouts = collect_rollouts(cfg, run, update)
@@ -116,7 +110,7 @@ def main(cfg: Config) -> int:
             run.sampler.sync()
 
             # 6. Evaluate, log, save
-            finish_update(cfg, run, update, sampled, rollouts, batch, stats)
+            run.finish_update(update, sampled, rollouts, batch, stats)
         return 1 if run.stopped else 0
 
 
@@ -315,36 +309,6 @@ def take_step(
     return True
 
 
-def finish_update(
-    cfg: Config,
-    run: Run,
-    update: int,
-    sampled: list[Rollout],
-    rollouts: list[Rollout],
-    batch: RolloutBatch,
-    stats: UpdateStats,
-) -> None:
-    """Evaluates, logs and saves, each where it is due. Sets `run.stopped` if the run has to end."""
-    metrics = rollout_metrics(sampled) | stats.means()
-    # the tokens that report.html shows one by one, with their new log-probs
-    trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
-    if cfg.sft_best:
-        metrics["sft/best_loss"] = sft_on_best(cfg, run, rollouts)
-        run.sampler.sync()
-    metrics["time/rollout_s"] = run.sampled_at - run.started_at
-    metrics["time/train_s"] = perf_counter() - run.sampled_at
-    tokens = run.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
-    is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
-    # before the first regular evaluation, evaluations are five times as frequent
-    every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
-    if is_last or is_due(update, every):
-        metrics |= run.evaluate(update)
-    run.progress["sampled_tokens"] = tokens
-    stop = run.log(update, metrics, sampled)
-    if stop or is_last or is_due(update, cfg.save_every):
-        run.save()
-
-
 def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     """One supervised step on `rollouts`. Returns the loss, in nats per token."""
     batch = to_rollout_batch(rollouts)
@@ -358,21 +322,6 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     total = distributed.all_reduce_metrics({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
-
-
-def sft_on_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
-    """One supervised step on the best rollouts so far (--sft-best). Returns the loss."""
-    run.progress["best"] = selection.keep_best(run.progress["best"], rollouts, cfg.sft_best)
-    return sft_step(cfg, run, selection.as_rollouts(run.progress["best"]))
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something that happens every `every` steps is due; 0: never.
-
-    >>> [step for step in range(1, 12) if is_due(step, 5)]
-    [5, 10]
-    """
-    return every > 0 and step % every == 0
 
 
 def run_command(args: list[str]) -> int:

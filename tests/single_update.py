@@ -7,30 +7,31 @@ from unittest.mock import patch
 
 import train
 from core.run import checkpoint
+from core.run.open import Run
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     """The metrics of update number `update`, trained on `rollouts` instead of sampled ones."""
     logged = {}
-    run = SimpleNamespace(
-        policy=policy,
-        optimizer=optimizer,
-        sampler=SimpleNamespace(sync=lambda: None),
-        progress=checkpoint.START.copy(),
-        next_update=update,
-        updates=lambda: [update],
-        started_at=0.0,
-        sampled_at=0.0,
-        stopped=False,
-        folder=None,
-        say=print,
-        log=lambda number, metrics, sampled: logged.update(metrics),
-        save=lambda: None,
-    )
+
+    class OneUpdate(Run):
+        def updates(self):
+            yield update
+
+        def log(self, number, metrics, sampled):
+            logged.update(metrics)
+
+        def save(self):
+            pass
 
     @contextmanager
-    def open_run(cfg, algorithm):
-        yield run
+    def open_run(cfg, algorithm, forward, sft_step):
+        sampler = SimpleNamespace(sync=lambda: None)
+        yield OneUpdate(
+            cfg, folder=None, policy=policy, optimizer=optimizer, collector=None, sampler=sampler,
+            run_log=None, display=None, interrupt=None, progress=checkpoint.START.copy(),
+            forward=forward, sft_step=sft_step,
+        )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
     with patch.multiple(
@@ -38,7 +39,6 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         open_run=open_run,
         collect_rollouts=lambda cfg, run, update: (rollouts, rollouts),
         freeze_reference=lambda *args: reference,
-        probe_peak_memory=lambda *args: None,
     ):
         assert train.main(cfg) == 0
     return {name: x for name, x in logged.items() if not name.startswith("time/")}

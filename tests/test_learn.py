@@ -15,6 +15,7 @@ from core.batching import to_rollout_batch
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
+from core.run import checkpoint
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.tasks import train_tasks
@@ -210,15 +211,18 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
         assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
     stepped.assert_called_once_with(0.25, True)
     assert nll(policy, rollouts) < before - 0.01
-    # --sft-best: the best rollout so far, which may be an earlier one
-    run.progress["best"] = []
+
+
+def test_sft_best_trains_on_the_best_rollout_so_far_which_may_be_an_earlier_one(policy):
+    rollouts = rollouts_of(2, 2, prompt=5)
     rollouts[2].turns[0].reward = 1.0
-    before = nll(policy, [rollouts[2]])
-    assert train.sft_on_best(Config(sft_best=1), run, rollouts) == pytest.approx(before, rel=1e-5)
-    before = nll(policy, [rollouts[2]])
-    assert train.sft_on_best(Config(sft_best=1), run, rollouts[:2]) == pytest.approx(
-        before, rel=1e-5
-    )
+    optimizer, progress = make_optimizer(policy, 1e-9), checkpoint.START.copy()
+    cfg = config(sft_best=1)
+    for number, sampled in ((1, rollouts), (2, rollouts[:2])):
+        with patch.object(checkpoint, "START", SimpleNamespace(copy=lambda: progress)):
+            metrics = single_update(cfg, policy, optimizer, sampled, update=number)
+        best = nll(policy, [rollouts[2]])
+        assert metrics["sft/best_loss"] == pytest.approx(best, rel=1e-4)
 
 
 def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):

@@ -14,14 +14,17 @@ import torch
 
 from core import config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of
+from core.batching import RolloutBatch
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
+from core.metrics import UpdateStats, rollout_metrics
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
 from core.report import write_pages
 from core.report.summary import final_lines
+from core.report.token_traces import trace_tokens
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
@@ -31,7 +34,7 @@ from core.run.interrupt import Interrupt
 from core.run.models import load_policy
 from core.run.reference import reference_bytes
 from core.sampler import Sampler, SamplingParams, TorchSampler
-from core.selection import drop_failed
+from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
 from environments.registry import short, split_spec
@@ -56,6 +59,8 @@ class Run:
     display: Display
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
+    forward: Any  # of train.py
+    sft_step: Any  # of train.py
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     stopped: bool = False  # ended before the last update
@@ -72,14 +77,53 @@ class Run:
     def updates(self) -> Iterator[int]:
         """The numbers of the updates from the next one to --num-updates.
 
-        Ends earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
+        Evaluates the policy before the first. Ends earlier once --max-sampled-tokens are sampled,
+        or if `log` has stopped the run.
         """
+        if self.next_update == 0:
+            self.log(0, self.evaluate(0), [])
+            self.save()
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
             self.interrupt.check()
             self.started_at = perf_counter()
             yield self.next_update
+
+    def finish_update(
+        self,
+        update: int,
+        sampled: list[Rollout],
+        rollouts: list[Rollout],
+        batch: RolloutBatch,
+        stats: UpdateStats,
+    ) -> None:
+        """Evaluates, logs and saves, each where it is due.
+
+        `sampled`: all rollouts of the update; `rollouts`: those in `batch`, which were trained on.
+        With --sft-best a supervised step on the best rollouts so far comes first.
+        """
+        cfg = self.cfg
+        metrics = rollout_metrics(sampled) | stats.means()
+        # the tokens that report.html shows one by one, with their new log-probs
+        trace_tokens(self.policy, rollouts, batch, cfg.microscope, self.forward, cfg.temperature)
+        if cfg.sft_best:
+            best = keep_best(self.progress["best"], rollouts, cfg.sft_best)
+            self.progress["best"] = best
+            metrics["sft/best_loss"] = self.sft_step(cfg, self, as_rollouts(best))
+            self.sampler.sync()
+        metrics["time/rollout_s"] = self.sampled_at - self.started_at
+        metrics["time/train_s"] = perf_counter() - self.sampled_at
+        tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
+        is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
+        # before the first regular evaluation, evaluations are five times as frequent
+        every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
+        if is_last or is_due(update, every):
+            metrics |= self.evaluate(update)
+        self.progress["sampled_tokens"] = tokens
+        stop = self.log(update, metrics, sampled)
+        if stop or is_last or is_due(update, cfg.save_every):
+            self.save()
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
@@ -208,6 +252,15 @@ class Run:
                 f"--max-tokens-per-micro-batch {budget}")  # fmt: skip
 
 
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps is due; 0: never.
+
+    >>> [step for step in range(1, 12) if is_due(step, 5)]
+    [5, 10]
+    """
+    return every > 0 and step % every == 0
+
+
 def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
     """One rollout per task and agent."""
     with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
@@ -221,8 +274,10 @@ def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> l
 
 
 @contextmanager
-def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
+def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
+
+    `forward` and `sft_step` are those of train.py.
 
     Ctrl-C, SIGTERM and SIGHUP save the run and raise Stopped. On exit, writes report.html,
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
@@ -242,10 +297,12 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else scratch_dir
-            with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
+            functions = algorithm, forward, sft_step
+            with _opened(cfg, *functions, folder, log_dir, is_new) as run:
                 interrupted = False
                 try:
                     with memory.out_of_memory_as_one_line(run.command_with_less_memory):
+                        memory.probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
                         yield run
                 except Stopped:
                     interrupted = True
@@ -293,7 +350,9 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
 
 @contextmanager
-def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
+def _opened(
+    cfg: Config, algorithm: Any, forward: Any, sft_step: Any, folder: Path, log_dir: Path, new: bool
+) -> Iterator[Run]:
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
     advice = f"Use {smaller}--optimizer adamw8bit, a lower --max-model-len or a smaller model"
@@ -361,7 +420,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         )) as collector:  # fmt: skip
             collector.threads.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      progress, history, notes)  # fmt: skip
+                      progress, forward, sft_step, history, notes)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:
