@@ -232,9 +232,7 @@ def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, flags):
 
 
 def test_a_run_with_a_tensor_on_the_wrong_device_fails(command, monkeypatch):
-    def gather(self, values):  # forgets to move them to the device of the model
-        return torch.where(self.completion_mask, values.flatten()[self.index], 0)
-
-    monkeypatch.setattr(batching.MicroBatch, "gather", gather)
+    pad = batching._pad  # the sequences stay where they are, not on the device of the model
+    monkeypatch.setattr(batching, "_pad", lambda sequences, device: pad(sequences, "cpu"))
     with pretend_cuda(), pytest.raises(RuntimeError, match="expected all operands on cuda:0"):
         command(*SMALL, "--device", "cuda", "--num-updates", 1, "--eval-num-tasks", 0)
