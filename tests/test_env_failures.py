@@ -77,7 +77,7 @@ def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
     for (_, said), rollout in zip(FAULTS, faulty, strict=True):
         assert re.search(said, rollout.error) and len(rollout.error) < 600
         assert not rollout.env_failure and rollout.episode_return == 0.0
-    assert not any(collector.idle_envs[name] for name in names)  # a failed one is not used again
+    assert not any(collector.pool.idle[name] for name in names)  # a failed one is not used again
 
 
 @pytest.mark.parametrize(

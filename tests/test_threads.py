@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from test_episodes import PARAMS, Scripted, message
 
-from core import episodes, threads
+from core import pool, threads
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
@@ -109,7 +109,7 @@ def test_process_wide_generators_draw_as_if_the_environments_were_alone(policy, 
     register(Sloppy)
     said = []
     collector = RolloutCollector(policy, 1)
-    collector.threads.say = said.append
+    collector.pool.threads.say = said.append
     rollouts = collector.collect(tasks(8), Scripted(policy), PARAMS)
     expected = [f"{random.Random(seed).random()}" for seed in range(8)]
     assert [r.messages[0]["content"] for r in rollouts] == expected
@@ -135,8 +135,8 @@ class Uneven(Env):
 def no_rounds(monkeypatch):
     """Every environment counts as slow, so no episode waits for another."""
     monkeypatch.setattr(threads, "SLOW", 0.0)
-    monkeypatch.setattr(episodes, "LATE", 0.0)
-    monkeypatch.setattr(episodes, "ENOUGH", 1)
+    monkeypatch.setattr(pool, "LATE", 0.0)
+    monkeypatch.setattr(pool, "ENOUGH", 1)
 
 
 class Pair(MultiAgentEnv):

@@ -29,9 +29,10 @@ import torch
 from core import distributed
 from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
-from core.episodes import Ask, Call, Episode
+from core.episodes import Ask, Episode
 from core.extras.openai_sampler import OpenAISampler
 from core.policy import Policy
+from core.pool import Call
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported

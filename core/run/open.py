@@ -418,7 +418,7 @@ def _opened(
             policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
             env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
         )) as collector:  # fmt: skip
-            collector.threads.say, collector.opponents = display.say, opponents
+            collector.pool.threads.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
                       progress, forward, sft_step, history, notes)  # fmt: skip
 

@@ -1,0 +1,176 @@
+"""The environments of a collector: built, lent to episodes, called in threads, reused and closed.
+
+Each episode has an environment of its own while it is played. At most `max_heavy` environments with
+a process or a connection of their own (`Env.heavy`) exist at the same time.
+"""
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from core.threads import Outcome, Threads
+from environments.base import PLAYER, Env, Message, Step, UsageError, as_multi, checked_step
+from environments.registry import constructor, make
+
+LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
+ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fast environment
+
+
+@dataclass(eq=False)  # so that a call can be the key of a dict
+class Call:
+    """A call of a method of an environment, which a thread makes."""
+
+    env: "PooledEnv"
+    method: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+    @property
+    def is_step(self) -> bool:
+        return self.method == self.env.step
+
+
+class Pool:
+    """`prepare`: what makes an environment playable, such as one with tools (core/context.py)."""
+
+    def __init__(self, prepare: Callable[[Env], Env], threads: Threads, max_heavy: int):
+        self.prepare, self.threads, self.max_heavy = prepare, threads, max_heavy
+        self.idle: dict[str, list[PooledEnv]] = defaultdict(list)  # by spec
+        self.lent: set[PooledEnv] = set()  # to episodes
+        self.step_seconds: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=64))
+
+    def borrow(self, spec: str) -> Generator[list[Call], Any, "PooledEnv"]:
+        """An idle environment, or a new one; waits while too many heavy ones exist."""
+        heavy = is_heavy(spec)
+        while not self.idle[spec]:
+            idle = [env for envs in self.idle.values() for env in envs if env.heavy]
+            if not heavy or len(idle) + sum(env.heavy for env in self.lent) < self.max_heavy:
+                self.idle[spec].append(PooledEnv(spec, heavy, self))
+            elif idle:
+                self.idle[idle[0].spec].remove(idle[0])
+                yield from self.discard(idle[0])
+            else:
+                yield []  # asks for nothing: looks again after the other episodes have moved
+        self.lent.add(env := self.idle[spec].pop())
+        return env
+
+    def give_back(self, env: "PooledEnv") -> None:
+        """Keeps an environment for another episode."""
+        self.lent.remove(env)
+        self.idle[env.spec].append(env)
+
+    def discard(self, env: "PooledEnv") -> Generator[list[Call], Any, None]:
+        """Closes an environment that is not used again."""
+        self.lent.add(env)
+        with suppress(Exception, SystemExit):
+            yield [Call(env, env.close)]
+        self.lent.remove(env)
+
+    def begin(self, calls: list[Call]) -> None:
+        """Starts calls in threads; the steps of a class with `step_batch` are one call."""
+        groups: dict[Any, list[Call]] = defaultdict(list)
+        for call in calls:
+            together = call.is_step and call.env.steps_together
+            groups[call.env.spec if together else call].append(call)
+        for key, group in groups.items():
+            make_them = step_together if isinstance(key, str) else make_one
+            kind = group[0].env.spec, group[0].method.__name__
+            self.threads.start(group, kind, partial(make_them, group))
+
+    def ended(self, wait: float) -> dict[Call, Outcome]:
+        """The outcomes of the calls that have ended, after at most `wait` seconds."""
+        outcomes: dict[Call, Outcome] = {}
+        for calls, (found, error), seconds in self.threads.ended(wait):
+            if calls and calls[0].is_step:
+                self.step_seconds[calls[0].env.spec].append(seconds)
+            for i, call in enumerate(calls):  # an exception is that of all of them
+                outcomes[call] = (None, error) if error else found[i]
+        return outcomes
+
+    def answers_late(self) -> bool:
+        """Whether the steps of an environment in use take long. Batches of steps need rounds."""
+        return any(
+            statistics.median(self.step_seconds[spec]) > LATE
+            for spec in {env.spec for env in self.lent if not env.steps_together}
+            if self.threads.is_parallel((spec, "step")) and len(self.step_seconds[spec]) >= ENOUGH
+        )
+
+    def abandon(self) -> None:
+        """Forgets all calls; closes the environments in use, but for those still at work."""
+        at_work = {call.env for calls in self.threads.clear() for call in calls}
+        for env in self.lent - at_work:
+            self.threads.start([], (env.spec, "close"), env.close)
+        self.lent.clear()
+
+
+class PooledEnv:
+    """One environment of a pool; its first reset builds it, in a thread."""
+
+    def __init__(self, spec: str, heavy: bool, pool: Pool):
+        self.spec, self.heavy, self.pool = spec, heavy, pool
+        self.env: Any = None  # a MultiAgentEnv
+        self.is_single = self.steps_together = False
+
+    def reset(self, seed: int) -> dict[str, list[Message]]:
+        if self.env is None:
+            made = make(self.spec)
+            if isinstance(made, Env):
+                self.is_single, self.steps_together = True, has_step_batch(made)
+                made = self.pool.prepare(made)
+            if not made.thread_safe:
+                self.pool.threads.alone.add(self.spec)
+            self.env = as_multi(made)
+        return self.env.reset(seed)
+
+    def step(self, responses: dict[str, str]) -> dict[str, Step]:
+        return self.checked(self.env.step(responses))
+
+    def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
+        return {name: checked_step(step, name, self.is_single) for name, step in steps.items()}
+
+    def close(self) -> None:
+        if self.env is not None:
+            self.env.close()
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools that the agents may call."""
+        return getattr(self.env.env, "schemas", []) if self.is_single and self.env else []
+
+
+def make_one(calls: list[Call]) -> list[Outcome]:
+    """Makes a call that is not part of a batch."""
+    [call] = calls
+    return [(call.method(*call.args), None)]
+
+
+def step_together(calls: list[Call]) -> list[Outcome]:
+    """The steps of environments of one class, made by its `step_batch`."""
+    envs: list[Any] = [call.env.env.env for call in calls]  # each is the Env that `make` returned
+    steps = type(envs[0]).step_batch(envs, [call.args[0][PLAYER] for call in calls])
+    if len(steps) != len(calls):
+        raise ValueError(f"step_batch() returned {len(steps)} steps for {len(calls)} responses")
+    outcomes: list[Outcome] = []
+    for call, step in zip(calls, steps, strict=True):
+        try:
+            outcomes.append((call.env.checked({PLAYER: step}), None))
+        except Exception as error:
+            outcomes.append((None, error))
+    return outcomes
+
+
+def has_step_batch(env: Env) -> bool:
+    """Whether the class steps several instances in one call, without tools to answer first."""
+    own: Any = type(env).step_batch
+    default: Any = Env.step_batch
+    return getattr(own, "__func__", own) is not default.__func__ and not env.tools
+
+
+def is_heavy(spec: str) -> bool:
+    """Whether the environment's class is `heavy`; False for an unknown name."""
+    with suppress(UsageError):
+        return getattr(constructor(spec), "heavy", False)
+    return False
