@@ -1,4 +1,4 @@
-"""Reading path, 8 of 9. Rollouts to tensors, tensors to micro-batches.
+"""Reading path, 9 of 10. Rollouts to tensors, tensors to micro-batches.
 
 `to_rollout_batch` makes tensors [B, N]: one row per rollout, its sampled tokens side by side,
 padded on the right. Prompts are in `sequences`, the token ids that the model computes on:
@@ -10,8 +10,14 @@ A turn continues the sequence of the turn before it if its prompt begins with th
 otherwise it starts a new sequence. So each token is trained in the context that it was sampled in.
 
 `micro_batches` cuts sequences into micro-batches [b, T] and looks up the values [B, N] of their
-tokens: `micro.advantages` is [b, T-1], aligned with the next token. Sequences with the same prompt
-share its computation (core/prefix_sharing.py).
+tokens: `micro.advantages` is [b, T-1], aligned with the next token. It finds a token by its place
+in the flattened [B, N], row · N + column. For example in row 1 of a batch with N = 5:
+
+    token_ids    p0 p1 a b c      a prompt of two tokens, a completion of three
+    places       -1 -1 5 6 7      -1: not sampled
+
+Where the model allows it, sequences with the same prompt share its computation
+(core/prefix_sharing.py): `packed` is an optimization that changes no value beyond rounding.
 """
 
 import itertools
@@ -35,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass
 class Sequence:
-    """Token ids, and the place of each in the flattened [B, N]; -1 for tokens not sampled."""
+    """What the model computes on: token ids, and the place of each in the flattened [B, N]."""
 
     rollout: int  # row in [B, N]
     prompt_length: int  # number of tokens before the first sampled one
@@ -153,8 +159,8 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches of the rollouts `rows` (None: all), with their token tensors.
 
-    Each has at most `policy.micro_batch_tokens` tokens, padding included; a longer sequence has a
-    micro-batch of its own.
+    Each has at most `policy.micro_batch_tokens` tokens to compute, padding included, and a shared
+    prompt counted once; a longer sequence has a micro-batch of its own.
     """
     wanted = set(range(len(batch.completion_mask)) if rows is None else rows)
     chosen = [sequence for sequence in batch.sequences if sequence.rollout in wanted]

@@ -1,4 +1,4 @@
-"""What an agent sees: its chat as messages, and as the token ids that the policy samples after.
+"""Reading path, 7 of 10. What an agent sees: its chat, as messages and as token ids.
 
     messages → prompt ids → completion → the next message → longer prompt ids → ...
 

@@ -17,7 +17,7 @@ own episode: `Rollout.error` gives the reason.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Episode:
 
 
 Ask = Request | Call
-Play = Generator[list[Ask], Any, None]  # an episode while it is played
+Play = Generator[Sequence[Ask], Any, None]  # an episode while it is played
 Answerer = Callable[[Episode, Agent], Ask]  # whom to ask for an agent's next response
 
 
@@ -124,9 +124,8 @@ class RolloutCollector:
             env, name = episode.env, agent.rollout.agent
             if trivial:
                 return Call(env, env.env.trivial)
-            return Call(
-                env, env.env.demonstrate, (name, episode.task.hasty or name != episode.seat)
-            )
+            hasty = episode.task.hasty or name != episode.seat
+            return Call(env, env.env.demonstrate, (name, hasty))
 
         return self.play(tasks, from_environment)
 
@@ -197,7 +196,7 @@ class RolloutCollector:
         In rounds nobody continues before everything that was begun has ended, and requests begin
         when no call is open.
         """
-        waits: dict[Play, list[Ask]] = {play: [] for play in plays}  # what each one waits for
+        waits: dict[Play, Sequence[Ask]] = {play: [] for play in plays}  # what each one waits for
         calls: list[Call] = []  # asked for, and not begun
         requests: list[Request] = []  # the same
         sampling, calling = Counter[Sampler](), 0  # how many have begun
@@ -232,7 +231,7 @@ class RolloutCollector:
                 sampling = +sampling  # forget those with no request left
                 # 4. Environments answer
                 outcomes = self.pool.ended(wait=POLL if calling and not sampling else 0.0)
-                answers.update(outcomes)
+                answers |= outcomes
                 calling -= len(outcomes)
         finally:  # after Ctrl-C nothing goes on, and no environment in use is used again
             for play in waits:
@@ -278,7 +277,7 @@ class RolloutCollector:
             agent.rollout.env_failure = isinstance(error, EnvFailure)
 
 
-def resume(play: Play, answers: list[Outcome]) -> list[Ask] | None:
+def resume(play: Play, answers: list[Outcome]) -> Sequence[Ask] | None:
     """Lets an episode continue with its answers; returns what it asks for, None at its end."""
     try:
         for _, error in answers:

@@ -80,9 +80,9 @@ class Pool:
             kind = group[0].env.spec, group[0].method.__name__
             self.threads.start(group, kind, partial(make_them, group))
 
-    def ended(self, wait: float) -> dict[Call, Outcome]:
-        """The outcomes of the calls that have ended, after at most `wait` seconds."""
-        outcomes: dict[Call, Outcome] = {}
+    def ended(self, wait: float) -> dict[Any, Outcome]:
+        """The outcome of each call that has ended, after at most `wait` seconds."""
+        outcomes: dict[Any, Outcome] = {}
         for calls, (found, error), seconds in self.threads.ended(wait):
             if calls and calls[0].is_step:
                 self.step_seconds[calls[0].env.spec].append(seconds)

@@ -1,8 +1,15 @@
-"""Sampling, with vLLM's and nano-vllm's interface: `add` takes requests, `step` samples on.
+"""Reading path, 10 of 10. Sampling: `add` takes requests, `step` samples on, as in vLLM's engine.
 
-Reading path, 9 of 9. `TorchSampler` samples in plain PyTorch: one step is one token in every row
-of its batch. New requests join the running batch, so a slow environment delays no other episode.
-Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p.
+`TorchSampler` samples in plain PyTorch. One step is one token in every row of its batch:
+`_sample_tokens`, which draws with `draw`. Requests that come later join the batch. What happens
+when memory runs out stands below. The forward passes are behind the cache (core/kv_cache.py):
+
+    cache = prefill(policy, prompts, max_new_tokens)     computes each distinct prompt once
+    cache.logits [R, V]                                  of the next token of each of R rows
+    cache.append(token_ids [R])                          computes one more token in each row
+
+Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
+at temperature 0, which draws nothing, those of temperature 1.
 """
 
 import gc
@@ -48,8 +55,8 @@ class Request:
 
     prompt: list[int]  # token ids
     params: SamplingParams
-    seed: int = 0
-    stream: int = 0
+    seed: int = 0  # the same for all requests of a round
+    stream: int = 0  # another one for each agent
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
     alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
@@ -283,7 +290,7 @@ def to_completion(
 
 
 def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
-    """Returns uniform numbers in [0, 1), float64 [B, steps] on the CPU: one row per stream.
+    """Returns uniform numbers in [0, 1), float64 [R, steps] on the CPU: one row per stream.
 
     >>> a, b = uniforms(0, [3, 4], steps=2), uniforms(0, [4], steps=2)
     >>> torch.equal(a[1], b[0]), torch.equal(a[0], a[1])
@@ -296,11 +303,13 @@ def uniforms(seed: int, streams: Iterable[int], steps: int) -> Tensor:
 
 
 def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws token ids [B] int64 from logits [B, V]; returns also their log-probs [B], nats.
+    """Draws token ids [R] int64 from logits [R, V]; returns also their log-probs [R], nats.
 
-    Inverse transform sampling: `uniform` [B] float64 in [0, 1), on the CPU, selects the first token
-    whose cumulative probability exceeds it. Float32 would be too coarse for a large vocabulary: of
-    151,936 tokens with logits of standard deviation 2, it never draws over 6,000.
+    Inverse transform sampling: `uniform` [R] float64 in [0, 1), on the CPU, selects the first token
+    whose cumulative probability exceeds it. Each row has a number of its own, so its draws do not
+    depend on the other rows, as those of torch.multinomial would. Float32 would be too coarse for a
+    large vocabulary: of 151,936 tokens with logits of standard deviation 2, it never draws over
+    6,000.
 
     >>> draw(torch.tensor([[0.0, 1.0]]), SamplingParams(max_tokens=1), torch.tensor([0.2]))
     (tensor([0]), tensor([-1.3133]))
@@ -311,17 +320,18 @@ def draw(logits: Tensor, params: SamplingParams, uniform: Tensor) -> tuple[Tenso
         return token_ids, logits.log_softmax(-1).gather(1, token_ids[:, None]).squeeze(1)
     logits = keep_likely(logits / params.temperature, params)
     all_logprobs = logits.log_softmax(-1)
-    cumulative = _cumulative(all_logprobs)  # [B, V]
+    cumulative = _cumulative(all_logprobs)  # [R, V]
     total = cumulative[:, -1:]  # 1 up to rounding
+    # so that no rounding selects a token of probability 0
     below_total = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniform[:, None].to(total) * total, below_total)
-    token_ids = torch.searchsorted(cumulative, threshold, right=True)  # never one of probability 0
+    token_ids = torch.searchsorted(cumulative, threshold, right=True)
     token_ids = token_ids.to(logits.device).clamp(max=logits.shape[-1] - 1)  # for NaN it is V
     return token_ids.squeeze(1), all_logprobs.gather(1, token_ids).squeeze(1)
 
 
 def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
-    """`logits` [B, V] with -inf for the tokens that top-k or top-p drop."""
+    """`logits` [R, V] with -inf for the tokens that top-k or top-p drop."""
     if params.top_k > 0:
         kth = logits.topk(min(params.top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -torch.inf)
@@ -335,6 +345,6 @@ def keep_likely(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _cumulative(logprobs: Tensor) -> Tensor:
-    """Cumulative probabilities, float64 [B, V]; on the CPU if the device has no float64 (MPS)."""
+    """Cumulative probabilities, float64 [R, V]; on the CPU if the device has no float64 (MPS)."""
     probs = logprobs.exp()
     return (probs.cpu() if probs.device.type == "mps" else probs).cumsum(-1, dtype=torch.float64)

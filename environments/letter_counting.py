@@ -1,23 +1,24 @@
-"""Count how often letters occur in a word.
+"""Reading path, 2 of 10. Count how often letters occur in a word.
 
-Reading path, 2 of 9. The training loop calls two methods of an environment: `reset` gives the task
+The training loop calls two methods of an environment: `reset` gives the task
 as a message, `step` reads the policy's response and gives the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
 up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight
-is reserved for evaluation and never occurs under a training or demonstration seed. Questions about
-one letter have the answers 0, 1, 2 and 3 equally often, so a constant answer is right on a quarter.
+is reserved for evaluation and never occurs under a training or demonstration seed. At difficulty 1
+the answers 0, 1, 2 and 3 are equally frequent, so a constant answer is right on a quarter.
 
 Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response (several letters: the answer is a JSON object):
+Reward of the one response. The answer is an integer, for several letters a JSON object:
 
-    0                           not exactly one <answer>..</answer> with an integer or an object
+    0                           not exactly one <answer>..</answer> with such an answer
     0.1                         well-formed, but wrong
-    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact
+    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact; an
+                                object with further letters loses one of them
     1.0                         all counts are exact; only then `info["correct"]` is True
 
 >>> env = LetterCounting(difficulty=1)
@@ -44,8 +45,8 @@ class Tier(NamedTuple):
 
     min_length: int  # of the word
     max_length: int
-    p_several: float  # probability of asking for several letters
-    min_letters: int  # number of letters, if several
+    p_several: float  # probability of min_letters to max_letters letters; otherwise it is one
+    min_letters: int
     max_letters: int
 
 
