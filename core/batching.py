@@ -80,8 +80,7 @@ class MicroBatch(Micro):
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
-        found = values.flatten().to(self.index.device)[self.index]
-        return found.masked_fill(~self.completion_mask, 0)
+        return values.flatten()[self.index].masked_fill(~self.completion_mask, 0)
 
     def scatter(self, values: Tensor, into: Tensor) -> None:
         """Writes [b, T-1] to the places of the sampled tokens in `into` [B, N]."""
