@@ -4,21 +4,27 @@
     python train.py --algo ppo           # the same with PPO
     python train.py --model-id Qwen/Qwen3-4B-Instruct-2507 --lora-rank 32 --train-difficulty 6
 
-A task is an environment and a seed. A rollout is one episode of a task: one or more turns, each a
-prompt and the completion that the policy (the model in training) sampled; its return is the sum of
-its rewards. The G rollouts of a task (--group-size) are a group. Each update samples those of P
-tasks (--num-prompts), turns rewards into advantages (how much better than expected a rollout did),
-and takes gradient steps, by default one.
+A task is an environment and a seed. A rollout is one agent's episode of a task: one or more turns,
+each a prompt and the completion that the policy (the model in training) sampled; its return is the
+sum of its rewards. The G rollouts of a task (--group-size) are a group. Each update samples those
+of P tasks (--num-prompts), turns rewards into advantages (how much better than expected a rollout
+did), and takes gradient steps, by default one.
+
+The default run has P = 16, G = 8, at most 64 tokens per completion, one gradient step per update
+with a constant learning rate of 5e-5, and no KL. In the only step of an update the policy is still
+the one that sampled, so the policy ratio is 1 and no clip acts: GRPO is then REINFORCE with the
+mean of the group as the baseline, divided by the group's standard deviation.
 
 The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
 weights but different kernels, which round differently, so their log-probs differ slightly.
 
 Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
-right. B is P·G, less the rollouts whose environment failed; a game in which the policy plays
-several agents has a rollout for each. A forward pass works on a micro-batch: b sequences of T
-tokens, prompts included. A sequence is a rollout, or a part of one if the environment changed the
-context between turns. `micro_batches` copies [B, N] to [b, T-1], where column t is token t+1.
-completion_mask marks the sampled tokens, loss_mask those of them that are trained on.
+right. B is P·G, less the rollouts that are not trained on (`collect_rollouts`); a game in which the
+policy plays several agents has a rollout for each. A forward pass works on a micro-batch: b
+sequences of T tokens, prompts included. A sequence is a rollout, or a part of one if the
+environment changed the context between turns. `micro_batches` copies [B, N] to [b, T-1], where
+column t has the values of token t+1, which the model predicts at position t. completion_mask marks
+the sampled tokens, loss_mask those of them that are trained on.
 
 Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share. All
 settings are in core/config.py.
@@ -66,9 +72,9 @@ def main(cfg: Config) -> int:
             sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
 
-            # 2. Log-probs of the sampled tokens under the policy before its first gradient step,
-            #    and its values (PPO). If there is only one step, part 4 computes the log-probs
-            #    anyway, so they are taken from there. Then those under the reference of --kl-coef
+            # 2. With several steps, or PPO: the log-probs of the sampled tokens under the policy
+            #    before its first gradient step, and PPO's values. GRPO with one step, the default,
+            #    computes nothing here. Then the log-probs under the reference of --kl-coef
             if needs_old_logprobs(cfg):
                 scored = score_logprobs(run.policy, batch, cfg.temperature)
                 batch.old_logprobs, batch.values = scored
@@ -93,7 +99,8 @@ def main(cfg: Config) -> int:
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
                     if batch.old_logprobs is None:  # the only step: the policy is the old one
                         micro.old_logprobs = logprobs.detach()
-                    # π_old / π_sampler, and the weights made of it (--tis-cap, by default 2)
+                    # π_old / π_sampler, about 1, and the weights made of it: by default the ratio,
+                    # at most 2, as a constant
                     micro.sampler_ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
                     micro.importance_weights = off_policy.importance_weights(
                         micro.sampler_ratio, cfg.tis_cap, cfg.tis_mode
@@ -201,7 +208,8 @@ def forward(
     policy: Policy, micro: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
-    hidden = policy.hidden_states(micro.input_ids, micro.packed)  # [b, T, D]
+    # the transformer without its output layer, which is `to_logits`: [b, T, D]
+    hidden = policy.hidden_states(micro.input_ids, micro.packed)
     logprobs, entropy = common.token_logprobs(
         hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
         policy.logits_chunk, micro.kept_ids,
@@ -212,7 +220,7 @@ def forward(
 
 
 def needs_old_logprobs(cfg: Config) -> bool:
-    """Whether log-probs (and PPO's values) are needed before the first gradient step."""
+    """Whether a pass before the first gradient step has to compute log-probs and PPO's values."""
     several_steps = cfg.num_epochs > 1 or cfg.num_minibatches > 1
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     needed = bool({"old_logprobs", "value_head"} & config.needs(cfg))
@@ -240,8 +248,8 @@ def shape_rewards(cfg: Config, batch: RolloutBatch, update: int) -> None:
     """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ, seed.
 
     The environment's rewards are at the last token of each turn. With --credit episode (the default
-    of all but PPO) rewards are discounted here, from the episode's start, and all tokens belong to
-    one turn, so REINFORCE and GRPO credit each token with the return of the episode.
+    of all but PPO) rewards are discounted here, from the episode's start (by default γ is 1), and
+    all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
     """
     batch.gamma, batch.seed = cfg.gamma, derive_seed(cfg.seed, ALGORITHM, update)
     batch.loss_mask = batch.completion_mask & ~(
@@ -266,7 +274,8 @@ def regularizers(
     """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ, never clipped (why: common.weighted_kl).
+    policy ratio ρ = π / π_old, since π_old sampled the tokens. It is not clipped: the terms are to
+    hold the policy back however far it has gone.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -288,14 +297,15 @@ def regularizers(
 def take_step(
     cfg: Config, run: Run, batch: RolloutBatch, stats: UpdateStats, epoch: int, update: int
 ) -> bool:
-    """The optimizer's step on the gradients of one minibatch, summed over all ranks.
+    """AdamW's step on the gradients of one minibatch, summed over all ranks.
 
-    Returns False, and takes no step, if it ends the update: the steps before it moved the policy
-    further from the one that sampled than --ppo.target-kl allows.
+    Clips the norm of the gradient to --max-grad-norm. A gradient of 0, or one that is not finite,
+    changes no weight. Returns False, without a step, if the KL(π_old ‖ π) of the minibatch exceeds
+    --ppo.target-kl: then the update ends. By default there is no such limit.
     """
     run.optimizer.sum_gradients()
     stats.end_minibatch(epoch)
-    if batch.old_logprobs is None:  # the only step has computed those of all tokens
+    if batch.old_logprobs is None:  # `stats` has collected those of the micro-batches, for metrics
         batch.old_logprobs = stats.old_logprobs
     if 0 < cfg.options.target_kl < stats.approx_kl:  # the KL of this minibatch
         run.optimizer.zero_grad()

@@ -32,11 +32,11 @@ class TokenTensors:
 
     completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
     loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss
-    turn_ids: Tensor = NOT_YET  # int64: the turn that a token is credited with, from 0
+    turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
     group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of one task have the same number
     rewards: Tensor = NOT_YET  # of a turn, with penalties, at its last token
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
-    old_logprobs: Tensor = NOT_YET  # of the trainer, under the weights that sampled
+    old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy
     values: Tensor = NOT_YET  # estimates of the value head before the first gradient step
     advantages: Tensor = NOT_YET  # set by compute_advantages
@@ -148,7 +148,7 @@ def token_weights(
 ) -> Tensor:
     """Weight of each token's term in the loss of one step; the loss is the weighted sum.
 
-        token       1 / all tokens: every token counts the same     DAPO, arXiv:2503.14476
+        token       1 / all tokens: every token counts the same     as DAPO, arXiv:2503.14476
         sequence    1 / (S · tokens of its rollout)                  GRPO, arXiv:2402.03300
         prompt      1 / (M · tokens of its group in the step)        ScaleRL, arXiv:2510.13786
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783

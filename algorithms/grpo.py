@@ -5,8 +5,9 @@
 
 R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
 update. The std is that of a sample (n-1), plus 1e-4. Gradients flow through the policy ratio ρ_t
-only; at ρ_t = 1 the gradient of a term is -A_i ∇ log π(x_t), the policy gradient. In the first step
-of an update every ratio is 1, so nothing is clipped; by default there is only that step.
+only; at ρ_t = 1 the gradient of a term is -A_i ∇ log π(x_t), so that descent follows the policy
+gradient. In the first step of an update every ratio is 1, though its gradient is not 0, and nothing
+is clipped; by default there is only that step.
 
 The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
 by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
@@ -21,9 +22,11 @@ default is dapo: every token counts the same, whatever the length of its rollout
 
 gspo.py, cispo.py, kl_cov.py, clip_cov.py and opsm.py have other formulas.
 
-Differences from the papers: there is no KL term unless --kl-coef is set, and then each of its terms
-is multiplied by ρ (common.weighted_kl). DAPO's dynamic sampling, overlong penalty and overlong
-filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
+Differences from the papers: there is no KL term unless --kl-coef is set; then its estimator is k2
+(--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ
+(common.weighted_kl). `token` weights are taken over all groups of a step, as verl and TRL do;
+DAPO's equation has them within each group, which is `prompt`. Its dynamic sampling, overlong
+penalty and overlong filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
 --mask-truncated-completions.
 
     python train.py --algo grpo --grpo.loss-type dr_grpo --num-minibatches 4
@@ -74,7 +77,7 @@ class Options(LoopOptions):
 
 def needs(options: Any) -> set[str]:
     """What the training loop has to provide (core/algorithm.py)."""
-    return {"groups"} if options.scale_rewards == "none" else {"groups", "kl_in_loss"}
+    return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 
 def resolve(options: Any) -> Any:
@@ -124,13 +127,13 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch.
 
-    `logprobs` [b, T-1] are those of the policy now, the only way for gradients. w are the
+    `logprobs` [b, T-1] are those of the policy now; only they have gradients. w are the
     importance weights between sampler and trainer (off_policy.py). `values` are PPO's. Returns the
     loss, and metrics as plain sums over tokens.
     """
     assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
     ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains

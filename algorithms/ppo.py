@@ -1,17 +1,17 @@
 """PPO: a learned value before each token as the baseline, and a clipped policy ratio.
 
-    δ_t = r_t + γ_t V_{t+1} - V_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
-    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V_old,t))² / 2
-                                                                 PPO, arXiv:1707.06347
+    δ_t = r_t + γ_t V°_{t+1} - V°_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
+    L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V°_t))² / 2
+                                                                   PPO, arXiv:1707.06347
 
-V_t is the value before token t: an estimate of the rewards that are still to come. A_t compares the
-rewards that followed token t with V_t: λ = 1 counts all of them, λ = 0 the next reward and V_{t+1}
-in place of the rest. γ_t is γ if t is the last token of a turn and 1 otherwise; λ applies per
-token. Â are the advantages normalized over the batch, ρ_t = π(x_t) / π_old(x_t) is the policy
-ratio, c is --ppo.value-coef. In the first gradient step of an update ρ is 1 and nothing is clipped;
-by default there is only that one.
+V_t is the value before token t: an estimate of the rewards that are still to come; V°_t is the one
+before the first step of the update. A_t compares the rewards that followed token t with V°_t: λ = 1
+counts all of them, λ = 0 the next reward and V°_{t+1} in place of the rest. γ_t is γ if t is the
+last token of a turn and 1 otherwise; λ applies per token. Â are the advantages normalized over the
+batch, ρ_t = π(x_t) / π_old(x_t) is the policy ratio, c is --ppo.value-coef. In the first gradient
+step of an update ρ is 1 and nothing is clipped; by default there is only that one.
 
-The squared error is that of V or, if larger, that of V limited to V_old ± v, with v =
+The squared error is that of V or, if larger, that of V limited to V° ± v, with v =
 --ppo.value-clip (by default 0.5; 0: no limit). The code also multiplies both terms by the token's
 weight, which turns the sum into a mean, and the policy term by its importance weight.
 
@@ -82,14 +82,14 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Σ token_weights · (-w · surrogate + value_coef · value error / 2) over the sampled tokens.
 
-    `logprobs` and `values` [b, T-1] are those of the policy now, the only way for gradients;
+    `logprobs` and `values` [b, T-1] are those of the policy now, and only they have gradients;
     `micro.values` are those before the first step of the update. w are the importance weights
     between sampler and trainer (off_policy.py). Returns the loss, and metrics as plain sums over
     tokens.
     """
     assert values is not None
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
     values = torch.where(mask, values, 0.0)
     # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = (logprobs - micro.old_logprobs).exp()

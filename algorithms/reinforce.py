@@ -11,9 +11,9 @@ the other tokens of the rollout. The ratio is not clipped.
 The baseline b makes the gradient less noisy. It is the mean return of the batch, that of the group,
 for each rollout the mean of the other rollouts of its group (leave-one-out: RLOO,
 arXiv:2402.14740), or 0. A mean over n rollouts that includes the rollout's own return shrinks the
-expected gradient by the factor 1 - 1/n; the leave-one-out mean does not. (Both statements hold for
-token weights that do not depend on the sampled lengths.) `normalize` shifts and scales the
-advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens that are in the loss.
+expected gradient by the factor 1 - 1/n; the leave-one-out mean does not. (With the default token
+weights, which depend on the sampled lengths, this holds approximately.) `normalize` shifts and
+scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """
@@ -86,15 +86,15 @@ def compute_loss(
     """-Σ token_weights · w · sg[ρ] · A · log π over the sampled tokens of a micro-batch.
 
     Its gradient is the policy gradient, with the sign for descent; its value says nothing about how
-    good the policy is. `logprobs` [b, T-1] are those of the policy now, the only way for gradients.
+    good the policy is. `logprobs` [b, T-1] are those of the policy now; only they have gradients.
     A are the advantages, w the importance weights between sampler and trainer (off_policy.py);
     sg[ρ] is ρ without gradient. `values` are PPO's. Returns the loss, and metrics as plain sums
     over tokens.
     """
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # no gradient off the mask
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
     ratio = (logprobs.detach() - micro.old_logprobs).exp()
     per_token = -micro.importance_weights * ratio * advantages * logprobs
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    # without clips
+    # clips that no ratio reaches
     return loss, common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))

@@ -34,7 +34,7 @@ NEEDS = {
     "several_steps": "has no effect with one gradient step per update",
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
-    "kl_in_loss": "divides by the spread of the returns, in which no KL penalty may be",
+    "no_kl_in_reward": "divides by the spread of the returns: no --kl-in reward",
 }
 
 

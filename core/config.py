@@ -452,7 +452,7 @@ def _algorithm_problems(cfg: Config) -> Iterator[str]:
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     if kl_in_reward and hasattr(load_algorithm(cfg.algo), "weighted_kl"):
         yield f"--kl-in reward: {name} has a KL of its own, a term of the loss; remove it"
-    if kl_in_reward and "kl_in_loss" in needed:
+    if kl_in_reward and "no_kl_in_reward" in needed:
         yield (f"--kl-in reward: {name} divides by the standard deviation of the rewards, so in a "
                "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
                f"--kl-in loss, --{name}.scale-rewards none, or another algorithm")  # fmt: skip
