@@ -1,0 +1,70 @@
+"""core/workshop/one_update.py: its gradient is that of train.py on the same answers."""
+
+import pytest
+import torch
+from single_update import single_update
+
+from core.chat_template import prompt_ids
+from core.config import Config
+from core.loading import load_policy
+from core.optimizer import make_optimizer
+from core.tiny import PRETRAINED
+from core.types import Rollout, Turn
+from core.workshop import one_update
+from environments.letter_counting import LetterCounting
+
+
+def tiny():
+    return load_policy(str(PRETRAINED), device="cpu")
+
+
+def rollouts_of_the_page(policy):
+    """The answers that `one_update.main` samples, as train.py would hold them."""
+    torch.manual_seed(0)
+    rollouts = []
+    for group, seed in enumerate(one_update.SEEDS):
+        env = LetterCounting()
+        prompt = prompt_ids(policy.tokenizer, env.reset(seed))
+        for answer in one_update.sample(policy, prompt):
+            reward = env.step(policy.tokenizer.decode(answer, skip_special_tokens=True)).reward
+            with torch.no_grad():
+                logprobs = one_update.token_logprobs(policy, torch.tensor([prompt + answer]))
+            sampled = logprobs[0, -len(answer) :].tolist()
+            turn = Turn(prompt, answer, sampled, "stop", reward)
+            rollouts.append(Rollout("letter_counting", "player", seed, group, turns=[turn]))
+    return rollouts
+
+
+def test_its_gradient_is_that_of_train():
+    ours, theirs = tiny(), tiny()
+    one_update.main(ours)
+    optimizer, gradients = make_optimizer(theirs, 5e-5), {}
+    optimizer.step = lambda: gradients.update(
+        {name: p.grad.clone() for name, p in theirs.trainable().items()}
+    )
+    metrics = single_update(Config(), theirs, optimizer, rollouts_of_the_page(theirs))
+    assert metrics["update/steps"] == 1
+    assert metrics["gap/logprob_max"] < 1e-4  # the rollouts are those of these weights
+    largest = max(g.abs().max() for g in gradients.values())
+    for name, p in ours.trainable().items():
+        assert (p.grad - gradients[name]).abs().max() < 1e-5 * largest, name
+
+
+def test_it_prints_each_answer_and_the_better_ones_become_more_likely(capsys):
+    one_update.main(tiny())
+    printed = capsys.readouterr().out
+    assert 'How many r in "drackri"?' in printed and 'How many o in "zoshoon"?' in printed
+    lines = [line.strip("│").split("│") for line in printed.splitlines() if line[:1] == "│"]
+    rows = [[float(cell) for cell in line[1:]] for line in lines if line[1].strip()]
+    assert len(rows) == 2 * one_update.G
+    assert sum(a * (after - before) for _, a, before, after in rows) > 0
+
+
+def test_the_loss_is_a_mean_over_sampled_tokens():
+    logprobs = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]], requires_grad=True)
+    sampled = torch.tensor([[True, True], [True, False]])
+    loss = one_update.compute_loss(logprobs, torch.tensor([0.5, -0.5]), sampled)
+    assert loss.item() == pytest.approx(-(0.5 + 0.5 - 0.5) / 3)
+    loss.backward()
+    expected = torch.tensor([[-0.5, -0.5], [0.5, 0.0]]) / 3
+    assert torch.allclose(logprobs.grad, expected)
