@@ -72,9 +72,10 @@ def main(cfg: Config) -> int:
             sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
 
-            # 2. With several steps, or PPO: the log-probs of the sampled tokens under the policy
-            #    before its first gradient step, and PPO's values. GRPO with one step, the default,
-            #    computes nothing here. Then the log-probs under the reference of --kl-coef
+            # 2. With several steps, or PPO (`needs_old_logprobs`): the log-probs of the sampled
+            #    tokens under the policy before its first gradient step, and PPO's values. The
+            #    default, GRPO with one step, computes nothing here. Then the log-probs under the
+            #    reference of --kl-coef
             if needs_old_logprobs(cfg):
                 scored = score_logprobs(run.policy, batch, cfg.temperature)
                 batch.old_logprobs, batch.values = scored
@@ -99,18 +100,14 @@ def main(cfg: Config) -> int:
                     logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
                     if batch.old_logprobs is None:  # the only step: the policy is the old one
                         micro.old_logprobs = logprobs.detach()
-                    # π_old / π_sampler, about 1, and the weights made of it: by default the ratio,
-                    # at most 2, as a constant
-                    micro.sampler_ratio = off_policy.sampler_ratio(micro, cfg.tis_level)
-                    micro.importance_weights = off_policy.importance_weights(
-                        micro.sampler_ratio, cfg.tis_cap, cfg.tis_mode
-                    )
+                    # min(π_old / π_sampler, 2) by default: about 1, and without gradient
+                    off_policy.set_weights(micro, cfg.tis_level, cfg.tis_cap, cfg.tis_mode)
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    run.optimizer.backward(loss)
+                    run.optimizer.backward(loss)  # adds to the gradients
                     stats.add(micro, loss, entropy, sums | kl_sums)
-                if not take_step(cfg, run, batch, stats, epoch, update):
+                if not take_step(cfg, run, stats, epoch, update):
                     break
 
             # 5. Give the sampler the new weights; nothing to send if it shares them
@@ -187,6 +184,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         missing = cfg.num_prompts - len(selection.by_task(kept))
         if missing == 0:
             break
+        # G copies of each task: the same environment and seed, the same group_id
         drawn = tasks.train_tasks(envs, cfg.seed, update, missing, cfg.group_size, attempt)
         seed = derive_seed(cfg.seed, SAMPLING, update, attempt)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
@@ -208,7 +206,7 @@ def forward(
     policy: Policy, micro: MicroBatch, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
-    # the transformer without its output layer, which is `to_logits`: [b, T, D]
+    # [b, T, D]: the output of the transformer before its last layer, which is `policy.to_logits`
     hidden = policy.hidden_states(micro.input_ids, micro.packed)
     logprobs, entropy = common.token_logprobs(
         hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
@@ -274,8 +272,8 @@ def regularizers(
     """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ = π / π_old, since π_old sampled the tokens. It is not clipped: the terms are to
-    hold the policy back however far it has gone.
+    policy ratio ρ = π / π_old, since π_old sampled the tokens. It is not clipped: the terms have
+    their gradient however far the policy has gone.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -294,19 +292,16 @@ def regularizers(
     return extra_loss, {"kl/reference": k3[mask].sum().item()}
 
 
-def take_step(
-    cfg: Config, run: Run, batch: RolloutBatch, stats: UpdateStats, epoch: int, update: int
-) -> bool:
-    """AdamW's step on the gradients of one minibatch, summed over all ranks.
+def take_step(cfg: Config, run: Run, stats: UpdateStats, epoch: int, update: int) -> bool:
+    """AdamW's step on the gradients of one minibatch, summed over all ranks; then they are dropped.
 
-    Clips the norm of the gradient to --max-grad-norm. A gradient of 0, or one that is not finite,
-    changes no weight. Returns False, without a step, if the KL(π_old ‖ π) of the minibatch exceeds
-    --ppo.target-kl: then the update ends. By default there is no such limit.
+    There is no weight decay. The norm of the gradient is clipped to --max-grad-norm; a gradient of
+    0, or one that is not finite, changes no weight. Returns False, without a step, if the
+    KL(π_old ‖ π) of the minibatch exceeds --ppo.target-kl: then the update ends. By default there
+    is no such limit.
     """
     run.optimizer.sum_gradients()
     stats.end_minibatch(epoch)
-    if batch.old_logprobs is None:  # `stats` has collected those of the micro-batches, for metrics
-        batch.old_logprobs = stats.old_logprobs
     if 0 < cfg.options.target_kl < stats.approx_kl:  # the KL of this minibatch
         run.optimizer.zero_grad()
         return False

@@ -133,7 +133,7 @@ def compute_loss(
     """
     assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
     ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains

@@ -60,7 +60,7 @@ def compute_loss(
     """GRPO's loss and the penalty. π_old sampled the tokens, so the penalty has no ratio."""
     loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
     mask, weights = micro.completion_mask, micro.token_weights * micro.importance_weights
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
     kl = micro.own["penalty_coef"] * common.kl_estimate(micro.old_logprobs, logprobs)
     return loss + torch.where(mask, weights * kl, 0.0).sum(), metrics
 

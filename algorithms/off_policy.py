@@ -15,6 +15,12 @@ from algorithms.common import Micro, masked_mean
 from algorithms.options import WeightLevel, WeightMode
 
 
+def set_weights(micro: Micro, level: WeightLevel, cap: float, mode: WeightMode) -> None:
+    """Sets `micro.sampler_ratio` and the importance weights made of it."""
+    micro.sampler_ratio = sampler_ratio(micro, level)
+    micro.importance_weights = importance_weights(micro.sampler_ratio, cap, mode)
+
+
 def sampler_ratio(micro: Micro, level: WeightLevel) -> Tensor:
     """π_old / π_sampler [b, T-1], without gradient.
 

@@ -92,7 +92,7 @@ def compute_loss(
     over tokens.
     """
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask there may be anything
+    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
     ratio = (logprobs.detach() - micro.old_logprobs).exp()
     per_token = -micro.importance_weights * ratio * advantages * logprobs
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()

@@ -16,7 +16,7 @@ in the flattened [B, N], row · N + column. For example in row 1 of a batch with
     token_ids    p0 p1 a b c      a prompt of two tokens, a completion of three
     places       -1 -1 5 6 7      -1: not sampled
 
-Where the model allows it, sequences with the same prompt share its computation
+Where the model allows it, as `tiny` does, sequences with the same prompt share its computation
 (core/prefix_sharing.py): `packed` is an optimization that changes no value beyond rounding.
 """
 

@@ -2,8 +2,9 @@
 
     messages → prompt ids → completion → the next message → longer prompt ids → ...
 
-A context only grows: the ids of a completion are kept as they were sampled, and only the messages
-after them are tokenized. So the policy is trained on exactly what it saw. A `Renderer` turns
+The ids of a completion are kept as they were sampled, and only the messages after them are
+tokenized. So the policy is trained on exactly what it saw. A context grows from turn to turn, until
+an environment begins a fresh one or --thinking drop takes thoughts out of it. A `Renderer` turns
 messages into ids; core/extras/tools.py has one for environments with tools.
 """
 

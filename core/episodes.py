@@ -148,9 +148,9 @@ class RolloutCollector:
 
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""
-        agents, env = episode.agents, episode.env
+        agents, env = episode.agents, episode.env  # env: one agent, too, is a dict with PLAYER
         [openings] = yield [Call(env, env.reset, (episode.task.seed,))]
-        for name, messages in openings.items():  # an environment for one agent has PLAYER
+        for name, messages in openings.items():
             agent = self.new_agent(episode, name)
             agent.begin(messages)
             if messages:
@@ -205,7 +205,8 @@ class RolloutCollector:
         try:
             while waits:
                 if not in_rounds or not (sampling or calling):
-                    # 1. Each episode that has its answers continues to its next `yield`
+                    # 1. Each episode that has all its answers, or has not begun, continues to its
+                    #    next `yield`
                     for play in [p for p, asks in waits.items() if answers.keys() >= {*asks}]:
                         asks = resume(play, [answers.pop(ask) for ask in waits.pop(play)])
                         if asks is not None:
@@ -228,7 +229,7 @@ class RolloutCollector:
                     ended = sampler.step()
                     answers |= {request: (completion, None) for request, completion in ended}
                     sampling[sampler] -= len(ended)
-                sampling = +sampling  # forget those with no request left
+                sampling = +sampling  # without samplers that have no request left
                 # 4. Environments answer
                 outcomes = self.pool.ended(wait=POLL if calling and not sampling else 0.0)
                 answers |= outcomes

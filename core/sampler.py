@@ -2,7 +2,8 @@
 
 `TorchSampler` samples in plain PyTorch. One step is one token in every row of its batch:
 `_sample_tokens`, which draws with `draw`. Requests that come later join the batch. What happens
-when memory runs out stands below. The forward passes are behind the cache (core/kv_cache.py):
+when memory runs out is in `_begin_again_with_half`. The cache makes the forward passes
+(core/kv_cache.py):
 
     cache = prefill(policy, prompts, max_new_tokens)     computes each distinct prompt once
     cache.logits [R, V]                                  of the next token of each of R rows
@@ -30,7 +31,7 @@ from core.seeds import derive_seed
 from core.types import Completion, Fault, Message, OutOfMemory, UsageError, ran_out
 
 COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
-ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
+ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of it: a prefill costs time
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class Sampler(ABC):
         return [ended[request] for request in requests]
 
     def sync(self) -> None:  # noqa: B027 (optional: nothing to do where weights are shared)
-        """Makes the weights of the last optimizer step take effect. Call it after every step."""
+        """Makes the weights of the optimizer's steps take effect. Call it before sampling again."""
 
     def __enter__(self) -> "Sampler":
         return self

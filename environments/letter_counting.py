@@ -17,8 +17,8 @@ Reward of the one response. The answer is an integer, for several letters a JSON
 
     0                           not exactly one <answer>..</answer> with such an answer
     0.1                         well-formed, but wrong
-    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact; an
-                                object with further letters loses one of them
+    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact; it is
+                                below 1 if the object has letters that were not asked for
     1.0                         all counts are exact; only then `info["correct"]` is True
 
 >>> env = LetterCounting(difficulty=1)

@@ -104,6 +104,8 @@ class Run:
         With --sft-best a supervised step on the best rollouts so far comes first.
         """
         cfg = self.cfg
+        if batch.old_logprobs is None:  # of the only step, collected for the gap and the report
+            batch.old_logprobs = stats.old_logprobs
         metrics = rollout_metrics(sampled) | stats.means()
         # the tokens that report.html shows one by one, with their new log-probs
         trace_tokens(self.policy, rollouts, batch, cfg.microscope, self.forward, cfg.temperature)

@@ -58,8 +58,9 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
     """GRPO's loss, a mean over all sampled tokens (DAPO's); `advantages` [B], the others [B, T-1].
 
     The ratio is the probability of a token now, divided by that when it was sampled. Before the
-    first step the two are equal, so it is 1. It is there for its gradient, that of the log-prob:
-    a step along -gradient raises a token's log-prob where its answer has a positive advantage.
+    first step the two are equal, so it is 1. It is there for its gradient, which is that of the
+    log-prob, because the derivative of exp at 0 is 1: a step along -gradient raises a token's
+    log-prob where its answer has a positive advantage.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
     return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()
@@ -94,7 +95,7 @@ def main(policy: Policy) -> None:
     # 4. The loss, its gradient, and a step against the gradient
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
     compute_loss(logprobs, advantages, sampled).backward()  # gives every weight its gradient
-    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # shortens it to norm 1
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # if longer, to length 1
     optimizer.step()
 
     # 5. The log-prob of each answer, the sum of those of its tokens, before the step and after it
