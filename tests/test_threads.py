@@ -277,15 +277,14 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
             if not living:
                 all_closed.set()
 
-    def stop():
-        if sampler.batches:
+    class Stops(Scripted):
+        def step(self):
             raise KeyboardInterrupt
 
     register(Counted)
-    all_closed, sampler = threading.Event(), Scripted(policy)
-    collector = RolloutCollector(policy, 9)
+    all_closed, collector = threading.Event(), RolloutCollector(policy, 9)
     with pytest.raises(KeyboardInterrupt):
-        collector.collect(tasks(4), sampler, PARAMS, on_progress=stop)
+        collector.collect(tasks(4), Stops(policy), PARAMS)
     assert all_closed.wait(60)
     again = collector.collect(tasks(4), Scripted(policy), PARAMS)
     assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
