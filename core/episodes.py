@@ -193,8 +193,8 @@ class RolloutCollector:
     def run(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
-        In rounds nobody continues before everything that was begun has ended, and requests begin
-        when no call is open.
+        In rounds nobody continues before everything that was asked for has ended, and requests
+        begin when no call is open.
         """
         waits: dict[Play, Sequence[Ask]] = {play: [] for play in plays}  # what each one waits for
         calls: list[Call] = []  # asked for, and not begun
@@ -204,9 +204,9 @@ class RolloutCollector:
         in_rounds = True
         try:
             while waits:
-                if not in_rounds or not (sampling or calling):
-                    # 1. Each episode that has all its answers, or has not begun, continues to its
-                    #    next `yield`
+                # 1. Each episode that has all its answers, or has not begun, continues to its next
+                #    `yield`
+                if not in_rounds or not (sampling or calling or requests):
                     for play in [p for p, asks in waits.items() if answers.keys() >= {*asks}]:
                         asks = resume(play, [answers.pop(ask) for ask in waits.pop(play)])
                         if asks is not None:
@@ -214,15 +214,15 @@ class RolloutCollector:
                             calls += [ask for ask in asks if isinstance(ask, Call)]
                             requests += [ask for ask in asks if isinstance(ask, Request)]
                     in_rounds = in_rounds and not self.pool.answers_late()
-                    # 2. What they ask for begins
-                    self.pool.begin(calls)
-                    calling, calls = calling + len(calls), []
-                    if not in_rounds or not calling:
-                        for request in requests:
-                            request.alone = not in_rounds
-                            request.sampler.add(request)
-                            sampling[request.sampler] += 1
-                        requests = []
+                # 2. What they ask for begins
+                self.pool.begin(calls)
+                calling, calls = calling + len(calls), []
+                if not in_rounds or not calling:
+                    for request in requests:
+                        request.alone = not in_rounds
+                        request.sampler.add(request)
+                        sampling[request.sampler] += 1
+                    requests = []
                 on_progress()
                 # 3. The samplers sample on, such as one token for each request
                 for sampler in [*sampling]:

@@ -38,7 +38,9 @@ def retokenised() -> None:
     """Tokenises the sampled text again for training; the end-of-turn token is lost."""
     add = Agent.add
 
-    def add_retokenised(agent: Agent, completion: Completion) -> str:
+    def add_retokenised(agent: Agent, answer: Completion | str) -> str:
+        demonstrated = isinstance(answer, str)
+        completion = agent.renderer.demonstration(answer) if demonstrated else answer
         tokenizer = agent.renderer.policy.tokenizer
         ids = tokenizer.encode(completion.text.strip(), add_special_tokens=False)
         ids = ids or completion.token_ids
