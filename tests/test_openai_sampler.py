@@ -46,7 +46,11 @@ class Server(BaseHTTPRequestHandler):
     """
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        size = int(self.headers["Content-Length"])
+        sent = self.rfile.read(size)
+        if len(sent) < size:  # Ctrl-C ended the client while it was sending
+            return
+        body = json.loads(sent)
         self.server.asked.append((self.path, body, self.headers.get("Authorization")))
         if self.server.failures:
             self.send_response(self.server.failures.pop(0))
