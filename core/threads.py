@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+POLL = 0.05  # seconds
 SLOW = 0.01  # seconds; a kind of call that once took longer is made in many threads
 
 Kind = tuple[str, str]  # whose calls: the spec of an environment, and the method
@@ -38,10 +39,14 @@ class Overdue(BaseException):
 
 class Threads:
     """`count`: calls of slow environments at the same time; the others wait.
-    `limit`: seconds per call, 0: no limit. `flag`: what sets the limit, for messages."""
+    `limit`: seconds per call, 0: no limit. `flag`: what sets the limit, for messages.
+    `interrupts`: whether calls that are given up are interrupted."""
 
-    def __init__(self, count: int, limit: float, flag: str = "--env-timeout"):
+    def __init__(
+        self, count: int, limit: float, flag: str = "--env-timeout", interrupts: bool = True
+    ):
         self.count, self.limit, self.flag = count, limit or math.inf, flag
+        self.interrupts = interrupts
         self.say: Callable[[str], None] = lambda line: None
         self.slow = set[Kind]()
         self.alone = set[str]()  # specs that one thread calls, however slow they are
@@ -106,9 +111,10 @@ class _Worker(threading.Thread):
 
     def __init__(self, threads: Threads, inbox: "queue.SimpleQueue[Any]"):
         super().__init__(daemon=True)
-        self.threads, self.inbox, self.lock = threads, inbox, threading.Lock()
-        self.key: Any = None  # of the call that it makes
-        self.since, self.given_up = 0.0, False
+        self.threads, self.inbox, self.given_up = threads, inbox, False
+        # key of the call that it makes, and since when; who takes it out answers for the call. No
+        # lock guards it: an interrupted thread might never release it
+        self.current: list[tuple[Any, float]] = []
         self.start()
 
     def run(self) -> None:
@@ -122,13 +128,14 @@ class _Worker(threading.Thread):
                     continue
                 if was_idle:
                     before = generators()
-                with self.lock:
-                    self.key, self.since = key, time.monotonic()
+                self.current.append((key, time.monotonic()))
                 outcome = _outcome(function, threads.folder)
-                with self.lock:
-                    self.key, seconds = None, time.monotonic() - self.since
-                if self.given_up:
+                try:
+                    _, since = self.current.pop()
+                except IndexError:  # given up
+                    time.sleep(POLL)  # Overdue may be on its way
                     return
+                seconds = time.monotonic() - since
                 if seconds > SLOW and threads.count > 1 and kind not in threads.slow:
                     threads.slow.add(kind)
                     self._check_generators(kind[0], before)
@@ -149,13 +156,20 @@ class _Worker(threading.Thread):
 
         The call is interrupted when it next runs Python code.
         """
-        with self.lock:
-            if self.key is None or self.given_up or time.monotonic() - self.since < limit:
+        for call in [*self.current]:
+            key, since = call
+            if time.monotonic() - since < limit:
+                return None
+            try:
+                self.current.remove(call)
+            except ValueError:  # it has just ended
                 return None
             self.given_up = True
-            ident, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(Overdue)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
-            return self.key
+            if self.threads.interrupts:
+                ident, error = ctypes.c_ulong(self.ident or 0), ctypes.py_object(Overdue)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+            return key
+        return None
 
 
 def generators() -> tuple[Any, ...]:

@@ -188,7 +188,7 @@ def test_a_failure_costs_its_own_episode(policy, register, request, late):
 
         def step(self, response):
             if self.seed == 2:
-                time.sleep(30)
+                time.sleep(5)
             if self.seed == 3 and self.left == 2:
                 raise EnvFailure("gone")
             return super().step(response)

@@ -63,7 +63,8 @@ class OpenAISampler(Sampler):
         import openai
 
         self.policy, self.base_url, self.model, self.timeout = policy, base_url, model, timeout
-        self.threads = Threads(concurrency, timeout)
+        # a thread that waits for a server would run no Python code to be interrupted in
+        self.threads = Threads(concurrency, timeout, interrupts=False)
         self.threads.slow.add(SEND)  # so each call has a thread
         self.client: Any = openai.OpenAI(
             base_url=base_url,
