@@ -22,7 +22,8 @@ SETTINGS = """--lr 5e-3 --num-prompts 8 --group-size 8 --num-epochs 4
 VARIANTS = {  # of these only the first is fast; test_float64_step.py has the gradients of all
     "dapo": "--num-updates 24",
     "reinforce": "--num-updates 50 --algo reinforce --reinforce.baseline leave_one_out",
-    "ppo": "--num-updates 50 --algo ppo --num-prompts 16",
+    # the bonus keeps all actions likely enough to be tried: without it one is lost at some seeds
+    "ppo": "--num-updates 50 --algo ppo --num-prompts 16 --entropy-coef 0.05",
 }
 
 
