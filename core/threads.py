@@ -129,13 +129,16 @@ class _Worker(threading.Thread):
                 if was_idle:
                     before = generators()
                 self.current.append((key, time.monotonic()))
-                outcome = _outcome(function, threads.folder)
+                outcome = _outcome(function)
                 try:
                     _, since = self.current.pop()
-                except IndexError:  # given up
+                except IndexError:  # given up; the working directory is no longer its business
                     time.sleep(POLL)  # Overdue may be on its way
                     return
                 seconds = time.monotonic() - since
+                if not _stayed_in(threads.folder):
+                    error = RuntimeError("the environment changed the working directory")
+                    outcome = None, error
                 if seconds > SLOW and threads.count > 1 and kind not in threads.slow:
                     threads.slow.add(kind)
                     self._check_generators(kind[0], before)
@@ -178,16 +181,20 @@ def generators() -> tuple[Any, ...]:
     return random.getstate(), state[1].tobytes(), *state[2:]
 
 
-def _outcome(function: Callable[[], Any], folder: str) -> Outcome:
-    """Makes one call; restores the working directory `folder`, which the run's paths need."""
+def _outcome(function: Callable[[], Any]) -> Outcome:
+    """Makes one call."""
     try:
-        outcome: Outcome = function(), None
+        return function(), None
     except Overdue:
         raise
     except BaseException as error:  # SystemExit too: an environment must not end the run
-        outcome = None, error
+        return None, error
+
+
+def _stayed_in(folder: str) -> bool:
+    """Whether the working directory is still `folder`, which the run's paths need; restores it."""
     with suppress(OSError):  # the new one may be deleted already
         if os.getcwd() == folder:
-            return outcome
+            return True
     os.chdir(folder)
-    return None, RuntimeError("the environment changed the working directory")
+    return False

@@ -1,6 +1,7 @@
 """Slow environments are called at the same time; results do not depend on the threads."""
 
 import asyncio
+import os
 import random
 import threading
 import time
@@ -290,3 +291,24 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
     assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
     collector.close()
     assert not living
+
+
+def test_a_call_that_was_given_up_leaves_the_working_directory_alone(tmp_path, monkeypatch):
+    """It ends after the program has gone to another folder."""
+    calls = threads.Threads(1, 0.0, interrupts=False)
+    calls.slow.add(("slow", "step"))
+    started, go_on = threading.Event(), threading.Event()
+
+    def call():
+        started.set()
+        go_on.wait(60)
+
+    calls.start("key", ("slow", "step"), call)
+    assert started.wait(60)
+    [worker] = calls.workers
+    assert calls.clear() == ["key"]
+    monkeypatch.chdir(tmp_path)
+    go_on.set()
+    worker.join(60)
+    assert not worker.is_alive() and os.getcwd() == str(tmp_path)
+    assert calls.ended(0.0) == []
