@@ -4,7 +4,8 @@ An environment lists them in `Env.tools`. Their type hints and Google-style docs
 JSON schemas that the policy reads in its prompt (transformers' `get_json_schema`). A response with
 calls is not passed to `Env.step`: the functions run, and their results are the next messages, with
 the role "tool" and the reward 0. They run within the time limit of a step, all calls of a response
-together. Text after the last </think> counts; a call that the policy only thinks about does not.
+together; `async` functions are awaited. Text after the last </think> counts; a call that the policy
+only thinks about does not.
 
 >>> read_calls('First <tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>')
 [Call(name='add', arguments={'a': 2, 'b': 3}, error='')]
@@ -14,9 +15,10 @@ together. Text after the last </think> counts; a call that the policy only think
 This is the format of Hermes and Qwen. core/extras/tools.py finds that of other chat templates.
 """
 
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -162,10 +164,10 @@ def make_call(name: Any, arguments: Any) -> Call:
     return Call(name, arguments)
 
 
-def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
+def run(tools: Any, schemas: list[dict[str, Any]], call: Call, runner: asyncio.Runner) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    EnvFailure passes through: it fails the episode.
+    `runner` awaits the result of an async tool. EnvFailure passes through: it fails the episode.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
     if call.error:
@@ -184,6 +186,8 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
             return f"error: {call.name}: {key[:100]} must be {problem}"
     try:
         result = tool(**arguments)
+        if inspect.isawaitable(result):
+            result = runner.run(_wait(result))
         text = result if isinstance(result, str) else json.dumps(result, default=str)
     except EnvFailure:
         raise
@@ -204,6 +208,8 @@ class ToolEnv(Env):
         self.env, self.read_calls = env, read_calls
         self.tools, self.thread_safe, self.heavy = env.tools, env.thread_safe, env.heavy
         self.schemas: list[dict[str, Any]] = []
+        # one event loop for all calls: a connection that a tool keeps belongs to its loop
+        self.runner = asyncio.Runner()
 
     def reset(self, seed: int) -> list[Message]:
         """Starts an episode. Raises UsageError for a tool without type hints or a docstring."""
@@ -226,7 +232,7 @@ class ToolEnv(Env):
         for number, call in enumerate(calls[: MAX_CALLS + 1]):
             text = f"error: at most {MAX_CALLS} calls in one response"
             if number < MAX_CALLS:
-                text = run(self.tools, self.schemas, call)
+                text = run(self.tools, self.schemas, call, self.runner)
             self.num_calls += 1
             self.num_errors += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
@@ -241,6 +247,7 @@ class ToolEnv(Env):
 
     def close(self) -> None:
         self.env.close()
+        self.runner.close()
 
     def _counts(self) -> dict[str, int]:
         return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
@@ -262,6 +269,10 @@ def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:
         texts += [call_text(name), call_text(name, other=1), call_text(name) * 99]
         texts += [call_text(name)[:-20], OPENING * 9_000, f"{OPENING}{'[' * 90_000}", OPENING]
     return texts
+
+
+async def _wait(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _as_type(value: Any, schema: dict[str, Any]) -> Any:

@@ -3,8 +3,9 @@
 Each template is written after the public one of the family. The tokenizer has one token per byte.
 """
 
+import asyncio
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from conftest import AtOnce
@@ -341,6 +342,42 @@ def test_a_refused_call_is_a_result_and_the_episode_goes_on(policy, call, reason
     assert text.startswith("error: ") and reason in text
     assert rollout.episode_return == 1.0 and not rollout.error
     assert rollout.info["tool_errors"] == rollout.info["tool_calls"] == 1
+
+
+def test_async_tools_are_awaited_in_one_event_loop(policy):
+    @register("waiter")
+    class Waiter(Adder):
+        def __init__(self):
+            super().__init__()
+            self.loops = set()
+            self.tools = (self.add, self.fail, self.sum)
+
+        async def add(self, a: int, b: int) -> int:
+            """
+            Adds.
+
+            Args:
+                a: The first.
+                b: The second.
+            """
+            self.loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            return a + b + 10 * len(self.loops)
+
+        async def fail(self) -> None:
+            """Fails."""
+            raise ValueError("no")
+
+        def sum(self) -> Any:
+            """A plain function that returns a coroutine."""
+            return self.add(1, 1)
+
+    with_template(policy, FAMILIES["none"].template)
+    calls = call_text("add", a=2, b=3), call_text("fail") + call_text("sum"), call_text("add", a=1)
+    rollout, _ = play(policy, *calls, "ok", env="waiter")
+    missing = "error: add: missing a required argument: 'b'"
+    assert results(rollout) == ["15", "error: ValueError: no", "12", missing]
+    assert rollout.info["tool_errors"] == 2 and not rollout.error
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
