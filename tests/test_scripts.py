@@ -32,3 +32,29 @@ def test_script_prints_its_help(file, monkeypatch, capsys):
             if str(ROOT / "runs") in str(getattr(sys.modules[name], "__file__", "")):
                 del sys.modules[name]
     assert end.value.code in (0, None) and "usage" in capsys.readouterr().out.lower()
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """runs/smollm2/answers.py, imported."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return runpy.run_path(str(ROOT / "runs/smollm2/answers.py"))
+
+
+def answer(update, *asked, correct):
+    return {"update": update, "asked": [*asked], "correct": correct}
+
+
+def test_a_question_that_repeats_counts_once_in_the_table_of_smollm2(answers):
+    before = [answer(0, q, correct=False) for q in ("1 + 1", "2 + 2", "1 + 1")]
+    after = [answer(5, q, correct=q == "1 + 1") for q in ("1 + 1", "2 + 2", "1 + 1")]
+    tables = answers["evaluations"](before + after)
+    assert [[a["correct"] for a in table.values()] for table in tables] == [[0, 0], [1, 0]]
+
+
+def test_episodes_that_share_only_their_first_question_count_each_in_the_table(answers):
+    before = [answer(0, "ab", correct=False), answer(0, "ab", "cd", correct=True),
+              answer(0, "ab", correct=False)]  # fmt: skip
+    after = [answer(5, "ab", word, correct=True) for word in ("ef", "cd", "cd")]
+    tables = answers["evaluations"](before + after)
+    assert [[a["correct"] for a in table.values()] for table in tables] == [[0, 1, 0], [1, 1, 1]]

@@ -5,7 +5,7 @@
     python runs/smollm2/answers.py table        # the tables of the recorded runs
 
 The single-digit sums of an evaluation repeat: 128 seeds ask 57 different questions. The tables
-count each question once, so they need all answers; rollouts.jsonl has the first eight of an
+count each task once, so they need all answers; rollouts.jsonl has the first eight of an
 evaluation. Some models gain from random rewards (arXiv:2506.10947); then a gain does not show that
 the task was learned. `info["correct"]`, and so the held-out accuracy, stays that of the task.
 """
@@ -13,6 +13,7 @@ the task was learned. `info["correct"]`, and so the held-out accuracy, stays tha
 import json
 import random
 import sys
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,24 @@ def short(rollout: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def evaluations(run: record.Run) -> list[dict[str, dict[str, Any]]]:
-    """The greedy answers before and after RL, by opening question: each counts once."""
-    answers = record.read_records(HERE / f"{run.stem}.answers.jsonl")
+def evaluations(answers: list[dict[str, Any]]) -> list[dict[Hashable, dict[str, Any]]]:
+    """The greedy answers before and after RL, by task: each task counts once.
+
+    As in core.metrics.distinct_tasks, equal questions are one task, unless the episodes of some
+    go on differently: then each episode is a task.
+    """
     last = max(answer["update"] for answer in answers)
-    return [{a["asked"][0]: a for a in answers if a["update"] == u} for u in (0, last)]
+    before, after = ([a for a in answers if a["update"] == u] for u in (0, last))
+    pairs = zip(before, after, strict=True)
+    whole = [tuple(max(first["asked"], second["asked"], key=len)) for first, second in pairs]
+    openings = [asked[0] for asked in whole]
+    same = len(set(whole)) == len(set(openings))
+    tasks = openings if same else range(len(whole))
+    return [dict(zip(tasks, episodes, strict=True)) for episodes in (before, after)]
+
+
+def read_answers(run: record.Run) -> list[dict[str, Any]]:
+    return record.read_records(HERE / f"{run.stem}.answers.jsonl")
 
 
 def write_tables() -> None:
@@ -83,13 +97,13 @@ def write_tables() -> None:
 def table(runs: list[record.Run]) -> list[str]:
     """One row per recorded run, as Markdown."""
     rows = [
-        "| run | questions | before RL [95%] | after RL [95%] | p | lenient | pass@1, pass@k | "
+        "| run | tasks | before RL [95%] | after RL [95%] | p | lenient | pass@1, pass@k | "
         "minutes |",
         "|" + " --- |" * 8,
     ]
     for run in runs:
-        before, after = evaluations(run)
-        solved = [{q for q, a in answers.items() if a["correct"]} for answers in (before, after)]
+        before, after = evaluations(read_answers(run))
+        solved = [{t for t, a in answers.items() if a["correct"]} for answers in (before, after)]
         ((env, first, last),) = before_after(run.records)
         lenient = [share(answers, "lenient") for answers in (before, after)]
         cells = [
@@ -125,12 +139,13 @@ def passes(env: str, metrics: dict[str, Any]) -> str:
 
 
 def answers_table(runs: list[record.Run]) -> list[str]:
-    """The first held-out questions of the first seed of each task: answers before and after."""
+    """The first held-out tasks of the first seed of each run: answers before and after."""
     rows = ["| run | asked | before RL | after RL |", "| --- | --- | --- | --- |"]
     for run in (run for run in runs if run.seed == 0):
-        before, after = evaluations(run)
-        for question in list(before)[:4]:
-            cells = (run.stem, question, text(before[question]), text(after[question]))
+        before, after = evaluations(read_answers(run))
+        for task in list(before)[:4]:
+            asked = before[task]["asked"][0]
+            cells = (run.stem, asked, text(before[task]), text(after[task]))
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
