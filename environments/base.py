@@ -23,6 +23,7 @@ DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
 EVAL_SEEDS = range(1_500_000_000, 2_000_000_000)
 PLAYER = "player"  # the agent of an environment for one agent
 MAX_MESSAGE, MAX_INFO = 500_000, 100_000  # characters in a step's message, and in its info as JSON
+FLAGS = ("done", "fresh", "truncated")  # of a step
 MAX_REWARD = 1e15  # float32 can represent sums of its square
 MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can represent sums
 
@@ -63,11 +64,14 @@ class Step:
     `message`: the next message; None at the end of the episode.
     `reward`: the reward of this response alone.
     `done`: whether the episode has ended.
-    `info`: details. `info["correct"]` (bool) says whether the task was solved, independent of
-    partial credit. Every other number is averaged into the metrics as `info/<key>`.
+    `info`: details. `info["correct"]` says whether the task was solved, independent of partial
+    credit. Every other number is averaged into the metrics as `info/<key>`.
     `fresh`: `message` starts a new context: the policy no longer sees the earlier turns.
     `truncated`: with `done`: a limit, such as a number of steps, ended the episode before the task
     did. It is counted as truncated; algorithms/ppo.py says how it is trained on.
+
+    `done`, `fresh`, `truncated` and `info["correct"]` are True or False; 1 and 0 count as these, of
+    NumPy too. Any other value, such as the text "False", fails the episode.
     """
 
     message: Message | None
@@ -84,14 +88,15 @@ class Step:
 
 
 def checked_step(step: Any, agent: str, is_single: bool) -> Step:
-    """The step that an environment returned, with its reward and info as JSON would restore them.
+    """The step that an environment returned, with all its values as JSON would restore them.
 
     `is_single`: the environment has one agent, which must act or be done. Raises TypeError or
     ValueError if the step is invalid; then training drops the episode.
     """
     if not isinstance(step, Step):
         raise TypeError(f"step() returned {type(step).__name__} for {agent}, not a Step")
-    if is_single and step.message is None and not step.done:
+    flags: dict[str, Any] = {name: _flag(agent, name, getattr(step, name)) for name in FLAGS}
+    if is_single and step.message is None and not flags["done"]:
         raise ValueError("step() returned no message, and done is False")
     if not abs(step.reward) <= MAX_REWARD:  # nor NaN
         shown = f"{step.reward}"[:20]
@@ -102,7 +107,19 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
         raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
     if not isinstance(step.info, dict):
         raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
-    return replace(step, reward=float(step.reward), info=_plain(agent, step.info))
+    info = _plain(agent, step.info)
+    if "correct" in info:
+        info["correct"] = _flag(agent, 'info["correct"]', info["correct"])
+    return replace(step, reward=float(step.reward), info=info, **flags)
+
+
+def _flag(agent: str, name: str, value: Any) -> bool:
+    """True for True and 1, False for False and 0; raises for anything else."""
+    import numpy as np
+
+    if isinstance(value, bool | int | float | np.generic) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name} of {agent} is {value!r:.50}, not True or False")
 
 
 def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from core import evaluation, metrics
 from core.episodes import RolloutCollector
 from core.tasks import Task
 from environments import registry
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
 
 
 class OneTurn(Env):
@@ -61,8 +61,16 @@ FAULTS = [
     (lambda: Step(None, 1.0, True, {"x": object()}), "JSON"),
     (lambda: Step(None, 1.0, True, {"x": "x" * 1_000_000}), "info"),
     (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "JSON"),
+    (lambda: Step(None, 1.0, "True"), "TypeError: done of player is 'True', not True or False"),
+    (lambda: Step(None, 1.0, None), "done"),
+    (lambda: Step(None, 1.0, True, truncated="no"), "truncated"),
+    (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
+    (lambda: Step(message("on"), 1.0, False, fresh=2), "fresh"),
+    (lambda: Step(message("on"), 1.0, False, fresh=np.str_("1")), "fresh"),
+    *((lambda value=value: Step(None, 1.0, True, {"correct": value}), r'info\["correct"\]')
+      for value in ("False", "", "1", None, 0.5, 2, -1, [], [1], {"a": 1}, np.str_("True"))),
     (lambda: time.sleep(5), "no answer"),
-]
+]  # fmt: skip
 
 
 def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
@@ -95,12 +103,25 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn, reset, erro
     assert error in rollout.error and not rollout.messages
 
 
-def test_numbers_of_numpy_in_info_are_those_of_python(policy, one_turn):
+def test_numbers_of_numpy_are_those_of_python(policy, one_turn):
     info = {"correct": np.bool_(True), "score": np.float32(0.5), "left": np.int64(3)}
-    one_turn(result=staticmethod(lambda: Step(None, 1.0, True, info)))
+    no, yes = np.bool_(False), np.bool_(True)
+    one_turn(result=staticmethod(lambda: Step(None, np.float32(1), yes, info, no, yes)))
     (rollout,) = play(policy, Task("one", 0, 0))
     assert rollout.info == {"correct": True, "score": 0.5, "left": 3} and not rollout.error
     assert [type(value) for value in rollout.info.values()] == [bool, float, int]
+    assert rollout.episode_truncated is True and type(rollout.episode_return) is float
+
+
+@pytest.mark.parametrize("one", [1, 1.0, np.int64(1), np.float32(1), np.uint8(1), True])
+def test_zero_and_one_are_flags(one):
+    zero = type(one)(0)
+    step = checked_step(Step(message("on"), 1.0, zero, {"correct": one}, one, zero), "a", True)
+    flags = step.done, step.info["correct"], step.fresh, step.truncated
+    assert [*map(repr, flags)] == ["False", "True", "True", "False"]
+    assert checked_step(Step(None, 1.0, one, {"correct": zero}, zero, one), "a", True) == Step(
+        None, 1.0, True, {"correct": False}, False, True
+    )
 
 
 def test_a_changed_working_directory_is_restored_and_an_error(policy, one_turn, tmp_path):
