@@ -116,19 +116,52 @@ def test_rollouts_are_rotated_read_and_rewound_across_both_files(tmp_path, monke
     assert [r["update"] for file in files for r in read_records(file)] == kept[:1]
 
 
-def test_tracker_receives_the_numbers_of_every_update(tmp_path, monkeypatch):
-    sent, settings = [], {}
-    tracker = SimpleNamespace(
-        log=lambda scalars, step: sent.append((step, scalars)), finish=lambda: sent.append("end")
-    )
-    module = SimpleNamespace(init=lambda **kwargs: settings.update(kwargs) or tracker)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    with RunLog(tmp_path, CONFIG, track="wandb") as log:
+class Tracker(SimpleNamespace):
+    """Stands in for the modules wandb and trackio, and for their runs: it keeps what it is sent."""
+
+    def init(self, **options):
+        self.started.append(options)
+        name = options.get("name", "renamed there")
+        taken = name == "taken" and "resume" not in options  # trackio finds another name
+        return Tracker(id=options.get("id", f"id{len(self.started)}"), sent=self.sent,
+                       name="calm-sea" if taken else name)  # fmt: skip
+
+    def log(self, scalars, step):
+        self.sent.append((step, scalars))
+
+    def finish(self):
+        self.sent.append("end")
+
+
+@pytest.fixture(params=["wandb", "trackio"])
+def tracker(request, monkeypatch):
+    module = Tracker(__name__=request.param, started=[], sent=[])
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return module
+
+
+def test_tracker_receives_the_numbers_of_every_update(tmp_path, tracker):
+    with RunLog(tmp_path, CONFIG, track=tracker.__name__) as log:
         log.log({"sft_step": 1, "sft/loss": 3.0})
         log.log({"update": 0, "eval/e/accuracy": 0.5})
         log.log({"update": 1, "reward/mean": 0.25, "warnings": {"kl_runaway": "KL 0.1"}})
-    assert sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
-    assert settings == {"project": "picorl", "name": tmp_path.name, "config": CONFIG}
+    assert tracker.sent == [(0, {"eval/e/accuracy": 0.5}), (1, {"reward/mean": 0.25}), "end"]
+    assert tracker.started == [{"project": "picorl", "name": tmp_path.name, "config": CONFIG}]
+
+
+@pytest.mark.parametrize("name", ["mine", "taken"])
+def test_a_resumed_run_continues_its_run_of_the_tracker(tmp_path, tracker, name):
+    track, changed = tracker.__name__, CONFIG | {"num_updates": 99}
+    for folder, config in ((name, CONFIG), (name, changed), ("other", CONFIG), (name, changed)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        with RunLog(tmp_path / folder, config, track=track):
+            pass
+    first, *resumed = [start for start in tracker.started if start.get("name") != "other"]
+    assert "resume" not in first and {start["resume"] for start in resumed} == {"allow"}
+    named = {"name": "calm-sea" if name == "taken" else "mine"}
+    identity = {"id": "id1", "allow_val_change": True} if track == "wandb" else named
+    for start in resumed:
+        assert start["config"] == changed and identity.items() <= start.items()
 
 
 def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):

@@ -30,8 +30,9 @@ Record = dict[str, Any]  # one line of metrics.jsonl or rollouts.jsonl
 class RunLog:
     """Appends to metrics.jsonl and rollouts.jsonl, and sends each update to the tracker `track`.
 
-    `config` holds the settings that the tracker stores; `track` has the values of --track. Raises
-    UsageError if wandb or trackio does not start.
+    `config` holds the settings that the tracker stores; `track` has the values of --track. A
+    resumed run continues its run of the tracker. Raises UsageError if wandb or trackio does not
+    start.
     """
 
     def __init__(self, run_dir: Path, config: Record, track: str = "none") -> None:
@@ -39,13 +40,8 @@ class RunLog:
         self.tracker: Any = None
         if track == "tensorboard":
             self.tracker = _TensorBoard(run_dir / "tensorboard")
-        elif track != "none":  # wandb or trackio
-            try:
-                module = importlib.import_module(track)
-                self.tracker = module.init(project="picorl", name=run_dir.name, config=config)
-            except Exception as error:  # no login, no network, ..
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise UsageError(f"--track {track}: {reason}") from error
+        elif track != "none":
+            self.tracker = _start_tracker(track, run_dir, config)
         self.metrics_file = _open(run_dir / METRICS)
         self.rollouts_file = _open(run_dir / ROLLOUTS)
         self.sha256 = hashlib.sha256((run_dir / METRICS).read_bytes())
@@ -157,6 +153,27 @@ def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:
             with suppress(ValueError, RecursionError):
                 if isinstance(record := json.loads(line), dict):
                     yield line.rstrip(b"\r\n") + b"\n", record
+
+
+def _start_tracker(track: str, run_dir: Path, config: Record) -> Any:
+    """A new run of wandb or trackio, or the one that `run_dir` has had there before.
+
+    <track>.id says which: wandb finds its runs by their ids, trackio by their names.
+    """
+    file, options = run_dir / f"{track}.id", Record(name=run_dir.name)
+    if file.exists():
+        options = {"name": file.read_text(encoding="utf-8"), "resume": "allow"}
+        if track == "wandb":  # a resume may change settings, such as num_updates
+            options["id"], options["allow_val_change"] = options.pop("name"), True
+    try:
+        tracker = importlib.import_module(track).init(project="picorl", config=config, **options)
+    except Exception as error:  # no login, no network, a run that was deleted there, ..
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        hint = f"; to start another run there, remove {file}" if file.exists() else ""
+        raise UsageError(f"--track {track}: {reason}{hint}") from error
+    with published(file) as part:
+        part.write_text(tracker.id if track == "wandb" else tracker.name, encoding="utf-8")
+    return tracker
 
 
 class _TensorBoard:
