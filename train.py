@@ -47,7 +47,14 @@ from torch import Tensor
 from algorithms import common, off_policy, sft
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
-from core.batching import MicroBatch, RolloutBatch, micro_batches, minibatches, to_rollout_batch
+from core.batching import (
+    MicroBatch,
+    RolloutBatch,
+    micro_batches,
+    minibatches,
+    shape_rewards,
+    to_rollout_batch,
+)
 from core.metrics import UpdateStats
 from core.policy import Policy
 from core.run.open import Run, is_due, open_run, optimizer_for
@@ -83,7 +90,8 @@ def main(cfg: Config) -> int:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
             # 3. Rewards to advantages
-            shape_rewards(cfg, batch, update)
+            shape_rewards(cfg, batch)
+            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
             algorithm.compute_advantages(batch, options)
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
@@ -195,7 +203,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = run.drop_failed(fresh)
-        kept += selection.with_spread(usable) if cfg.filter_groups else usable
+        kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")
     run.sampled_at = perf_counter()
@@ -240,30 +248,6 @@ def score_logprobs(
     # each rank has scored its own sequences; the others are 0
     distributed.all_reduce_sum([x for x in (all_logprobs, all_values) if x is not None])
     return all_logprobs, all_values
-
-
-def shape_rewards(cfg: Config, batch: RolloutBatch, update: int) -> None:
-    """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ, seed.
-
-    The environment's rewards are at the last token of each turn. With --credit episode (the default
-    of all but PPO) rewards are discounted here, from the episode's start (by default γ is 1), and
-    all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
-    """
-    batch.gamma, batch.seed = cfg.gamma, derive_seed(cfg.seed, ALGORITHM, update)
-    batch.loss_mask = batch.completion_mask & ~(
-        batch.hit_token_limit & cfg.mask_truncated_completions
-    )
-    rewards = cfg.reward_coef * batch.rewards
-    if cfg.overlong_buffer:
-        lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
-        rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
-    if cfg.kl_coef and cfg.kl_in == "reward":
-        kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
-        rewards = rewards - cfg.kl_coef * kl
-    if cfg.credit == "episode":
-        rewards = rewards * cfg.gamma**batch.turn_ids
-        batch.turn_ids = torch.zeros_like(batch.turn_ids)
-    batch.rewards = rewards
 
 
 def regularizers(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from algorithms.options import KL, Aggregation
 
 NOT_YET: Any = None  # a tensor that the loop computes later
+ROUNDING = 1e-12  # relative difference below which two returns are equal
 
 
 @dataclass(kw_only=True)
@@ -31,7 +32,7 @@ class TokenTensors:
     """
 
     completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
-    loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss
+    loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss; by default all
     turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
     group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of one task have the same number
     rewards: Tensor = NOT_YET  # of a turn at its last token; --kl-in reward adds to every token
@@ -43,6 +44,10 @@ class TokenTensors:
     value_targets: Tensor = NOT_YET  # set by compute_advantages if there is a value head
     token_weights: Tensor = NOT_YET  # what a token's term is multiplied by; 0: not in the loss
     own: dict[str, Tensor] = field(default_factory=dict)  # further tensors of the algorithm
+
+    def __post_init__(self) -> None:
+        if self.loss_mask is NOT_YET:
+            self.loss_mask = self.completion_mask
 
     @property
     def num_tokens(self) -> int:
@@ -129,6 +134,20 @@ def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     return returns, exists
 
 
+def minus(returns: Tensor, baseline: Tensor) -> Tensor:
+    """`returns - baseline`, float64; 0 where they differ by rounding only.
+
+    The mean of equal numbers can be off in the last digit. Adam, which divides the gradient by its
+    size, would turn such a difference into a step of the full learning rate.
+
+    >>> mean = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64).sum() / 3
+    >>> 0.1 - mean.item() == 0, minus(torch.tensor(0.1, dtype=torch.float64), mean).item()
+    (False, 0.0)
+    """
+    difference = returns.double() - baseline.double()
+    return torch.where(difference.abs() <= ROUNDING * returns.abs(), 0.0, difference)
+
+
 def group_sum(values: Tensor, group_ids: Tensor) -> Tensor:
     """Sum of `values` [B, K] over the rollouts of the same group, for each rollout: [B, K].
 
@@ -197,9 +216,23 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     """Shifts and scales to mean 0 and standard deviation 1 over the mask; 0 off the mask."""
-    mean = masked_mean(values, mask)
-    std = masked_mean((values - mean) ** 2, mask).sqrt()
-    return torch.where(mask, (values - mean) / (std + eps), 0)
+    centered = minus(values, masked_mean(values.double(), mask))
+    std = masked_mean(centered**2, mask).sqrt()
+    return torch.where(mask, centered / (std + eps), 0).float()
+
+
+def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
+    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
+
+    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
+    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets, 0 if all are equal.
+    """
+    if len(targets) < 2:
+        return {}
+    errors = targets.double() - values.double()
+    unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
+    explained = 1 - (unexplained / spread).item() if spread else 0.0
+    return {"baseline/explained_variance": explained}
 
 
 def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
@@ -256,13 +289,13 @@ def surrogate_metrics(
     clip_high: float,
     either_sign: bool = False,
 ) -> dict[str, float]:
-    """Sums over tokens; the loop divides them by the number of tokens, so counts become fractions.
+    """Sums over the tokens in the loss; the loop divides them by the number of these tokens.
 
     A token counts as clipped if its ratio is above the clip and its advantage positive, or its
     ratio below the clip and its advantage negative: there the clip removes the gradient.
     `either_sign`: whatever the sign of the advantage (CISPO). kl/approx is KL(π_old ‖ π).
     """
-    mask, advantages = micro.completion_mask, micro.advantages
+    mask, advantages = micro.loss_mask, micro.advantages
     low, high = mask & (ratio < 1 - clip_low), mask & (ratio > 1 + clip_high)
     if not either_sign:
         low, high = low & (advantages < 0), high & (advantages > 0)

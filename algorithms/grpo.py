@@ -110,7 +110,7 @@ def compute_advantages(batch: Batch, options: Any) -> None:
     group_size = common.group_sum(exists.double(), group_ids)
     group_total = common.group_sum(torch.where(exists, returns, 0.0), group_ids)
     baseline = group_total / group_size.clamp(min=1)
-    advantages = torch.where(exists, returns - baseline, 0.0)
+    advantages = torch.where(exists, common.minus(returns, baseline), 0.0)
     if options.scale_rewards == "group":
         variance = common.group_sum(advantages**2, group_ids) / (group_size - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)

@@ -53,5 +53,5 @@ def compute_loss(
         kept &= off_policy.not_stale(logprobs, micro, options.limit)
     micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
     loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
-    rejected = (micro.completion_mask & ~kept).sum().item()
+    rejected = (micro.loss_mask & ~kept).sum().item()
     return loss, metrics | {"weights/rejected": rejected}

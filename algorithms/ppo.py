@@ -73,8 +73,13 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     advantages = for_targets = gae(batch, options.gae_lambda)
     if options.value_lambda is not None:  # decoupled GAE
         for_targets = gae(batch, options.value_lambda)
-    batch.value_targets = torch.where(batch.completion_mask, for_targets + batch.values, 0.0)
+    targets = (for_targets + batch.values).float()
+    batch.value_targets = torch.where(batch.completion_mask, targets, 0.0)
     batch.advantages = common.normalize(advantages, batch.loss_mask)
+    # with λ = 1 the rewards that followed, whatever the value head says
+    followed = (gae(batch, 1.0) + batch.values)[batch.completion_mask]
+    values = batch.values[batch.completion_mask]
+    batch.metrics |= common.explained_variance(followed, values)
 
 
 def compute_loss(
@@ -105,12 +110,12 @@ def compute_loss(
     per_token = -micro.importance_weights * surrogate + options.value_coef * squared_error / 2
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
     metrics = common.surrogate_metrics(ratio, logprobs, micro, options.clip, options.clip)
-    metrics["value/loss"] = torch.where(mask, squared_error, 0.0).sum().item() / 2
+    metrics["value/loss"] = squared_error[micro.loss_mask].sum().item() / 2
     return loss, metrics
 
 
 def gae(batch: Batch, gae_lambda: float) -> Tensor:
-    """Generalized advantage estimates [B, N] from rewards and values, 0 off the mask.
+    """Generalized advantage estimates [B, N] float64 from rewards and values, 0 off the mask.
 
     Positions off the mask are skipped, so a rollout may have gaps or padding anywhere.
 
@@ -118,9 +123,9 @@ def gae(batch: Batch, gae_lambda: float) -> Tensor:
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0]]), completion_mask=values > 0,
     ...               turn_ids=torch.zeros(1, 2), values=values)
     >>> gae(batch, gae_lambda=1.0)
-    tensor([[0.5000, 0.5000]])
+    tensor([[0.5000, 0.5000]], dtype=torch.float64)
     """
-    rewards, values, turn_ids = batch.rewards, batch.values, batch.turn_ids
+    turn_ids, rewards, values = batch.turn_ids, batch.rewards.double(), batch.values.double()
     advantages = torch.zeros_like(rewards)
     next_advantage = torch.zeros_like(rewards[:, 0])
     next_turn = torch.full_like(turn_ids[:, 0], -1)

@@ -73,11 +73,11 @@ def compute_advantages(batch: Batch, options: Options) -> None:
         baseline = torch.where(group_size > 1, others, returns)
     else:
         baseline = torch.zeros_like(returns)
-    advantages = (returns - baseline).gather(1, batch.turn_ids).float()
+    advantages = common.minus(returns, baseline).gather(1, batch.turn_ids)
     if options.normalize:
         batch.advantages = common.normalize(advantages, batch.loss_mask)
     else:
-        batch.advantages = torch.where(batch.completion_mask, advantages, 0.0)
+        batch.advantages = torch.where(batch.completion_mask, advantages.float(), 0.0)
 
 
 def compute_loss(

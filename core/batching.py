@@ -30,8 +30,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from algorithms import common
 from algorithms.common import Batch, Micro
 from core import distributed
+from core.config import Config
 from core.policy import Policy
 from core.prefix_sharing import PackedGroups, pack_groups
 from core.types import Rollout, Turn
@@ -124,8 +126,32 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             for place, kept in enumerate(turn.kept_ids or [], row * width + column):
                 batch.kept_ids[place] = kept
             column = end
-    batch.loss_mask = batch.completion_mask.clone()
     return batch
+
+
+def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
+    """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ.
+
+    The environment's rewards are at the last token of each turn. With --credit episode (the default
+    of all but PPO) rewards are discounted here, from the episode's start (by default γ is 1), and
+    all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
+    The KL of --kl-in reward is subtracted if the batch has the log-probs of the reference.
+    """
+    batch.gamma = cfg.gamma
+    batch.loss_mask = batch.completion_mask & ~(
+        batch.hit_token_limit & cfg.mask_truncated_completions
+    )
+    rewards = cfg.reward_coef * batch.rewards
+    if cfg.overlong_buffer:
+        lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
+        rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
+    if cfg.kl_in == "reward" and batch.ref_logprobs is not None:
+        kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
+        rewards = rewards - cfg.kl_coef * kl
+    if cfg.credit == "episode":
+        rewards = rewards * cfg.gamma**batch.turn_ids
+        batch.turn_ids = torch.zeros_like(batch.turn_ids)
+    batch.rewards = rewards
 
 
 def largest_batch(max_length: int, max_tokens: int) -> RolloutBatch:

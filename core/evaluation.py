@@ -45,6 +45,16 @@ def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str
     return lines
 
 
+def left_out_lines(found: dict[str, float], k: int) -> list[str]:
+    """How many tasks `pass_at_k` left out, as text."""
+    return [
+        f"pass@{k} leaves out {count} tasks of {name.split('/', 1)[1].rpartition('/')[0]}: fewer "
+        f"than {k} of their samples were played"
+        for name, count in found.items()
+        if name.endswith("/pass_at_k_left_out")
+    ]
+
+
 def repeated_tasks(cfg: Config, tasks: list[Task]) -> tuple[list[Task], SamplingParams]:
     """The tasks of --eval-samples, and how to sample them: the same in every evaluation."""
     params = SamplingParams(
@@ -53,10 +63,9 @@ def repeated_tasks(cfg: Config, tasks: list[Task]) -> tuple[list[Task], Sampling
     return [task for task in tasks for _ in range(cfg.eval_samples)], params
 
 
-def pass_at_k(greedy: list[Rollout], sampled: list[Rollout]) -> dict[str, float]:
+def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str, float]:
     """pass@1 and pass@k of the samples of `repeated_tasks`."""
-    distinct = metrics.distinct_tasks(played(greedy))
-    return metrics.pass_at_k([r for r in played(sampled) if (r.env, r.seed) in distinct], distinct)
+    return metrics.pass_at_k(played(greedy), played(sampled), k)
 
 
 def played(rollouts: list[Rollout]) -> list[Rollout]:

@@ -11,20 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from algorithms.common import explained_variance
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
+from core.selection import groups_with_spread
 from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
+OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
 
 
 class UpdateStats:
     """The metrics of the gradient steps of one update.
 
-    `loss` and `grad_norm` are those of the last step. Those of the losses, the entropy, the KL
-    and the weights are means over the sampled tokens of the last epoch, however its steps were cut
-    into micro-batches; gap/* and tokens/trained are of all tokens of the update.
+    `loss` and `grad_norm` are those of the last step. What the algorithm's loss reports is a mean
+    over the tokens in the loss, and OF_ALL_TOKENS are means over all sampled tokens, of the last
+    epoch, however its steps were cut into micro-batches; gap/* and tokens/trained are of all tokens
+    of the update.
     """
 
     def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
@@ -38,7 +42,7 @@ class UpdateStats:
         self.num_steps = 0
 
     def add(self, micro: MicroBatch, loss: Tensor, entropy: Tensor, sums: dict[str, float]) -> None:
-        """Adds one micro-batch; `entropy` [b, T-1], `sums` over its tokens by the metric's name."""
+        """Adds one micro-batch; `entropy` [b, T-1], `sums` by the metric's name."""
         micro.scatter(micro.old_logprobs, into=self.old_logprobs)
         ratio, cap = micro.sampler_ratio[micro.completion_mask], self.cfg.tis_cap
         beyond = ratio > cap
@@ -50,6 +54,7 @@ class UpdateStats:
             "loss": loss.item(),
             "policy/entropy": entropy.sum().item(),
             "tokens": micro.num_tokens,
+            "in_loss": int(micro.loss_mask.sum()),
         }
         _add(sums | of_all, to=self.step_sums)
 
@@ -59,7 +64,7 @@ class UpdateStats:
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
         self.loss = sums.pop("loss", 0.0)
-        self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("tokens", 0.0))
+        self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
         if self.batch.old_logprobs is None:  # each rank has those of its own sequences
@@ -67,9 +72,12 @@ class UpdateStats:
 
     def means(self) -> dict[str, float]:
         """The metrics by name."""
-        tokens = self.epoch_sums.pop("tokens", 0.0)
+        tokens, in_loss = (self.epoch_sums.pop(name, 0.0) for name in ("tokens", "in_loss"))
         batch, mask = self.batch, self.batch.completion_mask
-        metrics = {name: total / tokens for name, total in self.epoch_sums.items()} | {
+        metrics = {
+            name: total / (tokens if name in OF_ALL_TOKENS else max(1, in_loss))
+            for name, total in self.epoch_sums.items()
+        } | {
             "update/steps": self.num_steps,
             "update/skipped": float(self.num_steps == 0),
             "tokens/trained": int(batch.loss_mask.sum()),
@@ -81,10 +89,7 @@ class UpdateStats:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
-        metrics |= batch.metrics
-        if batch.value_targets is not None:
-            metrics |= explained_variance(batch.value_targets[mask], batch.values[mask])
-        return metrics
+        return metrics | batch.metrics
 
 
 def _add(sums: dict[str, float], to: dict[str, float]) -> None:
@@ -92,7 +97,7 @@ def _add(sums: dict[str, float], to: dict[str, float]) -> None:
         to[name] += value
 
 
-def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
+def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     """Rewards, groups and lengths of the rollouts of one update (core/README.md has every name).
 
     Rollouts whose environment failed count in "episodes/failed" and "tokens/sampled" only.
@@ -107,9 +112,9 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
-    others = torch.tensor([_mean_of_others(r, groups[r.group_id]) for r in compared])
-    returns_compared = torch.tensor([r.episode_return for r in compared])
-    zero_std = [len({r.episode_return for r in group}) == 1 for group in groups.values()]
+    others = [_mean_of_others(r, groups[r.group_id]) for r in compared]
+    returns_compared = [r.episode_return for r in compared]
+    alive = groups_with_spread(cfg, rollouts)
     correct = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
         "reward/mean": returns.mean().item(),
@@ -117,7 +122,7 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
         "reward/min": returns.min().item(),
         "reward/max": returns.max().item(),
         "reward/correct": statistics.fmean(itertools.chain(*correct)),
-        "groups/zero_std_fraction": statistics.fmean(zero_std),
+        "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
         "groups/all_right": statistics.fmean(map(all, correct)),
         "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
@@ -128,7 +133,7 @@ def rollout_metrics(sampled: list[Rollout]) -> dict[str, float]:
         "episodes/failed": 1 - len(rollouts) / len(sampled),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
         # how well the other rollouts of a group predict a return; PPO: how well its value head does
-        **explained_variance(returns_compared, others),
+        **explained_variance(*torch.tensor([returns_compared, others], dtype=torch.float64)),
         **_info_means(rollouts),
     }
 
@@ -228,15 +233,34 @@ def is_correct(rollout: Rollout) -> bool:
     return bool(rollout.info.get("correct"))
 
 
-def pass_at_k(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
-    """The fraction of correct rollouts, and of groups with a correct one; the mean over tasks."""
-    solved = {r.group_id for r in rollouts if is_correct(r)}
+def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str, float]:
+    """The fraction of correct samples, and the probability that one of k is; means over tasks.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)    n samples of a task, c of them correct
+
+    This estimate is unbiased for n >= k (arXiv:2107.03374). Tasks of which samples were lost, so
+    that n < k, are left out of pass@k and counted. `greedy`: the evaluation that says what the
+    tasks are.
+    """
     metrics: dict[str, float] = {}
-    for env, episodes in by_seat(rollouts).items():
-        one = task_means(episodes, tasks, is_correct)
-        any_of_k = task_means(episodes, tasks, lambda r: r.group_id in solved)
-        metrics[f"eval/{env}/pass_at_1"] = statistics.fmean(one.values())
-        metrics[f"eval/{env}/pass_at_k"] = statistics.fmean(any_of_k.values())
+    tasks = distinct_tasks(greedy)
+    sampled_by = by_seat([r for r in sampled if (r.env, r.seed) in tasks])
+    for env, episodes in by_seat(greedy).items():
+        samples: dict[Hashable, list[bool]] = {tasks[r.env, r.seed]: [] for r in episodes}
+        for r in sampled_by.get(env, []):
+            samples.setdefault(tasks[r.env, r.seed], []).append(is_correct(r))
+        some = [statistics.fmean(column) for column in samples.values() if column]
+        any_of_k = [
+            1 - math.comb(len(column) - sum(column), k) / math.comb(len(column), k)
+            for column in samples.values()
+            if len(column) >= k
+        ]
+        found = {
+            "pass_at_1": statistics.fmean(some) if some else None,
+            "pass_at_k": statistics.fmean(any_of_k) if any_of_k else None,
+            "pass_at_k_left_out": len(samples) - len(any_of_k) or None,
+        }
+        metrics |= {f"eval/{env}/{name}": x for name, x in found.items() if x is not None}
     return metrics
 
 
@@ -269,19 +293,6 @@ def describe(env: str, record: dict[str, Any]) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
-
-    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
-    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets.
-    """
-    if len(targets) < 2:
-        return {}
-    spread = targets.var().item()
-    unexplained = (targets - values).var().item()
-    return {"baseline/explained_variance": 1 - unexplained / spread if spread > 0 else 0.0}
 
 
 def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -5,11 +5,17 @@ change nothing. Filter on the spread of the returns, not on their mean: a group 
 can have a mean of 0.5 and no spread.
 """
 
+import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
+from algorithms import common
+from core.batching import shape_rewards, to_rollout_batch
+from core.config import Config
 from core.types import Rollout, Turn, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
@@ -39,21 +45,41 @@ def by_task(rollouts: list[Rollout]) -> list[list[Rollout]]:
     return list(tasks.values())
 
 
-def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
+def with_spread(cfg: Config, rollouts: list[Rollout]) -> list[Rollout]:
     """The rollouts of the tasks in which the returns of at least one group differ."""
-    returns: dict[int, set[float]] = defaultdict(set)
-    for rollout in rollouts:
-        returns[rollout.group_id].add(rollout.episode_return)
-    tasks = [t for t in by_task(rollouts) if any(len(returns[r.group_id]) > 1 for r in t)]
+    alive = groups_with_spread(cfg, rollouts)
+    tasks = [task for task in by_task(rollouts) if any(r.group_id in alive for r in task)]
     return [rollout for task in tasks for rollout in task]
+
+
+def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
+    """The groups in which the returns of some turn differ, as the advantages compare them.
+
+    Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward.
+    """
+    batch = to_rollout_batch(rollouts)
+    shape_rewards(cfg, batch)
+    returns, exists = common.turn_returns(batch)  # [B, K]
+    size = common.group_sum(exists.double(), batch.group_ids)
+    total = common.group_sum(torch.where(exists, returns, 0.0), batch.group_ids)
+    differs = exists & (common.minus(returns, total / size.clamp(min=1)) != 0)
+    return set(batch.group_ids[differs.any(1)].tolist())
 
 
 def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) -> list[dict]:
     """The `size` rollouts with the highest return among `best` and `rollouts`, one per task.
 
-    Of equal returns the newer is kept. The result is plain data for a checkpoint, without messages.
+    Of `rollouts` only those above the mean return of their group count, or, in a group of one,
+    above that of all `rollouts`: imitating the rest would teach the policy its failures. Of equal
+    returns the newer is kept. The result is plain data for a checkpoint, without messages.
     """
-    new = [asdict(r) | EMPTY for r in rollouts]
+    groups: dict[int, list[float]] = defaultdict(list)
+    for r in rollouts:
+        groups[r.group_id].append(r.episode_return)
+    everything = [r.episode_return for r in rollouts]
+    means = {g: statistics.fmean(own if len(own) > 1 else everything) for g, own in groups.items()}
+    better = [r for r in rollouts if r.episode_return > means[r.group_id]]
+    new = [asdict(r) | EMPTY for r in better]
     for turn in (turn for one in new for turn in one["turns"]):
         turn["kept_ids"] = None  # SFT trains the whole distribution
     first: dict[tuple[str, int, str], dict] = {}

@@ -10,6 +10,7 @@ from algorithms.common import (
     Micro,
     group_sum,
     masked_mean,
+    minus,
     normalize,
     overlong_penalty,
     surrogate_metrics,
@@ -171,7 +172,21 @@ def test_normalize_by_hand():
     values, mask = torch.tensor([2.0, NAN, 6.0]), torch.tensor([True, False, True])
     assert normalize(values, mask, eps=2.0).tolist() == [-0.5, 0, 0.5]  # (2 - 4) / (2 + eps)
     assert normalize(values, mask)[2].item() == pytest.approx(2 / 2.0001, abs=1e-7)
-    assert normalize(torch.tensor([7.0, 7.0]), torch.tensor([True, True])).tolist() == [0, 0]
+    # in float32 the mean of three times 1000.1 is 6e-5 away from it
+    equal = torch.tensor([1000.1, 1000.1, 1000.1, 9.0])
+    assert normalize(equal, equal > 10).tolist() == normalize(equal.double(), equal > 10).tolist()
+    assert normalize(equal, equal > 10).tolist() == [0, 0, 0, 0]
+
+
+def test_minus_is_0_up_to_rounding_and_no_further():
+    def of(value, baseline):
+        value, baseline = torch.tensor([value, baseline], dtype=torch.float64)
+        return minus(value, baseline).item()
+
+    assert of(3.0, 5.0) == -2 and of(5.0, 5.0) == 0 and of(0.0, 1e-30) == -1e-30
+    for size in (1e-9, -1.0, 1e15):
+        assert of(size, size * (1 + 5e-13)) == of(size, size * (1 - 5e-13)) == 0
+        assert of(size, size * (1 - 2e-12)) == pytest.approx(size * 2e-12, rel=1e-3)
 
 
 def test_overlong_penalty_grows_from_0_to_1_over_the_buffer():
@@ -183,11 +198,12 @@ def test_overlong_penalty_grows_from_0_to_1_over_the_buffer():
 
 @pytest.mark.parametrize("junk", [1.0, NAN, INF])
 def test_surrogate_metrics_count_the_tokens_that_the_clip_stops(junk):
-    """Beyond 1/2 and 5/4, not at them; the last token is masked."""
+    """Beyond 1/2 and 5/4, not at them; the last token was sampled, but is not in the loss."""
     ratio = torch.tensor([0.25, 0.25, 0.25, 0.5, 1.25, 1.5, 1.5, 1.5, junk])
     advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0, -1.0, 1.0, 0.0, junk])
     mask, old = torch.arange(9) < 8, torch.full((9,), -1.0)
-    micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages)
+    micro = Micro(completion_mask=mask | True, loss_mask=mask, old_logprobs=old,
+                  advantages=advantages)  # fmt: skip
     inputs = ratio, old + ratio.log(), micro, 0.5, 0.25
     k3 = sum(r - 1 - math.log(r) for r in ratio[:8].tolist())  # KL of the old from the new
     want = {"clip/low_fraction": 1, "clip/high_fraction": 1, "kl/approx": pytest.approx(k3)}

@@ -12,6 +12,7 @@ import pytest
 from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
+from core.config import Config
 from core.episodes import RolloutCollector
 from core.tasks import Task
 from environments import registry
@@ -160,7 +161,7 @@ def test_a_failed_infrastructure_is_neither_trained_on_nor_evaluated(policy, one
     rollouts = play(policy, *(Task("one", seed, seed) for seed in range(5)))
     assert [r.env_failure for r in rollouts] == [False, True, False, True, False]
     assert rollouts[1].error == "EnvFailure: connection lost"
-    assert metrics.rollout_metrics(rollouts)["episodes/failed"] == pytest.approx(2 / 5)
+    assert metrics.rollout_metrics(Config(), rollouts)["episodes/failed"] == pytest.approx(2 / 5)
     left = evaluation.played(rollouts)
     assert metrics.eval_metrics(left, metrics.distinct_tasks(left))["eval/one/accuracy"] == 1.0
 

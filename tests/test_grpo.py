@@ -7,7 +7,7 @@ import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
 from algorithms import cispo, grpo, gspo
-from algorithms.common import Batch, Micro
+from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
 
 
@@ -59,6 +59,14 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     # three float32 returns of 1000.1 have a float32 mean that is 6e-5 away from them
     assert of_returns([1000.1] * 3 + [0.0] * 3, [0, 0, 0, 1, 1, 1], scale) == [0.0] * 6
     assert of_returns([3.0], [0], scale) == [0]
+    # nor is the float64 mean of equal returns with γ = 0.9 always one of them
+    equal = torch.tensor([[1.0, 0.1, 1.0]]).repeat(7, 1)
+    turns = torch.tensor([[0, 1, 2]]).repeat(7, 1)
+    batch = Batch(rewards=equal, completion_mask=turns >= 0, turn_ids=turns,
+                  group_ids=torch.zeros(7), gamma=0.9)  # fmt: skip
+    assert any(x.sum() / 7 != x[0] for x in turn_returns(batch)[0].T)
+    compute_advantages(batch, Options(scale_rewards=scale))
+    assert not batch.advantages.any()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

@@ -96,7 +96,7 @@ def test_in_the_reward_k1_teaches_the_kl_and_the_others_do_not():
             algo="reinforce", options=options, kl_coef=1.0, kl_in="reward", kl_estimator=kind
         )
         batch.rewards = zeros
-        train.shape_rewards(cfg, batch, 1)
+        train.shape_rewards(cfg, batch)
         reinforce.compute_advantages(batch, options)
         micro.advantages = batch.advantages
         loss, _ = reinforce.compute_loss(logprobs, None, micro, options)

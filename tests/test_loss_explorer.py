@@ -65,7 +65,7 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
              for std in (0.01, 0.3)]  # fmt: skip
     batch.old_logprobs = ((batch.sampler_logprobs + noise[0]) * 1e4).round() / 1e4
     after = ((batch.old_logprobs + noise[1]) * 1e4).round() / 1e4
-    train.shape_rewards(cfg, batch, 1)
+    train.shape_rewards(cfg, batch)
     lines = []
     grpo.compute_advantages(batch, cfg.options if algo == "grpo" else grpo.Options("grpo", "group"))
     recorded = batch.advantages

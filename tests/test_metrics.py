@@ -8,16 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from algorithms.common import explained_variance
 from core import evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
+from core.evaluation import left_out_lines
 from core.metrics import (
     UpdateStats,
     before_after,
     describe,
     distinct_tasks,
     eval_metrics,
-    explained_variance,
     few_tasks,
     mcnemar,
     pass_at_k,
@@ -66,7 +67,7 @@ def test_rollout_metrics_by_hand():
     rollouts[7].error = "TimeoutError"
     for number, one in enumerate(rollouts):
         one.info["steps"] = number
-    metrics = rollout_metrics(rollouts)
+    metrics = rollout_metrics(Config(), rollouts)
     returns = torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 2.0, -1.5])
     expected = {
         "reward/mean": 4 / 7, "reward/min": -1.5, "reward/max": 2.0,
@@ -78,15 +79,17 @@ def test_rollout_metrics_by_hand():
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
     assert not {"info/note", "info/correct", "reported/steps"} & metrics.keys()
-    assert rollout_metrics(rollouts[7:]) == {"tokens/sampled": 0}
+    assert rollout_metrics(Config(), rollouts[7:]) == {"tokens/sampled": 0}
 
 
 def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
     # returns 0 2 | 4 6: variance 20/3; minus that of the other rollout, -2 2 -2 2: 16/3
     rollouts = [rollout(0.0), rollout(2.0), rollout(4.0, group=1), rollout(6.0, group=1)]
-    explained = rollout_metrics(rollouts)["baseline/explained_variance"]
+    explained = rollout_metrics(Config(), rollouts)["baseline/explained_variance"]
     assert explained == pytest.approx(1 - (16 / 3) / (20 / 3))
-    alone = rollout_metrics([rollout(0.0), rollout(2.0, group=1)])  # no baseline to measure
+    alone = rollout_metrics(
+        Config(), [rollout(0.0), rollout(2.0, group=1)]
+    )  # no baseline to measure
     assert "baseline/explained_variance" not in alone
 
     name, targets = "baseline/explained_variance", torch.tensor([0.0, 1.0])
@@ -94,6 +97,12 @@ def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
     assert explained_variance(targets, torch.tensor([5.0, 5.0])) == {name: 0}
     assert explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])) == {name: 0}
     assert explained_variance(targets[:1], targets[:1]) == {}
+    # in float32 the mean of ten times 0.1 is not 0.1
+    equal, values = torch.full((10,), 0.1), torch.linspace(-1, 1, 10)
+    assert explained_variance(equal, equal) == explained_variance(equal, values) == {name: 0}
+    assert explained_variance(equal.double(), values.double()) == {name: 0}
+    near = torch.tensor([1e3, 1e3 + 1e-6], dtype=torch.float64)
+    assert explained_variance(near, near) == {name: 1}
 
 
 def test_accuracy_counts_info_correct_and_not_the_reward():
@@ -145,13 +154,12 @@ def test_before_and_after_are_the_first_and_last_evaluations():
     [(2.0, "truncate", 1), (2.0, "mask", 2 + 2), (1.5, "mask", 3 + 4), (0.0, "truncate", 0)],
 )
 def test_update_stats_by_hand(cap, mode, capped):
-    """Two epochs; the second has a step on three tokens and one on two."""
+    """Two epochs; the second has a step on three tokens and one on two, one of them in the loss."""
     cfg = Config(tis_cap=cap, tis_mode=mode)
     rollouts = [rollout(1.0, tokens=3), rollout(1.0, tokens=2, reason="length")]
     batch = to_rollout_batch(rollouts)  # sampler log-probs -0.5
     batch.loss_mask = batch.completion_mask & ~batch.hit_token_limit
-    batch.values = torch.tensor([[1.5, 2.5, 2.0], [0.0, 0.0, 0.0]])
-    batch.value_targets = torch.tensor([[1.0, 3.0, 2.0], [0.0, 4.0, 0.0]])
+    batch.metrics["mine"] = 0.5  # of the algorithm
     stats = UpdateStats(cfg, batch)
     first = MicroBatch(
         input_ids=torch.tensor([[1, 5, 5, 5]]),
@@ -169,6 +177,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     first.sampler_ratio = ratio = torch.tensor([[2.0, 0.4, 3.0]])
     second.sampler_ratio = ratio / 4
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
+    second.loss_mask = second.completion_mask & torch.tensor([[True, False, False]])
     stats.add(first, torch.tensor(7.0), entropy, {"kl/approx": 9.0})
     stats.end_minibatch(0)
     assert (stats.loss, stats.approx_kl) == (7.0, 3.0)
@@ -179,15 +188,14 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.add(second, torch.tensor(-1.0), entropy, {"kl/approx": 0.2})
     stats.add(second, torch.tensor(-3.0), 0 * entropy, {"kl/approx": 0.0})
     stats.end_minibatch(1)
-    assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 4))
+    assert (stats.loss, stats.approx_kl) == (-4.0, pytest.approx(0.2 / 2))
     stats.num_steps, stats.grad_norm = 3, 0.25
     expected = {
-        "loss": -4.0, "kl/approx": 0.5 / 7, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
+        "loss": -4.0, "kl/approx": 0.5 / 5, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
         "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
         "weights/capped": capped / 7, "tokens/trained": 3, "update/steps": 3,
         "update/skipped": 0.0,
-        # variances of a sample: targets 1 3 2 0 4: 10/4; minus the values, -.5 .5 0 0 4: 12.1/4
-        "baseline/explained_variance": 1 - 13.3 / 10,
+        "mine": 0.5,
     }  # fmt: skip
     means = stats.means()
     assert {name: means[name] for name in expected} == pytest.approx(expected)
@@ -280,9 +288,26 @@ def test_pass_at_k_counts_each_opening_once():
     greedy = [evaluated(seed, seed // 3, 9, False) for seed in range(4)]
     correct = [(True, False), (False, False), (False, False), (True, True)]
     samples = [evaluated(s, s // 3, n, c[n]) for s, c in enumerate(correct) for n in (0, 1)]
-    metrics = pass_at_k(samples, distinct_tasks(greedy))
-    assert metrics["eval/e/pass_at_1"] == pytest.approx((1 / 6 + 1) / 2)
-    assert metrics["eval/e/pass_at_k"] == pytest.approx((1 / 3 + 1) / 2)
+    # question 0 has six samples, one of them correct: 1 - C(5, 2) / C(6, 2) = 1/3
+    expected = {"eval/e/pass_at_1": (1 / 6 + 1) / 2, "eval/e/pass_at_k": (1 / 3 + 1) / 2}
+    assert pass_at_k(greedy, samples, 2) == pytest.approx(expected)
+
+
+def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
+    """Four tasks with 4, 3, 2 and 0 samples, of which 1, 1, 1 and 0 are correct; k = 3."""
+    greedy = [evaluated(seed, seed, 9, False) for seed in range(4)]
+    counts = [4, 3, 2, 0]
+    samples = [evaluated(s, s, n, n == 0) for s, count in enumerate(counts) for n in range(count)]
+    expected = {
+        "eval/e/pass_at_1": (1 / 4 + 1 / 3 + 1 / 2) / 3,
+        "eval/e/pass_at_k": (3 / 4 + 1) / 2,  # 1 - C(3, 3) / C(4, 3), and 1
+        "eval/e/pass_at_k_left_out": 2,
+    }
+    assert pass_at_k(greedy, samples, 3) == pytest.approx(expected)
+    (line,) = left_out_lines(expected, 3)
+    assert line.startswith("pass@3 leaves out 2 tasks of e:")
+    assert left_out_lines(pass_at_k(greedy[:2], samples[:7], 3), 3) == []
+    assert pass_at_k(greedy[3:], samples, 3) == {"eval/e/pass_at_k_left_out": 1}
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():

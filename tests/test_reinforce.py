@@ -44,6 +44,17 @@ def test_a_turn_is_compared_with_the_like_turns_of_others(baseline, want, junk):
     torch.testing.assert_close(got, torch.tensor(want).float(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("baseline", ["batch", "group", "leave_one_out"])
+def test_equal_returns_have_advantages_of_0(baseline, normalize):
+    """(1 + 0.9 · 0.1) summed seven times and divided by 7 is not the same number."""
+    rewards, turns = torch.tensor([[1.0, 0.1]]).repeat(7, 1), torch.tensor([[0, 1]]).repeat(7, 1)
+    batch = Batch(rewards=rewards, completion_mask=turns >= 0, turn_ids=0 * turns,
+                  group_ids=torch.zeros(7), gamma=0.9)  # fmt: skip
+    compute_advantages(batch, Options(baseline, normalize))
+    assert not batch.advantages.any()
+
+
 @pytest.mark.parametrize("baseline", ["batch", "group", "leave_one_out", "none"])
 def test_normalize_is_over_the_tokens_of_the_loss(baseline):
     in_loss = MASK & (TURN_IDS != 1)

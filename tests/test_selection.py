@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from core.selection import as_rollouts, by_task, keep_best, with_spread
+from core.config import Config
+from core.metrics import rollout_metrics
+from core.selection import as_rollouts, by_task, groups_with_spread, keep_best, with_spread
 from core.types import Rollout, Turn
 
 
@@ -25,7 +27,43 @@ def rollout(reward, seed=0, group=0, agent="player", env="e"):
 )
 def test_groups_are_filtered_by_the_spread_of_their_returns(returns, kept):
     rollouts = [rollout(r) for r in returns]
-    assert with_spread(rollouts) == (rollouts if kept else [])
+    assert with_spread(Config(), rollouts) == (rollouts if kept else [])
+
+
+def played(*rewards, tokens=2, group=0):
+    """A rollout with a turn for each reward; all but the last turn have one token."""
+    lengths = [1] * (len(rewards) - 1) + [tokens]
+    turns = [Turn([k], [5] * n, [-0.5] * n, "stop", float(r))
+             for k, (r, n) in enumerate(zip(rewards, lengths, strict=True))]  # fmt: skip
+    return Rollout("e", "player", 0, group, [], turns)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "differ"),
+    [
+        ({}, [played(0, 1), played(1, 0)], False),
+        ({"gamma": 0.9}, [played(0, 1), played(1, 0)], True),  # 0.9 and 1
+        ({"gamma": 0.5}, [played(0, 2), played(1, 0)], False),  # 1 and 1
+        ({"credit": "turn"}, [played(0, 1), played(1, 0)], True),  # turn 1: 1 and 0
+        ({"credit": "turn"}, [played(1, 1), played(0, 2)], True),
+        (
+            {"credit": "turn", "gamma": 0.9},
+            [played(1, 0.1, 1) for _ in "1234567"],
+            False,
+        ),  # but for rounding
+        ({"credit": "turn", "gamma": 0.0}, [played(1, 1), played(1)], False),
+        ({}, [played(1, tokens=2), played(1, tokens=8)], False),
+        ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=8)], True),
+        ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=4)], False),
+        ({"reward_coef": 0.0}, [played(0), played(1)], False),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, [played(1), played(1)], False),  # before the KL
+    ],
+)
+def test_the_spread_is_that_of_the_returns_that_advantages_compare(settings, rollouts, differ):
+    cfg = Config(**({"credit": "episode"} | settings))
+    assert groups_with_spread(cfg, rollouts) == ({0} if differ else set())
+    assert with_spread(cfg, rollouts) == (rollouts if differ else [])
+    assert rollout_metrics(cfg, rollouts)["groups/zero_std_fraction"] == 1 - differ
 
 
 def test_a_task_is_an_environment_and_a_seed():
@@ -37,21 +75,35 @@ def test_in_self_play_a_task_is_kept_if_the_returns_of_one_agent_differ():
     x = [rollout(1.0, agent="X", group=0), rollout(1.0, agent="X", group=0)]
     o = [rollout(0.0, agent="O", group=1), rollout(-1.0, agent="O", group=1)]
     # X and O have different returns, but each agent is compared with itself
-    assert len(with_spread([x[0], o[0], x[1], o[1]])) == 4
-    assert with_spread([x[0], o[0], x[1], rollout(0.0, agent="O", group=1)]) == []
+    assert len(with_spread(Config(), [x[0], o[0], x[1], o[1]])) == 4
+    assert with_spread(Config(), [x[0], o[0], x[1], rollout(0.0, agent="O", group=1)]) == []
 
 
 def test_the_best_have_the_highest_return_one_per_task_newer_first_among_equals():
-    old = keep_best([], [rollout(0.5, seed=1), rollout(0.2, seed=2), rollout(0.4, seed=1)], 2)
+    def of(*returns_and_seeds):  # with a failure in each group, which is not kept
+        groups = enumerate(returns_and_seeds)
+        return [one for group, (r, seed) in groups for one in
+                (rollout(r, seed, group), rollout(0.0, seed, group))]  # fmt: skip
+
+    old = keep_best([], of((0.5, 1), (0.2, 2), (0.4, 1)), 2)
     assert [(r["seed"], r["turns"][0]["reward"]) for r in old] == [(1, 0.5), (2, 0.2)]
-    new = keep_best(old, [rollout(0.2, seed=3), rollout(0.9, seed=2)], 3)
+    new = keep_best(old, of((0.2, 3), (0.9, 2)), 3)
     assert [(r["seed"], r["turns"][0]["reward"]) for r in new] == [(2, 0.9), (1, 0.5), (3, 0.2)]
-    again = keep_best(new, [rollout(0.2, seed=4)], 3)
+    again = keep_best(new, of((0.2, 4)), 3)
     assert [r["seed"] for r in again] == [2, 1, 4]
 
 
+def test_the_best_are_better_than_the_mean_of_their_group():
+    failures = [rollout(0.0, seed, group=seed) for seed in (0, 0, 1, 1)]
+    assert keep_best([], failures, 8) == []
+    partly = [rollout(r, seed=2, group=2) for r in (0.1, 0.1, 0.3, 1.0)]
+    assert [r["turns"][0]["reward"] for r in keep_best([], failures + partly, 8)] == [1.0]
+    alone = [rollout(r, seed, group=seed) for seed, r in enumerate((0.0, 1.0, 0.2))]
+    assert [r["turns"][0]["reward"] for r in keep_best([], alone, 8)] == [1.0]  # mean 0.4
+
+
 def test_the_best_keep_their_tokens_through_json():
-    kept = json.loads(json.dumps(keep_best([], [rollout(1.0)], 4)))
+    kept = json.loads(json.dumps(keep_best([], [rollout(1.0), rollout(0.0)], 4)))
     (back,) = as_rollouts(kept)
     assert back.turns == rollout(1.0).turns
     assert back.messages == []

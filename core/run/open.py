@@ -106,14 +106,15 @@ class Run:
         cfg = self.cfg
         if batch.old_logprobs is None:  # of the only step, collected for the gap and the report
             batch.old_logprobs = stats.old_logprobs
-        metrics = rollout_metrics(sampled) | stats.means()
+        metrics = rollout_metrics(cfg, sampled) | stats.means()
         # the tokens that report.html shows one by one, with their new log-probs
         trace_tokens(self.policy, rollouts, batch, cfg.microscope, self.forward, cfg.temperature)
         if cfg.sft_best:
             best = keep_best(self.progress["best"], rollouts, cfg.sft_best)
             self.progress["best"] = best
-            metrics["sft/best_loss"] = self.sft_step(cfg, self, as_rollouts(best))
-            self.sampler.sync()
+            if best:
+                metrics["sft/best_loss"] = self.sft_step(cfg, self, as_rollouts(best))
+                self.sampler.sync()
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
@@ -187,7 +188,10 @@ class Run:
         results = evaluation.accuracy_metrics(rollouts)
         if self.cfg.eval_samples and not stopped:
             repeated = evaluation.repeated_tasks(self.cfg, held_out)
-            results |= evaluation.pass_at_k(rollouts, sample_held_out(self, *repeated))
+            sampled = sample_held_out(self, *repeated)
+            results |= evaluation.pass_at_k(rollouts, sampled, self.cfg.eval_samples)
+            for line in evaluation.left_out_lines(results, self.cfg.eval_samples):
+                self.say(line)
         if not stopped:
             play_trivial = partial(self.collector.demonstrate, trivial=True)
             results |= evaluation.comparisons(self.progress, rollouts, held_out, play_trivial)
