@@ -1,12 +1,15 @@
 """environments/README.md: its table, its numbers, its code and its commands."""
 
+import json
 import random
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from core import config
 from environments.base import EVAL_SEEDS
 from environments.check import check_env
 from environments.registry import constructor, list_envs, make, options_of
@@ -19,7 +22,13 @@ ROWS = [
     for line in README.splitlines()
     if line.startswith("| `") and line.count("|") == 7
 ]
-_, SHOP, WORDS, OUTWARD = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def block(text):
+    """The one example with this text."""
+    (found,) = [code for code in BLOCKS if text in code]
+    return found
 
 
 def middle_column(env, text, rng):
@@ -77,7 +86,7 @@ def test_player_without_skill_reaches_the_stated_value(row):
 
 
 def test_example_environment_with_a_tool_has_no_problem(tmp_path):
-    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "shop.py").write_text(block("class Shop"))
     assert not check_env(f"{tmp_path}/shop.py:Shop", 3, other_process=False).problems
     env = ToolEnv(make(f"{tmp_path}/shop.py:Shop"))
     env.reset(0)
@@ -95,14 +104,14 @@ def test_environments_work_in_gymnasium_and_pettingzoo_code():
     pytest.importorskip("gymnasium")
     pytest.importorskip("pettingzoo")
     variables = {}
-    exec(OUTWARD, variables)
+    exec(block("as_gymnasium"), variables)
     assert variables["env"].action_space.contains("x")
     assert variables["rewards"] == {"X": 0, "O": 0} and variables["infos"]["O"]["asked"]
 
 
 def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatch):
     pytest.importorskip("gymnasium")
-    (tmp_path / "my_words.py").write_text(WORDS)
+    (tmp_path / "my_words.py").write_text(block("Swing the pole up"))
     monkeypatch.syspath_prepend(tmp_path)
     env = make("gymnasium:id=Pendulum-v1,words=my_words:GAME")
     opening = env.reset(0)[0]["content"]
@@ -117,3 +126,54 @@ def test_the_environments_of_the_commands_exist(command):
     lines = re.findall(r"^    python -m environments (\w+) ?(\S*)", README, re.MULTILINE)
     specs = [spec for verb, spec in lines if verb != "list" and not spec.startswith("parity.py")]
     assert len(specs) >= 4 and all(map(make, specs))
+
+
+def test_the_game_for_those_who_come_from_llamagym_plays(command):
+    pytest.importorskip("gymnasium")
+    Path("blackjack.py").write_text(block("BLACKJACK = Game"))
+    env = make("gymnasium:id=Blackjack-v1,words=blackjack.py:BLACKJACK")
+    rules, total = env.reset(3)[0]["content"].split("\n")
+    assert rules == "You are an expert blackjack player. Say stick or hit."
+    assert int(total.removeprefix("Your current total is ")) == env.observation[0]
+    assert not env.step("I hit.").info.get("invalid")
+    assert env.step("I stick").done
+
+
+def rows(number, **columns):
+    """A file of rows, of which some are held out."""
+    lines = [json.dumps({k: v(i) for k, v in columns.items()}) + "\n" for i in range(number)]
+    Path("rows.jsonl").write_text("".join(lines))
+
+
+def test_the_reward_function_for_those_who_come_from_trl_scores(command):
+    rows(40, question=lambda i: f"{i} + 1?", answer=lambda i: f"Count on.\n#### {i + 1}")
+    Path("rewards.py").write_text(block("def accuracy"))
+    env = make("rewarded:data=rows.jsonl,prompt=question,reward=rewards.py:accuracy")
+    number = int(env.reset(5)[0]["content"].split()[0])
+    assert env.step(f"It is {number + 1}.").reward == 1.0
+    assert env.step("It is -1.").reward == 0.0
+
+
+def test_the_rubric_for_those_who_come_from_verifiers_scores(command):
+    message = {"role": "user", "content": "Say {}."}
+    rows(40, prompt=lambda i: [message | {"content": f"Say {i}."}], answer=str)
+    Path("rubric.py").write_text(block("as in verifiers"))
+    env = make("rewarded:data=rows.jsonl,reward=rubric.py:correct")
+    answer = env.reset(5)[-1]["content"].removeprefix("Say ").removesuffix(".")
+    assert env.step(answer).reward == 1.0 and env.step(f"{answer}!").reward == 0.0
+
+
+def test_the_table_for_those_who_come_from_trl_has_the_defaults_of_both():
+    trl = pytest.importorskip("trl")
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    cfg = config.Config()
+    ours = {f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()}
+    options = vars(config.resolve(cfg).options)
+    ours |= {f"--grpo.{name.replace('_', '-')}": value for name, value in options.items()}
+    table = README.partition("| `GRPOConfig` |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) > 20
+    for cells in (line.split("|")[1:-1] for line in table):
+        for names, values, known in ((cells[0], cells[1], theirs), (cells[2], cells[3], ours)):
+            named = [name for name in re.findall(r"`([^`]*)`", names) if name in known]
+            if values.strip():
+                assert re.findall(r"`([^`]*)`", values) == [str(known[n]) for n in named], cells
