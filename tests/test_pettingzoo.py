@@ -1,6 +1,11 @@
 """Our multi-agent environments as PettingZoo environments."""
 
+import importlib.util
+import re
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -105,3 +110,12 @@ def test_pettingzoo_agents_act_in_turn_with_legal_actions():
         "ann": (-1, True, False, {"correct": False}), "bob": (1, True, False, {"correct": True}),
     }  # fmt: skip
     assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
+
+
+def test_the_extra_envs_has_what_the_default_environment_imports():
+    """Its module is read, not imported: the tests run without this package, too."""
+    spec = importlib.util.find_spec("pettingzoo.classic.tictactoe.tictactoe")
+    imported = re.findall(r"^(?:import|from) (\w+)", Path(spec.origin).read_text(), re.MULTILINE)
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    envs = {re.split("[<>=-]", each)[0] for each in project["optional-dependencies"]["envs"]}
+    assert set(imported) - {*sys.stdlib_module_names, "numpy"} <= envs
