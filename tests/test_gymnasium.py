@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("gymnasium")
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
@@ -16,7 +17,7 @@ from environments.adapters.gymnasium import (
     as_gymnasium,
     extract_action,
 )
-from environments.adapters.gymnasium_players import GAMES
+from environments.adapters.gymnasium_players import GAMES, Game
 from environments.adapters.spaces import describe, read_json_action, to_json
 from environments.base import Env, Step
 from environments.parsing import user
@@ -115,6 +116,85 @@ def test_continuous_actions_are_read_and_guessed_as_json():
     assert env.step('{"action": [2]}').truncated
     env.reset(0)
     assert env.demonstrate(hasty=True) == guess
+
+
+def words(**fields):
+    """A Game with these fields, whose `read` returns the part of a response after "act "."""
+    return Game("Play.", read=lambda text: eval(text.partition("act ")[2] or "None"), **fields)
+
+
+class Spaces(gymnasium.Env):
+    """Notes each action, and fails for one that its space does not contain."""
+
+    spaces = {  # noqa: RUF012
+        "discrete": spaces.Discrete(3, start=1),
+        "box": spaces.Box(-1, 1, (1,)),
+        "two": spaces.Box(0, 9, (2,), np.int8),
+        "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (2,))]),
+        "sequence": spaces.Sequence(spaces.Discrete(2)),
+        "many": spaces.Discrete(5000),
+    }
+
+    def __init__(self, kind="discrete"):
+        self.action_space, self.observation_space = self.spaces[kind], spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        return (
+            0,
+            float(np.sum(action[0] if isinstance(action, tuple) else action)),
+            False,
+            False,
+            {},
+        )
+
+
+gymnasium.register("test/Spaces-v0", Spaces)
+
+
+@pytest.mark.parametrize(
+    ("kind", "valid", "invalid"),
+    [
+        ("discrete", {"1": 1, "3": 3, "np.int64(2)": 2, "np.array(2)": 2, "'2'": 2},
+         ["0", "4", "-1", "2.0", "'left'", "[1]", "{}", "object()", "np.array([1, 2])"]),
+        ("box", {"0.5": 0.5, "[1]": 1, "np.array([-0.5])": -0.5, "(0,)": 0, "np.float64(0.5)": 0.5},
+         ["1.5", "[-2]", "[0, 0]", "float('nan')", "'fast'", "np.array([[0.5]])", "[[]]"]),
+        ("two", {"[1, 2]": 3, "np.array([9, 0])": 9}, ["[10, 0]", "[1]", "1", "[300, 1]"]),
+        ("tuple", {"(1, [0, 1])": 1, "[1, np.array([0.5, 0])]": 1}, ["(2, [0, 1])", "(1,)", "1"]),
+        ("sequence", {"(1, 0)": 1}, ["(2, 0)", "1"]),
+        ("many", {"4999": 4999}, ["5000", "-1"]),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*Casting input")
+def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, kind, valid, invalid):
+    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: words())
+    env = Gymnasium("test/Spaces-v0", words="a:b", kind=kind)
+    assert env.reset(0)[0]["content"] == "Play. End with a valid action.\n0"
+    for text, reward in valid.items():
+        step = env.step(f"I act {text}")
+        assert (step.reward, step.done, env.retries.left) == (reward, False, 2), text
+    for text in invalid:
+        env.reset(0)
+        refused = [env.step(f"I act {text}") for _ in range(3)]
+        assert [step.reward for step in refused] == [-0.1, -0.1, -1.0], text
+        assert refused[0].message == user("End with a valid action.") and refused[2].done
+
+
+def test_names_of_words_beyond_the_space_are_invalid(monkeypatch):
+    game = Game("Play.", ("one", "two", "three", "four"), first=1)
+    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
+    env = Gymnasium("test/Spaces-v0", words="a:b")
+    env.reset(0)
+    assert [env.step(name).reward for name in ("three", "four")] == [3.0, -0.1]
+
+
+def test_many_actions_are_a_range_in_the_prompt():
+    env = Gymnasium("test/Spaces-v0", kind="many")
+    assert env.reset(0)[0]["content"].endswith(" End with a number from 0 to 4999.\n0")
+    assert env.step("4999").reward == 4999 and env.step("5000").reward == -0.1
 
 
 class Echo(Env):

@@ -15,6 +15,7 @@ import pettingzoo
 from gymnasium import spaces
 from pettingzoo.test import parallel_api_test
 
+from environments.adapters.gymnasium_players import Game
 from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
 from environments.registry import make
 
@@ -110,6 +111,19 @@ def test_pettingzoo_agents_act_in_turn_with_legal_actions():
         "ann": (-1, True, False, {"correct": False}), "bob": (1, True, False, {"correct": True}),
     }  # fmt: skip
     assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
+
+
+def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch):
+    game = Game("Nim.", ("one", "two", "three"), read={"one": 0, "seven": 6, "minus": -1}.get)
+    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
+    env = PettingZoo("test/nim-v0", words="a:b")
+    rules = "Nim. You are ann. End with one or two or three.\n"
+    assert env.reset(0)["ann"][0]["content"].startswith(rules)
+    for response in ("seven", "minus"):
+        refused = env.step({"ann": response})["ann"]
+        assert (refused.reward, refused.done) == (-0.1, False)
+        assert refused.message["content"] == "End with one or two or three."
+    assert list(env.step({"ann": "one"})) == ["bob"]
 
 
 def test_the_extra_envs_has_what_the_default_environment_imports():

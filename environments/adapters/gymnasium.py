@@ -16,8 +16,8 @@ rules (`rules`, `hint`), observation to text (`show`) and text to action (`read`
 Reward of a response:
 
     scale * sum of the environment's rewards over `repeat` steps of the action
-    -0.1                 no action could be read, at most twice per episode
-    -forfeit * scale     no action could be read for the third time; the episode ends
+    -0.1                 no action of the action space could be read, at most twice per episode
+    -forfeit * scale     the same for the third time; the episode ends
 
 `info["correct"]`: the episode ended as `Game.solved` requires. An end by a time limit sets
 `Step.truncated`, unless reaching that limit is the task (CartPole).
@@ -35,8 +35,8 @@ import random
 from typing import Any
 
 from environments.adapters import import_library
-from environments.adapters.gymnasium_players import Game, find_game, json_actions
-from environments.adapters.spaces import to_json
+from environments.adapters.gymnasium_players import Game, find_game, format_hint, json_actions
+from environments.adapters.spaces import as_element, to_json
 from environments.base import TRAIN_SEEDS, Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
 from environments.registry import import_attribute
@@ -47,7 +47,7 @@ CHARACTERS = "".join(map(chr, range(0x3000)))  # alphabets, punctuation, symbols
 
 def system_prompt(game: Game) -> str:
     """Returns the rules and the required format of a response."""
-    return f"{game.rules} {_format_hint(game)}"
+    return f"{game.rules} {format_hint(game)}"
 
 
 def format_observation(game: Game, observation: Any) -> str:
@@ -108,9 +108,9 @@ class Gymnasium(Env):
         return [user(self._describe(observation, with_rules=True))]
 
     def step(self, response: str) -> Step:
-        action = extract_action(self.game, response)
+        action = as_element(self.env.action_space, extract_action(self.game, response))
         if action is None:
-            return self.retries.refuse(_format_hint(self.game), steps=self.steps)
+            return self.retries.refuse(format_hint(self.game), steps=self.steps)
         reward, terminated, truncated = 0.0, False, False
         for _ in range(self.repeat):
             observation, step_reward, terminated, truncated, _ = self.env.step(action)
@@ -238,7 +238,3 @@ def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
         return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
     except Exception as error:  # of Gymnasium, or of the environment's constructor
         raise UsageError(f"Gymnasium cannot make {id!r}: {' '.join(str(error).split())}") from None
-
-
-def _format_hint(game: Game) -> str:
-    return game.hint or f"End with {' or '.join(game.actions)}."

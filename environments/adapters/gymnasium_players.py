@@ -24,7 +24,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from environments.adapters.spaces import check_observations, describe, read_json_action
+from environments.adapters.spaces import (
+    MAX_SPELLED,
+    check_observations,
+    describe,
+    read_json_action,
+)
 
 MAX_RULES = 4000  # characters of a docstring
 RULES_SECTIONS = ("Description", "Action", "Observation", "Reward")
@@ -75,6 +80,11 @@ class Game(NamedTuple):
     hint: str = ""  # how a response has to end; empty: with one of `actions`
 
 
+def format_hint(game: Game) -> str:
+    """Returns how a response has to end."""
+    return game.hint or f"End with {' or '.join(game.actions) or 'a valid action'}."
+
+
 def find_game(env: Any) -> Game:
     """Returns the entry of GAMES for a Gymnasium environment, or one made of its docstring.
 
@@ -102,15 +112,21 @@ def default_kwargs(id: str) -> dict[str, Any]:
 
 
 def _from_docstring(env: Any) -> Game:
-    space, id = env.action_space, env.spec.id
+    id = env.spec.id
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     forfeit = env.spec.max_episode_steps or 1.0
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
-    if not hasattr(space, "n") or space.shape:  # not Discrete
-        return Game(rules, forfeit=forfeit, **json_actions(space))
-    first = int(space.start)
-    numbers = tuple(str(first + i) for i in range(int(space.n)))
-    return Game(rules, numbers, forfeit=forfeit, first=first)
+    game = Game(rules, forfeit=forfeit, **plain_actions(env.action_space))
+    return game._replace(hint="") if 0 < len(game.actions) <= MAX_SPELLED else game
+
+
+def plain_actions(space: Any) -> dict[str, Any]:
+    """Returns fields of a Game whose actions are numbers, or JSON if `space` is not Discrete."""
+    if not hasattr(space, "n") or space.shape:
+        return json_actions(space)
+    numbers = range(int(space.start), int(space.start + space.n))
+    hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
+    return {"actions": tuple(map(str, numbers)), "first": numbers[0], "hint": hint}
 
 
 def json_actions(space: Any) -> dict[str, Any]:

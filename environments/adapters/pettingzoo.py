@@ -33,8 +33,13 @@ from typing import Any
 
 from environments.adapters import import_library
 from environments.adapters.gymnasium import extract_action, join, load_words, text_space
-from environments.adapters.gymnasium_players import Game, docstring_rules, json_actions
-from environments.adapters.spaces import check_observations, to_json
+from environments.adapters.gymnasium_players import (
+    Game,
+    docstring_rules,
+    format_hint,
+    plain_actions,
+)
+from environments.adapters.spaces import as_element, check_observations, to_json
 from environments.base import TRAIN_SEEDS, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
 
@@ -67,9 +72,10 @@ class PettingZoo(MultiAgentEnv):
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
         agent = self.env.agent_selection
-        action = extract_action(self.game, responses[agent])
+        space = self.env.action_space(agent)
+        action = as_element(space, extract_action(self.game, responses[agent]))
         if action is None or not self._is_legal(action):
-            refused = self.retries[agent].refuse(self.game.hint)
+            refused = self.retries[agent].refuse(format_hint(self.game))
             others = {} if not refused.done else set(self.returns) - {agent}
             end = Step(None, 0.0, True, {"correct": False})
             return {agent: refused, **dict.fromkeys(others, end)}
@@ -95,8 +101,9 @@ class PettingZoo(MultiAgentEnv):
             self.returns[agent] += float(reward)
             if not terminated and not truncated:
                 text = self._describe(observation, info)
-                rules = f"{self.game.rules} You are {agent}. {self.game.hint}\n" if is_new else ""
-                steps[agent] = Step(user(rules + text), float(reward), False)
+                rules = f"{self.game.rules} You are {agent}. {format_hint(self.game)}\n"
+                message = user(rules + text if is_new else text)
+                steps[agent] = Step(message, float(reward), False)
                 break
             steps[agent] = Step(
                 None, float(reward), True, {"correct": self.returns[agent] > 0},
@@ -125,11 +132,7 @@ class PettingZoo(MultiAgentEnv):
         raw = self.env.unwrapped
         rules = docstring_rules(type(raw).__doc__ or sys.modules[type(raw).__module__].__doc__)
         rules = "\n".join(filter(None, [f"{self.id}.", rules]))
-        if not hasattr(space, "n") or space.shape:  # not Discrete
-            return Game(rules, **json_actions(space))
-        first, last = int(space.start), int(space.start + space.n - 1)
-        numbers = tuple(map(str, range(first, last + 1)))
-        return Game(rules, numbers, first=first, hint=f"End with a number from {first} to {last}.")
+        return Game(rules, **plain_actions(space))
 
 
 def as_pettingzoo(env: MultiAgentEnv, agents: Sequence[str]) -> Any:
