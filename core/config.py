@@ -248,7 +248,7 @@ class LoggingOptions:
     """The run folder, checkpoints and trackers."""
 
     run_name: str = ""  # Folder under runs/; empty: <algo>-<env>-<number>.
-    config: str = ""  # Read settings from this config.yaml; flags override them.
+    config: str = ""  # Read settings from this config.yaml or run; flags override them.
     # Take the folder, and the model that it or --model-id names, as it is: run their Python code,
     # send OPENAI_API_KEY to its server, go on after damage of its log.
     trust: bool = False

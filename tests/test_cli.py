@@ -139,6 +139,30 @@ def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
         resume("--resume runs/a --config runs/a/config.yaml")
 
 
+def test_a_config_is_also_the_folder_or_the_name_of_a_run(resume):
+    settings = {"lr": 0.25, "model_id": "tiny"}
+    for given in ("runs/a/config.yaml", "runs/a", "runs/a/", "a"):
+        assert resume(f"--config {given}", **settings).lr == 0.25
+    Path("a").write_text("lr: 0.5\nenv: snake\n")  # a file of that name comes first
+    assert resume("--config a", **settings).lr == 0.5
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--config"])
+def test_where_there_is_no_run_the_message_lists_those_that_there_are(tmp_path, monkeypatch, flag):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"^{flag} runs/nope: .*; there are no runs in "):
+        cli.parse([flag, "runs/nope"])
+    names = [f"run-{number}" for number in range(12)]
+    for age, name in enumerate(names):
+        Path("runs", name).mkdir(parents=True)
+        os.utime(written(Path("runs", name), "algo: grpo\n"), (0, 1e9 - age))
+    Path("runs/.part-b").mkdir()  # of a process that was killed
+    written(Path("runs/.part-b"), "algo: grpo\n")
+    for given in ("nope", "runs/nope", "runs"):
+        with pytest.raises(UsageError, match=f"runs/ has {', '.join(names[:10])}, \\.\\.$"):
+            cli.parse([flag, given])
+
+
 def test_printed_commands_are_quoted_for_the_shell_of_the_system(monkeypatch):
     words = ["python", "train.py", "--resume", "my run"]
     monkeypatch.setattr(os, "name", "posix")

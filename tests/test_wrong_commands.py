@@ -142,6 +142,20 @@ def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, lin
     assert (code, out) == (2, "") and line.split()[0] in err.replace("\n", " ")
 
 
+@pytest.mark.parametrize(
+    ("flag", "what"),
+    [
+        ("--lr", "a number or None"), ("--grpo.clip-low", "a number or None"),
+        ("--max-tokens", "a whole number or None"), ("--seed", "a whole number"),
+        ("--temperature", "a number"),
+    ],
+)  # fmt: skip
+def test_a_text_in_place_of_a_number_is_answered_with_what_to_write(command, flag, what):
+    code, _, err = command(flag, "fast")
+    assert code == 2 and f"{flag}: write {what}, not 'fast'" in err
+    assert "NoneType" not in err and "convert" not in err and "literal" not in err
+
+
 @pytest.mark.parametrize("what", MODELS)
 def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, what):
     change(shutil.copytree(qwen3_folder, place / "model"), what)

@@ -25,6 +25,7 @@ if interrupt.is_program():
     print_any_character()
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from core import config
 from core.algorithm import absolute_algorithm, name_of
@@ -40,6 +41,7 @@ from core.types import Fault, RankLost, Stopped, UsageError
 from environments.text import one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
+MAX_NAMES = 10  # of runs that a message lists
 
 
 def parse(args: list[str]) -> Config:
@@ -50,7 +52,7 @@ def parse(args: list[str]) -> Config:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
     saved, file, run = Config(), Path(), Path()
     if named.config:
-        file = Path(named.config)
+        file = _config_file(named.config)
         saved = read_config(file)
     elif named.resume:
         run = _run_folder(named.resume)
@@ -96,15 +98,46 @@ def _check_trust_of_algorithm(algo: str, file: Path) -> None:
         raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
 
 
+def find_run(given: str) -> Path | None:
+    """The folder of the run that `given` names, with or without runs/; None if there is none."""
+    folders = (Path(given), config.RUNS / given)
+    return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+
+
+def known_runs() -> str:
+    """Which runs there are, the newest first, for the message about one that there is not."""
+    files = [file for file in config.RUNS.glob("*/config.yaml") if file.parent.name[0] != "."]
+    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    names = [file.parent.name for file in files[:MAX_NAMES]]
+    if not names:
+        return f"there are no runs in {config.RUNS.absolute()}"
+    return f"{config.RUNS}/ has {', '.join(names)}{', ..' if len(files) > MAX_NAMES else ''}"
+
+
 def _run_folder(given: str) -> Path:
     """The run that --resume names, with or without runs/. Raises UsageError if there is none."""
-    for folder in (Path(given), config.RUNS / given):
-        if (folder / "config.yaml").is_file():
-            return folder
+    if run := find_run(given):
+        return run
     if run := next((p for p in Path(given).parents if (p / "config.yaml").is_file()), None):
         raise UsageError(f"--resume {given}: this is inside a run, which continues from its newest "
                          f"checkpoint: write --resume {run}")  # fmt: skip
-    raise UsageError(f"--resume {given}: not the folder of a run (it has no config.yaml)")
+    what = "not the folder of a run (it has no config.yaml)"
+    what = what if Path(given).exists() else "there is no such run"
+    raise UsageError(f"--resume {given}: {what}; {known_runs()}")
+
+
+def _config_file(given: str) -> Path:
+    """The file that --config names; for a folder, or the name of a run, its config.yaml.
+
+    Raises UsageError if there is none.
+    """
+    path, run = Path(given), find_run(given)
+    if path.exists() and not path.is_dir():
+        return path
+    if run is None:
+        what = "this folder has no config.yaml" if path.is_dir() else "there is no such file"
+        raise UsageError(f"--config {given}: {what}; {known_runs()}")
+    return run / "config.yaml"
 
 
 def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
@@ -224,7 +257,8 @@ def _parse_flags(args: list[str], default: Config) -> Config:
         values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
         nested[group.__name__] = group(**values)
     command = _command(default.algo, type(default.options))
-    parsed = vars(tyro.cli(command, prog="train.py", args=args, default=command(**nested)))
+    with _rules_for_numbers():
+        parsed = vars(tyro.cli(command, prog="train.py", args=args, default=command(**nested)))
     flat = {"options": parsed["algorithm"]}
     for group in GROUPS:
         flat |= vars(parsed[group.__name__])
@@ -243,3 +277,30 @@ def _command(algo: str, options: type) -> Any:
     command = dataclasses.make_dataclass("Command", fields, namespace={"__doc__": Config.__doc__})
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
     return command
+
+
+def _rules_for_numbers() -> ConstructorRegistry:
+    """tyro's own rules, but the error about a text that is no number says what to write."""
+    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
+    kinds |= {kind | None: f"{what} or None" for kind, what in kinds.items()}
+    specs: dict[Any, Any] = {
+        kind: ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+        for kind in kinds
+    }
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+        if info.type not in kinds:
+            return None
+        spec, what = specs[info.type], kinds[info.type]
+
+        def read(words: list[str]) -> Any:
+            try:
+                return spec.instance_from_str(words)
+            except ValueError:
+                raise ValueError(f"write {what}, not {words[0]!r}") from None
+
+        return replace(spec, instance_from_str=read)
+
+    return registry
