@@ -129,7 +129,7 @@ def compute_loss(
 
     `logprobs` [b, T-1] are those of the policy now; only they have gradients. w are the
     importance weights between sampler and trainer (off_policy.py). `values` are PPO's. Returns the
-    loss, and metrics as plain sums over tokens.
+    loss, and metrics as plain sums over the tokens in it.
     """
     assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages

@@ -90,7 +90,7 @@ def compute_loss(
     `logprobs` and `values` [b, T-1] are those of the policy now, and only they have gradients;
     `micro.values` are those before the first step of the update. w are the importance weights
     between sampler and trainer (off_policy.py). Returns the loss, and metrics as plain sums over
-    tokens.
+    the tokens in it.
     """
     assert values is not None
     mask, advantages = micro.completion_mask, micro.advantages

@@ -89,7 +89,7 @@ def compute_loss(
     good the policy is. `logprobs` [b, T-1] are those of the policy now; only they have gradients.
     A are the advantages, w the importance weights between sampler and trainer (off_policy.py);
     sg[ρ] is ρ without gradient. `values` are PPO's. Returns the loss, and metrics as plain sums
-    over tokens.
+    over the tokens in it.
     """
     mask, advantages = micro.completion_mask, micro.advantages
     logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN

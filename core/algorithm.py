@@ -3,7 +3,7 @@
 An algorithm is a module with
 
     compute_advantages(batch, options)               sets batch.advantages (and batch.value_targets)
-    compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over tokens
+    compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over its tokens
     Options                                          a frozen dataclass, whose fields are flags,
                                                      such as --grpo.clip-high; LoopOptions has what
                                                      the loop reads of it, too

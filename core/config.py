@@ -200,7 +200,8 @@ class AlgorithmOptions:
     overlong_buffer: Count = 0
     # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
-    # After each update, take an SFT step on this many best rollouts, one per task; 0: off.
+    # After each update, take an SFT step on this many best rollouts, one per task, of those above
+    # the mean return of their group; 0: off.
     sft_best: Count = 0
 
 
