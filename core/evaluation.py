@@ -6,7 +6,7 @@ of --sampler openai did not answer, is left out. core/README.md says what each m
 """
 
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -16,6 +16,7 @@ from core.config import Config
 from core.metrics import Tasks
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
+from core.selection import num_episodes
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
 from environments.base import Env
@@ -30,10 +31,13 @@ def held_out_tasks(cfg: Config) -> list[Task]:
 
 def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """Accuracy, return and length by environment, from one greedy rollout of each task."""
-    failed = Counter(rollout.env for rollout in rollouts if rollout.error)
+    failed: dict[str, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        if rollout.error:
+            failed[rollout.env].append(rollout)
     counted = played(rollouts)
     found = metrics.eval_metrics(counted, metrics.distinct_tasks(counted))
-    return found | {f"eval/{env}/failed": count for env, count in failed.items()}
+    return found | {f"eval/{env}/failed": num_episodes(own) for env, own in failed.items()}
 
 
 def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:

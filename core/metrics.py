@@ -15,7 +15,7 @@ from algorithms.common import explained_variance
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
-from core.selection import groups_with_spread
+from core.selection import groups_with_spread, num_episodes
 from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
@@ -105,6 +105,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     rollouts = [rollout for rollout in sampled if not rollout.error]
     if not rollouts:  # the opponents ended every episode before the policy acted
         return {"tokens/sampled": 0}
+    played, failed = num_episodes(rollouts), num_episodes([r for r in sampled if r.error])
     returns = torch.tensor([r.episode_return for r in rollouts])
     turns = [turn for r in rollouts for turn in r.turns]
     lengths = [len(turn.completion_ids) for turn in turns]
@@ -130,7 +131,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "length/hit_token_limit": statistics.fmean(t.finish_reason == "length" for t in turns),
         "episodes/turns": len(turns) / len(rollouts),
         "episodes/truncated": statistics.fmean(r.episode_truncated for r in rollouts),
-        "episodes/failed": 1 - len(rollouts) / len(sampled),
+        "episodes/failed": 1 - played / (played + failed),
         "tokens/sampled": sum(rollout.num_tokens for rollout in sampled),
         # how well the other rollouts of a group predict a return; PPO: how well its value head does
         **explained_variance(*torch.tensor([returns_compared, others], dtype=torch.float64)),

@@ -6,7 +6,7 @@ can have a mean of 0.5 and no spread.
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -27,14 +27,21 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
 
     Raises UsageError if more than half failed.
     """
+    usable = [rollout for rollout in rollouts if not rollout.error]
     if failed := [rollout for rollout in rollouts if rollout.error]:
-        first = failed[0]
-        warning = (f"{len(failed)} of {len(rollouts)} episodes failed; the first one, {first.env} "
+        first, count = failed[0], num_episodes(failed)
+        total = count + num_episodes(usable)
+        warning = (f"{count} of {total} episodes failed; the first one, {first.env} "
                    f"with seed {first.seed}: {first.error}").replace("\n", " ")  # fmt: skip
-        if len(failed) > MAX_FAILED * len(rollouts):
+        if count > MAX_FAILED * total:
             raise UsageError(warning)
         say(warning)
-    return [rollout for rollout in rollouts if not rollout.error]
+    return usable
+
+
+def num_episodes(rollouts: list[Rollout]) -> int:
+    """In how many episodes they were played: each has at most one rollout of an agent."""
+    return sum(max(Counter(r.agent for r in task).values()) for task in by_task(rollouts))
 
 
 def by_task(rollouts: list[Rollout]) -> list[list[Rollout]]:

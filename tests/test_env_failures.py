@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ from test_episodes import PARAMS, Scripted, message
 from core import evaluation, metrics
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.selection import drop_failed
 from core.tasks import Task
+from core.types import UsageError
 from environments import registry
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
 
@@ -154,6 +157,36 @@ def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(pol
     whole = play(policy, Task("unfair", 0, 0))
     assert [r.error for r in whole] == ["ValueError: step() never returned a Step for bob"] * 2
     assert [r.error for r in play(policy, Task("unfair", 0, 0), max_turns=1)] == ["", ""]
+
+
+@pytest.mark.parametrize("fails_in", ["reset", "step"])
+def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch, fails_in):
+    """Seeds 0 and 1 have two episodes each with 9 agents; one of each seed fails, and seed 2."""
+
+    begun = Counter()
+
+    class Crowd(MultiAgentEnv):
+        def reset(self, seed):
+            begun[seed] += 1
+            self.fails = begun[seed] == 1
+            if self.fails and fails_in == "reset":
+                raise ValueError("no")
+            return {name: [message("go")] for name in "abcdefghi"[: 9 if seed < 2 else 1]}
+
+        def step(self, responses):
+            return {name: Step(None, 1 / (not self.fails), True) for name in responses}
+
+    monkeypatch.setitem(registry.ENVIRONMENTS, "crowd", Crowd)
+    tasks = [Task("crowd", seed, seed) for seed in (0, 0, 1, 1, 2)]
+    rollouts, said = play(policy, *tasks), []
+    with pytest.raises(UsageError, match="3 of 5 episodes failed"):
+        drop_failed(rollouts, said.append)
+    two = [rollout for rollout in rollouts if rollout.seed < 2]
+    assert len(drop_failed(two, said.append)) == 18
+    assert len(said) == 1 and said[0].startswith("2 of 4 episodes failed")
+    assert metrics.rollout_metrics(Config(), two)["episodes/failed"] == 0.5
+    assert metrics.rollout_metrics(Config(), rollouts)["episodes/failed"] == pytest.approx(0.6)
+    assert evaluation.accuracy_metrics(rollouts)["eval/crowd/failed"] == 3
 
 
 def test_a_failed_infrastructure_is_neither_trained_on_nor_evaluated(policy, one_turn):
