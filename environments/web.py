@@ -1,7 +1,7 @@
 """Plays an environment in the browser: one page, served on this machine only.
 
     python -m environments play tic_tac_toe --web                # type or click
-    python -m core.chat runs/mine --web                          # beside a trained policy
+    python -m core.chat runs/mine --web            # beside a trained policy, or talk to it
 
 The page shows each message as a board (rows of cells), a list of choices or text. At every turn you
 answer, or a player does: the demonstrator, the random player, a policy. All text of environments
@@ -11,6 +11,7 @@ and policies reaches the page as text, never as markup. A request from another s
     GET /state      the episode as JSON (`Episode.state`)
     POST /new       {"seed": 7}                            starts an episode
     POST /act       {"agent": .., "text": ".."} or {"agent": .., "player": "demonstrator"}
+    POST /talk      {"text": ".."}                         asks the policies; "": begins again
 """
 
 import json
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from environments.base import Env, Message, MultiAgentEnv, UsageError
+from environments.parsing import user
 from environments.text import printable_json
 from environments.tools import ReadCalls, describe, read_calls, with_tools
 
@@ -39,15 +41,17 @@ DEMONSTRATOR, RANDOM = "demonstrator", "random player"
 class Episode:
     """One episode of `env`. `players` are the policies that may take a turn, by name.
 
-    `read_calls`: finds the calls of tools in a response.
+    `read_calls`: finds the calls of tools in a response. `talkers`: the policies to talk to, apart
+    from the episode.
     """
 
     def __init__(
         self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player],
-        read_calls: ReadCalls = read_calls,
+        read_calls: ReadCalls = read_calls, talkers: dict[str, Player] | None = None,
     ):  # fmt: skip
         self.env = with_tools(env, read_calls)
-        self.name, self.players = name, players
+        self.name, self.players, self.talkers = name, players, talkers or {}
+        self.talk("")
         self.start(seed)
 
     def start(self, seed: int) -> None:
@@ -81,12 +85,28 @@ class Episode:
             responses, self.responses = self.responses, {}
             self._step(responses)
 
+    def talk(self, text: str) -> None:
+        """Asks every talker, each in its own conversation; "" begins these again."""
+        if not text:
+            self.talks: dict[str, list[Message]] = {name: [] for name in self.talkers}
+            self.talk_log: list[dict[str, str]] = []
+            return
+        asked = {name: [*chat, user(text)] for name, chat in self.talks.items()}
+        answers = {name: self.talkers[name](chat) for name, chat in asked.items()}
+        self.talks = {
+            name: [*chat, {"role": "assistant", "content": answers[name]}]
+            for name, chat in asked.items()
+        }
+        said = {"you": text} | answers
+        self.talk_log += [{"speaker": name, "text": line} for name, line in said.items()]
+
     def state(self) -> dict[str, Any]:
         """What the page shows."""
         waiting = [agent for agent in self.asked if agent not in self.responses]
         return {
             "env": self.name, "seed": self.seed, "log": self.log, "returns": self.returns,
             "waiting": [{"agent": a, "players": self._players_for(a)} for a in waiting],
+            "talkers": list(self.talkers), "talk": self.talk_log,
         }  # fmt: skip
 
     def _step(self, responses: dict[str, str]) -> None:
@@ -179,6 +199,8 @@ class _Handler(BaseHTTPRequestHandler):
             request = json.loads(self.rfile.read(length))
             if self.path == "/new":
                 call = partial(self.episode.start, int(request["seed"]))
+            elif self.path == "/talk":
+                call = partial(self.episode.talk, str(request["text"]))
             else:
                 text, player = request.get("text"), str(request.get("player", "you"))
                 call = partial(self.episode.act, str(request["agent"]),

@@ -20,7 +20,7 @@ from core.report import curves
 from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
-from core.types import Message
+from core.types import Message, UsageError
 from environments import registry
 from environments.base import EVAL_SEEDS, Env, Step
 
@@ -233,6 +233,13 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         episode.act("player", player=name)
         answer = expected("lora", runs["lora"], before=name == "before")
         assert printable(episode.log[1]["text"]) == answer
+    episode.talk(QUESTION)  # the same messages as in the game, so the same answers
+    assert [printable(row["text"]) for row in episode.talk_log[1:]] == [
+        expected("lora", runs["lora"], before=before) for before in (True, False)
+    ]
+    with pytest.raises(UsageError, match="no room left"):
+        episode.talk("many " * 5000)
+    assert len(episode.talk_log) == 3
 
 
 @pytest.mark.parametrize(

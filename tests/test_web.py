@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from environments.base import Env, Step
+from environments.base import EVAL_SEEDS, Env, Step, UsageError
 from environments.parsing import user
 from environments.registry import make
 from environments.web import Episode, make_server
@@ -18,8 +18,8 @@ def serve():
     """Serves an environment; returns its server."""
     servers = []
 
-    def serve(env, players=None, seed=1, name="env"):
-        server = make_server(Episode(env, name, seed, players or {}))
+    def serve(env, players=None, seed=1, name="env", **talkers):
+        server = make_server(Episode(env, name, seed, players or {}, talkers=talkers))
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         servers.append(server)
         return server
@@ -59,6 +59,36 @@ def test_episode_is_played_by_requests(serve):
     assert state["log"][-1]["done"] and state["returns"]["player"] == -0.1  # perfect play: a draw
     state = json.loads(ask(server, "/new", {"seed": 5})[2])
     assert state["seed"] == 5 and len(state["log"]) == 1 and state["returns"] == {}
+
+
+def test_each_talker_hears_its_own_conversation_only(serve):
+    heard = {"before": [], "trained": []}
+
+    def talker(name):
+        def respond(chat):
+            if len(heard[name]) == 2:
+                raise UsageError("no room left")
+            heard[name].append([(message["role"], message["content"]) for message in chat])
+            return f"{name} {len(chat)}"
+
+        return respond
+
+    server = serve(make("letter_counting"), **{name: talker(name) for name in heard})
+    for text in ("one", "two"):
+        state = json.loads(ask(server, "/talk", {"text": text})[2])
+    for name, chats in heard.items():
+        assert chats[1] == [("user", "one"), ("assistant", f"{name} 1"), ("user", "two")]
+    said = [(row["speaker"], row["text"]) for row in state["talk"]]
+    assert said[:3] == [("you", "one"), ("before", "before 1"), ("trained", "trained 1")]
+    assert said[3:] == [("you", "two"), ("before", "before 3"), ("trained", "trained 3")]
+    assert len(state["log"]) == 1 and state["talkers"] == ["before", "trained"]
+    status, _, text = ask(server, "/talk", {"text": "three"})  # does not fit: nothing changes
+    assert (status, json.loads(text)["error"]) == (400, "no room left")
+    assert json.loads(ask(server, "/state")[2])["talk"] == state["talk"]
+    heard["before"].clear(), heard["trained"].clear()
+    assert json.loads(ask(server, "/talk", {"text": ""})[2])["talk"] == []
+    ask(server, "/talk", {"text": "four"})
+    assert heard["before"] == heard["trained"] == [[("user", "four")]]
 
 
 @pytest.mark.parametrize(
@@ -158,6 +188,48 @@ def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
     page.click("#next")
     ready(page, 1)
     assert page.input_value("#seed") == "2"
+
+
+@pytest.mark.browser
+def test_seed_box_shows_a_whole_seed_and_starts_the_one_that_is_typed(visit):
+    page = visit(make("letter_counting"), seed=EVAL_SEEDS[-1])
+    box = page.locator("#seed")
+    assert box.input_value() == str(EVAL_SEEDS[-1])
+    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
+    first = page.inner_text("article p")
+    box.fill("7")
+    box.press("Enter")
+    page.wait_for_function(
+        "text => document.querySelector('article p').innerText !== text", arg=first
+    )
+    seventh = page.inner_text("article p")
+    assert seventh == make("letter_counting").reset(7)[0]["content"]
+    for wrong in ("", "-1", "1.5"):  # the browser says what is wrong with it; the episode stays
+        box.fill(wrong)
+        box.press("Enter")
+        assert page.evaluate("!document.querySelector('#task').checkValidity()")
+        assert page.inner_text("article p") == seventh
+    page.click("#next")  # of the episode on display, not of what is in the box
+    page.wait_for_function("document.querySelector('#seed').value === '8'")
+
+
+@pytest.mark.browser
+def test_policy_is_talked_to_beside_the_game(visit):
+    page = visit(make("tic_tac_toe"), {"trained": lambda chat: "<move>1</move>"},
+                 trained=lambda chat: f"<b>{chat[-1]['content']}</b>")  # fmt: skip
+    page.click("#talk")
+    page.fill("#text", "hello")
+    page.press("#text", "Enter")
+    ready(page, 2)
+    assert page.locator("article small").all_inner_texts() == ["you", "trained"]
+    assert page.locator("article p").all_inner_texts() == ["hello", "<b>hello</b>"]
+    page.click("#again")
+    ready(page, 0)
+    page.click("#play")
+    ready(page, 1)
+    assert page.locator(".board button").count() >= 8
+    alone = visit(make("tic_tac_toe"))
+    assert not alone.locator("#talk").is_visible()
 
 
 @pytest.mark.browser

@@ -3,7 +3,7 @@
     python -m core.chat runs/mine                  # greedy answers, as in evaluation
     python -m core.chat runs/mine --before         # the model before training answers first
     python -m core.chat Qwen/Qwen3-0.6B --temperature 0.7
-    python -m core.chat runs/mine --web            # play its environment in the browser, beside it
+    python -m core.chat runs/mine --web            # in the browser: play beside it, or talk to it
     echo 'How many r in "cherry"?' | python -m core.chat runs/mine      # prints only the answer
 
 A finished run answers with the weights of its model/, any other run with its newest intact
@@ -52,7 +52,7 @@ class Flags:
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
     before: bool = False  # Show the answer of the model before training, too.
     env: str = ""  # Environment of /task and --web; empty: that of the run.
-    web: bool = False  # Play a held-out task in the browser instead; the policy may take turns.
+    web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
     port: int = 0  # Port of the page of --web; 0: a free one.
     temperature: float = 0.0  # Sampling temperature; 0: greedy.
     top_p: float = 1.0  # Keep the most likely tokens up to this probability mass; 1: keep all.
@@ -159,9 +159,14 @@ def main(flags: Flags, cfg: Config) -> int:
     if flags.web:
         task = held_out_task(cfg, 0)
         env, tokenizer = make(task.env), speakers[0].policy.tokenizer
-        players = {speaker.label: player(speaker, cfg, schemas(env)) for speaker in speakers}
+        players, talkers = (
+            {speaker.label: player(speaker, cfg, offered) for speaker in speakers}
+            for offered in (schemas(env), [])
+        )
         read_calls = partial(tools.read_calls, tokenizer)
-        web.serve(web.Episode(env, short(task.env), task.seed, players, read_calls), flags.port)
+        web.serve(
+            web.Episode(env, short(task.env), task.seed, players, read_calls, talkers), flags.port
+        )
         return 0
     task_numbers = itertools.count()
     if interactive:
@@ -362,6 +367,8 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
         agent = Agent(speaker.collector.renderer, Rollout("", "", 0, 0), schemas=schemas)
         agent.begin(chat)
         agent.set_prompt()
+        if agent.context_full:
+            raise UsageError(f"no room left in a context of {speaker.policy.max_length} tokens")
         seed = derive_seed(cfg.seed, len(chat))
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with speaker.policy.adapters():
