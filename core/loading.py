@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.utils import get_session
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -32,7 +34,7 @@ from core.chat_template import (
     prompt_ids,
     set_template_options,
 )
-from core.config import parse_template_options
+from core.config import RUNS, parse_template_options
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
 from core.prefix_sharing import ATTENTION, pack_groups
@@ -41,6 +43,7 @@ from core.types import UsageError
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 MAX_PACKING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
+HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer before its models are read from the cache
 MAX_REASON = 200  # characters of another library's error message that are shown
 
 logging.disable_progress_bar()  # of weight loading, which would break the display; not of downloads
@@ -115,6 +118,30 @@ def has_adapters(folder: str) -> bool:
     return adapters.exists() and not config.exists()
 
 
+def reads_cache(model_id: str, flag: str) -> bool:
+    """Whether `model_id` is a Hub id and its files have to come from the cache: the Hub is silent.
+
+    Asks the Hub once; its library would try five times for each file, for over a minute. Raises
+    UsageError, which names `flag`, if the cache has no such model, or if `model_id` is a folder
+    without one.
+    """
+    if _check_folder(model_id, flag):
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+        return False
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on
+        if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
+            return True
+        reason = " ".join(str(error).split())[:MAX_REASON]
+        problem = f"{constants.ENDPOINT} cannot be reached ({reason}): connect to a network"
+        if constants.HF_HUB_OFFLINE:
+            problem = "HF_HUB_OFFLINE is set: unset it to download the model"
+        raise UsageError(f"{flag} {model_id}: there is no such folder or model in the cache, and "
+                         f"{problem}, give the folder of a model, or take tiny or smollm2 "
+                         "(core/extras/smollm2.py)") from error  # fmt: skip
+
+
 def pick_device(name: str) -> torch.device:
     """The device called `name`; "auto": CUDA, else MPS, else CPU. Raises UsageError if invalid."""
     gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
@@ -149,16 +176,18 @@ def _load_files(
     flag: str,
     from_pretrained: Callable[..., Any],
 ) -> tuple[PreTrainedModel, Tokenizer]:
-    _check_folder(model_id, flag)
+    from_cache = reads_cache(model_id, flag)
+    source = {"trust_remote_code": trusted, "local_files_only": from_cache}
     with _one_line_errors(f"{flag} {model_id}: can't be loaded", trusted):
-        if not trusted and "auto_map" in get_tokenizer_config(model_id):
+        saved = get_tokenizer_config(model_id, local_files_only=from_cache)
+        if not trusted and "auto_map" in saved:
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trusted)
+        tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
         has_tokens = bool(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
         model, report = from_pretrained(
-            model_id, dtype=dtype, trust_remote_code=trusted, use_safetensors=True,
-            output_loading_info=True, ignore_mismatched_sizes=True,
+            model_id, dtype=dtype, use_safetensors=True, output_loading_info=True,
+            ignore_mismatched_sizes=True, adapter_kwargs={"local_files_only": from_cache}, **source,
         )  # fmt: skip
     _check_loaded(f"{flag} {model_id}", model, report, has_tokens)
     model.config.use_cache = False  # in training; sampling passes its own cache
@@ -166,13 +195,22 @@ def _load_files(
     return model, tokenizer
 
 
-def _check_folder(model_id: str, flag: str) -> None:
-    """Raises UsageError if `model_id` is a path without a model; accepts every Hub id."""
-    is_path = model_id.startswith((".", "/", "~")) or os.path.exists(model_id)
-    if not is_path or os.path.exists(os.path.join(model_id, "config.json")):
-        return
+def _check_folder(model_id: str, flag: str) -> bool:
+    """Whether `model_id` is a folder, not a Hub id. Raises UsageError if no model is in it.
+
+    It is one if it exists, if it would lie in runs/, and if it looks like no Hub id.
+    """
+    unlike_id = model_id.startswith((".", "/", "~")) or "\\" in model_id or model_id.count("/") > 1
+    if not (unlike_id or RUNS in Path(model_id).parents or os.path.exists(model_id)):
+        return False
+    if os.path.exists(os.path.join(model_id, "config.json")):
+        return True
     problem = "no model in this folder (no config.json)"
-    if os.path.isfile(model_id):
+    if os.path.isdir(model := os.path.join(model_id, "model")):
+        problem = f"this is the folder of a run; its model is {model}"
+    elif not os.path.exists(model_id):
+        problem = "there is no such folder"
+    elif os.path.isfile(model_id):
         problem = "this is a file; give the folder of the model"
     raise UsageError(f"{flag} {model_id}: {problem}")
 

@@ -139,6 +139,17 @@ def test_before_shows_both_models_and_writes_nothing_into_the_folder_of_the_run(
     assert files() == files_before and not list(tmp_path.iterdir())
 
 
+def test_a_run_is_also_found_by_its_name_unless_that_is_a_folder_or_a_model(
+    runs, talk, tmp_path, monkeypatch, qwen3_folder
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "tiny", "small"):
+        shutil.copytree(runs["lora"], Path("runs", name))
+    shutil.copytree(qwen3_folder, "small")
+    for given, source in (("mine", "runs/mine/model"), ("tiny", "tiny"), ("small", "small")):
+        assert talk(given, lines="")[2].startswith(f"{source} · ")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_without_exported_weights_answers_with_its_newest_checkpoint(
     kind, runs, talk, tmp_path
@@ -245,7 +256,11 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "culprit"),
     [
-        (["empty"], "empty: no model in this folder"),
+        (["empty"], "empty: no model in this folder (no config.json); runs/ has mine"),
+        (["nobody"], "HF_HUB_OFFLINE is set"),
+        (["nobody"], "; runs/ has mine"),
+        (["runs/nobody"], "core.chat: runs/nobody: there is no such run; runs/ has mine"),
+        (["./runs/nobody", "--before"], "there is no such run; runs/ has mine"),
         (["no_checkpoint"], "no checkpoint yet"),
         (["MODEL", "--before"], "--before"),
         (["MODEL", "--env", "snaek"], "snaek"),
@@ -259,5 +274,7 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
     Path("empty").mkdir()
     Path("no_checkpoint").mkdir()
     shutil.copy(runs["full"] / "config.yaml", "no_checkpoint")
+    Path("runs/mine").mkdir(parents=True)
+    shutil.copy(runs["full"] / "config.yaml", "runs/mine")
     code, out, err = talk(*(arg.replace("MODEL", str(qwen3_folder)) for arg in args))
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err

@@ -1,10 +1,17 @@
 """core/policy.py, core/loading.py and core/tiny.py: loading, logits, adapters, export."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_small, save_small
+from conftest import LoopbackServer, load_small, save_small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -17,6 +24,7 @@ from core.run.models import folder_of
 from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
 from core.types import UsageError
 
+ROOT = Path(__file__).parent.parent
 IDS = torch.tensor([[65, 66, 67, 68]])
 
 
@@ -116,7 +124,7 @@ def test_an_exported_adapter_loads_with_peft(small_folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_id": "no/such-folder/at-all"}, "can't be loaded"),
+        ({"model_id": "no/such-folder/at-all"}, "there is no such folder"),
         ({"device": "cuda"}, "no such device"),
         ({"device": "tpu9"}, "--device must be"),
     ],
@@ -205,3 +213,46 @@ def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):
     assert policy.logits_chunk == 2**25 // vocabulary
     found = [max_logits(gb * 2**30) for gb in (2, 24, 141)]
     assert found == [2**25, 3 * 2**25, 2**28]
+
+
+SILENT_HUB = """
+from core.config import Config
+from core.loading import load_policy
+from core.run.reference import reference_bytes
+from core.types import UsageError
+
+policy = load_policy("me/small", device="cpu")
+for load in (
+    lambda: load_policy("me/other", device="cpu"),
+    lambda: reference_bytes(Config(teacher="me/other", kl_coef=1.0), policy),
+):
+    try:
+        load()
+    except UsageError as error:
+        print(error)
+"""
+
+
+def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(tmp_path, qwen3_folder):
+    asked = []
+
+    class Silent(BaseHTTPRequestHandler):
+        def handle(self):
+            asked.append(self.rfile.readline())
+
+    cached = tmp_path / "hub/models--me--small"
+    shutil.copytree(qwen3_folder, cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    with LoopbackServer(Silent) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        changes = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        done = subprocess.run([sys.executable, "-c", SILENT_HUB], env=os.environ | changes,
+                              cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+        server.shutdown()
+    policy, teacher = done.stdout.splitlines()
+    assert policy.startswith("--model-id me/other: ") and teacher.startswith("--teacher me/other: ")
+    assert f"{address} cannot be reached" in policy and "tiny or smollm2" in policy
+    asked = [line for line in asked if b" /api/" not in line]  # of huggingface_hub about itself
+    assert asked == [b"HEAD / HTTP/1.1\r\n"] * 3, done.stderr

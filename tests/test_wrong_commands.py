@@ -62,7 +62,11 @@ COMMANDS = [  # a command line, and what its message names
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
     ("--offload-optimizer --device cpu", "--offload-optimizer"),
-    ("--model-id nobody/nothing", "--model-id nobody/nothing"),
+    ("--model-id nobody/nothing", "HF_HUB_OFFLINE is set"),
+    ("--model-id runs/none", "there is no such folder"),
+    ("--model-id ./none", "there is no such folder"),
+    ("--model-id one/two/three", "there is no such folder"),
+    ("--model-id runs/there", "its model is runs/there/model"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
 ]
 
@@ -105,7 +109,7 @@ def change(model, what):
 @pytest.fixture
 def place(tmp_path):
     """The working directory of the commands, with a run called `there` and wrong data."""
-    (tmp_path / "runs/there").mkdir(parents=True)
+    (tmp_path / "runs/there/model").mkdir(parents=True)
     (tmp_path / "runs/there/config.yaml").write_text("algo: grpo\n")
     (tmp_path / "shape.jsonl").write_text('{"q": "1 + 1", "a": 2}\n' * 20)
     return tmp_path

@@ -48,7 +48,7 @@ OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
 class Flags:
     """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
 
-    # Folder of a run, Hub id, folder of a model, tiny or smollm2.
+    # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
     before: bool = False  # Show the answer of the model before training, too.
     env: str = ""  # Environment of /task and --web; empty: that of the run.
@@ -84,6 +84,11 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
         raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
+    if flags.policy not in (*config.TINY, config.SMOLLM2) and not Path(flags.policy).exists():
+        if run := cli.find_run(flags.policy):
+            flags = replace(flags, policy=str(run))
+        elif config.RUNS in Path(flags.policy).parents:
+            raise UsageError(f"{flags.policy}: there is no such run; {cli.known_runs()}")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
     if file.exists():
         cfg = read_config(file)
@@ -220,7 +225,14 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
     """The trained policy, or the model; with --before, the model before training comes first."""
     run_dir = Path(flags.policy)
     is_run = (run_dir / "config.yaml").exists()
-    policy, source = load_trained(cfg, run_dir) if is_run else (_load(cfg, flags.policy), run_dir)
+    try:
+        policy, source = (
+            load_trained(cfg, run_dir) if is_run else (_load(cfg, flags.policy), run_dir)
+        )
+    except UsageError as error:
+        if is_run or flags.policy.count("/") == 1:  # a Hub id
+            raise
+        raise UsageError(f"{error}; {cli.known_runs()}") from None
     policies = {"trained" if is_run else "model": policy}
     _note(f"{source} · {policy.size()}")
     if flags.before:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
 from core.config import Config
+from core.loading import reads_cache
 from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
@@ -66,9 +67,12 @@ def reference_bytes(cfg: Config, policy: Policy) -> int:
         return 0
     model = policy.model
     if cfg.teacher:
-        trusted = cfg.trust
+        teacher, trusted = folder_of(cfg.teacher), cfg.trust
+        from_cache = reads_cache(teacher, "--teacher")
         try:
-            config = AutoConfig.from_pretrained(folder_of(cfg.teacher), trust_remote_code=trusted)
+            config = AutoConfig.from_pretrained(
+                teacher, trust_remote_code=trusted, local_files_only=from_cache
+            )
             with torch.device("meta"):  # the shapes without the weights
                 model = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted)
         except (OSError, ValueError) as error:
