@@ -248,9 +248,10 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
     assert [printable(row["text"]) for row in episode.talk_log[1:]] == [
         expected("lora", runs["lora"], before=before) for before in (True, False)
     ]
-    with pytest.raises(UsageError, match="no room left"):
-        episode.talk("many " * 5000)
-    assert len(episode.talk_log) == 3
+    with pytest.raises(UsageError, match="no room left in a context of 512 tokens"):
+        for _ in range(3):
+            episode.talk("many " * 40)
+    assert len(episode.talk_log) % 3 == 0  # question and two answers, or nothing
 
 
 @pytest.mark.parametrize(
