@@ -5,8 +5,9 @@
 `check_env` plays episodes with demonstrations, guesses and hostile texts and reports
 
     problems   a seed does not determine its episode; an invalid Step or message; an exception or a
-               slow step because of a response; single-turn tasks that training and evaluation share
-    warnings   multi-turn openings that they share; no info["correct"]; wrong demonstrations;
+               slow step because of a response; demonstrations that never succeed; single-turn tasks
+               that training and evaluation share
+    warnings   multi-turn openings that they share; no info["correct"]; guesses that never succeed;
                episodes that unreadable responses never end
 
 and the range of the rewards, the number of distinct openings, and times.
@@ -107,7 +108,8 @@ class Report:
                 yield f"{name}: {mean:.3g} ms on average, at most {longest:.3g} ms"
         yield from (f"warning: {text}" for text in self.warnings)
         yield from (f"problem: {text}" for text in self.problems)
-        yield "no problem found" if not self.problems else f"{len(self.problems)} problem(s)"
+        found = f"{len(self.problems)} problem(s)" if self.problems else "no problem found"
+        yield f"{found}, {len(self.warnings)} warning(s)" if self.warnings else found
 
 
 def check_env(
@@ -196,9 +198,13 @@ def _check_seeds(report: Report, other_process: bool) -> None:
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
+    agents, unscored, unended, scored, succeeded = env.agents, 0, 0, False, False
+
     def respond(agent: str, turn: int) -> str:
         if agents and agent not in agents:
             raise Problem(f"{agent!r} acts, but is not one of {', '.join(agents)} (`agents`)")
+        if isinstance(env, SingleAgentEnv) and not isinstance(env.trivial(), str | None):
+            raise Problem("trivial() must return a text or None")
         text = env.demonstrate(agent)
         if text != env.demonstrate(agent):
             raise Problem("demonstrate() returned another text the second time")
@@ -206,29 +212,35 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
             return env.guess(agent, random.Random(turn)) or "?"
         if agents and agent != agents[seed % len(agents)]:
             return env.demonstrate(agent, hasty=True) or "?"
+        demonstrated.update({agent} & {*agents})
         return text
 
-    agents = env.agents
-    unscored = 0
     several = [seed for i in range(num_seeds) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
     for seed in several[:num_seeds]:
+        demonstrated: set[str] = set()
         turns = _play(report, env, seed, respond, MAX_TURNS)[1]
         last = {agent: step for _, steps in turns for agent, step in steps.items()}
-        correct = [step.info.get("correct") for step in last.values()]
-        unscored += not all(isinstance(value, bool) for value in correct)
-        opening, seat, demonstrated = _reset(report, env, seed), "", None
-        if isinstance(env, SingleAgentEnv) and not isinstance(env.trivial(), str | None):
-            raise Problem("trivial() must return a text or None")
-        if agents:
-            seat, demonstrated = agents[seed % len(agents)], env.demonstrate(next(iter(opening)))
-        if demonstrated is not None and seat in last:
-            total = sum(steps[seat].reward for _, steps in turns if seat in steps)
-            report.demonstrations.append((total, bool(last[seat].info.get("correct"))))
+        correct = {agent: step.info.get("correct") for agent, step in last.items()}
+        ended = not _asked(turns[-1][1])
+        unended += not ended
+        unscored += ended and not all(isinstance(value, bool) for value in correct.values())
+        judged = {agent: correct[agent] for agent in demonstrated & {*last} or last}
+        scored |= not ended or any(isinstance(value, bool) for value in judged.values())
+        succeeded |= any(judged.values())
+        for agent in demonstrated & {*last}:
+            total = sum(steps[agent].reward for _, steps in turns if agent in steps)
+            report.demonstrations.append((total, bool(correct[agent])))
     if unscored:
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip
-    if report.demonstrations and not any(correct for _, correct in report.demonstrations):
-        report.warnings.append("no demonstration is correct")
+    if succeeded or not scored:
+        return
+    count, guesses = len(report.demonstrations), f"{num_seeds} episodes of guesses"
+    text = f"none of {f'{count} demonstrations' if count else guesses} succeeds"
+    text += f"; {unended} episodes do not end within {MAX_TURNS} turns" if unended else ""
+    if count and isinstance(env, SingleAgentEnv):
+        raise Problem(text)
+    report.warnings.append(text)  # without demonstrations, or against other agents
 
 
 def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:

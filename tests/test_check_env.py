@@ -57,6 +57,7 @@ Clock = variant(Echo, "Clock", reset=repeat(lambda seed: time.perf_counter_ns())
 Shared = variant(Echo, "Shared", reset=repeat(lambda seed: random.Random(seed).randrange(1000)))
 Raising = variant(Echo, "Raising", step=ends(lambda response: float(response or 0)))
 NotJson = variant(Echo, "NotJson", step=ends(object=object()))
+Hopeless = variant(Echo, "Hopeless", step=ends(lambda response: 1.0, correct=False))
 Unscored = variant(Echo, "Unscored", step=lambda self, response: Step(None, 0.0, True))
 
 
@@ -66,6 +67,25 @@ class Endless(Echo):
 
     def demonstrate(self, hasty=False):
         return None
+
+
+class Asking(Endless):
+    """Its demonstrations never end: they ask again, whatever the answer."""
+
+    def step(self, response):
+        return Step(None, 0.0, True) if response else Step(user("again"), 0.0, False)
+
+    def demonstrate(self, hasty=False):
+        return ""
+
+
+class Lucky(Echo):
+    """Its demonstrations succeed in the first of three episodes."""
+
+    def step(self, response):
+        return Step(
+            None, 0.0, True, {"correct": self.number == 2 * random.Random(0).randrange(10**6)}
+        )
 
 
 class Pair(MultiAgentEnv):
@@ -84,13 +104,29 @@ class Forgetful(Pair):
     seats = ("a",)
 
 
+class Duel(Pair):
+    """The agent that demonstrates does its best and loses."""
+
+    agents = ("a", "b")
+
+    def step(self, responses):
+        lost = {agent: text == "best" for agent, text in responses.items()}
+        return {a: Step(None, -lost[a], True, {"correct": not lost[a]}) for a in responses}
+
+    def demonstrate(self, agent, hasty=False):
+        return "worse" if hasty else "best"
+
+
 PROBLEMS = [
     (Clock, "does not determine"), (Shared, "reserve tasks"),
     (Raising, "could not convert string"), (NotJson, "not JSON"),
     (Forgetful, "never returned a Step for b"),
+    (Hopeless, "none of 3 demonstrations succeeds"),
+    (Asking, "none of 3 demonstrations succeeds; 3 episodes do not end within 500 turns"),
 ]  # fmt: skip
 WARNINGS = [
     (Unscored, 'without a bool info["correct"]'), (Endless, "never end an episode"),
+    (Endless, "none of 3 episodes of guesses succeeds"), (Duel, "none of 3 demonstrations"),
 ]  # fmt: skip
 
 
@@ -110,6 +146,8 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures():
     assert report.rewards == (0.0, 1.0) and report.longest == 1
     assert report.demonstrations == [(1.0, True)] * 3
     assert report.openings > 1390 and report.held_out > 690 and report.shared == 0
+    assert [correct for _, correct in report_of(Lucky).demonstrations] == [True, False, False]
+    assert not report_of(Lucky).problems
     pair = report_of(Pair)
     assert pair.problems == [] and pair.rewards == (0.5, 0.5) and pair.demonstrations == []
 

@@ -13,7 +13,6 @@ from core import config
 from environments.base import EVAL_SEEDS
 from environments.check import check_env
 from environments.registry import constructor, list_envs, make, options_of
-from environments.tools import ToolEnv
 
 TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()
@@ -87,11 +86,9 @@ def test_player_without_skill_reaches_the_stated_value(row):
 
 def test_example_environment_with_a_tool_has_no_problem(tmp_path):
     (tmp_path / "shop.py").write_text(block("class Shop"))
-    assert not check_env(f"{tmp_path}/shop.py:Shop", 3, other_process=False).problems
-    env = ToolEnv(make(f"{tmp_path}/shop.py:Shop"))
-    env.reset(0)
-    price = env.step(env.demonstrate()).message["content"]
-    assert env.step(f"<answer>{price}</answer>").reward == 1.0
+    report = check_env(f"{tmp_path}/shop.py:Shop", 3, other_process=False)
+    assert not report.problems and report.longest == 2  # a call, then the answer
+    assert report.demonstrations == [(1.0, True)] * 3
 
 
 @pytest.mark.parametrize("name", ["Parity", "HigherLower", "Nim"])
