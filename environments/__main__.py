@@ -8,8 +8,6 @@ python -m environments check my.py:Maze      # find mistakes; exit code 1 if the
 """
 
 import inspect
-import random
-import re
 import sys
 from typing import Annotated, Literal
 
@@ -18,16 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from environments import check
-from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, SingleAgentEnv, UsageError
+from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, UsageError
+from environments.check import check_env
 from environments.registry import constructor, describe_error, list_envs, make
 from environments.text import one_line, print_any_character, printable
-from environments.tools import describe, with_tools
-from environments.web import Episode, serve
+from environments.web import SPEAKERS, YOU, Episode, serve
 
 CONSOLE = Console()
 MAX_TURNS = 50
-BRACKETED_MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 
 
 def main(
@@ -51,9 +47,11 @@ def main(
     if command == "list":
         CONSOLE.print(overview())
     elif web and env:
-        serve(Episode(make(env), env, seed, {}), port)
+        serve(Episode(make(env), env, seed), port)
     elif command == "check" and env:
-        return check.main(env)
+        report = check_env(env)
+        print(printable("\n".join(report.lines())))
+        return int(bool(report.problems))
     elif env:
         run_episode(make(env), seed, interactive=command == "play")
     else:
@@ -80,68 +78,24 @@ def overview() -> Table:
 def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float:
     """Runs and prints one episode; returns the sum of the rewards of all agents.
 
-    `interactive`: read the responses of every agent from the terminal.
+    `interactive`: read the responses of every agent from the terminal. Otherwise the demonstrator
+    responds, or else the random player. Raises UsageError if the environment has neither.
     """
-    episode_return, rng = 0.0, random.Random(seed)
-    received: dict[str, list[str]] = {}  # agent -> contents of all its messages
-    env = with_tools(env)
-    pending = env.reset(seed)
-    for line in describe(env):
-        _print_as("tool", line)
+    episode, shown = Episode(env, "", seed), 0
     for _ in range(MAX_TURNS):
-        responses = {}
-        for agent, messages in pending.items():
-            for message in messages:
-                who = message["role"] if agent == PLAYER else agent
-                _print_as(who, message["content"])
-            received.setdefault(agent, []).extend(message["content"] for message in messages)
+        for agent in episode.waiting:
+            shown = _print_log(episode, shown)
             if interactive:
-                responses[agent] = CONSOLE.input("[bold green]you:[/] ")
+                episode.act(agent, CONSOLE.input("[bold green]you:[/] "))
+            elif players := episode.players_for(agent):
+                episode.act(agent, player=players[0])
             else:
-                player, responses[agent] = automatic_response(env, agent, received[agent], rng)
-                _print_as(player, responses[agent], "bold green")
-        steps = env.step(responses)
-        for agent, step in steps.items():
-            episode_return += step.reward
-            who = "" if agent == PLAYER else f"{agent} "
-            CONSOLE.print(Text(printable(f"{who}reward {step.reward:+g}"), "dim"))
-            if step.done:
-                last = [] if step.message is None else [step.message["content"]]
-                CONSOLE.print(Text(printable("\n".join([*last, f"the end: {step.info}"]))))
-        pending = {a: s.messages for a, s in steps.items() if s.message and not s.done}
-        if not pending:
-            break
+                raise UsageError("this environment has no demonstrator and no random player: "
+                                 "use play")  # fmt: skip
+    _print_log(episode, shown)
+    episode_return = sum(episode.returns.values())
     CONSOLE.print(f"[bold]sum of rewards: {episode_return:g}[/]")
     return episode_return
-
-
-def automatic_response(
-    env: MultiAgentEnv, agent: str, received: list[str], rng: random.Random
-) -> tuple[str, str]:
-    """Returns who responds ("demonstrator" or "random player") and the response.
-
-    Raises UsageError if the environment has neither and its messages name no moves in brackets.
-    """
-    if isinstance(env, SingleAgentEnv) and (demonstration := env.demonstrate(agent)) is not None:
-        return "demonstrator", demonstration
-    guess = env.guess(agent, rng)
-    if guess is None:
-        guess = bracketed_move(received, rng)
-    if guess is None:
-        raise UsageError("this environment has no demonstrator and no random player: use play")
-    return "random player", guess
-
-
-def bracketed_move(received: list[str], rng: random.Random) -> str | None:
-    """Returns a random move in brackets, TextArena's format, from the latest message with one.
-
-    >>> bracketed_move(["[Player 1] hello. Say [pass] or [quit]", "Your turn."], random.Random(0))
-    '[quit]'
-    """
-    for text in reversed(received):
-        if moves := BRACKETED_MOVE.findall(text):
-            return rng.choice(moves)
-    return None
 
 
 def run_command(args: list[str]) -> int:
@@ -159,8 +113,20 @@ def run_command(args: list[str]) -> int:
         return 1
 
 
-def _print_as(speaker: str, text: str, style: str = "bold") -> None:
-    CONSOLE.print(Text.assemble((printable(f"{speaker}: "), style), printable(text)))
+def _print_log(episode: Episode, start: int) -> int:
+    """Prints the log from a row on, but for what you typed; returns the next row to print."""
+    for row in episode.log[start:]:
+        agent = "" if row["agent"] in ("", PLAYER) else f"{row['agent']}, "
+        if "reward" in row:
+            CONSOLE.print(Text(printable(f"{agent}reward {row['reward']:+g}"), "dim"))
+            if row["done"]:
+                facts = ", ".join(f"{key} {value}" for key, value in row["info"].items())
+                CONSOLE.print(Text(printable(f"{agent}the end: {facts}")))
+        elif row["speaker"] != YOU:
+            style = "bold" if row["speaker"] in SPEAKERS else "bold green"
+            who = (printable(f"{agent}{row['speaker']}: "), style)
+            CONSOLE.print(Text.assemble(who, printable(row["text"])))
+    return len(episode.log)
 
 
 if __name__ == "__main__":

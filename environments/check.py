@@ -18,7 +18,6 @@ and the range of the rewards, the number of distinct openings, and times.
 """
 
 import hashlib
-import itertools
 import math
 import os
 import random
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
+    TRAIN_SEEDS,
     Message,
     MultiAgentEnv,
     SingleAgentEnv,
@@ -38,9 +38,9 @@ from environments.base import (
     checked_step,
 )
 from environments.registry import describe_error, make, variables_of_python
-from environments.text import printable
 from environments.tools import hostile_calls, with_tools
 
+ROLES = ("system", "user", "assistant", "tool")
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
 MAX_TURNS = 500  # of an episode
 NUM_OPENINGS = 700  # seeds of training, of demonstrations and of evaluation that are compared
@@ -71,6 +71,9 @@ LONG = [
     *(r"\boxed" + "{" * 100_000, r"\boxed{" + "}" * 99_000 + "</answer>"),
     "visit_url" + "'\"" * 50_000,
 ]
+
+
+Turns = list[tuple[dict[str, str], dict[str, Step]]]  # the responses and steps of each turn
 
 
 class Problem(Exception):
@@ -170,13 +173,6 @@ def digest(spec: str, seeds: list[int], reuse: bool = True) -> str:
     return checksum.hexdigest()
 
 
-def main(spec: str, num_seeds: int = 20, seconds: float = 60.0) -> int:
-    """Prints what `check_env` found; returns the exit code."""
-    report = check_env(spec, num_seeds, seconds)
-    print(printable("\n".join(report.lines())))
-    return int(bool(report.problems))
-
-
 def _check_seeds(report: Report, other_process: bool) -> None:
     seeds = [3, 4, EVAL_SEEDS[0], 3]
     first = digest(report.spec, seeds)
@@ -198,7 +194,8 @@ def _check_seeds(report: Report, other_process: bool) -> None:
 
 
 def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) -> None:
-    agents, unscored, unended, scored, succeeded = env.agents, 0, 0, False, False
+    agents, unended = env.agents, 0
+    outcomes: list[bool | None] = []  # whether each episode succeeded; None: it does not say
 
     def respond(agent: str, turn: int) -> str:
         if agents and agent not in agents:
@@ -215,25 +212,22 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
         demonstrated.update({agent} & {*agents})
         return text
 
-    several = [seed for i in range(num_seeds) for seed in (i, DEMO_SEEDS[i], EVAL_SEEDS[i])]
-    for seed in several[:num_seeds]:
-        demonstrated: set[str] = set()
+    for i in range(num_seeds):
+        seed, demonstrated = (TRAIN_SEEDS, DEMO_SEEDS, EVAL_SEEDS)[i % 3][i // 3], set[str]()
         turns = _play(report, env, seed, respond, MAX_TURNS)[1]
         last = {agent: step for _, steps in turns for agent, step in steps.items()}
-        correct = {agent: step.info.get("correct") for agent, step in last.items()}
+        correct = {a: last[a].info.get("correct") for a in demonstrated & {*last} or last}
         ended = not _asked(turns[-1][1])
         unended += not ended
-        unscored += ended and not all(isinstance(value, bool) for value in correct.values())
-        judged = {agent: correct[agent] for agent in demonstrated & {*last} or last}
-        scored |= not ended or any(isinstance(value, bool) for value in judged.values())
-        succeeded |= any(judged.values())
-        for agent in demonstrated & {*last}:
+        is_scored = all(isinstance(value, bool) for value in correct.values())
+        outcomes.append(any(correct.values()) if is_scored or not ended else None)
+        for agent in demonstrated & {*correct}:
             total = sum(steps[agent].reward for _, steps in turns if agent in steps)
             report.demonstrations.append((total, bool(correct[agent])))
-    if unscored:
+    if unscored := outcomes.count(None):
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip
-    if succeeded or not scored:
+    if True in outcomes or unscored == num_seeds:
         return
     count, guesses = len(report.demonstrations), f"{num_seeds} episodes of guesses"
     text = f"none of {f'{count} demonstrations' if count else guesses} succeeds"
@@ -245,14 +239,16 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
 
 def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:
     """Plays the texts one after another; after the end of an episode, and an error, a new one."""
-    started, waiting, seeds, problems = time.monotonic(), set[str](), itertools.count(1), 0
+    started, waiting, seed, failures = time.monotonic(), set[str](), 0, 0
     texts = [*hostile_calls(env), *hostile_texts(report.spec)]
     for number, text in enumerate(texts):
         if time.monotonic() - started > seconds:
             report.warnings.append(f"only {number} of {len(texts)} hostile texts in {seconds:g} s")
             break
         try:
-            waiting = waiting or set(_reset(report, env, next(seeds)))
+            if not waiting:
+                seed += 1
+                waiting = set(_reset(report, env, seed))
             cpu = time.process_time()
             steps = _step(report, env, dict.fromkeys(sorted(waiting), text))
             if (cpu := time.process_time() - cpu) > MAX_STEP_SECONDS:
@@ -261,10 +257,10 @@ def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> 
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
             report.problems.append(f"{response}: {_text_of(error)}")
-            waiting, problems = set(), problems + 1
-            if problems == FEW_PROBLEMS:
+            waiting, failures = set(), failures + 1
+            if failures == FEW_PROBLEMS:
                 break
-    if next(seeds) == 2 and not problems:
+    if seed == 1 and not failures:
         report.warnings.append("unreadable responses never end an episode; limit them, as "
                                "parsing.Retries does")  # fmt: skip
 
@@ -289,18 +285,18 @@ def _check_openings(report: Report, env: MultiAgentEnv, seconds: float) -> None:
 def _play(
     report: Report, env: MultiAgentEnv, seed: int, respond: Callable[[str, int], str],
     max_turns: int,
-) -> tuple[dict[str, list[Message]], list[tuple[dict[str, str], dict[str, Step]]]]:  # fmt: skip
+) -> tuple[dict[str, list[Message]], Turns]:  # fmt: skip
     """Returns the opening of an episode, and the responses and steps of each turn."""
-    opening, acted = _reset(report, env, seed), set[str]()
-    turns: list[tuple[dict[str, str], dict[str, Step]]] = []
+    opening = _reset(report, env, seed)
+    turns: Turns = []
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
         responses = {agent: respond(agent, len(turns)) for agent in sorted(waiting)}
-        steps = _step(report, env, responses)
-        turns.append((responses, steps))
-        waiting, acted = _asked(steps), (acted | set(responses)) - set(steps)
-    if not waiting and (ignored := [a for a in acted if not any(a in s for _, s in turns)]):
-        raise Problem(f"step() never returned a Step for {ignored[0]}")
+        turns.append((responses, _step(report, env, responses)))
+        waiting = _asked(turns[-1][1])
+    answered = {agent for _, steps in turns for agent in steps}
+    if not waiting and (ignored := {a for responses, _ in turns for a in responses} - answered):
+        raise Problem(f"step() never returned a Step for {min(ignored)}")
     report.longest = max(report.longest, len(turns))
     return opening, turns
 
@@ -313,8 +309,7 @@ def _reset(report: Report, env: MultiAgentEnv, seed: int) -> dict[str, list[Mess
     for agent, messages in by_agent.items():
         if not isinstance(messages, list) or not messages:
             raise Problem(f"reset({seed}) returned no list of messages for {agent}")
-        for message in messages:
-            _check_message(message)
+        _check_messages(messages)
     if not by_agent:
         raise Problem(f"reset({seed}) asks nobody to act")
     return by_agent
@@ -330,8 +325,7 @@ def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict
             steps[agent] = step = checked_step(step, agent, isinstance(env, SingleAgentEnv))
         except Exception as error:
             raise Problem(str(error)) from None
-        if step.message is not None:
-            _check_message(step.message)
+        _check_messages(step.messages)
         low, high = report.rewards
         report.rewards = min(low, step.reward), max(high, step.reward)
     return steps
@@ -341,12 +335,12 @@ def _asked(steps: dict[str, Step]) -> set[str]:
     return {agent for agent, step in steps.items() if step.message and not step.done}
 
 
-def _check_message(message: Message) -> None:
-    roles = ("system", "user", "assistant", "tool")
-    if not isinstance(message, dict) or message.get("role") not in roles:
-        raise Problem(f"{message!r:.80} is no message with a role of {', '.join(roles)}")
-    if not isinstance(message.get("content"), str):
-        raise Problem(f"the content of {message!r:.80} is no text")
+def _check_messages(messages: list[Message]) -> None:
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise Problem(f"{message!r:.80} is no message with a role of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str):
+            raise Problem(f"the content of {message!r:.80} is no text")
 
 
 def _text_of(error: BaseException) -> str:

@@ -1,11 +1,12 @@
-"""Plays an environment in the browser: one page, served on this machine only.
+"""An episode in which people, policies and the players of an environment take turns; its web page.
 
     python -m environments play tic_tac_toe --web                # type or click
     python -m core.chat runs/mine --web            # beside a trained policy, or talk to it
 
-The page shows each message as a board (rows of cells), a list of choices or text. At every turn you
-answer, or a player does: the demonstrator, the random player, a policy. All text of environments
-and policies reaches the page as text, never as markup. A request from another site is refused.
+The page, served on this machine only, shows each message as a board (rows of cells), a list of
+choices or text. At every turn you answer, or a player does: the demonstrator, the random player, a
+policy. All text of environments and policies reaches the page as text, never as markup. A request
+from another site is refused.
 
     GET /           the page
     GET /state      the episode as JSON (`Episode.state`)
@@ -35,7 +36,9 @@ Player = Callable[[list[Message]], str]  # the conversation of an agent -> its r
 HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("web.html")
 MAX_BODY = 1_000_000  # bytes of a request
-DEMONSTRATOR, RANDOM = "demonstrator", "random player"
+BRACKETED_MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
+YOU, DEMONSTRATOR, RANDOM = "you", "demonstrator", "random player"
+SPEAKERS = ("system", "environment", "tool", "tools")  # of the log, besides who responds
 
 
 class Episode:
@@ -46,11 +49,12 @@ class Episode:
     """
 
     def __init__(
-        self, env: Env | MultiAgentEnv, name: str, seed: int, players: dict[str, Player],
-        read_calls: ReadCalls = read_calls, talkers: dict[str, Player] | None = None,
+        self, env: Env | MultiAgentEnv, name: str, seed: int,
+        players: dict[str, Player] | None = None, read_calls: ReadCalls = read_calls,
+        talkers: dict[str, Player] | None = None,
     ):  # fmt: skip
         self.env = with_tools(env, read_calls)
-        self.name, self.players, self.talkers = name, players, talkers or {}
+        self.name, self.players, self.talkers = name, players or {}, talkers or {}
         self.talk("")
         self.start(seed)
 
@@ -69,15 +73,15 @@ class Episode:
                 self._receive(agent, message)
         self.asked = [agent for agent, messages in openings.items() if messages]
 
-    def act(self, agent: str, text: str | None = None, player: str = "you") -> None:
+    def act(self, agent: str, text: str | None = None, player: str = YOU) -> None:
         """Records the response of an agent, typed or of a player; steps once all have answered.
 
         Raises UsageError if the agent is not asked, or the player has no response.
         """
         if agent not in self.asked or agent in self.responses:
             raise UsageError(f"{agent} is not asked to act")
-        if text is None:
-            text = self._response_of(player, agent)
+        if text is None and (text := self._response_of(player, agent)) is None:
+            raise UsageError(f"this environment has no {player}")
         self.responses[agent] = text
         self.chats[agent].append({"role": "assistant", "content": text})
         self.log.append({"agent": agent, "speaker": player, "text": text})
@@ -97,15 +101,24 @@ class Episode:
             name: [*chat, {"role": "assistant", "content": answers[name]}]
             for name, chat in asked.items()
         }
-        said = {"you": text} | answers
+        said = {YOU: text} | answers
         self.talk_log += [{"speaker": name, "text": line} for name, line in said.items()]
+
+    @property
+    def waiting(self) -> list[str]:
+        """The agents that have not answered in this turn; none at the end."""
+        return [agent for agent in self.asked if agent not in self.responses]
+
+    def players_for(self, agent: str) -> list[str]:
+        """Who can take the turn of an agent that is asked to act, besides you."""
+        own = {name: self._response_of(name, agent) for name in (DEMONSTRATOR, RANDOM)}
+        return [*self.players, *(name for name, text in own.items() if text is not None)]
 
     def state(self) -> dict[str, Any]:
         """What the page shows."""
-        waiting = [agent for agent in self.asked if agent not in self.responses]
         return {
             "env": self.name, "seed": self.seed, "log": self.log, "returns": self.returns,
-            "waiting": [{"agent": a, "players": self._players_for(a)} for a in waiting],
+            "waiting": [{"agent": a, "players": self.players_for(a)} for a in self.waiting],
             "talkers": list(self.talkers), "talk": self.talk_log,
         }  # fmt: skip
 
@@ -125,22 +138,31 @@ class Episode:
 
     def _receive(self, agent: str, message: Message) -> None:
         self.chats.setdefault(agent, []).append(message)
-        speaker = "system" if message["role"] == "system" else "environment"
+        speaker = "environment" if message["role"] == "user" else message["role"]
         self.log.append({"agent": agent, "speaker": speaker, "text": message["content"]})
 
-    def _players_for(self, agent: str) -> list[str]:
-        guess = self.env.guess(agent, self.rng)
-        own = {DEMONSTRATOR: self.env.demonstrate(agent), RANDOM: guess}
-        return [*self.players, *(name for name, text in own.items() if text is not None)]
-
-    def _response_of(self, player: str, agent: str) -> str:
+    def _response_of(self, player: str, agent: str) -> str | None:
+        """The response of a player; None if there is none."""
         if player in self.players:
             return self.players[player](list(self.chats[agent]))
-        is_demonstrator = player == DEMONSTRATOR
-        text = self.env.demonstrate(agent) if is_demonstrator else self.env.guess(agent, self.rng)
-        if text is None:
-            raise UsageError(f"this environment has no {player}")
-        return text
+        if player == DEMONSTRATOR:
+            return self.env.demonstrate(agent)
+        guess = self.env.guess(agent, self.rng)
+        return bracketed_move(self.chats[agent], self.rng) if guess is None else guess
+
+
+def bracketed_move(chat: list[Message], rng: random.Random) -> str | None:
+    """Returns a random move in brackets, TextArena's format, from the latest message with one.
+
+    >>> texts = "[Player 1] hello. Say [pass] or [quit]", "Your turn."
+    >>> bracketed_move([{"role": "user", "content": t} for t in texts], random.Random(0))
+    '[quit]'
+    """
+    for message in reversed(chat):
+        moves = BRACKETED_MOVE.findall(message["content"])
+        if moves and message["role"] != "assistant":
+            return rng.choice(moves)
+    return None
 
 
 def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
@@ -202,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.path == "/talk":
                 call = partial(self.episode.talk, str(request["text"]))
             else:
-                text, player = request.get("text"), str(request.get("player", "you"))
+                text, player = request.get("text"), str(request.get("player", YOU))
                 call = partial(self.episode.act, str(request["agent"]),
                                None if text is None else str(text), player)  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError,
