@@ -12,7 +12,7 @@ import pytest
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
 from core.workshop.exercises import EXERCISES, Exercise
-from core.workshop.mistakes import MISTAKES, UNCHANGED
+from core.workshop.mistakes import MISTAKES, advantages_as_given
 
 ROOT = Path(__file__).parent.parent
 STUBS = ROOT / "scratch.py"
@@ -58,7 +58,7 @@ def test_each_exercise_has_a_function_and_a_solution_with_its_signature():
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 def test_each_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise):
     for mistake in MISTAKES[exercise.name]:
-        for wrong in (mistake.wrong, *mistake.variants) if mistake.cause is not UNCHANGED else ():
+        for wrong in (mistake.wrong, *mistake.variants):
             verdict = check(exercise, solutions_with(exercise.name, wrong))
             assert verdict.state == "wrong" and verdict.statement and verdict.inputs
             assert verdict.cause == mistake.cause
@@ -72,24 +72,40 @@ def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(solutions), name: function})
 
 
-RIGHT = {
-    "group_advantages": """def group_advantages(returns, group_ids):
-    same = (group_ids[:, None] == group_ids).float()
-    n = same.sum(1)
-    returns -= same @ returns / n
-    return returns / ((same @ returns**2 / (n - 1)) ** 0.5 + 1e-4)
-""",
-    "clipped_loss": """def clipped_loss(logprobs, old_logprobs, advantages, mask, clip=0.2):
-    x, old, a = (torch.where(mask, x, 0.0) for x in (logprobs, old_logprobs, advantages))
-    rho = torch.exp(x - old)
-    return torch.maximum(-rho * a, -rho.clamp(1 - clip, 1 + clip) * a)[mask].mean()
-""",
-}
+NOT_YET = "def group_advantages(returns, group_ids):\n    raise TODO\n"
+OF_A_ROW = (
+    "def clipped_loss(x, old, a, mask, clip=0.2):\n    return -(a * (x - old).exp())[mask].mean()\n"
+)
 
 
-def test_right_answers_written_in_another_way_pass(write):
-    module = load(write(**RIGHT))
-    assert {v.exercise.name for v in check_all(module) if v.state == "right"} >= set(RIGHT)
+def test_each_exercise_is_judged_alone(write):
+    step = inspect.getsource(solutions.training_step)
+    states = [v.state for v in check_all(load(write(group_advantages=NOT_YET)))]
+    assert states[2] == "not yet" and states.count("right") == 9  # 9 calls 3, and is right
+    one_each = {"training_step": step.replace("[:, None].expand_as(logprobs)", "")}
+    file = write(**one_each)  # fails inside exercise 5, called in this line
+    number = 1 + next(
+        n for n, line in enumerate(file.read_text(encoding="utf-8").splitlines())
+        if "loss = clipped_loss" in line
+    )  # fmt: skip
+    verdict = check_all(load(file))[8]
+    assert f"scratch.py, line {number}: IndexError" in verdict.actual
+    # an own exercise 5 may accept more than the solution: advantages of a row
+    broadcast = {"training_step": step.replace(".expand_as(logprobs)", "")}
+    assert check_all(load(write(**broadcast)))[8].state == "wrong"
+    with_own = check_all(load(write(**broadcast, clipped_loss=OF_A_ROW)))[8]
+    assert with_own.state == "right"
+
+
+def test_exercise_10_is_not_yet_written_only_as_it_was_given(write):
+    given = inspect.getsource(advantages_as_given).replace("_as_given", "_of_tokens")
+    for code, state in (
+        (given, "not yet"),
+        (given.replace("  # [B]\n", "  # mine\n"), "not yet"),
+        (given.replace("/ mask.sum(1)", "/ mask.sum(1).clamp(min=1)"), "wrong"),
+        (given.replace("mask.sum(1)", "mask.sum(0)"), "wrong"),
+    ):
+        assert check_all(load(write(advantages_of_tokens=code)))[9].state == state
 
 
 def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, capsys):
@@ -131,7 +147,7 @@ def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
         ),
     }
     states = [v.state for v in check_all(load(write("()", **own)))]
-    assert (states[2], states[8]) == ("wrong", "not yet")
+    assert (states[2], states[8]) == ("wrong", "wrong")
     assert run_command([], write("(3, 9)", **own)) == 0
     out = capsys.readouterr().out
     assert (out.count("≈ differs"), out.count("✗")) == (2, 0)

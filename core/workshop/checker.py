@@ -10,6 +10,7 @@ the line. An exception or an endless loop in one exercise does not stop the chec
 
 import argparse
 import copy
+import dis
 import importlib.util
 import inspect
 import sys
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from core.types import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
-from core.workshop.mistakes import MISTAKES, UNCHANGED, Mistake
+from core.workshop.mistakes import MISTAKES, Mistake, advantages_as_given
 from environments.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
@@ -58,7 +59,6 @@ class Verdict:
     cause: str = ""  # what the participant did, if that is known
     observed: str = ""  # else: how the answer differs from the expected one
     hints: tuple[str, str, str] = ("", "", "")  # question, idea, line
-    note: str = ""  # for the table, if the exercise is not written yet
 
 
 @dataclass
@@ -128,61 +128,29 @@ def load(file: Path) -> ModuleType:
 
 def check_all(module: ModuleType) -> list[Verdict]:
     """Returns the verdict on each exercise, in order."""
-    verdicts: list[Verdict] = []
-    for exercise in EXERCISES:
-        verdict = check(exercise, module)
-        waits_for = [
-            str(n) for n in exercise.needs if verdicts[n - 1].state in ("wrong", "not yet")
-        ]
-        if waits_for and verdict.state != "right":
-            note = f"first: exercise {', '.join(waits_for)}"
-            verdict = Verdict(exercise, "not yet", note=note)
-        verdicts.append(verdict)
-    return verdicts
+    return [check(exercise, module) for exercise in EXERCISES]
 
 
 def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
     """Returns the verdict on one exercise; the first fact that does not hold decides.
 
+    The exercises that it calls are those of the solutions, so that it is judged alone, and an error
+    is shown in its own line. If it is wrong with them, it may still be right with the participant's
+    own, which can accept more.
+
     An exercise whose number is in CHANGED of scratch.py "differs" instead of being wrong, as long
-    as it runs and returns finite numbers of the right type and shape. The exercises that call it
-    are checked with its solution.
+    as it runs and returns finite numbers of the right type and shape.
     """
-    if not callable(vars(module).get(exercise.name)):
-        return Verdict(exercise, "wrong", cause=f"there is no function {exercise.name}")
-    changed = _changed(module)
-    calls = [EXERCISES[n - 1].name for n in exercise.needs if n in changed]
-    own = {name: vars(module)[name] for name in calls if name in vars(module)}
+    own = {name: vars(module)[name] for name in exercise.calls if name in vars(module)}
     vars(module).update({name: getattr(solutions, name) for name in own})
-    differs = None
     try:
-        for fact in exercise.facts:
-            expected = _answer(fact, exercise.name, getattr(solutions, exercise.name))
-            actual = ask(fact, module, exercise.name)
-            if isinstance(actual.error, NotImplementedError):
-                return Verdict(exercise, "not yet", hints=_hints(exercise))
-            kind = wrong_type(expected.returned, actual.returned) if actual.was_called else None
-            if not kind and agree(expected.value, actual.value, fact.tolerance):
-                continue
-            failed = Verdict(
-                exercise,
-                "wrong",
-                fact.statement,
-                "\n".join(expected.inputs),
-                _format(expected.value),
-                actual.where or _format(actual.returned if kind else actual.value),
-                hints=_hints(exercise, fact),
-            )
-            if kind:
-                hints = ("Which type does the docstring ask for?", kind[1], failed.hints[2])
-                return replace(failed, cause=kind[0], hints=hints)
-            if exercise.number in changed and _is_sane(expected, actual):
-                differs = differs or replace(failed, state="differs")
-                continue
-            return _explain(failed, fact, expected, actual, module)
-        return differs or Verdict(exercise, "right", hints=_hints(exercise))
+        verdict = _check(exercise, module)
     finally:
         vars(module).update(own)
+    if own and verdict.state == "wrong":
+        with_own = _check(exercise, module)
+        return with_own if with_own.state == "right" else verdict
+    return verdict
 
 
 def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answer:
@@ -238,8 +206,6 @@ def agree(expected: Any, actual: Any, tolerance: float) -> bool:
     if isinstance(expected, tuple):
         same = isinstance(actual, (tuple, list)) and len(actual) == len(expected)
         return same and all(map(agree, expected, actual, [tolerance] * len(expected)))
-    if isinstance(expected, str) or isinstance(actual, str):
-        return bool(expected == actual)
     if isinstance(expected, Tensor) != isinstance(actual, Tensor):
         return False
     try:
@@ -323,8 +289,6 @@ def find_mistakes(
 
 def describe_difference(expected: Any, actual: Any) -> str:
     """Returns how an answer of the right type differs from the expected one: only what is seen."""
-    if isinstance(expected, str):
-        return "the order is another"
     if isinstance(expected, tuple) and isinstance(actual, tuple):
         if expected and isinstance(expected[0], int):
             return f"the shape is {list(actual)}, not {list(expected)}"
@@ -348,8 +312,9 @@ def describe_difference(expected: Any, actual: Any) -> str:
         return f"{count} of {b.numel()} numbers are nan or infinity"
     if agree(-a, b, 1e-3):
         return f"{'the number' if a.numel() == 1 else 'every number'} has the opposite sign"
-    if b.numel() > 1 and (b == b.flatten()[0]).all():
-        return "all numbers are equal"
+    first = b.flatten()[0]
+    if b.numel() > 1 and (b == first).all() and (first == 0 or (a != a.flatten()[0]).any()):
+        return f"all entries are {_format(actual.flatten()[0])}"
     if a.numel() > 1 and agree(a.flatten().sort().values, b.flatten().sort().values, 1e-3):
         return "the numbers are right, but in another order"
     if a.numel() == 1 and b.item() == 0:
@@ -375,14 +340,15 @@ def print_verdicts(verdicts: list[Verdict], console: Console) -> None:
     table = Table("", "exercise", "", "next", box=None, padding=(0, 2, 0, 0))
     for v in verdicts:
         notes = {"right": f"read {v.exercise.read}", "differs": FINE}
-        note = notes.get(v.state, v.note)
-        table.add_row(str(v.exercise.number), v.exercise.title, LABELS[v.state], note)
+        table.add_row(
+            str(v.exercise.number), v.exercise.title, LABELS[v.state], notes.get(v.state, "")
+        )
     console.print(table)
     for v in verdicts:
         if v.state in ("wrong", "differs"):
             print_details(v, console)
-    unwritten = [v for v in verdicts if v.state == "not yet" and not v.note]
-    if not unwritten and any(v.state == "wrong" for v in verdicts):
+    states = [v.state for v in verdicts]
+    if "wrong" in states and "not yet" not in states:
         console.print(
             "\nIf you changed an exercise on purpose, add its number to CHANGED at the end of "
             "scratch.py."
@@ -420,8 +386,6 @@ def print_hint(verdict: Verdict, step: int) -> None:
     number = verdict.exercise.number
     if verdict.state == "right":
         print(f"Exercise {number} is right.")
-    if verdict.note:
-        print(f"Exercise {number}, {verdict.note}.")
     hints = verdict.hints if verdict.hints[0] else _hints(verdict.exercise)
     print(f"Exercise {number}, the {STEPS[step - 1]}: {hints[step - 1]}")
     if step < 3:
@@ -441,6 +405,52 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].rstrip(": ")
 
 
+def _check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
+    """Returns the verdict on one exercise, with the other functions of `module` as they are."""
+    if not callable(vars(module).get(exercise.name)):
+        return Verdict(exercise, "wrong", cause=f"there is no function {exercise.name}")
+    if _is_as_given(vars(module)[exercise.name]):
+        return Verdict(exercise, "not yet", hints=_hints(exercise))
+    changed = exercise.number in _changed(module)
+    differs = None
+    for fact in exercise.facts:
+        expected = _answer(fact, exercise.name, getattr(solutions, exercise.name))
+        actual = ask(fact, module, exercise.name)
+        if isinstance(actual.error, NotImplementedError):
+            return Verdict(exercise, "not yet", hints=_hints(exercise))
+        kind = wrong_type(expected.returned, actual.returned) if actual.was_called else None
+        if not kind and agree(expected.value, actual.value, fact.tolerance):
+            continue
+        failed = Verdict(
+            exercise,
+            "wrong",
+            fact.statement,
+            "\n".join(expected.inputs),
+            _format(expected.value),
+            actual.where or _format(actual.returned if kind else actual.value),
+            hints=_hints(exercise, fact),
+        )
+        if kind:
+            hints = ("Which type does the docstring ask for?", kind[1], failed.hints[2])
+            return replace(failed, cause=kind[0], hints=hints)
+        if changed and _is_sane(expected, actual):
+            differs = differs or replace(failed, state="differs")
+            continue
+        return _explain(failed, fact, expected, actual, module)
+    return differs or Verdict(exercise, "right", hints=_hints(exercise))
+
+
+def _is_as_given(function: Callable[..., Any]) -> bool:
+    """Returns whether this is exercise 10 with its bug, apart from comments and spaces."""
+    if not hasattr(function, "__code__"):
+        return False
+    own, given = (
+        [(step.opname, step.argval) for step in dis.get_instructions(f.__code__)]
+        for f in (function, advantages_as_given)
+    )
+    return own == given
+
+
 @cache
 def _answer(fact: Fact, name: str, function: Callable[..., Any]) -> Answer:
     """Returns the answer of the solutions to a fact, with `function` as exercise `name`."""
@@ -458,8 +468,6 @@ def _explain(
     exercise = failed.exercise
     with warnings.catch_warnings(action="ignore"):  # those of the typical mistakes
         found = find_mistakes(exercise, fact, actual, module)
-    if [mistake.cause for mistake in found] == [UNCHANGED]:
-        return Verdict(exercise, "not yet", hints=_hints(exercise))
     if found:
         cause = "; or: ".join(mistake.cause for mistake in found)
         return replace(failed, cause=cause, hints=_hints(exercise, fact, found[0]))
@@ -522,8 +530,9 @@ def _is_finite(answer: Answer) -> bool:
 
 def _same_answer(a: Answer, b: Answer, tolerance: float) -> bool:
     """Returns whether two answers are the same: values (nan agrees with nan) or errors."""
-    if a.error or b.error:
-        return _without_digits(a.error) == _without_digits(b.error)
+    errors = [describe_error(x.error) for x in (a, b) if x.error]
+    if errors:
+        return len(errors) == 2 and errors[0] == errors[1]
 
     def finite(x: Any) -> Any:
         if isinstance(x, (tuple, list)):
@@ -533,11 +542,6 @@ def _same_answer(a: Answer, b: Answer, tolerance: float) -> bool:
         return x
 
     return agree(finite(a.value), finite(b.value), tolerance)
-
-
-def _without_digits(error: BaseException | None) -> str:
-    """Returns an error as text, without the sizes and line numbers in it."""
-    return "".join(c for c in describe_error(error) if not c.isdigit()) if error else ""
 
 
 def _format(value: Any) -> str:

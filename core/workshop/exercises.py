@@ -40,15 +40,15 @@ class Exercise:
     line: str
     read: str  # where the library does the same
     facts: tuple[Fact, ...]
-    needs: tuple[int, ...] = ()  # exercises that this one calls
+    calls: tuple[str, ...] = ()  # the functions of other exercises that this one calls
 
 
 TURNS = [([5, 6, 7], [8, 2]), ([9, 9], [4, 2]), ([6], [3])]  # (context, completion)
 ONES = torch.ones(1, 1)
 ONE_TOKEN = torch.ones(1, 1, dtype=torch.bool)
 LOGPROBS = torch.tensor([[-1.0, -2.0, -3.0], [-0.5, -4.0, -6.0]])
-OLD_LOGPROBS = torch.tensor([[-1.5, -2.0, -2.9], [-0.4, -3.0, -6.0]])
-ADVANTAGES = torch.tensor([[1.0, 1.0, 1.0], [-2.0, -2.0, -2.0]])
+OLD_LOGPROBS = torch.tensor([[-1.5, -2.3, -2.9], [-0.4, -3.0, -6.0]])
+ADVANTAGES = torch.tensor([[1.0, 2.0, 1.0], [-2.0, -3.0, -2.0]])
 MASK = torch.tensor([[False, True, True], [True, True, True]])
 EPISODE = torch.tensor([[0.0, 1.0, 2.0], [0.5, 1.0, 4.0]])  # rewards, values
 REWARDS = torch.tensor([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.5, 0.0, 0.5, 0.0]])
@@ -96,34 +96,43 @@ def distance_of_draws(f: Any) -> Tensor:
     return (logprobs - own).abs().max()
 
 
+def compare_draws(f: Any) -> Tensor:
+    """Returns whether 64 draws are the same with a generator of the same seed, and in the next call
+    with the same generator: [2] bool."""
+    first, again = torch.Generator().manual_seed(5), torch.Generator().manual_seed(5)
+    ids, same, later = (f.sample(torch.zeros(64, 2), 1.0, g)[0] for g in (first, again, first))
+    return torch.stack([(ids == same).all(), (ids == later).all()])
+
+
 class BigramModel(nn.Module):
     """The smallest language model: the next token depends only on the one before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: float) -> None:
         super().__init__()
+        self.scale = scale
         self.table = nn.Parameter(torch.linspace(-0.1, 0.1, 25).view(5, 5).clone())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return 30 * self.table[input_ids]
+        return self.scale * self.table[input_ids]
 
 
 def take_steps(
-    f: Any, returns: tuple[float, ...], steps: int = 1
-) -> tuple[float, Tensor, Tensor, Tensor, str]:
+    f: Any, returns: tuple[float, ...], steps: int = 1, scale: float = 30.0
+) -> tuple[float, Tensor, Tensor, Tensor, bool]:
     """Takes training steps on a BigramModel with f.training_step.
 
     Returns the last loss, the weights, the gradient that remains, the norm of the gradient at each
-    optimizer step (-1: no gradient), and the order of backward and step.
+    optimizer step (-1: not computed yet, -2: removed), and whether one was ever computed.
     """
-    model, norms, calls = BigramModel(), list[float](), list[str]()
+    model, norms, computed = BigramModel(scale), list[float](), list[Tensor]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def record_step(*_: Any) -> None:
-        norms.append(-1.0 if model.table.grad is None else float(model.table.grad.norm()))
-        calls.append("step")
+    def record_norm(*_: Any) -> None:
+        left = -2.0 if model.table.grad is None else float(model.table.grad.norm())
+        norms.append(left if computed else -1.0)
 
-    optimizer.register_step_pre_hook(record_step)
-    model.table.register_post_accumulate_grad_hook(lambda _: calls.append("backward"))
+    optimizer.register_step_post_hook(record_norm)
+    model.table.register_hook(computed.append)
     input_ids = torch.tensor([[0, 1, 2, 4], [0, 1, 3, 4], [1, 2, 3, 4], [1, 2, 0, 4]])
     mask = torch.tensor([[0, 1, 1], [0, 1, 1], [0, 1, 1], [0, 1, 0]]).bool()
     group_ids = torch.tensor([0, 0, 1, 1])
@@ -132,7 +141,7 @@ def take_steps(
             model, optimizer, input_ids, mask, torch.tensor(returns).float(), group_ids
         )
     remaining = torch.zeros(5, 5) if model.table.grad is None else model.table.grad
-    return loss, model.table.detach(), remaining, torch.tensor(norms), ", ".join(calls)
+    return loss, model.table.detach(), remaining, torch.tensor(norms), bool(computed)
 
 
 EXERCISES = (
@@ -152,7 +161,7 @@ EXERCISES = (
             Fact("a model without any preference gives each of 5 tokens the log-prob log 1/5",
                  lambda f: f.token_logprobs(torch.zeros(1, 4, 5), example_logits()[1][:1]),
                  "What must exp of the log-probs of all V tokens at one position add up to?",
-                 "Apply log_softmax over the last axis, the vocabulary.", line="log_softmax"),
+                 "Apply log_softmax over the last axis, the vocabulary.", 1e-3, "log_softmax"),
             Fact("each log-prob is that of the token that follows, under the logits before it",
                  lambda f: f.token_logprobs(*example_logits()),
                  "Column 0 of the result: which token is it about, and which logits predict it?",
@@ -217,6 +226,11 @@ EXERCISES = (
                                               torch.tensor([0, 1, 0, 1, 0, 0])),
                  "Does the code assume anything about the number of rollouts in a group?",
                  "Use the mean and the standard deviation of each group separately.", 1e-3),
+            Fact("a group of nearly equal returns: the standard deviation is 0.02121",
+                 lambda f: f.group_advantages(torch.tensor([0.53, 0.5]), torch.tensor([0, 0])),
+                 "How much does 1e-4 change a standard deviation of 0.02?",
+                 "Add 1e-4 to the standard deviation itself, outside any square root.", 4e-3,
+                 "members] = "),
             Fact("a group of equal returns has advantage 0",
                  lambda f: f.group_advantages(torch.tensor([0.3, 0.3]), torch.tensor([0, 0])),
                  "What is the standard deviation of equal numbers?",
@@ -278,8 +292,8 @@ EXERCISES = (
                  lambda f: clipped_loss_of_one_token(f, 0.5, 1.0),
                  "The token was good and became less likely. Should a push back be removed?",
                  "Take the smaller of the two products, not always the clipped one."),
-            Fact("ratio 0.5, A = -1: clipped at 0.8",
-                 lambda f: clipped_loss_of_one_token(f, 0.5, -1.0),
+            Fact("ratio 0.1, A = -1: clipped at 0.8",
+                 lambda f: clipped_loss_of_one_token(f, 0.1, -1.0),
                  "A is negative: which of the two products is smaller now?",
                  "Multiply by A before you take the smaller one."),
             Fact("ratio 1.5, A = -1: not clipped, the token should become less likely again",
@@ -396,10 +410,14 @@ EXERCISES = (
                  "What is logits / 0?",
                  "At temperature 0: argmax, and the log-prob under the undivided logits.",
                  line="argmax"),
-            Fact("generators with the same seed give the same draws",
-                 lambda f: (draws(f, 3, 1.0)[0] == draws(f, 3, 1.0)[0]).all(),
+            Fact("three rows, each nearly certain of another token: each gets its own",
+                 lambda f: f.sample(torch.eye(3).roll(1, 0) * 50, 1.0, torch.Generator()),
+                 "From whose logits is the token of the second row drawn?",
+                 "multinomial takes all rows at once: probabilities [B, V]."),
+            Fact("the same seed gives the same draws, the next call with a generator others",
+                 compare_draws,
                  "Where do the random numbers come from?",
-                 "Pass generator=generator to multinomial."),
+                 "Pass generator=generator to multinomial, and seed nothing yourself."),
         ),
     ),
     Exercise(
@@ -414,15 +432,15 @@ EXERCISES = (
             Fact("the loss of the batch, as a float", lambda f: take_steps(f, (1, 0, 1, 0))[0],
                  "Every ratio is 1 here. What is the clipped loss then, in terms of A?",
                  "Advantages of the returns, log-probs under the mask, the clipped loss."),
-            Fact("backward comes before the optimizer's step",
-                 lambda f: take_steps(f, (1, 0, 1, 0))[4],
+            Fact("the optimizer takes one step, with a gradient of norm 1 (-1: before backward, "
+                 "-2: after zero_grad)",
+                 lambda f: take_steps(f, (1, 0, 1, 0))[3],
+                 "What has to happen between backward and the optimizer's step, and how often?",
+                 "backward, then clip the norm to 1, then optimizer.step(), each once.",
+                 line="clip_grad_norm_"),
+            Fact("backward is called", lambda f: take_steps(f, (1, 0, 1, 0))[4],
                  "What does optimizer.step() need, and what computes it?",
                  "loss.backward(), then clip, then optimizer.step().", line="backward"),
-            Fact("one optimizer step, with a gradient of norm 1",
-                 lambda f: take_steps(f, (1, 0, 1, 0))[3],
-                 "What has to happen between backward and the optimizer's step?",
-                 "backward, then clip the norm to 1, then optimizer.step().",
-                 line="clip_grad_norm_"),
             Fact("the weights after the step", lambda f: take_steps(f, (1, 0, 1, 0))[1],
                  "Through which log-probs does the gradient flow, and which are constants?",
                  "Detach the old log-probs only; call backward before step."),
@@ -432,12 +450,17 @@ EXERCISES = (
             Fact("the weights after three steps", lambda f: take_steps(f, (1, 0, 0, 1), 3)[1],
                  "What does the second step find that the first one did not?",
                  "Each step starts without a gradient.", line="zero_grad"),
+            Fact("a gradient shorter than 1 keeps its norm",
+                 lambda f: take_steps(f, (1, 0, 1, 0), scale=1.0)[3],
+                 "Is the gradient made longer, or computed from another number than the loss?",
+                 "clip_grad_norm_ only shortens; call backward once, on the loss itself.",
+                 line="clip_grad_norm_"),
             Fact("equal returns within each group change nothing",
                  lambda f: take_steps(f, (1, 1, 0, 0))[1],
                  "What is the advantage if all rollouts of a group have the same return?",
                  "Advantages compare a rollout with its own group.", line="advantages = "),
         ),
-        needs=(1, 3, 5),
+        calls=("token_logprobs", "group_advantages", "clipped_loss"),
     ),
     Exercise(
         10, "advantages_of_tokens", "Find the bug",

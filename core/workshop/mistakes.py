@@ -5,8 +5,9 @@ function, its cause says what the participant did. Two mistakes with the same an
 share one entry, whose cause names both.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from core.workshop import solutions as right
 
-UNCHANGED = "the function as it was given: reward per token, so a long answer gets less"
+REWARD_PER_TOKEN = "still the reward per token, so a long answer gets less"
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,11 @@ class Mistake:
 
 
 def advantages_as_given(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Exercise 10 with its bug."""
-    return _token_advantages((rewards * mask).sum(1) / mask.sum(1), mask, group_ids)
+    """Exercise 10 with its bug, as scratch.py gives it."""
+    returns = (rewards * mask).sum(1) / mask.sum(1)  # [B]
+    same = (group_ids[:, None] == group_ids[None, :]).float()  # [B, B]: 1 within a group
+    baseline = (same @ returns) / same.sum(1)  # [B]
+    return (returns - baseline)[:, None] * mask
 
 
 def _pick(logits: Tensor, ids: Tensor) -> Tensor:
@@ -72,19 +76,50 @@ def _neighbors(returns: Tensor, size: int) -> Tensor:
     return scaled.flatten()
 
 
+def _loss(x: Tensor, a: Tensor, m: Tensor, tokens: Callable[[Tensor], Any]) -> Tensor:
+    """Exercise 4 with another divisor than the number of sampled tokens."""
+    return -(a[m] * x[m]).sum() / tokens(m)
+
+
+def _rows_mean(values: Tensor, m: Tensor) -> Tensor:
+    """The mean of each row over the mask: [B, 1]."""
+    return torch.where(m, values, 0.0).sum(1, True) / m.sum(1, True)
+
+
 def _surrogate(
-    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float,
+    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float = 0.2,
     ratio: Callable[[Tensor, Tensor], Tensor] = lambda x, old: (x - old).exp(),
+    bounds: Callable[[float], tuple[float, float]] = lambda clip: (1 - clip, 1 + clip),
     objective: Callable[..., Tensor] = lambda r, c, a: torch.minimum(r * a, c * a),
+    tokens: Callable[[Tensor], Any] = torch.sum,
 ) -> Tensor:  # fmt: skip
+    """Exercise 5 with one part exchanged."""
     x, old, a = x[m], old[m], a[m]
     r = ratio(x, old)
-    return -objective(r, r.clamp(1 - clip, 1 + clip), a).sum() / m.sum()
+    return -objective(r, r.clamp(*bounds(clip)), a).sum() / tokens(m)
 
 
 def _surrogate_tokens(x: Tensor, old: Tensor, a: Tensor, clip: float) -> Tensor:
     r = (x - old).exp()
     return torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)
+
+
+def _sequence_ratio(
+    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float = 0.2, mean: bool = True,
+    per_row: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Exercise 5 with one ratio for each rollout, or for the rollout's advantage `per_row`."""
+    log_ratio = _rows_mean(x - old, m)
+    r = (log_ratio if mean else log_ratio * m.sum(1, True)).exp()
+    c = r.clamp(1 - clip, 1 + clip)
+    if per_row:
+        return -torch.minimum(r * per_row(a, m), c * per_row(a, m)).mean()
+    return -torch.minimum(r * a, c * a)[m].mean()
+
+
+OF_A_ROLLOUT = (  # its advantage: that of its first or last column, or the mean
+    lambda a, m: a[:, :1], lambda a, m: a[:, -1:], lambda a, m: a.mean(1, True), _rows_mean,
+)  # fmt: skip
 
 
 def _gae(r: Tensor, v: Tensor, gamma: float, decay: float, bootstrap: float = 0.0) -> Tensor:
@@ -135,9 +170,12 @@ def _nonzero(temperature: float) -> float:
 
 def _step(
     model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, mask: Tensor, returns: Tensor,
-    group_ids: Tensor, detach: bool = True, clip: str = "last", zero: str = "after", sign: int = 1,
-    baseline: bool = True, masked: bool = True, step: str = "last", backward: bool = True,
+    group_ids: Tensor, detach: bool = True, clip: str = "last", norm: float = 1.0,
+    zero: str = "after", sign: int = 1, baseline: bool = True, masked: bool = True,
+    step: str = "last", steps: int = 1, backwards: int = 1, direction: int = 1,
     loss_of: Callable[..., Tensor] | None = None, scaled: Callable[..., Tensor] | None = None,
+    repeated: Callable[[Tensor, Tensor], Tensor] = lambda a, x: a[:, None].expand_as(x),
+    returned: Callable[..., Tensor] = lambda loss, again: loss,
 ) -> float:  # fmt: skip
     """A training step with one mistake."""
     if zero == "before":
@@ -146,35 +184,52 @@ def _step(
     advantages = (scaled or right.group_advantages)(returns, group_ids) if baseline else returns
     old = logprobs.detach() if detach else logprobs
     mask = mask if masked else torch.ones_like(mask)
-    loss = sign * (loss_of or right.clipped_loss)(
-        logprobs, old, advantages[:, None].expand_as(logprobs), mask
-    )
+    repeats = repeated(advantages, logprobs)
+    loss = sign * (loss_of or right.clipped_loss)(logprobs, old, repeats, mask)
     if clip == "early":
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if step == "early":
         optimizer.step()
-    if backward:
-        loss.backward()
+    for _ in range(backwards):
+        (direction * loss).backward(retain_graph=True)
     if zero == "early":
         optimizer.zero_grad()
     if clip == "last":
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(model.parameters(), norm)
     if clip == "value":
         nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    if clip == "always":
+        for weights in model.parameters():
+            weights.grad = None if weights.grad is None else weights.grad / weights.grad.norm()
     if step == "last":
-        optimizer.step()
+        for _ in range(steps):
+            optimizer.step()
     if zero == "after":
         optimizer.zero_grad()
-    return loss.item()
+    again = right.token_logprobs(model(ids), ids)
+    return returned(loss, right.clipped_loss(again, old, repeats, mask)).item()
 
 
 def _same(group_ids: Tensor) -> Tensor:
     return (group_ids[:, None] == group_ids[None, :]).float()
 
 
-def _token_advantages(returns: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
-    same = _same(group_ids)
-    return (returns - (same @ returns) / same.sum(1))[:, None] * mask
+def _token_advantages(
+    returns: Tensor, mask: Tensor, group_ids: Tensor,
+    mean: Callable[[Tensor, Tensor], Tensor] = lambda same, r: (same @ r) / same.sum(1),
+) -> Tensor:  # fmt: skip
+    return (returns - mean(_same(group_ids), returns))[:, None] * mask
+
+
+def _mean_of_others(same: Tensor, returns: Tensor, least: float = 0.0) -> Tensor:
+    return (same @ returns - returns) / (same.sum(1) - 1).clamp(min=least)
+
+
+def _per_token(advantages: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The bug of exercise 10 before another mistake."""
+    return lambda rewards, mask, group_ids: advantages(
+        rewards / mask.sum(1, keepdim=True), mask, group_ids
+    )
 
 
 def _rewards_to_go(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Tensor:
@@ -209,6 +264,17 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("log of softmax: a probability below 1e-45 is rounded to 0, whose log is -infinity",
                 "log_softmax computes both in one step, without rounding to 0.",
                 lambda x, ids: _pick(x[:, :-1].softmax(-1).log(), ids[:, 1:]), "log_softmax"),
+        Mistake("a small number was added to the probabilities, or they were clamped, before the "
+                "logarithm: every smaller probability gets the same log-prob",
+                "log_softmax computes both in one step, and needs no such number.",
+                lambda x, ids: _pick((x[:, :-1].softmax(-1) + 1e-8).log(), ids[:, 1:]),
+                "log_softmax",
+                tuple(partial(lambda small, x, ids: _pick(
+                    (x[:, :-1].softmax(-1) + small).log(), ids[:, 1:]), small)
+                    for small in (torch.finfo().eps, *(10.0**-n for n in range(2, 38))))),
+        Mistake("softmax was applied twice", "log_softmax takes the logits themselves.",
+                lambda x, ids: _pick(x[:, :-1].softmax(-1).log_softmax(-1), ids[:, 1:]),
+                "log_softmax"),
         Mistake("exp overflows: exp(200) is infinity in float32",
                 "log_softmax and logsumexp subtract the largest logit first.",
                 lambda x, ids: _pick(x[:, :-1] - x[:, :-1].exp().sum(-1, True).log(), ids[:, 1:]),
@@ -234,19 +300,35 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "Return one log-prob for each token.",
                 lambda x, ids: right.token_logprobs(x, ids).sum(1),
                 variants=(lambda x, ids: right.token_logprobs(x, ids).sum(),)),
+        Mistake("this is one number for all tokens, as cross_entropy returns it without "
+                "reduction='none'",
+                "Return one log-prob for each token: log_softmax, then gather.",
+                lambda x, ids: -right.token_logprobs(x, ids).mean(),
+                variants=(lambda x, ids: right.token_logprobs(x, ids).mean(),)),
         Mistake("no gradient reaches the logits: the result was detached",
                 "Remove detach and no_grad.",
                 lambda x, ids: _pick(x[:, :-1].log_softmax(-1), ids[:, 1:]).detach()),
     ),
     "completion_mask": (
-        Mistake("not shifted: this marks the sampled tokens, not the positions before them",
+        Mistake("not shifted, or filled up to T entries in front: this marks the sampled tokens, "
+                "not the positions before them",
                 "Drop the entry of the first id, which no logits predict.", _flags),
         Mistake("you dropped the last id instead of the first",
                 "Drop the first entry: no logits predict the first id.",
                 lambda turns: _flags(turns)[:-1]),
-        Mistake("shifted by roll: the last position refers to the first id, and T entries remain",
-                "Drop the first entry instead of moving it to the end.",
-                lambda turns: _flags(turns).roll(-1)),
+        Mistake("T entries remain: shifted by roll, or filled up at the end, though the last "
+                "position predicts nothing",
+                "Drop the first entry, and add none.",
+                lambda turns: _flags(turns).roll(-1),
+                variants=(lambda turns: torch.cat([_flags(turns)[1:], torch.tensor([True])]),)),
+        Mistake("shifted the wrong way: the flags moved one token later, not earlier",
+                "Drop the first entry.",
+                lambda turns: _flags([([0, *turns[0][0]], turns[0][1]), *turns[1:]])[:-1],
+                variants=tuple(partial(lambda less, turns: _flags(
+                    [([0, *turns[0][0]], turns[0][1]), *turns[1:]])[:less], less)
+                    for less in (-2, None))),
+        Mistake("context and completion are exchanged", "Each turn is (context, completion).",
+                lambda turns: _flags([(done, c) for c, done in turns])[1:], "sampled +="),
         Mistake("shifted within each turn: every turn lost an entry, but the chat is one text",
                 "Join the turns first, and drop the first entry of the whole chat.",
                 lambda turns: torch.cat([_flags([turn])[1:] for turn in turns])),
@@ -294,7 +376,9 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 lambda r, g: _neighbors(r, 2), "members = ",
                 (lambda r, g: _neighbors(r, int((g == g[0]).sum())),
                  lambda r, g: _neighbors(r, len(r) // len(g.unique())),
-                 lambda r, g: _neighbors(r, 4), lambda r, g: _neighbors(r, 8))),
+                 *(partial(lambda size, r, g: _neighbors(r, size), size) for size in range(3, 17)),
+                 lambda r, g: _neighbors(r[g.argsort(stable=True)], len(r) // len(g.unique()))[
+                     g.argsort(stable=True).argsort()])),
         Mistake("group_ids were taken as 0, 1, 2 ..: a group with another number was left out",
                 "Go through group_ids.unique(): the ids are names, not a count.",
                 lambda r, g: torch.where(g < len(g.unique()), right.group_advantages(r, g), 0.0),
@@ -329,8 +413,41 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("wrong sign: a return above the mean has a negative advantage",
                 "Return minus mean, not mean minus return.",
                 lambda r, g: -right.group_advantages(r, g)),
+        Mistake("only the mean is divided: a - b / c is a - (b / c)",
+                "Put the difference in parentheses: (return - mean) / (std + 1e-4).",
+                lambda r, g: _by_group(r, g, lambda x: x - x.mean() / (x.std() + 1e-4)),
+                "members] = ",
+                (lambda r, g: _by_group(r, g, lambda x: x - x.mean() / x.std() + 1e-4),)),
+        Mistake("1e-4 was added to the variance, under the square root, where it counts as 0.01",
+                "Add it to the standard deviation, after the root.",
+                lambda r, g: _by_group(
+                    r, g, lambda x: (x - x.mean()) / (x.var() + 1e-4).sqrt()), "members] = "),
+        Mistake("the number added to the standard deviation is larger than 1e-4", "Add 1e-4.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / (x.std() + 1e-3)),
+                "members] = ",
+                tuple(partial(lambda small, r, g: _by_group(
+                    r, g, lambda x: (x - x.mean()) / (x.std() + small)), small)
+                    for small in (0.01, 0.1, 1.0))),
+        Mistake("divided by the root of the sum of squares: the division by n - 1 is missing",
+                "Use Tensor.std().",
+                lambda r, g: _by_group(
+                    r, g, lambda x: (x - x.mean()) / ((x - x.mean()).norm() + 1e-4)),
+                "members] = "),
+        Mistake("the baseline is the mean of the whole batch",
+                "Subtract the mean of the group.",
+                lambda r, g: _by_group(r, g, lambda x: (x - r.mean()) / (x.std() + 1e-4))),
+        Mistake("the baseline is the sum of the group", "Subtract the mean.",
+                lambda r, g: _by_group(r, g, lambda x: (x - x.sum()) / (x.std() + 1e-4))),
+        Mistake("only the first group has advantages: does the loop return too early?",
+                "Go through all groups, then return.",
+                lambda r, g: torch.where(g == g.min(), right.group_advantages(r, g), 0.0),
+                "return"),
+        Mistake("only the last group has advantages: is the result made anew in every round?",
+                "Make the tensor of the results before the loop.",
+                lambda r, g: torch.where(g == g.max(), right.group_advantages(r, g), 0.0),
+                "zeros_like"),
         Mistake("0 divided by 0: a group of equal returns has a standard deviation of 0",
-                "Add 1e-4 to the standard deviation.",
+                "Add 1e-4 to the standard deviation before dividing: / (std + 1e-4).",
                 lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / x.std()), "members] = "),
         Mistake("no baseline: the mean of the group is not subtracted",
                 "Subtract the mean of the group.",
@@ -344,24 +461,50 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 question="Which shape does the docstring ask for, and which has your result?"),
     ),
     "reinforce_loss": (
-        Mistake("wrong sign: a step against the gradient makes good tokens less likely",
+        Mistake("wrong sign, or abs of the log-probs, which are negative: a step against the "
+                "gradient makes good tokens less likely",
                 "The optimizer makes the loss smaller, so negate what should grow.",
                 lambda x, a, m: (a[m] * x[m]).sum() / m.sum()),
+        Mistake("abs took the sign of the advantages, or of each token's term: bad tokens become "
+                "likelier too", "Leave out abs: the sign of A says in which direction to push.",
+                lambda x, a, m: -(a[m].abs() * x[m]).sum() / m.sum(),
+                question="What should happen to a token whose advantage is negative?"),
+        Mistake("abs took the sign of the loss", "Negate instead: a loss may have either sign.",
+                lambda x, a, m: (a[m] * x[m]).mean().abs(),
+                question="May a loss be negative?"),
         Mistake("this is a sum, not a mean", "Divide by the number of sampled tokens.",
-                lambda x, a, m: -(a[m] * x[m]).sum()),
+                partial(_loss, tokens=lambda m: 1)),
         Mistake("the mask is not used: every position counts", "Only sampled tokens count.",
                 lambda x, a, m: -(a * x).mean()),
+        Mistake("the mask is inverted", "True marks the sampled tokens.",
+                lambda x, a, m: -(a[~m] * x[~m]).sum() / m.sum(),
+                variants=(lambda x, a, m: -(a[~m] * x[~m]).mean(),)),
         Mistake("divided by the number of positions", "Divide by mask.sum().",
-                lambda x, a, m: -(a[m] * x[m]).sum() / m.numel(),
-                variants=(lambda x, a, m: -(a[m] * x[m]).sum() / m.shape[1],)),
-        Mistake("divided by the number of rollouts", "Divide by mask.sum().",
-                lambda x, a, m: -(a[m] * x[m]).sum() / len(m)),
+                partial(_loss, tokens=torch.numel),
+                variants=(partial(_loss, tokens=lambda m: m.shape[1]),)),
+        Mistake("divided by the number of rollouts: a sum over tokens, then a mean over rollouts",
+                "Divide by mask.sum().", partial(_loss, tokens=len)),
         Mistake("divided by the number of tokens twice: a mean, and then a division",
                 "Use sum, or leave out the division.",
-                lambda x, a, m: -(a[m] * x[m]).mean() / m.sum()),
+                partial(_loss, tokens=lambda m: m.sum() ** 2)),
         Mistake("this is the mean of each rollout's mean",
                 "Sum over all sampled tokens, then divide once: every token has the same weight.",
-                lambda x, a, m: -(torch.where(m, a * x, 0).sum(1) / m.sum(1)).mean()),
+                lambda x, a, m: -_rows_mean(a * x, m).mean()),
+        Mistake("the means, or the sums, of advantages and log-probs were multiplied",
+                "Multiply token by token, then sum.",
+                lambda x, a, m: -a[m].mean() * x[m].mean(),
+                variants=(lambda x, a, m: -a[m].sum() * x[m].sum() / m.sum(),
+                          lambda x, a, m: -a[m].sum() * x[m].sum())),
+        Mistake("one advantage is used for all tokens of a rollout",
+                "Each position has its own advantage.",
+                lambda x, a, m: -(a[:, :1] * x)[m].mean(),
+                variants=tuple(partial(lambda of, x, a, m: -(of(a, m) * x)[m].mean(), of)
+                               for of in OF_A_ROLLOUT)),
+        Mistake("one advantage is used for all tokens of a rollout, and the sum is divided by the "
+                "number of rollouts", "Multiply token by token, then divide by mask.sum().",
+                lambda x, a, m: -(a[:, :1] * x)[m].sum() / len(m),
+                variants=tuple(partial(lambda of, x, a, m: -(of(a, m) * x)[m].sum() / len(m), of)
+                               for of in OF_A_ROLLOUT)),
         Mistake("multiplied by the mask: 0 · infinity is nan", "Select with [mask].",
                 lambda x, a, m: -(a * x * m).sum() / m.sum()),
         Mistake("the product was formed before selecting: off the mask the gradient is "
@@ -382,82 +525,101 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
     "clipped_loss": (
         Mistake("wrong sign: a step against the gradient makes good tokens less likely",
                 "The optimizer makes the loss smaller, so negate what should grow.",
-                lambda x, old, a, m, clip=0.2: -_surrogate(x, old, a, m, clip), "return"),
+                partial(_surrogate, tokens=lambda m: -m.sum()), "return"),
+        Mistake("abs took the sign of the loss, or of each token's term",
+                "Negate instead: a loss may have either sign.",
+                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip).abs(), "return",
+                (partial(_surrogate, objective=lambda r, c, a: -torch.minimum(r * a, c * a).abs()),
+                 ), "May a loss be negative?"),
+        Mistake("abs took the sign of the advantages", "The sign of A says in which direction to "
+                "push, and which product is smaller.",
+                partial(_surrogate, objective=lambda r, c, a: torch.minimum(r, c) * a.abs()),
+                "torch.minimum"),
+        Mistake("abs took the sign of log ρ: a ratio below 1 became one above 1",
+                "ρ = exp(log π - log π_old).",
+                partial(_surrogate, ratio=lambda x, old: (x - old).abs().exp()), "ratio = "),
         Mistake("you took the larger of the two products", "Take the smaller one.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.maximum(r * a, c * a))),
+                partial(_surrogate, objective=lambda r, c, a: torch.maximum(r * a, c * a))),
         Mistake("only the clipped product is used",
                 "A ratio that moved the wrong way then has no gradient back: take the smaller of "
-                "both products.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: c * a)),
+                "both products.", partial(_surrogate, objective=lambda r, c, a: c * a)),
         Mistake("not clipped: this is -ρ A", "Clamp the ratio to 1-clip..1+clip.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: r * a), "clamp"),
+                partial(_surrogate, objective=lambda r, c, a: r * a), "clamp"),
         Mistake("clipped only from above", "Clamp the ratio from below too, at 1-clip.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
-                        r * a, r.clamp(max=1 + clip) * a)), "clamp",
-                (lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
-                        r * a, r.clamp(max=1.2) * a)),)),
+                partial(_surrogate, bounds=lambda clip: (0.0, 1 + clip)), "clamp",
+                (partial(_surrogate, bounds=lambda clip: (0.0, 1.2)),)),
         Mistake("clipped only from below", "Clamp the ratio from above too, at 1+clip.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
-                        r * a, r.clamp(min=1 - clip) * a)), "clamp"),
+                partial(_surrogate, bounds=lambda clip: (1 - clip, 1e9)), "clamp"),
         Mistake("the bounds are -clip and +clip", "Clamp the ratio to 1-clip..1+clip.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
-                        r * a, r.clamp(-clip, clip) * a)), "clamp"),
+                partial(_surrogate, bounds=lambda clip: (-clip, clip)), "clamp"),
+        Mistake("the lower bound is clip, not 1 - clip", "Clamp the ratio to 1-clip..1+clip.",
+                partial(_surrogate, bounds=lambda clip: (clip, 1 + clip)), "clamp"),
+        Mistake("the two bounds are exchanged", "clamp takes the lower bound first.",
+                partial(_surrogate, bounds=lambda clip: (1 + clip, 1 - clip)), "clamp"),
         Mistake("you clamped log ρ to -clip..+clip, not ρ", "Take exp first, then clamp.",
                 lambda x, old, a, m, clip=0.2: _surrogate(
                     x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(
                         r * a, r.log().clamp(-clip, clip).exp() * a)), "clamp",
                 question="Which quantity has the bounds 1-clip and 1+clip?"),
         Mistake("the ratio is inverted: π_old over π", "ρ = exp(log π - log π_old).",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, ratio=lambda x, old: (old - x).exp()), "ratio = ",
+                partial(_surrogate, ratio=lambda x, old: (old - x).exp()), "ratio = ",
                 question="Which of the two policies is in the numerator of ρ?"),
         Mistake("you divided log-probs", "A ratio of probabilities is exp(log π - log π_old).",
-                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.div),
-                "ratio = "),
+                partial(_surrogate, ratio=torch.div), "ratio = "),
         Mistake("this is the logarithm of the ratio", "Take exp of the difference.",
-                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip, ratio=torch.sub),
-                "ratio = "),
+                partial(_surrogate, ratio=torch.sub), "ratio = "),
+        Mistake("this is the difference of the probabilities, not their ratio",
+                "ρ = exp(log π - log π_old).",
+                partial(_surrogate, ratio=lambda x, old: x.exp() - old.exp()), "ratio = "),
+        Mistake("the ratio is always 1: old_logprobs is not used", "ρ = exp(log π - log π_old).",
+                partial(_surrogate, ratio=lambda x, old: (x - x.detach()).exp()), "ratio = ",
+                (partial(_surrogate, ratio=lambda x, old: (x - x).exp()),)),
+        Mistake("the ratio is that of a whole rollout (its sum or mean of log-probs, as in GSPO)",
+                "Compute a ratio for each token.", _sequence_ratio, "ratio = ",
+                (partial(_sequence_ratio, mean=False),
+                 *(partial(_sequence_ratio, mean=mean, per_row=of)
+                   for of in OF_A_ROLLOUT for mean in (True, False)),
+                 partial(_surrogate, ratio=lambda x, old: (x - old).sum().exp().expand_as(x)),
+                 partial(_surrogate, ratio=lambda x, old: (x - old).mean().exp().expand_as(x))),
+                question="How many ratios does a rollout of three tokens have?"),
         Mistake("the ratio is a power of 2 (exp2)", "Use exp: log-probs are natural logarithms.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, ratio=lambda x, old: (x - old).exp2()), "ratio = ",
+                partial(_surrogate, ratio=lambda x, old: (x - old).exp2()), "ratio = ",
                 question="If a log-prob rises by 1, by which factor does the probability grow?"),
         Mistake("you took the smaller ratio before multiplying by A",
                 "For A < 0 the smaller ratio gives the larger product: multiply first.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(r, c) * a)),
+                partial(_surrogate, objective=lambda r, c, a: torch.minimum(r, c) * a)),
         Mistake("this is the loss of exercise 4, -A log π: the ratio is missing",
                 "Use ρ in place of log π, and clip it.",
                 lambda x, old, a, m, clip=0.2: right.reinforce_loss(x, a, m), "ratio = "),
         Mistake("the advantages are missing", "Multiply both ratios by A.",
-                lambda x, old, a, m, clip=0.2: _surrogate(
-                    x, old, a, m, clip, objective=lambda r, c, a: torch.minimum(r, c)),
+                partial(_surrogate, objective=lambda r, c, a: torch.minimum(r, c)),
                 "torch.minimum"),
         Mistake("the mask is not used: every position counts", "Only sampled tokens count.",
                 lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, torch.ones_like(m), clip),
                 "[mask]"),
+        Mistake("the mask is inverted", "True marks the sampled tokens.",
+                lambda x, old, a, m, clip=0.2: _surrogate(
+                    x, old, a, ~m, clip, tokens=lambda off: m.sum()), "[mask]",
+                (lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, ~m, clip),)),
         Mistake("this is a sum, not a mean", "Divide by the number of sampled tokens.",
-                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, clip) * m.sum(), "return"),
+                partial(_surrogate, tokens=lambda m: 1), "return"),
         Mistake("divided by the number of positions", "Divide by mask.sum().",
-                lambda x, old, a, m, clip=0.2: (
-                    _surrogate(x, old, a, m, clip) * m.sum() / m.numel()), "return",
-                (lambda x, old, a, m, clip=0.2: (
-                    _surrogate(x, old, a, m, clip) * m.sum() / m.shape[1]),)),
+                partial(_surrogate, tokens=torch.numel), "return",
+                (partial(_surrogate, tokens=lambda m: m.shape[1]),)),
         Mistake("divided by the number of rollouts", "Divide by mask.sum().",
-                lambda x, old, a, m, clip=0.2: (
-                    _surrogate(x, old, a, m, clip) * m.sum() / len(m)), "return"),
+                partial(_surrogate, tokens=len), "return"),
+        Mistake("divided by the number of tokens twice: a mean, and then a division",
+                "Use sum, or leave out the division.",
+                partial(_surrogate, tokens=lambda m: m.sum() ** 2), "return"),
         Mistake("this is the mean of each rollout's mean",
                 "Sum over all sampled tokens, then divide once: every token has the same weight.",
-                lambda x, old, a, m, clip=0.2: -(torch.where(
-                    m, _surrogate_tokens(x, old, a, clip), 0).sum(1) / m.sum(1)).mean(), "return"),
-        Mistake("the clip is always 0.2", "Use the argument `clip`.",
-                lambda x, old, a, m, clip=0.2: _surrogate(x, old, a, m, 0.2), "clamp"),
+                lambda x, old, a, m, clip=0.2: -_rows_mean(
+                    _surrogate_tokens(x, old, a, clip), m).mean(), "return"),
+        Mistake("the clip is always 0.2, in one bound or in both",
+                "Use the argument `clip` in both bounds.",
+                partial(_surrogate, bounds=lambda clip: (0.8, 1.2)), "clamp",
+                (partial(_surrogate, bounds=lambda clip: (1 - clip, 1.2)),
+                 partial(_surrogate, bounds=lambda clip: (0.8, 1 + clip)))),
         Mistake("multiplied by the mask: 0 · infinity is nan", "Select with [mask].",
                 lambda x, old, a, m, clip=0.2: -(
                     _surrogate_tokens(x, old, a, clip) * m).sum() / m.sum(), "[mask]"),
@@ -469,6 +631,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("no gradient reaches the log-probs: they were detached",
                 "Only the old log-probs are constants.",
                 lambda x, old, a, m, clip=0.2: _surrogate(x.detach(), old, a, m, clip), "ratio = "),
+        Mistake("one of the two products was detached: of two equal products each passes half of "
+                "the gradient", "Remove detach.",
+                partial(_surrogate, objective=lambda r, c, a: torch.minimum(r * a, c.detach() * a)),
+                "torch.minimum",
+                (partial(_surrogate, objective=lambda r, c, a: torch.minimum(
+                    r.detach() * a, c * a)),)),
     ),
     "kl_k3": (
         Mistake("this is k1, log π - log π_ref, which can be negative for a token",
@@ -509,8 +677,16 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "The tokens were sampled from π, so a plain mean is already weighted by π.",
                 lambda x, ref: x.exp() * right.kl_k3(x, ref),
                 variants=(lambda x, ref: x.exp() * (x - ref),)),
+        Mistake("this is r log r - r + 1, the estimate for tokens sampled from the reference",
+                "The tokens were sampled from π: r - 1 - log r.",
+                lambda x, ref: (ref - x).exp() * (ref - x - 1) + 1),
+        Mistake("1 was added, not subtracted", "r - 1 - log r.",
+                lambda x, ref: (ref - x).exp() + 1 - (ref - x)),
         Mistake("no gradient reaches the log-probs: they were detached", "Remove detach.",
                 lambda x, ref: right.kl_k3(x.detach(), ref), "log_r = "),
+        Mistake("only one of r and log r passes a gradient: the other was detached",
+                "Remove detach.", lambda x, ref: (ref - x).exp().detach() - 1 - (ref - x),
+                "log_r = ", (lambda x, ref: (ref - x).exp() - 1 - (ref - x).detach(),)),
     ),
     "gae": (
         Mistake("the next value is missing, or is 0 in every round of the loop",
@@ -541,6 +717,30 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 lambda r, v, g=1.0, lam=0.95: _gae(r, v, lam, g * lam)),
         Mistake("λ is missing before the next advantage", "γ λ A_t+1.",
                 lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g), "advantages[t] = "),
+        Mistake("γ multiplies the value of t too: γ (V_t+1 - V_t)",
+                "γ belongs to the next value only: r_t + γ V_t+1 - V_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r + v - g * v, v, g, g * lam)),
+        Mistake("γ multiplies the reward too: γ (r_t + V_t+1)",
+                "γ belongs to the next value only: r_t + γ V_t+1 - V_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(g * r, v, g, g * lam)),
+        Mistake("this is the reward of the next token, r_t+1", "δ_t has r_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(
+                    torch.cat([r[1:], torch.zeros(1)]), v, g, g * lam),
+                variants=(lambda r, v, g=1.0, lam=0.95: _gae(
+                    torch.cat([r[1:], r[-1:]]), v, g, g * lam),)),
+        Mistake("the values are not used: these are sums of later rewards",
+                "δ_t = r_t + γ V_t+1 - V_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, 0 * v, g, g),
+                variants=(lambda r, v, g=1.0, lam=0.95: _gae(r, 0 * v, g, g * lam),)),
+        Mistake("only the δ of the next token is added, not its advantage",
+                "A_t = δ_t + γ λ A_t+1: keep A_t for the next round, not δ_t.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, 0.0) + g * lam * torch.cat(
+                    [_gae(r, v, g, 0.0)[1:], torch.zeros(1)]), "next_value, next_advantage"),
+        Mistake("the token t = 0 was left out: range ends before its second argument",
+                "Go down to 0: reversed(range(N)), or range(N - 1, -1, -1).",
+                lambda r, v, g=1.0, lam=0.95: torch.cat(
+                    [torch.zeros(1), right.gae(r, v, g, lam)[1:]]), "reversed",
+                question="At which t does the loop end?"),
         Mistake("the last value is used again after the end of the episode",
                 "After the last token the value is 0.",
                 lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g * lam, bootstrap=1.0),
@@ -554,7 +754,9 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, 0.0), "advantages[t] = "),
         Mistake("the last token was left out: the loop starts one token too early",
                 "Start at N-1: reversed(range(N)).",
-                lambda r, v, g=1.0, lam=0.95: _gae_without_last(r, v, g, lam), "reversed"),
+                lambda r, v, g=1.0, lam=0.95: _gae_without_last(r, v, g, lam), "reversed",
+                (lambda r, v, g=1.0, lam=0.95: torch.cat(
+                    [right.gae(r[:-1], v[:-1], g, lam), torch.zeros(1)]),)),
         Mistake("values[t + 1] does not exist at the last token",
                 "Keep the next value in a variable that starts at 0.",
                 lambda r, v, g=1.0, lam=0.95: v[len(v)], "next_value = "),
@@ -573,6 +775,27 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 variants=(lambda x, t, g: _with_logprobs(
                     torch.multinomial((x / t).log_softmax(-1), 1, generator=g).squeeze(-1)
                     if t else x.argmax(-1), x / (t or 1)),)),
+        Mistake("softmax, or exp, was applied twice: multinomial takes the probabilities as they "
+                "are",
+                "log_softmax once, then exp once.",
+                lambda x, t, g: _with_logprobs(
+                    _draw((x / t).softmax(-1), g) if t else x.argmax(-1), x / (t or 1)),
+                variants=(lambda x, t, g: _with_logprobs(
+                    _draw((x / t).softmax(-1), g) if t else x.argmax(-1),
+                    (x / t).softmax(-1) if t else x),)),
+        Mistake("the probabilities were divided by the temperature, not the logits",
+                "Divide the logits, then take log_softmax.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x, g) if t else x.argmax(-1), x, lambda y: y - math.log(t or 1)),
+                "/ temperature"),
+        Mistake("the log-probs were divided by the temperature after log_softmax: they no longer "
+                "add up to probability 1", "Divide the logits, then take log_softmax.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x / t, g) if t else x.argmax(-1), x, lambda y: y / (t or 1)),
+                "/ temperature"),
+        Mistake("wrong sign: these are minus the log-probs", "A log-prob is at most 0.",
+                lambda x, t, g: _with_logprobs(
+                    _draw(x / t, g) if t else x.argmax(-1), x / (t or 1), torch.neg), "return"),
         Mistake("the temperature is not used", "Divide the logits by it.",
                 lambda x, t, g: _with_logprobs(_draw(x if t else x * 1e6, g), x), "/ temperature"),
         Mistake("multiplied by the temperature", "Divide, so that a low temperature sharpens.",
@@ -607,7 +830,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 (_sorted_draw,)),
         Mistake("division by temperature 0", "Use argmax there, and the log-prob under the logits.",
                 lambda x, t, g: _with_logprobs(_draw(x / t, g), x / t), "argmax"),
-        Mistake("temperature 0 is replaced by a small number: the id is right, the log-prob is 0",
+        Mistake("at temperature 0 the id is right, but the log-prob is 0, as with a small "
+                "number in place of the temperature",
                 "Return the log-prob under the undivided logits.",
                 lambda x, t, g: _with_logprobs(_draw(x / _nonzero(t), g), x / _nonzero(t)),
                 "argmax"),
@@ -623,6 +847,10 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "return"),
         Mistake("the generator is not used", "Pass generator=generator to multinomial.",
                 lambda x, t, g: right.sample(x, t, None)),  # type: ignore[arg-type]
+        Mistake("the draws are the same in every call: a generator is seeded inside the function",
+                "Pass generator=generator to multinomial, and seed nothing.",
+                lambda x, t, g: right.sample(x, t, torch.Generator().manual_seed(0)),
+                "torch.multinomial"),
     ),
     "training_step": (
         Mistake("the weights did not change: the old log-probs carry a gradient, which cancels "
@@ -637,11 +865,48 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "Call zero_grad after the step.", partial(_step, zero="early"), "zero_grad",
                 question="What does the optimizer find in the gradient when it steps?"),
         Mistake("the weights did not change: backward was not called",
-                "loss.backward() computes the gradient.", partial(_step, backward=False),
+                "loss.backward() computes the gradient.", partial(_step, backwards=0),
                 "backward"),
         Mistake("the optimizer's step comes before backward, with the gradient of nothing",
                 "backward, clip, step, zero_grad.", partial(_step, step="early"),
                 "optimizer.step", (partial(_step, step="early", zero="never"),)),
+        Mistake("the advantages are one number for each rollout; exercise 5 needs one for each "
+                "token, [B, T-1]",
+                "advantages[:, None].expand_as(logprobs) repeats each of them along its row.",
+                partial(_step, repeated=lambda a, x: a), "advantages = ",
+                tuple(partial(_step, repeated=repeated) for repeated in (
+                    lambda a, x: a[:, None], lambda a, x: a[None],
+                    lambda a, x: a.expand_as(x), lambda a, x: a[None].expand_as(x))),
+                question="Which shape have the advantages of exercise 3, and which does exercise 5 "
+                "ask for?"),
+        Mistake("the advantages were repeated in the wrong order: rows mix those of rollouts",
+                "advantages[:, None].expand_as(logprobs) repeats each of them along its row.",
+                partial(_step, repeated=lambda a, x: a.repeat(x.shape[1]).view(x.shape)),
+                "advantages = "),
+        Mistake("the norm of the gradient was clipped to another number than 1",
+                "clip_grad_norm_(model.parameters(), 1.0).", partial(_step, norm=0.1),
+                "clip_grad_norm_",
+                tuple(partial(_step, norm=norm) for norm in (0.01, 0.2, 0.25, 0.5, 2.0, 5.0, 10.0)),
+                "To which norm does the exercise ask you to scale the gradient?"),
+        Mistake("the gradient is always scaled to norm 1, also a shorter one",
+                "Shorten only: clip_grad_norm_ leaves a gradient below the norm as it is.",
+                partial(_step, clip="always"), "clip_grad_norm_"),
+        Mistake("the optimizer takes two steps with the same gradient",
+                "Call optimizer.step() once.", partial(_step, steps=2), "optimizer.step",
+                question="How often is optimizer.step() called?"),
+        Mistake("backward was called twice, and the gradients add up", "Call it once.",
+                partial(_step, backwards=2), "backward"),
+        Mistake("the step goes in the wrong direction: (-loss).backward(), or old and new "
+                "log-probs are exchanged",
+                "loss.backward(): the optimizer moves against the gradient.",
+                partial(_step, direction=-1), "backward",
+                question="The optimizer makes something smaller. What?"),
+        Mistake("the loss was computed again after the step",
+                "Return the loss of the step, which was computed before it.",
+                partial(_step, returned=lambda loss, again: again), "return"),
+        Mistake("the sign of the returned loss is wrong", "Return loss.item().",
+                partial(_step, returned=lambda loss, again: -loss), "return",
+                (partial(_step, returned=lambda loss, again: loss.abs()),)),
         Mistake("the norm of the gradient was not clipped to 1",
                 "Clip between backward and the step.", partial(_step, clip="never"),
                 "clip_grad_norm_"),
@@ -651,15 +916,19 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "Call zero_grad after the step.", partial(_step, zero="never"), "zero_grad"),
         Mistake("the gradient remains after the step: zero_grad comes only before backward",
                 "Call it after the step.", partial(_step, zero="before"), "zero_grad"),
-        Mistake("wrong direction: the loss was negated once more",
+        Mistake("wrong direction: the loss, or the advantages, were negated once more",
                 "The loss of exercise 5 is negated already.", partial(_step, sign=-1),
                 question="Which sign does the loss of exercise 5 already have?"),
         Mistake("the returns were used as advantages", "Compute advantages with exercise 3.",
                 partial(_step, baseline=False), "advantages = "),
+        Mistake("the advantages are not those of exercise 3: they are not divided by the standard "
+                "deviation", "Compute advantages with exercise 3.",
+                partial(_step, scaled=lambda r, g: _by_group(r, g, lambda x: x - x.mean())),
+                "advantages = "),
         Mistake("the advantages compare with the whole batch, not with the group",
                 "Pass group_ids to exercise 3.",
                 partial(_step, scaled=lambda r, g: right.group_advantages(r, 0 * g)),
-                "advantages = "),
+                "advantages = ", (partial(_step, scaled=lambda r, g: r - r.mean()),)),
         Mistake("this is reinforce_loss, exercise 4", "Use clipped_loss, exercise 5.",
                 partial(_step, loss_of=lambda x, old, a, m: right.reinforce_loss(x, a, m))),
         Mistake("the mask is not used", "Only tokens that the policy sampled are trained.",
@@ -667,7 +936,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 question="Which of the tokens did the policy sample?"),
     ),
     "advantages_of_tokens": (
-        Mistake(UNCHANGED, "A return is a sum.", advantages_as_given),
+        Mistake(REWARD_PER_TOKEN, "Do not divide the rewards by the number of tokens: a return is "
+                "their sum.", _per_token(right.advantages_of_tokens)),
         Mistake("the division by the number of tokens moved to the last line",
                 "Remove it: the number of tokens has no influence.",
                 lambda r, m, g: (_token_advantages((r * m).sum(1), m, g) / m.sum(1, True)),
@@ -675,13 +945,31 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 question="Does a long answer get the same advantage at each token as a short one?"),
         Mistake("the baseline is divided by len(same), the number of all rollouts",
                 "Divide by the number of rollouts of the group: same.sum(1).",
-                lambda r, m, g: ((r * m).sum(1) - _same(g) @ (r * m).sum(1) / len(g))[:, None] * m,
-                "baseline =",
+                lambda r, m, g: _token_advantages(
+                    (r * m).sum(1), m, g, lambda same, r: same @ r / len(r)), "baseline =",
                 question="How many returns enter the sum of a group, and by what is it divided?"),
         Mistake("the baseline is the mean of all rollouts: groups mix",
                 "Use `same`, which is 1 within a group.",
                 lambda r, m, g: _token_advantages((r * m).sum(1), m, 0 * g), "baseline =",
                 question="With which other rollouts is a rollout compared?"),
+        Mistake("the baseline is the mean of the other rollouts (leave-one-out, as in RLOO)",
+                "Divide the sum of the whole group, with the rollout itself, by its size.",
+                lambda r, m, g: _token_advantages((r * m).sum(1), m, g, _mean_of_others),
+                "baseline =", (lambda r, m, g: _token_advantages(
+                    (r * m).sum(1), m, g, partial(_mean_of_others, least=1.0)),),
+                "Does the mean of a group include the rollout itself?"),
+        Mistake("the baseline divides the sum of n returns by n - 1", "Divide by same.sum(1).",
+                lambda r, m, g: _token_advantages(
+                    (r * m).sum(1), m, g, lambda same, r: same @ r / (same.sum(1) - 1)),
+                "baseline ="),
+        Mistake("the baseline is the sum of the group, not its mean", "Divide by same.sum(1).",
+                lambda r, m, g: _token_advantages((r * m).sum(1), m, g, torch.mv), "baseline ="),
+        Mistake("wrong sign: a return above the mean has a negative advantage",
+                "Return minus mean, not mean minus return.",
+                lambda r, m, g: -right.advantages_of_tokens(r, m, g), "baseline)"),
+        Mistake("divided by the number of columns, which depends on the longest rollout, and "
+                "rewards in the padding were counted", "Use the sum, under the mask.",
+                lambda r, m, g: _token_advantages(r.mean(1), m, g)),
         Mistake("divided by the number of columns: the width of the batch depends on the longest "
                 "rollout",
                 "Use the sum.", lambda r, m, g: _token_advantages((r * m).mean(1), m, g)),
@@ -711,3 +999,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 question="What advantage should a padding token have?"),
     ),
 }  # fmt: skip
+MISTAKES["advantages_of_tokens"] += tuple(  # beside the bug
+    replace(
+        mistake,
+        cause=f"{REWARD_PER_TOKEN}; and {mistake.cause}",
+        wrong=_per_token(mistake.wrong),
+        variants=tuple(map(_per_token, mistake.variants)),
+    )
+    for mistake in MISTAKES["advantages_of_tokens"][1:]
+)
