@@ -9,6 +9,7 @@ The module does not import transformers, so that --help and errors are answered 
 """
 
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -41,9 +42,11 @@ from environments.registry import (
     absolute,
     key_value_pairs,
     read_literal,
+    relative,
     runs_code,
     short,
     split_opponent,
+    split_spec,
 )
 
 T = TypeVar("T")
@@ -505,6 +508,12 @@ def _text_problems(cfg: Config) -> Iterator[str]:
                 text = text.replace("\n", " ").replace("\t", " ")
             if isinstance(text, str) and not text.isprintable():
                 yield f"{flag(name)} has unprintable characters: {text!a}"
+    for name in ("env", "eval_env"):
+        for before, option in itertools.pairwise(getattr(cfg, name)):
+            if re.match(r"\w+ *=", option):
+                spec = relative(before)
+                colon = "," if split_spec(spec)[1] else ":"
+                yield f"{flag(name)} {spec} {option}: write {spec}{colon}{option}"
     if cfg.system_prompt and not cfg.system_prompt.strip():
         yield "--system-prompt is blank; remove it"
     if cfg.run_name != cfg.run_name.strip():

@@ -31,7 +31,7 @@ from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Rollout
 from environments.base import PLAYER, EnvFailure
-from environments.registry import short, split_opponent
+from environments.registry import place_of, short, split_opponent
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
@@ -299,12 +299,13 @@ def check_seats(episode: Episode) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The type and the message of an error, at most 500 characters."""
+    """The type and the message of an error, at most 500 characters, and the user's line."""
     try:
         message = str(error)
     except Exception:
         message = "its message cannot be read"
-    return f"{type(error).__name__}: {message}"[:500]
+    place = "" if isinstance(error, EnvFailure) else place_of(error)
+    return f"{type(error).__name__}: {message}"[:500] + place
 
 
 def own_rollouts(episode: Episode) -> list[Rollout]:

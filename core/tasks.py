@@ -17,6 +17,7 @@ from environments.registry import (
     Constructor,
     accepts,
     constructor,
+    describe_error,
     key_value_pairs,
     make,
     options_of,
@@ -131,7 +132,7 @@ def check_demonstrations(envs: Sequence[str]) -> None:
         except UsageError as error:
             raise UsageError(f"--env {spec}: {error}") from None
         except Exception as error:  # it would fail in every warm-start step
-            raise UsageError(f"--env {spec} fails: {type(error).__name__}: {error}") from error
+            raise UsageError(f"--env {spec} fails: {describe_error(error)}") from error
         if demonstration is None:
             raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
 
