@@ -11,9 +11,10 @@ where they read it (`absolute`), so a run can be resumed from another folder: a 
 find in the current folder becomes /that/folder/my_envs.games:Maze. Installed packages add names
 with entry points of the group `picorl.environments`. A name that is defined twice is an error.
 
-A value is converted to the type of its option: `size=4`, `depth=none`, `words=one two`. Write a
-value with a comma as JSON: `start="Washington, D.C."`. Options of `**kwargs` are read as JSON if
-they are JSON, such as true or 0.5, else as text.
+A value is converted to the type of its option: `size=4`, `depth=none`, `sizes=[3, 4]`,
+`weights={a: 0.5}`, `words=one two`. Lists and dicts are those of YAML, so JSON too. Quote a text
+with a comma: `start="Washington, D.C."`. Options of `**kwargs` are read as JSON if they are JSON,
+such as true or 0.5, else as text.
 
 The table maps each built-in name to "module:class". The module is imported when the environment is
 first used, so the libraries of the other environments are not loaded.
@@ -32,6 +33,7 @@ import os
 import re
 import shlex
 import sys
+import sysconfig
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -39,15 +41,17 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import ModuleType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from environments.base import Env, MultiAgentEnv, UsageError
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
+Change = Callable[[str, int, bool], str]
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
@@ -83,13 +87,24 @@ SOURCE = re.compile(
     r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
 )
 FOLDER = re.compile(r"[.~]|[^:]*[\\/]|[A-Za-z]:[\\/]")  # how the folder of an opponent begins
-PATHS = [  # options of environments that name files, folders or modules
-    ("", "opponent"), ("rewarded", "data"), ("rewarded", "reward"), ("remote", "env"),
-    ("math_qa", "data"),
-    ("gymnasium", "words"), ("pettingzoo", "words"),
-]  # fmt: skip
-PAIR = re.compile(r'([^,=]*)=\s*("(?:[^"\\]|\\.)*"\s*(?=,|$)|[^,]*)(,|$)')
-WORDS = {"true": "True", "false": "False", "none": "None"}  # in any case, for tyro
+# A word of an option that names code: FILE.py:name, module:name or FOLDER/module:name
+CODE = re.compile(r"((?:[A-Za-z]:)?.+?):([^\W\d][\w/-]*)", re.DOTALL)
+# A command of `remote` whose files are here, not in a container or on another machine
+OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
+QUOTED = r'"(?:[^"\\]|\\.)*"|\'[^\']*\''
+WORD = re.compile(rf"{QUOTED}|[^\s,\[\]{{}}\"']+", re.DOTALL)  # of the value of an option
+# What may contain commas, a text in quotes at the start of a word and a pair of brackets; commas
+PARTS = re.compile(rf"(?<![^\s=\[{{:,])(?:{QUOTED})(?=[\s,:\]}}]|$)|[\[\]{{}},]", re.DOTALL)
+# Classes, functions and constants in the text of a Python file; environments alone
+NAMES = r"^(?:class |def |async def |(?=[A-Z]\w* *=))([^\W_]\w*)"
+ENVS = r"^class (\w+)\(.*Env\):"
+HERE = os.path.dirname(__file__)
+NOT_OWN = (  # code in which a user does not look for the cause of an error
+    "<frozen", os.path.join(os.path.dirname(HERE), "core"),
+    *(os.path.join(HERE, name) for name in ("adapters", "base.py", "registry.py", "rewarded.py")),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)  # fmt: skip
+AS_PYTHON = {"true": "True", "false": "False", "none": "None", "null": "None"}  # for tyro
 KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -247,13 +262,13 @@ def absolute(spec: str, folder: str = "") -> str:
 
     Imports nothing. `folder`: by default the current one.
     """
-    return _change_paths(spec, lambda path, _: _absolute(path, folder))
+    return _change_paths(spec, lambda path, _, is_code: _absolute(path, folder, is_code))
 
 
 def relative(spec: str) -> str:
     """The spec with paths from the current folder, for those that lie in it."""
     here = f"{Path.cwd().as_posix()}/"
-    return _change_paths(spec, lambda path, _: path.removeprefix(here))
+    return _change_paths(spec, lambda path, *_: path.removeprefix(here))
 
 
 def short(spec: str) -> str:
@@ -262,7 +277,7 @@ def short(spec: str) -> str:
     >>> short("/home/me/games.py:Maze:size=4"), short("tic_tac_toe:opponent=/home/me/runs/x")
     ('games.py:Maze:size=4', 'tic_tac_toe:opponent=runs/x')
     """
-    return _change_paths(spec, short_path)
+    return _change_paths(spec, lambda path, parts, _: short_path(path, parts))
 
 
 def short_path(path: str, parts: int = 2) -> str:
@@ -280,25 +295,46 @@ def variables_of_python() -> dict[str, str]:
 def key_value_pairs(text: str, subject: str) -> dict[str, str]:
     """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
 
-    A value in double quotes may contain commas. It keeps its quotes.
+    A value may contain commas in quotes and in brackets, and keeps both.
 
-    >>> key_value_pairs('length=7, start="Washington, D.C."', "--env")
-    {'length': '7', 'start': '"Washington, D.C."'}
+    >>> key_value_pairs('sizes=[3, 4], start="Washington, D.C."', "--env")
+    {'sizes': '[3, 4]', 'start': '"Washington, D.C."'}
     """
     pairs: dict[str, str] = {}
-    position, comma = 0, ""
-    while position < len(text) or comma:
-        match = PAIR.match(text, position)
-        if match is None:
-            item = text[position:].partition(",")[0]
-            if not item.strip():
-                raise UsageError(f"{subject}: remove the extra comma")
-            raise UsageError(f"{subject}: write options as key=value, not {item!r}")
-        key, value, comma = match[1].strip(), match[2].strip(), match[3]
+    for item in split_commas(text) if text else []:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not item.strip():
+            raise UsageError(f"{subject}: remove the extra comma")
+        if not equals:
+            raise UsageError(f"{subject}: write options as key=value, not {key!r}; a list as "
+                             "sizes=[3, 4]")  # fmt: skip
         if key in pairs:
             raise UsageError(f"{subject}: the key {key!r} is given twice")
-        pairs[key], position = value, match.end()
+        pairs[key] = value
     return pairs
+
+
+def split_commas(text: str) -> list[str]:
+    """Splits at the commas outside quotes and brackets. A bracket without its other is a text.
+
+    >>> split_commas("desc=[[1, 2], {a: 3}],smile=:[,x=1")
+    ['desc=[[1, 2], {a: 3}]', 'smile=:[', 'x=1']
+    """
+    parts = list(PARTS.finditer(text))
+    ends: dict[int, int] = {}  # of the brackets that have another
+    open_brackets = []
+    for part in parts:
+        if part[0] in "[{":
+            open_brackets.append(part.start())
+        elif part[0] in "]}" and open_brackets:
+            ends[open_brackets.pop()] = part.end()
+    items, start, end = [], 0, 0
+    for part in parts:
+        if part.start() >= end and part[0] == ",":
+            items.append(text[start : part.start()])
+            start = part.end()
+        end = max(end, ends.get(part.start(), 0))
+    return [*items, text[start:]]
 
 
 def split_words(text: str) -> list[str]:
@@ -324,6 +360,40 @@ def read_literal(text: str) -> Any:
         return text
 
 
+class Quoted(str):
+    """A text of a list or dict that has quotes, so that it is no number."""
+
+
+class Flow(yaml.BaseLoader):
+    """Reads lists and dicts of texts. `*`, `&` and `!`, which are marks in YAML, begin texts."""
+
+    fetch_alias = fetch_anchor = fetch_tag = yaml.BaseLoader.fetch_plain
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> str:
+        text = super().construct_scalar(node)
+        if not text and not node.style:  # {a:1}, without a space, would be {"a:1": ""}
+            raise yaml.YAMLError
+        return Quoted(text) if node.style else text
+
+
+def read_structure(text: str) -> Any:
+    """The list or dict of a text in brackets, with texts in it; None for any other text."""
+    with suppress(yaml.YAMLError, ValueError, RecursionError):
+        if text.startswith(("[", "{")):
+            found = yaml.load(text, Flow)  # noqa: S506  it makes texts only
+            return found if isinstance(found, list | dict) else None
+    return None
+
+
+def read_values(structure: Any) -> Any:
+    """A structure with JSON's numbers, true, false and null where its texts have no quotes."""
+    if isinstance(structure, list):
+        return [read_values(value) for value in structure]
+    if isinstance(structure, dict):
+        return {read_values(key): read_values(value) for key, value in structure.items()}
+    return str(structure) if isinstance(structure, Quoted) else read_literal(structure)
+
+
 def constructor(spec: str) -> Constructor:
     """Returns the class or function that builds the environment of `spec`.
 
@@ -340,13 +410,8 @@ def constructor(spec: str) -> Constructor:
     source, _, attribute = entry.rpartition(":")
     if name in ENVIRONMENTS:
         return getattr(importlib.import_module(source), attribute)
-    if not source and re.match(r"[^=]*\.py\b", spec):
-        raise UsageError(f"--env {spec}: write FILE.py:Class or FILE.py:Class:key=value,..")
-    if not source:
-        similar = difflib.get_close_matches(name.strip().lower(), list_envs(), n=1)
-        hint = f"did you mean {similar[0]}? " if similar else ""
-        names = ", ".join(list_envs())
-        raise UsageError(f"unknown environment {name!r}; {hint}available: {names}")
+    if not source and not points:
+        raise UsageError(f"unknown environment {name!r}; {_advice(name.strip())}")
     try:
         return import_attribute(source, attribute, Env, MultiAgentEnv)
     except UsageError as error:
@@ -359,20 +424,18 @@ def import_attribute(source: str, attribute: str, *bases: type) -> Any:
     Raises UsageError if it cannot be imported, or if `bases` are given and it is neither a class
     derived from one of them nor a function annotated to return one.
     """
+    if not source or attribute.endswith(".py"):
+        given = ":".join(filter(None, [source, attribute]))
+        names = ", ".join(_names_in(find_file(given))) if given.endswith(".py") else ""
+        place = f"{given}:NAME, with one of {names}" if names else "FILE.py:NAME"
+        raise UsageError(f"{given} names no class or function: write {place}")
+    module = import_source(source)
     try:
-        folder, _, name = source.rpartition("/")
-        if source.endswith(".py"):
-            module = import_file(find_file(source))
-        else:
-            _add_to_path(folder)
-            module = importlib.import_module(name)
         found = getattr(module, attribute)
         returned = found
         if bases and inspect.isroutine(found):
             returned = get_type_hints(found).get("return")
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise UsageError(describe_error(error)) from error
     types = [kind for kind in get_args(returned) or [returned] if isinstance(kind, type)]
     if bases and not any(issubclass(kind, bases) for kind in types):
@@ -382,14 +445,32 @@ def import_attribute(source: str, attribute: str, *bases: type) -> Any:
     return found
 
 
+def import_source(source: str) -> ModuleType:
+    """Imports a module, FOLDER/module, or a file that ends in .py. Raises UsageError."""
+    try:
+        if source.endswith(".py"):
+            return import_file(find_file(source))
+        folder, _, name = source.rpartition("/")
+        _add_to_path(folder)
+        return importlib.import_module(name)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UsageError(describe_error(error)) from error
+
+
 def describe_error(error: BaseException) -> str:
     """The error in one line, with the file and the line of code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
-    if isinstance(error, SyntaxError) or not own:
-        return text  # a SyntaxError names both
-    return f"{text} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
+    return text if isinstance(error, SyntaxError) else text + place_of(error)  # it names both
+
+
+def place_of(error: BaseException) -> str:
+    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not."""
+    frames = [frame for e in (error, error.__cause__) if e
+              for frame in traceback.extract_tb(e.__traceback__)]  # fmt: skip
+    own = [f for f in frames if not f.filename.startswith(NOT_OWN)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def find_file(path: str) -> Path:
@@ -419,40 +500,78 @@ def _plays_itself(build: Constructor, game: str) -> bool:
         return False
 
 
-def _change_paths(spec: str, change: Callable[[str, int], str]) -> str:
+def _advice(name: str) -> str:
+    """What to write instead of a name that no environment has."""
+    if "=" in name:
+        return f"options follow the name of one and a colon, such as snake:{name}"
+    own = [f"{file}:{found}" for file in (name, f"{name}.py") for found in _names_in(file, ENVS)]
+    own += [f"{file}:{name}" for file in sorted(Path().glob("*.py")) if name in _names_in(file)]
+    found = own or difflib.get_close_matches(name.lower(), list_envs(), n=1)
+    hint = f"did you mean {' or '.join(found[:3])}? " if found else ""
+    return f"{hint}a class of yours is FILE.py:Class; available: {', '.join(list_envs())}"
+
+
+def _names_in(file: str | Path, pattern: str = NAMES) -> list[str]:
+    """What the text of a Python file defines; nothing for any other file."""
+    with suppress(OSError):
+        if Path(file).suffix == ".py":
+            return re.findall(pattern, Path(file).read_text("utf-8", "replace"), re.MULTILINE)
+    return []
+
+
+def _change_paths(spec: str, change: Change) -> str:
     """The spec with `change` applied to its files, folders and modules, all else as written.
 
-    The second argument of `change`: how many parts of the path name it.
+    The arguments of `change`: the path, how many parts of it are its name, and whether it is that
+    of code, of a file or a module.
     """
-    spec = _change_source(spec, change)
+    if match := _source(spec):
+        spec = change(match[1], 1, True) + spec[match.end(1) :]
     name, options = split_spec(spec)
-    keys, new = {key for environment, key in PATHS if environment in (name, "")}, {}
     try:
-        pairs = key_value_pairs(options, spec) if options else {}
-        for key in keys & {*pairs}:
-            value = pairs[key]
-            with suppress(ValueError):
-                value = str(json.loads(value)) if value.startswith('"') else value
-            if key == "opponent":
-                changed = change(value, 2) if FOLDER.match(value) else value
-            elif key == "data":
-                is_path = name == "rewarded" or "." in value  # math_qa:data=math is a name
-                changed = change(value, 1) if is_path else value
-            elif key == "reward":
-                words = [_change_source(word, change) for word in split_words(value)]
-                changed = " ".join(map(shlex.quote, words))
-            else:
-                changed = _change_source(value, change)
-            if changed != value:
-                new[key] = json.dumps(changed, ensure_ascii=False) if "," in changed else changed
-    except ValueError:  # `options_of` says what is wrong
+        pairs = key_value_pairs(options, spec)
+    except UsageError:  # `options_of` says what is wrong
         return spec
-    return f"{name}:{','.join(f'{k}={v}' for k, v in (pairs | new).items())}" if new else spec
+    new = {key: _change_value(name, key, value, change) for key, value in pairs.items()}
+    return f"{name}:{','.join(f'{k}={v}' for k, v in new.items())}" if new != pairs else spec
 
 
-def _change_source(text: str, change: Callable[[str, int], str]) -> str:
-    match = _source(text)
-    return change(match[1], 1) + text[match.end(1) :] if match else text
+def _change_value(name: str, key: str, value: str, change: Change) -> str:
+    """The value of an option with `change` applied to the paths in it."""
+    if (name, key) == ("remote", "env"):  # a spec
+        text = _unquoted(value)
+        changed = _change_paths(text.replace(";", ","), change)
+        if text == value and '"' not in changed:
+            return changed.replace(",", ";")
+        return value if changed == text else json.dumps(changed, ensure_ascii=False)
+    if (name, key) == ("remote", "command") and not OWN_PROGRAM.match(value):
+        return value
+    parts, is_folder = 2 if key == "opponent" else 1, (name, key) == ("rewarded", "data")
+
+    def change_word(match: re.Match[str]) -> str:
+        word = _unquoted(match[0])
+        if code := CODE.fullmatch(word):
+            is_model = key == "opponent" and code[1] == "openai"
+            new = word if is_model else f"{change(code[1], parts, True)}:{code[2]}"
+        else:
+            is_path = re.search(r"[./\\].*\w|\w.*[./\\]", word) or is_folder
+            new = change(word, parts, False) if is_path else word
+        if new == word:
+            return match[0]
+        return json.dumps(new, ensure_ascii=False) if re.search(r"[\s,'\[\]{}]", new) else new
+
+    # a path with spaces may be the whole value, without quotes
+    words = re.compile(".+") if os.path.exists(value) else WORD
+    return words.sub(change_word, value)
+
+
+def _unquoted(text: str) -> str:
+    """The text in quotes; any other text unchanged."""
+    if single := re.fullmatch("'([^']*)'", text):
+        return single[1]
+    with suppress(ValueError):
+        return str(json.loads(text)) if text.startswith('"') else text
+    return text
 
 
 def _source(spec: str) -> re.Match[str] | None:
@@ -460,17 +579,20 @@ def _source(spec: str) -> re.Match[str] | None:
     return None if name in ENVIRONMENTS or name in _installed() else SOURCE.fullmatch(spec)
 
 
-def _absolute(path: str, folder: str) -> str:
-    found = Path(folder, os.path.expanduser(path))
-    package = found.parent / found.name.partition(".")[0]  # of a module
-    if found.exists() or package.is_dir() or package.with_suffix(".py").is_file():
-        return Path(os.path.abspath(found)).as_posix()
-    return path
+def _absolute(path: str, folder: str, is_code: bool) -> str:
+    found = os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
+    if is_code and not path.endswith(".py"):
+        head, name = os.path.split(found)
+        module = os.path.join(head, *name.split("."))
+        exists = os.path.isfile(f"{module}.py") or os.path.isfile(f"{module}/__init__.py")
+    else:
+        exists = os.path.isfile(found) if is_code else os.path.exists(found)
+    return Path(found).as_posix() if exists else path
 
 
 def _add_to_path(folder: str) -> None:
     if folder and folder not in sys.path:
-        sys.path.append(folder)
+        sys.path.insert(0, folder)  # the modules of the same name elsewhere are other ones
 
 
 def import_file(file: Path) -> ModuleType:
@@ -507,23 +629,89 @@ def _convert(text: str, parameter: inspect.Parameter) -> Any:
 
     Raises ValueError with a description of the type.
     """
-    kind, quoted = parameter.annotation, False
+    kind = parameter.annotation
     if kind is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
         has_type = parameter.default not in (None, parameter.empty)
         kind = type(parameter.default) if has_type else str
-    with suppress(ValueError):
-        text, quoted = (json.loads(text), True) if text.startswith('"') else (text, False)
-    if kind in (Any, parameter.empty):
+    elif kind is parameter.empty:
+        kind = Any
+    structure = read_structure(text)
+    if structure is not None:
+        try:
+            return _convert_structure(structure, kind)
+        except ValueError:
+            raise ValueError(_describe_kind(kind)) from None
+        except TypeError:  # a kind without lists and dicts
+            pass
+    return _convert_text(_unquoted(text), kind, quoted=_unquoted(text) != text)
+
+
+def _convert_structure(structure: Any, kind: Any) -> Any:
+    """Returns a list or dict of texts, or a text in one, as the type `kind`.
+
+    Raises ValueError if it does not fit, and TypeError if `kind` is no type of lists or dicts.
+    """
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is Annotated:
+        return _convert_structure(structure, args[0])
+    if kind is Any:
+        return read_values(structure)
+    if origin in (Union, UnionType):
+        errors: list[Exception] = []
+        for member in args:
+            try:
+                return _convert_structure(structure, member)
+            except (ValueError, TypeError) as error:
+                errors.append(error)
+        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
+    if isinstance(structure, str):
+        if getattr(_text_form(kind), "nargs", 1) != 1:  # the text is no list
+            raise ValueError
+        return _convert_text(str(structure), kind, quoted=isinstance(structure, Quoted))
+    if not isinstance(origin, type):  # such as Literal
+        raise TypeError
+    if origin in (tuple, set, frozenset) or issubclass(list, origin):
+        kinds = [args[0] if args else Any] * len(structure)
+        if origin is tuple and args and args[-1] is not Ellipsis:
+            kinds = list(args)
+        if not isinstance(structure, list) or len(kinds) != len(structure):
+            raise ValueError
+        values = map(_convert_structure, structure, kinds)
+        return origin(values) if origin in (tuple, set, frozenset) else list(values)
+    if issubclass(dict, origin):
+        if not isinstance(structure, dict):
+            raise ValueError
+        key_kind, value_kind = args or (Any, Any)
+        return {
+            _convert_structure(key, key_kind): _convert_structure(value, value_kind)
+            for key, value in structure.items()
+        }
+    if isinstance(_text_form(kind), PrimitiveConstructorSpec):
+        raise TypeError
+    return read_values(structure)  # such as an array
+
+
+def _convert_text(text: str, kind: Any, quoted: bool) -> Any:
+    """Returns a text as the type `kind`; a `quoted` one is one word. Raises ValueError."""
+    if kind is Any:
         return text if quoted else read_literal(text)
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    spec = _text_form(kind)
     if not isinstance(spec, PrimitiveConstructorSpec):
         return text
-    words = [text] if spec.nargs == 1 else split_words(text)
-    for choice in (words, [WORDS.get(word.lower(), word) for word in words]):
+    words = [text] if spec.nargs == 1 or quoted else split_words(text)
+    for choice in (words, [AS_PYTHON.get(word.lower(), word) for word in words]):
         if spec.choices is None or set(choice) <= set(spec.choices):
             with suppress(ValueError, IndexError, AssertionError):
                 value = spec.instance_from_str(choice)
                 if not isinstance(value, float) or math.isfinite(value):
                     return value
-    choices = f"one of {', '.join(spec.choices)}" if spec.choices else f"of type {kind}"
+    choices = f"one of {', '.join(spec.choices)}" if spec.choices else _describe_kind(kind)
     raise ValueError(KINDS.get(kind, choices))
+
+
+def _text_form(kind: Any) -> Any:
+    return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+
+
+def _describe_kind(kind: Any) -> str:
+    return KINDS.get(kind, f"of type {kind.__name__ if type(kind) is type else kind}")

@@ -1,5 +1,6 @@
 """Environments of the user: of files, modules and installed packages, in every command."""
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,23 +99,109 @@ def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkey
     ("tic_tac_toe:opponent=runs/x", "tic_tac_toe:opponent={}/runs/x"),
     ("tic_tac_toe:opponent=openai:a/b@http://c/v1", "tic_tac_toe:opponent=openai:a/b@http://c/v1"),
     ("snake:size=5", "snake:size=5"), ("math_qa:data=rows.jsonl", "math_qa:data={}/rows.jsonl"),
+    ("math_qa:data=math", "math_qa:data=math"),  # a name, whatever folder there is
+    ("rewarded:data=math,reward=[games.py:a, games:b]",
+     'rewarded:data={0}/math,reward=[{0}/games.py:a, {0}/games:b]'),
+    ("gymnasium:id=games:Cut-v0,words=games.py:GAME",
+     "gymnasium:id={0}/games:Cut-v0,words={0}/games.py:GAME"),
+    ("pettingzoo:id=my_envs.games:ns/duel-v0", "pettingzoo:id={}/my_envs.games:ns/duel-v0"),
+    ("gymnasium:id=gym.other:Cut-v0", "gymnasium:id=gym.other:Cut-v0"),  # of Python's path
+    ("remote:env=gymnasium:id=games:Cut-v0;repeat=2",
+     "remote:env=gymnasium:id={}/games:Cut-v0;repeat=2"),
+    ('remote:env="games.py:Maze:size=4,level=2"', 'remote:env="{}/games.py:Maze:size=4,level=2"'),
+    ("remote:command=python -u games.py --file rows.jsonl",
+     "remote:command=python -u {0}/games.py --file {0}/rows.jsonl"),
+    ("remote:command=docker run -i math games.py", "remote:command=docker run -i math games.py"),
+    ("games.py:Maze:map=rows.jsonl,all=[rows.jsonl, 0.5],more={{a: rows.jsonl}},end=.",
+     "{0}/games.py:Maze:map={0}/rows.jsonl,all=[{0}/rows.jsonl, 0.5],more={{a: {0}/rows.jsonl}},"
+     "end=."),
 ])  # fmt: skip
 def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
     place, monkeypatch, spec, full
 ):
     Path("runs/x").mkdir(parents=True)
+    Path("math").mkdir()
     Path("rows.jsonl").touch()
+    spec, full = spec.replace("{{", "{").replace("}}", "}"), full.format(place)
     found = absolute(spec)
-    assert found == full.format(place) == absolute(found)
+    assert found == full == absolute(found)
     assert short(found) == relative(found) == spec
     monkeypatch.chdir("/")
     assert absolute(spec, str(place)) == found and short(found) == spec
+
+
+def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, monkeypatch):
+    folder = tmp_path / "my, folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "my rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(60)))
+    (folder / "rewards.py").write_text(
+        "def one(completions, **columns):\n    return [1.0 for _ in completions]\n"
+        "def two(completions, **columns):\n    return [2.0 for _ in completions]\n"
+    )
+    for reward, total in [("rewards.py:one", 1.0), ("rewards.py:one rewards.py:two", 3.0)]:
+        spec = f"rewarded:data=my rows.jsonl,reward={reward}"
+        found = absolute(spec)
+        assert found == absolute(found) and str(folder) in found
+        monkeypatch.chdir("/")
+        env = make(found)
+        env.reset(0)
+        assert env.step("?").reward == total
+        assert "/" not in short(found)
+        monkeypatch.chdir(folder)
+
+
+GYM = """
+import gymnasium
+from gymnasium import spaces
+from environments.adapters.gymnasium_players import Game
+
+class Cut(gymnasium.Env):
+    observation_space, action_space = spaces.Discrete(3), spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        return 1, {}
+
+    def step(self, action):
+        return 2, float(action), True, False, {}
+
+gymnasium.register("Cut-v0", Cut)
+GAME = Game("Cut the cards.", ("low", "high"), show=str)
+"""
+
+
+@pytest.mark.parametrize(("spec", "opening"), [
+    ("gymnasium:id=cuts:Cut-v0", "Cut-v0."),
+    ("gymnasium:id=cuts.py:Cut-v0,words=cuts:GAME", "Cut the cards."),
+    ("gymnasium:id=Blackjack-v1,words=cuts.py:GAME", "Cut the cards."),
+    ("remote:env=gymnasium:id=cuts:Cut-v0;words=cuts:GAME", "Cut the cards."),
+    ("remote:env=games.py:Maze:size=4", "go 7 4"),
+])  # fmt: skip
+def test_code_that_options_name_is_found_from_another_folder(place, monkeypatch, spec, opening):
+    pytest.importorskip("gymnasium")
+    (place / "cuts.py").write_text(GYM)
+    spec = absolute(spec)
+    other = place.parent / "other"
+    other.mkdir()
+    for name in ("cuts.py", "games.py"):  # the wrong files
+        (other / name).write_text("raise OSError('the wrong file')\n")
+    monkeypatch.chdir(other)
+    monkeypatch.syspath_prepend(other)
+    monkeypatch.delitem(sys.modules, "cuts", raising=False)
+    env = make(spec)
+    assert env.reset(7)[0]["content"].startswith(opening)
+    if hasattr(env, "close"):
+        env.close()
 
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
     ("games.py:Labyrinth", ["AttributeError", "Labyrinth"]),
     ("os:system:command=touch marker", ["derived from Env"]),
+    ("games.py:size=4", ["games.py:Maze"]), ("games", ["did you mean games.py:Maze?"]),
+    ("Maze", ["did you mean games.py:Maze?"]), ("Maze:size=4", ["did you mean games.py:Maze?"]),
+    ("Party", ["'Party'", "FILE.py:Class"]), ("Snake", ["did you mean snake?"]),
+    ("size=4", ["a colon"]),
     ("no_envs.games:Maze", ["ModuleNotFoundError", "no_envs"]),
     ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
     ("broken.py:Maze", ["SyntaxError", "broken.py, line 2"]),
@@ -153,6 +240,52 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 0, err
 
 
+WRONG = """
+from environments import Env, Step
+
+class Wrong(Env):
+    def __init__(self, where: str):
+        self.where = where
+        if where == "init":
+            nothing
+
+    def reset(self, seed):
+        if self.where == "reset":
+            nothing
+        return [{"role": "user", "content": f"{seed}"}]
+
+    def step(self, response):
+        if self.where == "step":
+            nothing
+        return Step(None, 1.0, True)
+
+    def demonstrate(self, hasty=False):
+        return nothing
+"""
+
+
+@pytest.mark.parametrize(("where", "flags", "line"), [
+    ("init", [], 8), ("reset", [], 12), ("step", [], 17), ("none", ["--sft-steps", 1], 21)
+])  # fmt: skip
+def test_an_exception_of_an_own_environment_names_file_and_line(place, command, where, flags, line):
+    (place / "wrong.py").write_text(WRONG)
+    code, _, err = command("--env", f"wrong.py:Wrong:where={where}", *SMALL, *flags)
+    assert code and "NameError: name 'nothing' is not defined" in err
+    assert f"(wrong.py, line {line})" in err
+
+
+@pytest.mark.parametrize(("specs", "words"), [
+    (["letter_counting", "difficulty=2"], "write letter_counting:difficulty=2"),
+    (["snake", "letter_counting:difficulty=2", "words=a"],
+     "write letter_counting:difficulty=2,words=a"),
+    (["games.py:Maze", "size=4"], "write games.py:Maze:size=4"),
+])  # fmt: skip
+def test_a_space_in_place_of_the_colon_is_one_line_that_says_what_to_write(command, specs, words):
+    for name in ("--env", "--eval-env"):
+        code, out, err = command(name, *specs)
+        assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+
+
 def install(folder, package, *lines):
     info = folder / f"{package}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -167,7 +300,15 @@ def test_an_installed_package_adds_names_and_each_name_has_one_meaning(place, mo
     assert "maze" in list_envs() and make("maze:size=4").size == 4
     assert run_command(["list"]) == 0 and "maze" in capsys.readouterr().out
     assert absolute("maze:size=4") == "maze:size=4"
+    broken = {"gone": "no_envs:A", "no_class": "my_envs.games:B", "no_colon": "my_envs.games",
+              "no_env": "pathlib:Path", "raises": "raises:A"}  # fmt: skip
+    (place / "raises.py").write_text("raise SystemExit('no GPU')\n")
+    install(place, "others", *(f"{name} = {value}" for name, value in broken.items()))
+    assert run_command(["list"]) == 0  # still shows all others
+    out = " ".join(capsys.readouterr().out.split())
+    assert all(name in out for name in ["maze", "snake", *broken]) and out.count("cannot") == 5
     install(place, "more_mazes", "maze = my_envs.games:small")
+    assert run_command(["list"]) == 0 and "several" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"several .* 'maze'.*mazes"):
         make("maze")
     with pytest.raises(UsageError, match="'reverse' exists already"):
@@ -192,6 +333,10 @@ class Typed(Env):
         loud: bool | None = None,
         plain=5,
         anything: Any = None,
+        grid: list[list[int]] | None = None,
+        weights: dict[str, float] = {},  # noqa: B006
+        either: int | list[int] = 0,
+        pair=(1, 2),
         **others,
     ):
         self.options = {k: v for k, v in locals().items() if k not in ("self", "others")}
@@ -211,6 +356,17 @@ class Typed(Env):
     ("names='New York' b", "names", ("New York", "b")), ("span=0.5 2", "span", (0.5, 2.0)),
     ("path=a b/c.json", "path", Path("a b/c.json")), ("loud=TRUE", "loud", True),
     ("plain=6", "plain", 6), ("anything=8x8", "anything", "8x8"),
+    ("sizes=[3,4,-5]", "sizes", [3, 4, -5]), ("sizes=[]", "sizes", []),
+    ("names=[New York, 'a, b', 5]", "names", ("New York", "a, b", "5")),
+    ('names="New York, NY" b', "names", ("New York, NY", "b")),
+    ("span=[0.5,2]", "span", (0.5, 2.0)),
+    ("grid=[[1,2],[3]]", "grid", [[1, 2], [3]]), ("grid=null", "grid", None),
+    ('weights={"a":1,b: 0.5}', "weights", {"a": 1.0, "b": 0.5}),
+    ("either=[1,2]", "either", [1, 2]), ("either=3", "either", 3), ("pair=[1,x]", "pair", (1, "x")),
+    ("start=[a,b]", "start", "[a,b]"), ("start=[a-z]+", "start", "[a-z]+"),
+    ("start=O'Hare", "start", "O'Hare"), ("start='a, b'", "start", "a, b"),
+    ("anything=[1, '1', true, null, no, a]", "anything", [1, "1", True, None, "no", "a"]),
+    ("anything={a: [+,*,{b: 1e-3}]}", "anything", {"a": ["+", "*", {"b": 0.001}]}),
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     register("typed")(Typed)
@@ -223,6 +379,11 @@ def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     ("typed:depth", ["key=value", "'depth'"]), ("typed:depth=1,depth=1", ["twice"]),
     ("typed:plain=x", ["plain", "integer", "'x'"]), ("typed:span=1", ["span"]),
     ("snake:sizes=3", ["'sizes'", "size, fruits"]),
+    ("typed:sizes=[3,x]", ["sizes", "list[int]", "'[3,x]'"]), ("typed:sizes=[3.5]", ["list[int]"]),
+    ("typed:sizes={a: 1}", ["list[int]"]), ("typed:sizes=[[3]]", ["list[int]"]),
+    ("typed:sizes=[3,4", ["'4'", "sizes=[3, 4]"]), ("typed:grid=[1,2]", ["list[list[int]]"]),
+    ("typed:span=[1]", ["span"]), ("typed:weights=[1]", ["dict[str, float]"]),
+    ("typed:weights={a:1}", ["dict[str, float]"]), ("typed:plain=[3]", ["plain", "an integer"]),
 ])  # fmt: skip
 def test_a_wrong_name_option_or_value_is_one_line(spec, words):
     register("typed")(Typed)
@@ -236,3 +397,5 @@ def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
     others = make('typed:map_name=8x8,slippery=false,size=4,scale=0.5,name="5",depth=1').others
     assert others == {"map_name": "8x8", "slippery": False, "size": 4, "scale": 0.5, "name": "5"}
     assert type(others["size"]) is int
+    others = make('typed:desc=["SFFF","FFFG"],rows=[SFFF,NO],size=4,depth=1').others
+    assert others == {"desc": ["SFFF", "FFFG"], "rows": ["SFFF", "NO"], "size": 4}

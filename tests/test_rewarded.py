@@ -130,6 +130,9 @@ configs:
 @pytest.mark.parametrize(("options", "words"), [
     ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
+    ("data=rows.jsonl,reward=rewards.py", "write rewards.py:NAME, with one of accuracy, brief,"),
+    ("data=rows.jsonl,reward=no.py", "no file no.py"),
+    ("data=rows.jsonl,reward=accuracy", "write FILE.py:NAME"),
     ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
@@ -182,7 +185,8 @@ def test_async_functions_are_awaited_together():
 @pytest.mark.parametrize(("reward", "error", "env_failure"), [
     ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
     ("fails", "EnvFailure: fails: no judge", True),
-    ("rank rewards.py:raises rewards.py:meets", "RuntimeError: raises: KeyError: 'judge'", False),
+    ("rank rewards.py:raises rewards.py:meets",
+     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 27)", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]

@@ -39,7 +39,7 @@ from environments.adapters.gymnasium_players import Game, find_game, format_hint
 from environments.adapters.spaces import as_element, to_json
 from environments.base import TRAIN_SEEDS, Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
-from environments.registry import import_attribute
+from environments.registry import import_attribute, import_source
 
 MAX_TEXT_LENGTH = 100_000  # characters
 CHARACTERS = "".join(map(chr, range(0x3000)))  # alphabets, punctuation, symbols
@@ -76,7 +76,7 @@ def extract_action(game: Game, response: str) -> Any:
 class Gymnasium(Env):
     """One Gymnasium environment.
 
-    `id`: its registered name.
+    `id`: its registered name; module:name or FILE.py:name if importing that registers it.
     `max_steps`: step limit; 0: the environment's own.
     `repeat`: number of steps for which each action is repeated.
     `scale`: factor on all rewards.
@@ -234,6 +234,9 @@ def join(messages: list[Message]) -> str:
 
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:
     gymnasium = import_library("gymnasium")
+    source, _, id = id.rpartition(":")
+    if source:
+        import_source(source)  # registers the environment
     try:
         return gymnasium.make(id, max_episode_steps=max_steps, disable_env_checker=True, **options)
     except Exception as error:  # of Gymnasium, or of the environment's constructor

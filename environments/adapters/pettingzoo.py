@@ -42,6 +42,7 @@ from environments.adapters.gymnasium_players import (
 from environments.adapters.spaces import as_element, check_observations, to_json
 from environments.base import TRAIN_SEEDS, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
+from environments.registry import import_source
 
 NOT_ASKED = Step(None, 0.0, False)
 
@@ -49,7 +50,7 @@ NOT_ASKED = Step(None, 0.0, False)
 class PettingZoo(MultiAgentEnv):
     """One PettingZoo environment.
 
-    `id`: its registered name.
+    `id`: its registered name; module:name or FILE.py:name if importing that registers it.
     `words`: module:GAME, as for gymnasium.
     `options`: keyword arguments of the environment.
     """
@@ -196,6 +197,9 @@ def _check_agents(names: Iterable[str], agents: list[str]) -> None:
 
 def _make(id: str, options: dict[str, Any]) -> Any:
     pettingzoo = import_library("pettingzoo")
+    source, _, id = id.rpartition(":")
+    if source:
+        import_source(source)  # registers the environment
     try:
         if id in pettingzoo.parallel_registry and id not in pettingzoo.aec_registry:
             parallel = pettingzoo.make("parallel", id, **options)
