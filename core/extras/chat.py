@@ -379,8 +379,6 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
         agent = Agent(speaker.collector.renderer, Rollout("", "", 0, 0), schemas=schemas)
         agent.begin(chat)
         agent.set_prompt()
-        if agent.context_full:
-            raise UsageError(f"no room left in a context of {speaker.policy.max_length} tokens")
         seed = derive_seed(cfg.seed, len(chat))
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with speaker.policy.adapters():
