@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from core.run.interrupt import Interrupt
+from core.run.interrupt import Interrupt, end_start, set_hooks
 from core.types import Stopped
 
 ROOT = Path(__file__).parent.parent
@@ -97,6 +98,25 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
+
+
+def test_in_a_thread_signals_act_as_usual():
+    """As where a program or a notebook runs train.py beside its own work."""
+    handlers = []
+
+    def work():
+        set_hooks()
+        end_start()
+        with Interrupt() as interrupt:
+            interrupt.check()
+            handlers.append(signal.getsignal(signal.SIGINT))
+        handlers.append("left")
+
+    thread, hook = threading.Thread(target=work), sys.excepthook
+    thread.start()
+    thread.join()
+    sys.excepthook = hook
+    assert handlers == [signal.default_int_handler, "left"]
 
 
 def test_ctrl_c_in_the_start_ends_without_a_traceback(tmp_path):
