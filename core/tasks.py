@@ -12,7 +12,7 @@ from functools import cache
 
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
 from environments.registry import (
     Constructor,
     accepts,
@@ -121,6 +121,7 @@ def next_level(envs: Sequence[str], level: int, accuracy: float, target: float) 
     return max(0, level - 1) if accuracy <= target / 2 else level
 
 
+@restored_torch()
 def check_demonstrations(envs: Sequence[str]) -> None:
     """Raises UsageError for an environment that has no demonstrations, or fails in one."""
     for spec in envs:

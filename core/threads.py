@@ -21,6 +21,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import torch
 
 POLL = 0.05  # seconds
 SLOW = 0.01  # seconds; a kind of call that once took longer is made in many threads
@@ -54,7 +55,7 @@ class Threads:
         self.done = deque[tuple[Any, Outcome, float]]()
         self.wake = threading.Event()  # there are outcomes; not set after each of many quick calls
         self.workers: list[_Worker] = []
-        self.folder = os.getcwd()
+        self.folder, self.dtype = os.getcwd(), torch.get_default_dtype()
 
     def start(self, key: Any, kind: Kind, function: Callable[[], Any]) -> None:
         """Makes a call once a thread is free; `ended` returns its outcome with the key."""
@@ -75,6 +76,7 @@ class Threads:
                 error = TimeLimit(f"no answer in {self.limit:g} seconds ({self.flag})")
                 found.append((key, (None, error), self.limit))
                 os.chdir(self.folder)
+                torch.set_default_dtype(self.dtype)
         self._hire()
         return found
 
@@ -130,6 +132,8 @@ class _Worker(threading.Thread):
                     before = generators()
                 self.current.append((key, time.monotonic()))
                 outcome = _outcome(function)
+                torch.set_default_dtype(threads.dtype)
+                torch.set_grad_enabled(True)  # in this thread, for the calls that follow
                 try:
                     _, since = self.current.pop()
                 except IndexError:  # given up; the working directory is no longer its business

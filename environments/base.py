@@ -12,9 +12,11 @@ Training, demonstrations and evaluation draw their seeds from three disjoint ran
 
 import json
 import random
+import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -46,6 +48,23 @@ def is_held_out(text: str) -> bool:
 
 class UsageError(ValueError):
     """Invalid user input. Printed as one line; exit code 2."""
+
+
+@contextmanager
+def restored_torch() -> Iterator[None]:
+    """Restores PyTorch's default dtype and whether it computes gradients, if user code sets them.
+
+    Does not import PyTorch.
+    """
+    torch = sys.modules.get("torch")
+    before = (torch.get_default_dtype(), torch.is_grad_enabled()) if torch else None
+    try:
+        yield
+    finally:
+        if torch := sys.modules.get("torch"):
+            dtype, grad = before or (torch.float32, True)
+            torch.set_default_dtype(dtype)
+            torch.set_grad_enabled(grad)
 
 
 class EnvFailure(Exception):

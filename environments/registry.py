@@ -47,7 +47,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from environments.base import Env, MultiAgentEnv, UsageError
+from environments.base import Env, MultiAgentEnv, UsageError, restored_torch
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
@@ -445,6 +445,7 @@ def import_attribute(source: str, attribute: str, *bases: type) -> Any:
     return found
 
 
+@restored_torch()
 def import_source(source: str) -> ModuleType:
     """Imports a module, FOLDER/module, or a file that ends in .py. Raises UsageError."""
     try:
@@ -481,6 +482,7 @@ def find_file(path: str) -> Path:
     raise UsageError(f"there is no file {path}{hint}")
 
 
+@restored_torch()
 def _make(spec: str) -> Env | MultiAgentEnv:
     options = options_of(spec)
     try:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_episodes import Scripted
 
 from core.episodes import RolloutCollector
@@ -174,6 +175,23 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
     assert [r.info["reward_rank"] for r in rollouts[:3]] == [0.0, 1.0, 2.0]
     assert not any(r.error for r in rollouts)
+
+
+def test_a_file_cannot_change_the_settings_of_pytorch():
+    """Where it is imported, which may be the thread that trains, and where the class is built."""
+    rude = "import torch\ntorch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)\n"
+    Path("rude.py").write_text(f"{rude}def one(completions, **columns): return [1.0]\n")
+    rude_class = rude.replace("\n", "\n        ").rstrip()
+    Path("build.py").write_text(
+        "from environments.base import Env\nclass Rude(Env):\n    def __init__(self):\n"
+        f"        {rude_class}\n        raise ValueError\n"
+        "    reset = step = None\n"
+    )
+    make("rewarded:data=rows.jsonl,reward=rude.py:one")
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    with pytest.raises(UsageError, match="ValueError"):
+        make("build.py:Rude")
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
 def test_async_functions_are_awaited_together():

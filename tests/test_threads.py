@@ -6,8 +6,10 @@ import random
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 from test_episodes import PARAMS, Scripted, message
 
 from core import pool, threads
@@ -16,6 +18,7 @@ from core.episodes import RolloutCollector
 from core.extras.tools import ToolRenderer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
+from core.threads import Threads
 from environments import registry
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
 
@@ -312,3 +315,37 @@ def test_a_call_that_was_given_up_leaves_the_working_directory_alone(tmp_path, m
     worker.join(60)
     assert not worker.is_alive() and os.getcwd() == str(tmp_path)
     assert calls.ended(0.0) == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_call_cannot_change_the_settings_of_pytorch(count):
+    """With several threads each call begins while others have changed the settings."""
+    calls, kind = Threads(count, 60.0), ("rude", "step")
+    calls.slow |= {kind} if count > 1 else set()
+    meeting = threading.Barrier(count, timeout=60)
+
+    def settings():
+        return torch.get_default_dtype(), torch.is_grad_enabled()
+
+    def rude(number):
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+        meeting.wait()
+        time.sleep(0.02 * number)
+        return 1 / number  # the first one raises
+
+    def made(*functions):
+        for number, function in enumerate(functions):
+            calls.start(number, kind, function)
+        ended = []
+        while len(ended) < len(functions):
+            ended += calls.ended(0.1)
+        return [outcome[0] for _, outcome, _ in sorted(ended, key=lambda each: each[0])]
+
+    assert made(*(partial(rude, n) for n in range(count)))[1:] == [1.0, 0.5][: count - 1]
+    assert settings() == (torch.float32, True)
+    assert made(settings, settings) == [settings()] * 2
+    calls.limit = 0.1
+    assert made(*(partial(rude, 60) for _ in range(count))) == [None] * count  # given up
+    assert settings() == (torch.float32, True)
+    calls.close()
