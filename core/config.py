@@ -55,7 +55,7 @@ Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
 WarningName = Literal[  # those of core/run/diagnostics.py
     "entropy_collapse", "reward_without_accuracy", "weights_at_cap", "dead_groups", "kl_runaway",
-    "sampler_gap", "never_stops", "episodes_cut", "adapters_unchanged", "any",
+    "sampler_gap", "never_stops", "episodes_cut", "adapters_unchanged", "no_reward", "any",
 ]  # fmt: skip
 
 

@@ -6,10 +6,11 @@ from typing import get_args
 
 import pytest
 
-from core.config import WarningName
+from core.config import Config, WarningName
 from core.run import diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
+from core.tiny import KNOWN
 from environments import base, registry
 
 RUNS = Path(__file__).parent.parent / "runs"
@@ -126,14 +127,19 @@ def test_stop_on_takes_every_warning():
 
 def test_stop_on_saves_and_stops_and_a_resumed_run_does_not_repeat_it(command, monkeypatch):
     monkeypatch.setitem(registry.ENVIRONMENTS, "unrewarded", Unrewarded)
-    code, out, _ = command(*FLAGS, "--run-name", "a", "--stop-on", "sampler_gap", "dead_groups")
-    assert code == 1 and out.count("\nwarning: dead_groups: ") == 1 and "--resume runs/a" in out
+    code, out, _ = command(*FLAGS, "--run-name", "a", "--stop-on", "sampler_gap", "no_reward")
+    assert (
+        code == 1
+        and out.count("\nwarning: no_reward: ") == 1
+        and "dead_groups" not in out
+        and "--resume runs/a" in out
+    )
     assert find_checkpoint(Path("runs/a")).progress["update"] == 3
     assert not Path("runs/a/model").exists() and Path("runs/a/report.html").exists()
     assert command("--resume", "runs/a")[0] == 0
     records = read_records(Path("runs/a/metrics.jsonl"))
     warnings = {r["update"]: [*r["warnings"]] for r in records if "warnings" in r}
-    assert warnings == {3: ["dead_groups"], 5: ["never_stops"]}
+    assert warnings == {3: ["no_reward"], 5: ["never_stops"]}
 
 
 def test_groups_that_never_differed_raise_a_warning_after_three_updates():
@@ -144,6 +150,40 @@ def test_groups_that_never_differed_raise_a_warning_after_three_updates():
     one = none | {"groups__zero_std_fraction": lambda update: 0.9 if update == 2 else 1.0}
     assert raised(run_of(3, **one)) == []
     assert raised(run_of(9, **none | {"groups__all_right": 1.0})) == []
+
+
+NOTHING = {"reward__min": 0.0, "reward__max": 0.0, NO_SPREAD: 1.0, RIGHT: 0.0}
+
+
+@pytest.mark.parametrize("by_group", [True, False])
+def test_a_run_that_never_earned_a_reward_says_so_instead_of_dead_groups(by_group):
+    assert raised(run_of(2, **NOTHING), by_group) == []
+    assert raised(run_of(30, **NOTHING), by_group) == [("no_reward", 3)]
+    lost = NOTHING | {"reward__min": -1.0, "reward__max": -1.0}
+    assert raised(run_of(9, **lost), by_group) == [("no_reward", 3)]
+    dead = [("dead_groups", 3)] if by_group else []
+    for earned in ({"reward__min": 1.0, "reward__max": 1.0}, {"reward__min": -1.0}):
+        assert raised(run_of(4, **NOTHING | earned), by_group) == dead
+    once = NOTHING | {"reward__max": lambda update: 0.5 if update == 2 else 0.0}
+    assert "no_reward" not in dict(raised(run_of(30, **once), by_group))
+    unrated = diagnostics.new_warnings(run_of(3, **NOTHING), by_group, advice="")
+    assert [*unrated] == [name for name, _ in dead]  # of a run that trains on a KL alone
+
+
+def test_what_to_try_without_a_reward_depends_on_the_model():
+    def advice(**settings):
+        records = run_of(3, **NOTHING)
+        text = diagnostics.advice_without_reward(Config(**settings))
+        return diagnostics.new_warnings(records, True, text).get("no_reward", "")
+
+    made = (RUNS / "pretrain_tiny/README.md").read_text(encoding="utf-8")
+    demonstrated = made.partition("--env")[2].partition("```")[0].split()
+    known = {spec for spec in demonstrated if not spec.startswith("reward_hacking:")}
+    assert {*KNOWN} == known and all(spec in advice() for spec in known)
+    assert "--model-id smollm2" in advice() and "--sft-steps" in advice()
+    assert "--sft-steps 800" in advice(model_id="tiny-random")
+    assert "tiny" not in advice(model_id="me/mine") and "--sft-steps" in advice(model_id="me/mine")
+    assert advice(reward_coef=0.0) == ""
 
 
 def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():

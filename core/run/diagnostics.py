@@ -1,4 +1,4 @@
-"""Nine warnings about training that goes wrong, computed from the metrics alone.
+"""Ten warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those of runs/what_goes_wrong raise theirs.
@@ -7,7 +7,9 @@ recorded runs that learn raise no warning, and those of runs/what_goes_wrong rai
 import math
 import statistics
 
+from core.config import Config
 from core.run.log import Record
+from core.tiny import KNOWN
 
 # name: (what it means, what to try)
 WARNINGS = {
@@ -51,8 +53,21 @@ WARNINGS = {
         "LoRA adapters are still exactly 0 after gradient steps: their layers do not learn",
         "--lora-rank 0, or another model: some of its layers do not take part in its output",
     ),
+    "no_reward": (
+        "no rollout has earned a reward, so there is nothing that training could make likelier",
+        "reading in report.html what the model answers and what the environment rewards, a reward"
+        " for a part of the task, easier tasks, a warm start with --sft-steps, or a better model",
+    ),
 }
-MIN_UPDATES = 3  # before groups without any spread raise a warning
+ADVICE = {  # what to try with these models if no reward was earned
+    "tiny": "what tiny was pretrained on, which is all that it can do (--env "
+    f"{' '.join(KNOWN)}); for other tasks a warm start with --sft-steps 200, where the environment"
+    " has demonstrations, or a model that follows instructions, such as --model-id smollm2"
+    " (core/extras/smollm2.py)",
+    "tiny-random": "a warm start with --sft-steps 800, as its weights are random, or --model-id"
+    " tiny",
+}
+MIN_UPDATES = 3  # before groups without any spread, or without any reward, raise a warning
 WINDOW = 5  # a metric is judged by its mean over this many updates
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
 LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
@@ -65,13 +80,20 @@ MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_TRUNCATED = 0.2  # fraction of episodes
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
-INPUTS = """update reward/mean reward/correct policy/entropy weights/capped
+INPUTS = """update reward/mean reward/min reward/max reward/correct policy/entropy weights/capped
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max length/hit_token_limit episodes/truncated lora/zero_fraction
     update/steps""".split()
 
 
-def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
+def advice_without_reward(cfg: Config) -> str:
+    """What to try if no rollout earns a reward; "" if the run does not train on rewards."""
+    return ADVICE.get(cfg.model_id, WARNINGS["no_reward"][1]) if cfg.reward_coef else ""
+
+
+def new_warnings(
+    records: list[Record], by_group: bool = True, advice: str = WARNINGS["no_reward"][1]
+) -> dict[str, str]:
     """Returns the warnings to raise at the last record: name -> message.
 
     A warning is raised if it holds now and held in none of the QUIET_UPDATES updates before; at an
@@ -79,19 +101,22 @@ def new_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]
 
     `records` are those of the run so far, or their `warning_inputs`. Set `by_group` to False if
     the algorithm does not compare the rollouts of a group; then dead groups are no problem.
+    `advice`: see `advice_without_reward`.
     """
-    active = active_warnings(records, by_group)
+    active = active_warnings(records, by_group, advice)
     if not active:
         return {}
     before = range(len(records) - 1, 0, -1)  # the number of records at each update before
     ends = [*before[:QUIET_UPDATES]]
     if _is_evaluation(records[-1]):
         ends += [end for end in before if _is_evaluation(records[end - 1])][:1]
-    held = {name for end in ends for name in active_warnings(records[:end], by_group)}
+    held = {name for end in ends for name in active_warnings(records[:end], by_group, advice)}
     return {name: message for name, message in active.items() if name not in held}
 
 
-def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, str]:
+def active_warnings(
+    records: list[Record], by_group: bool = True, advice: str = WARNINGS["no_reward"][1]
+) -> dict[str, str]:
     """Returns the warnings that hold at the last record: name -> message.
 
     A message is one line with the measured values and what to try. A comparison of held-out
@@ -100,18 +125,29 @@ def active_warnings(records: list[Record], by_group: bool = True) -> dict[str, s
     if not records or "update" not in records[-1]:
         return {}
     recent = [r for r in records[-WINDOW:] if "update" in r]
+    no_reward = _no_reward(records) if advice else ""
+    dead_groups = (_never_spread(records) or _dead_groups(recent)) if by_group else ""
     findings = {
         "entropy_collapse": _entropy_collapse(_first_updates(records, WINDOW), recent),
         "reward_without_accuracy": _accuracy_fell(records) or _training_accuracy_fell(records),
         "weights_at_cap": _weights_at_cap(recent),
-        "dead_groups": (_never_spread(records) or _dead_groups(recent)) if by_group else "",
+        "dead_groups": "" if no_reward else dead_groups,
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
         "never_stops": _never_stops(recent),
         "episodes_cut": _episodes_cut(recent),
         "adapters_unchanged": _adapters_unchanged(recent),
+        "no_reward": no_reward,
     }
-    return {name: f"{found}; try {WARNINGS[name][1]}" for name, found in findings.items() if found}
+    tries = {name: advice if name == "no_reward" else WARNINGS[name][1] for name in WARNINGS}
+    return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
+
+
+def earned_nothing(records: list[Record]) -> bool:
+    """Whether in every update so far all returns were equal, and none was above 0."""
+    updates = _first_updates(records, len(records))
+    without = [r for r in updates if _finite(r, "reward/min") == _finite(r, "reward/max") <= 0]
+    return 0 < len(updates) == len(without)
 
 
 def warning_inputs(record: Record) -> Record:
@@ -190,6 +226,13 @@ def _never_spread(records: list[Record]) -> str:
     if len(updates) < MIN_UPDATES or spread or solved:
         return ""
     return f"in all {len(updates)} updates so far, the returns within each group were equal"
+
+
+def _no_reward(records: list[Record]) -> str:
+    updates = len(_first_updates(records, len(records)))
+    if updates < MIN_UPDATES or not earned_nothing(records):
+        return ""
+    return f"no rollout has earned a reward in all {updates} updates so far"
 
 
 def _kl_runaway(recent: list[Record]) -> str:

@@ -154,8 +154,9 @@ class Run:
                 )
         self.history.append(diagnostics.warning_inputs(record))
         by_group = "groups" in config.needs(self.cfg)
+        advice = diagnostics.advice_without_reward(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
-            lambda: diagnostics.new_warnings(self.history, by_group)
+            lambda: diagnostics.new_warnings(self.history, by_group, advice)
         )
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
