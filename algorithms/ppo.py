@@ -76,10 +76,6 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     targets = (for_targets + batch.values).float()
     batch.value_targets = torch.where(batch.completion_mask, targets, 0.0)
     batch.advantages = common.normalize(advantages, batch.loss_mask)
-    # with λ = 1 the rewards that followed, whatever the value head says
-    followed = (gae(batch, 1.0) + batch.values)[batch.completion_mask]
-    values = batch.values[batch.completion_mask]
-    batch.metrics |= common.explained_variance(followed, values)
 
 
 def compute_loss(

@@ -6,12 +6,14 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from algorithms.common import explained_variance
+from algorithms.ppo import gae
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch
 from core.config import Config
@@ -89,6 +91,10 @@ class UpdateStats:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
         metrics |= {"gap/logprob_mean": gap.mean().item(), "gap/logprob_max": gap.max().item()}
+        if batch.values is not None:
+            # the rewards that followed each token: with λ = 1 and without values
+            followed = gae(replace(batch, values=torch.zeros_like(batch.values)), 1.0)
+            metrics |= explained_variance(followed[mask], batch.values[mask])
         return metrics | batch.metrics
 
 
@@ -241,15 +247,16 @@ def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str
 
     This estimate is unbiased for n >= k (arXiv:2107.03374). Tasks of which samples were lost, so
     that n < k, are left out of pass@k and counted. `greedy`: the evaluation that says what the
-    tasks are.
+    tasks are. With several agents each agent has samples of its own.
     """
     metrics: dict[str, float] = {}
     tasks = distinct_tasks(greedy)
     sampled_by = by_seat([r for r in sampled if (r.env, r.seed) in tasks])
     for env, episodes in by_seat(greedy).items():
-        samples: dict[Hashable, list[bool]] = {tasks[r.env, r.seed]: [] for r in episodes}
+        samples: dict[Hashable, list[bool]]
+        samples = {(tasks[r.env, r.seed], r.agent): [] for r in episodes}
         for r in sampled_by.get(env, []):
-            samples.setdefault(tasks[r.env, r.seed], []).append(is_correct(r))
+            samples.setdefault((tasks[r.env, r.seed], r.agent), []).append(is_correct(r))
         some = [statistics.fmean(column) for column in samples.values() if column]
         any_of_k = [
             1 - math.comb(len(column) - sum(column), k) / math.comb(len(column), k)

@@ -8,7 +8,7 @@ can have a mean of 0.5 and no spread.
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -62,10 +62,11 @@ def with_spread(cfg: Config, rollouts: list[Rollout]) -> list[Rollout]:
 def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     """The groups in which the returns of some turn differ, as the advantages compare them.
 
-    Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward.
+    Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward, and
+    with the environment's rewards where --reward-coef 0 leaves them out of the training.
     """
     batch = to_rollout_batch(rollouts)
-    shape_rewards(cfg, batch)
+    shape_rewards(replace(cfg, reward_coef=cfg.reward_coef or 1.0), batch)
     returns, exists = common.turn_returns(batch)  # [B, K]
     size = common.group_sum(exists.double(), batch.group_ids)
     total = common.group_sum(torch.where(exists, returns, 0.0), batch.group_ids)
@@ -85,7 +86,9 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
         groups[r.group_id].append(r.episode_return)
     everything = [r.episode_return for r in rollouts]
     means = {g: statistics.fmean(own if len(own) > 1 else everything) for g, own in groups.items()}
-    better = [r for r in rollouts if r.episode_return > means[r.group_id]]
+    ours, others = ([r.episode_return for r in rollouts], [means[r.group_id] for r in rollouts])
+    above = common.minus(torch.tensor(ours, dtype=torch.float64), torch.tensor(others)) > 0
+    better = [r for r, is_above in zip(rollouts, above.tolist(), strict=True) if is_above]
     new = [asdict(r) | EMPTY for r in better]
     for turn in (turn for one in new for turn in one["turns"]):
         turn["kept_ids"] = None  # SFT trains the whole distribution

@@ -67,6 +67,16 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     assert any(x.sum() / 7 != x[0] for x in turn_returns(batch)[0].T)
     compute_advantages(batch, Options(scale_rewards=scale))
     assert not batch.advantages.any()
+    # two rewards of 0.1 and 0.2, or one of 0.3
+    batch = Batch(
+        rewards=torch.tensor([[0.1, 0.2], [0.0, 0.3]]),
+        turn_ids=torch.zeros(2, 2).long(),
+        completion_mask=torch.ones(2, 2) > 0,
+        group_ids=torch.zeros(2),
+    )
+    assert turn_returns(batch)[0].unique().numel() == 2
+    compute_advantages(batch, Options(scale_rewards=scale))  # fmt: skip
+    assert not batch.advantages.any()
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

@@ -101,7 +101,7 @@ def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
     equal, values = torch.full((10,), 0.1), torch.linspace(-1, 1, 10)
     assert explained_variance(equal, equal) == explained_variance(equal, values) == {name: 0}
     assert explained_variance(equal.double(), values.double()) == {name: 0}
-    near = torch.tensor([1e3, 1e3 + 1e-6], dtype=torch.float64)
+    near = torch.tensor([1e3, 1e3 + 1e-3], dtype=torch.float64)
     assert explained_variance(near, near) == {name: 1}
 
 
@@ -199,6 +199,37 @@ def test_update_stats_by_hand(cap, mode, capped):
     }  # fmt: skip
     means = stats.means()
     assert {name: means[name] for name in expected} == pytest.approx(expected)
+
+
+def explained_by(values, rewards, turn_ids, gamma=1.0, masked=0):
+    """baseline/explained_variance of two rollouts; the last `masked` columns are no tokens."""
+    batch = to_rollout_batch([rollout(0.0, tokens=values.shape[1] - masked)] * 2)
+    batch.completion_mask = torch.arange(values.shape[1]) < values.shape[1] - masked
+    batch.completion_mask = batch.completion_mask.expand(values.shape)
+    batch.sampler_logprobs = batch.old_logprobs = torch.zeros(values.shape)
+    batch.rewards, batch.turn_ids, batch.gamma = rewards, turn_ids, gamma
+    batch.values, batch.value_targets = values, values  # as λ = 0 and a discount of 1 would have it
+    stats = UpdateStats(Config(), batch)
+    stats.epoch_sums["tokens"] = stats.epoch_sums["in_loss"] = 1
+    return stats.means()["baseline/explained_variance"]
+
+
+def test_values_explain_the_rewards_that_followed_and_not_targets_with_values_in_them():
+    """Noise of 1 and -1 against returns of 1 1 1 1 and 0 0 0 0."""
+    noise, zeros = torch.tensor([[1.0, -1.0, 1.0, -1.0]] * 2), torch.zeros(2, 4)
+    rewards, one_turn = zeros.clone(), zeros.long()
+    rewards[0, 3] = 1.0
+    assert explained_by(noise, rewards, one_turn) == pytest.approx(1 - 1.25 / 0.25)
+    assert explained_by(zeros, rewards, one_turn) == explained_by(zeros + 7, rewards, one_turn) == 0
+    assert explained_by(torch.tensor([[1.0] * 4, [0.0] * 4]), rewards, one_turn) == 1
+    # two turns with γ = 1/2: 1 + 2/2, then 2, which do not vary; the last column is no token
+    rewards = torch.tensor([[1.0, 2.0, 9.0]] * 2)
+    turns, values = torch.tensor([[0, 1, 1]] * 2), torch.tensor([[0.0, 1.0, math.nan]] * 2)
+    assert explained_by(values, rewards, turns, gamma=0.5, masked=1) == 0
+    # no reward at all, and values whose sum of differences would not be exactly 0
+    values = torch.rand(2, 60, generator=torch.Generator().manual_seed(0))
+    turns = (torch.arange(60) // 20).expand(2, 60)
+    assert explained_by(values, torch.zeros(2, 60), turns, gamma=0.9) == 0
 
 
 def test_an_update_without_tokens_has_no_means():
@@ -308,6 +339,13 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
     assert line.startswith("pass@3 leaves out 2 tasks of e:")
     assert left_out_lines(pass_at_k(greedy[:2], samples[:7], 3), 3) == []
     assert pass_at_k(greedy[3:], samples, 3) == {"eval/e/pass_at_k_left_out": 1}
+    # two agents: X always wins, O never
+    seats = [(evaluated(0, 0, 9, False, seat), seat == "X") for seat in ("X", "O")]
+    samples = [evaluated(0, 0, n, wins, r.agent) for r, wins in seats for n in (0, 1)]
+    found = pass_at_k([r for r, _ in seats], samples, 2)
+    assert [found[f"eval/e{s}/pass_at_k"] for s in ("", "/X", "/O")] == [0.5, 1.0, 0.0]
+    lost = pass_at_k([r for r, _ in seats], samples[:-1], 2)
+    assert lost["eval/e/pass_at_k_left_out"] == 1 and lost["eval/e/pass_at_k"] == 1.0
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():

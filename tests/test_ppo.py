@@ -81,29 +81,6 @@ def test_advantages_are_normalised_over_the_loss_and_targets_are_gae_plus_the_va
     torch.testing.assert_close(batch.advantages, want, atol=1e-6, rtol=0)
 
 
-def test_explained_variance_is_of_what_followed_and_not_of_the_values_themselves():
-    """Noise of 1 and -1 against returns of 1 1 1 1 and 0 0 0 0, whatever the λ of the targets."""
-    noise = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).repeat(2, 1)
-    rewards, zeros = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.int64)
-    rewards[0, 3] = 1.0
-    for value_lambda in (None, 0.0, 1.0):
-        for values, explained in ((noise, 1 - 1.25 / 0.25), (0 * noise, 0.0), (0.5 + 0 * noise, 0)):
-            batch = Batch(rewards=rewards, completion_mask=zeros == 0, turn_ids=zeros,
-                          values=values)  # fmt: skip
-            compute_advantages(batch, Options(gae_lambda=0.5, value_lambda=value_lambda))
-            assert batch.metrics == {"baseline/explained_variance": pytest.approx(explained)}
-    # two turns with γ = 1/2: what followed is 1 + 2/2, then 2
-    two = Batch(
-        rewards=torch.tensor([[1.0, 2.0, 9.0]]),
-        gamma=0.5,
-        completion_mask=torch.tensor([[True, True, False]]),
-        turn_ids=torch.tensor([[0, 1, 1]]),
-        values=torch.tensor([[0.0, 1.0, NAN]]),
-    )
-    compute_advantages(two, Options())  # fmt: skip
-    assert two.metrics == {"baseline/explained_variance": 0.0}  # 2 and 2 do not vary
-
-
 def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):
     """Of one token: loss, gradients of log-prob and value, metrics; π / π_old is `ratio`."""
     ratio, advantage, value, old_value, target, weight, scale = (

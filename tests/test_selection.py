@@ -55,7 +55,15 @@ def played(*rewards, tokens=2, group=0):
         ({}, [played(1, tokens=2), played(1, tokens=8)], False),
         ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=8)], True),
         ({"overlong_buffer": 4, "max_tokens": 8}, [played(1), played(1, tokens=4)], False),
-        ({"reward_coef": 0.0}, [played(0), played(1)], False),
+        ({}, [played(0.1, 0.2), played(0.3, 0)], False),  # not the same numbers in float32
+        ({}, [played(1, 1e-6), played(1, 0)], True),
+        (
+            {"overlong_buffer": 6, "max_tokens": 8},
+            [played(1, tokens=5), played(1, 0, tokens=5)],
+            False,
+        ),
+        ({"reward_coef": 0.0}, [played(0), played(1)], True),  # a teacher alone trains
+        ({"reward_coef": 0.0}, [played(1), played(1)], False),
         ({"kl_coef": 0.1, "kl_in": "reward"}, [played(1), played(1)], False),  # before the KL
     ],
 )
@@ -98,6 +106,8 @@ def test_the_best_are_better_than_the_mean_of_their_group():
     assert keep_best([], failures, 8) == []
     partly = [rollout(r, seed=2, group=2) for r in (0.1, 0.1, 0.3, 1.0)]
     assert [r["turns"][0]["reward"] for r in keep_best([], failures + partly, 8)] == [1.0]
+    # the mean of three times 0.7 is below it
+    assert keep_best([], [rollout(0.7, 3, 3) for _ in range(3)], 8) == []
     alone = [rollout(r, seed, group=seed) for seed, r in enumerate((0.0, 1.0, 0.2))]
     assert [r["turns"][0]["reward"] for r in keep_best([], alone, 8)] == [1.0]  # mean 0.4
 

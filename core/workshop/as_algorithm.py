@@ -130,7 +130,7 @@ class ScratchAlgorithm:
             assert values is not None
             error = torch.where(sampled, values - micro.value_targets, 0.0) ** 2 / 2
             loss = loss + VALUE_COEF * (token_weights * error).sum()
-            metrics["value/loss"] = error.sum().item()
+            metrics["value/loss"] = error[micro.loss_mask].sum().item()
         return loss, metrics
 
     def weighted_kl(self, logprobs: Tensor, ratio: Tensor, other: Tensor, kind: str) -> Tensor:
