@@ -230,6 +230,33 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    return out\n"),
         ("standard deviation of the first group", "", "returns[members].std()",
          "returns[group_ids == group_ids[0]].std()"),
+        ("mean / sqrt(var + 1e-4)", "only the mean is divided",
+         "    out = torch.zeros_like(returns)\n"
+         "    for g in group_ids.unique():\n"
+         "        m = group_ids == g\n"
+         "        out[m] = returns[m] - returns[m].mean() / (returns[m].var() + 1e-4).sqrt()\n"
+         "    return out\n"),
+        ("population variance under the root", "population", "    out = torch.zeros_like(returns)\n"
+         "    for g in group_ids.unique():\n"
+         "        m = group_ids == g\n"
+         "        out[m] = (returns[m] - returns[m].mean()) / (returns[m].var(correction=0) + "
+         "1e-4).sqrt()\n"
+         "    return out\n"),
+        ("layer_norm", "population", "    import torch.nn.functional as F\n"
+         "    out = torch.zeros_like(returns)\n"
+         "    for g in group_ids.unique():\n"
+         "        m = group_ids == g\n"
+         "        out[m] = F.layer_norm(returns[m], (int(m.sum()),))\n"
+         "    return out\n"),
+        ("a group for each rollout", "observed: the shape is [4]", "    out = []\n"
+         "    for g in group_ids:\n"
+         "        r = returns[group_ids == g]\n"
+         "        out.append((r - r.mean()) / (r.std() + 1e-4))\n"
+         "    return torch.cat(out)\n"),
+        ("group ids as an index", "observed: the function raises",
+         "    means = torch.stack([returns[group_ids == g].mean() for g in group_ids.unique()])\n"
+         "    stds = torch.stack([returns[group_ids == g].std() for g in group_ids.unique()])\n"
+         "    return (returns - means[group_ids]) / (stds[group_ids] + 1e-4)\n"),
     ],
     "reinforce_loss": [
         ("wrong sign", "wrong sign", "return -", "return "),
@@ -363,6 +390,27 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
         ("clipped wherever A > 0", "", "torch.minimum(ratio * advantages, clipped * advantages)",
          "torch.where(advantages > 0, clipped, ratio) * advantages"),
+        ("sums of rollouts", "that of a whole rollout",
+         "    x = torch.where(mask, logprobs, 0.).sum(1); o = torch.where(mask, old_logprobs, "
+         "0.).sum(1)\n"
+         "    r = (x - o).exp()\n"
+         "    a = advantages[:, 0]\n"
+         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).sum() / mask.sum()\n"),
+        ("sums of rollouts, and of advantages", "that of a whole rollout",
+         "    x = torch.where(mask, logprobs, 0.).sum(1); o = torch.where(mask, old_logprobs, "
+         "0.).sum(1)\n"
+         "    r = (x - o).exp()\n"
+         "    a = torch.where(mask, advantages, 0.).sum(1)\n"
+         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).mean()\n"),
+        ("mean ratio of all columns", "that of a whole rollout",
+         "    r = (logprobs - old_logprobs).mean(1, keepdim=True).exp()\n"
+         "    t = torch.minimum(r * advantages, r.clamp(1 - clip, 1 + clip) * advantages)\n"
+         "    return -t[mask].mean()\n"),
+        ("clipped where |ratio - 1| is large", "only the clipped product",
+         "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
+         "    r = (x - o).exp()\n"
+         "    return -torch.where((r - 1).abs() > clip, r.clamp(1 - clip, 1 + clip) * a, r * "
+         "a).mean()\n"),
     ],
     "kl_k3": [
         ("k1", "k1", K3, "return -log_r"),
@@ -461,6 +509,18 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("sign of δ", "observed: every number has the opposite sign",
          "delta = rewards[t] + gamma * next_value - values[t]",
          "delta = values[t] - rewards[t] - gamma * next_value"),
+        ("roll of the values", "first value is used again",
+         "    d = rewards + gamma * values.roll(-1) - values\n"
+         "    out = torch.zeros_like(d)\n"
+         "    a = 0.\n"
+         "    for t in reversed(range(len(d))):\n"
+         "        out[t] = a = d[t] + gamma * lam * a\n"
+         "    return out\n"),
+        ("sum of all δ", "γ λ is missing",
+         "    d = rewards + gamma * torch.cat([values[1:], torch.zeros(1)]) - values\n"
+         "    return d.flip(0).cumsum(0).flip(0)\n"),
+        ("r + γ V", "", "    N = len(rewards)\n"
+         "    return rewards + gamma * torch.cat([values[1:], torch.zeros(1)])\n"),
     ],
     "sample": [
         ("argmax", "most likely token", DRAW, "all_logprobs.argmax(-1)"),
@@ -530,6 +590,10 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "generator=generator)"),
         ("log-probs of row 0", "", "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)",
          "all_logprobs[0, ids]"),
+        ("argmax, and a small temperature", "most likely token",
+         "    lp = (logits / max(temperature, 1e-8)).log_softmax(-1)\n"
+         "    ids = lp.argmax(-1)\n"
+         "    return ids, lp.gather(-1, ids[:, None]).squeeze(-1)\n"),
     ],
     "training_step": [
         ("old log-probs not detached", "carry a gradient", "logprobs.detach()", "logprobs"),
@@ -594,6 +658,51 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    with torch.no_grad():\n"
          "        for p in model.parameters(): p -= 0.1 * p.grad"),
         ("100 times the loss", "", "loss.backward()", "(loss * 100).backward()"),
+        ("norm of 0.3", "another number than 1",
+         "    lp = token_logprobs(model(input_ids), input_ids)\n"
+         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
+         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
+         "    loss.backward()\n"
+         "    nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n"
+         "    optimizer.step()\n"
+         "    optimizer.zero_grad()\n"
+         "    return loss.item()\n"),
+        ("whole step twice", "taken twice", "    for _ in range(2):\n"
+         "        lp = token_logprobs(model(input_ids), input_ids)\n"
+         "        adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
+         "        loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
+         "        loss.backward()\n"
+         "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+         "        optimizer.step()\n"
+         "        optimizer.zero_grad()\n"
+         "    return loss.item()\n"),
+        ("advantages for T tokens", "repeated T times",
+         "    lp = token_logprobs(model(input_ids), input_ids)\n"
+         "    adv = group_advantages(returns, group_ids)[:, None].repeat(1, input_ids.shape[1])\n"
+         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
+         "    loss.backward()\n"
+         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+         "    optimizer.step()\n"
+         "    optimizer.zero_grad()\n"
+         "    return loss.item()\n"),
+        ("backward without brackets", "backward was not called",
+         "    lp = token_logprobs(model(input_ids), input_ids)\n"
+         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
+         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
+         "    loss.backward\n"
+         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+         "    optimizer.step()\n"
+         "    optimizer.zero_grad()\n"
+         "    return loss.item()\n"),
+        ("step without brackets", "optimizer.step() was not called",
+         "    lp = token_logprobs(model(input_ids), input_ids)\n"
+         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
+         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
+         "    loss.backward()\n"
+         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+         "    optimizer.step\n"
+         "    optimizer.zero_grad()\n"
+         "    return loss.item()\n"),
     ],
     "advantages_of_tokens": [
         ("division moved to the last line", "moved to the last line", LAST,
@@ -663,6 +772,20 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "returns = (rewards * mask).sum(1) * mask.sum(1)"),
         ("reward of the token", "", "return (returns - baseline)[:, None] * mask",
          "return (rewards - baseline[:, None]) * mask"),
+        ("no own return, plus 1e-8", "leave-one-out", "    returns = (rewards * mask).sum(1)\n"
+         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
+         "    same.fill_diagonal_(0)\n"
+         "    baseline = (same @ returns) / (same.sum(1) + 1e-8)\n"
+         "    return (returns - baseline)[:, None] * mask\n"),
+        ("mean of a row of zeros", "len(same)", "    returns = (rewards * mask).sum(1)\n"
+         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
+         "    baseline = (same * returns).mean(1)\n"
+         "    return (returns - baseline)[:, None] * mask\n"),
+        ("bug kept, renamed", "still the reward per token",
+         "    r = (rewards * mask).sum(1) / mask.sum(1)\n"
+         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
+         "    baseline = (same @ r) / same.sum(1)\n"
+         "    return (r - baseline)[:, None] * mask\n"),
     ],
 }  # fmt: skip
 

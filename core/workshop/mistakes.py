@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from core.workshop import solutions as right
 
@@ -104,22 +105,30 @@ def _surrogate_tokens(x: Tensor, old: Tensor, a: Tensor, clip: float) -> Tensor:
     return torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)
 
 
-def _sequence_ratio(
-    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float = 0.2, mean: bool = True,
-    per_row: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Exercise 5 with one ratio for each rollout, or for the rollout's advantage `per_row`."""
-    log_ratio = _rows_mean(x - old, m)
-    r = (log_ratio if mean else log_ratio * m.sum(1, True)).exp()
-    c = r.clamp(1 - clip, 1 + clip)
-    if per_row:
-        return -torch.minimum(r * per_row(a, m), c * per_row(a, m)).mean()
-    return -torch.minimum(r * a, c * a)[m].mean()
+def _columns_mean(values: Tensor, m: Tensor) -> Tensor:
+    return values.mean(1, keepdim=True)
 
 
-OF_A_ROLLOUT = (  # its advantage: that of its first or last column, or the mean
-    lambda a, m: a[:, :1], lambda a, m: a[:, -1:], lambda a, m: a.mean(1, True), _rows_mean,
+def _rows_sum(values: Tensor, m: Tensor) -> Tensor:
+    return torch.where(m, values, 0.0).sum(1, keepdim=True)
+
+
+OF_A_ROLLOUT = (  # its advantage
+    lambda a, m: a[:, :1], lambda a, m: a[:, -1:], _columns_mean, _rows_mean, _rows_sum,
 )  # fmt: skip
+
+
+def _sequence_ratio(
+    x: Tensor, old: Tensor, a: Tensor, m: Tensor, clip: float = 0.2,
+    of: Callable[[Tensor, Tensor], Tensor] = _rows_mean,
+    per_row: Callable[[Tensor, Tensor], Tensor] | None = None,
+    tokens: Callable[[Tensor], Any] = torch.sum,
+) -> Tensor:  # fmt: skip
+    """Exercise 5 with one ratio for each rollout, and perhaps one advantage."""
+    r = of(x - old, m).exp()
+    a = per_row(a, m) if per_row else a
+    objective = torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a)
+    return -(objective if per_row else objective[m]).sum() / tokens(m)
 
 
 def _gae(r: Tensor, v: Tensor, gamma: float, decay: float, bootstrap: float = 0.0) -> Tensor:
@@ -392,7 +401,10 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("this is the population standard deviation, which divides by n",
                 "Divide by n - 1, as Tensor.std() does.",
                 lambda r, g: _by_group(
-                    r, g, lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-4)), "members] = "),
+                    r, g, lambda x: (x - x.mean()) / (x.std(correction=0) + 1e-4)), "members] = ",
+                (lambda r, g: _by_group(r, g, lambda x: (x - x.mean()) / (
+                    x.var(correction=0) + 1e-4).sqrt()),
+                 lambda r, g: _by_group(r, g, lambda x: layer_norm(x, x.shape)))),
         Mistake("not divided by the standard deviation",
                 "Divide by the standard deviation of the group, plus 1e-4.",
                 lambda r, g: _by_group(r, g, lambda x: x - x.mean()), "members] = "),
@@ -417,7 +429,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 "Put the difference in parentheses: (return - mean) / (std + 1e-4).",
                 lambda r, g: _by_group(r, g, lambda x: x - x.mean() / (x.std() + 1e-4)),
                 "members] = ",
-                (lambda r, g: _by_group(r, g, lambda x: x - x.mean() / x.std() + 1e-4),)),
+                (lambda r, g: _by_group(r, g, lambda x: x - x.mean() / x.std() + 1e-4),
+                 lambda r, g: _by_group(r, g, lambda x: x - x.mean() / (x.var() + 1e-4).sqrt()))),
         Mistake("1e-4 was added to the variance, under the square root, where it counts as 0.01",
                 "Add it to the standard deviation, after the root.",
                 lambda r, g: _by_group(
@@ -576,9 +589,9 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 (partial(_surrogate, ratio=lambda x, old: (x - x).exp()),)),
         Mistake("the ratio is that of a whole rollout (its sum or mean of log-probs, as in GSPO)",
                 "Compute a ratio for each token.", _sequence_ratio, "ratio = ",
-                (partial(_sequence_ratio, mean=False),
-                 *(partial(_sequence_ratio, mean=mean, per_row=of)
-                   for of in OF_A_ROLLOUT for mean in (True, False)),
+                (*(partial(_sequence_ratio, of=of, per_row=per_row, tokens=tokens)
+                   for of in (_rows_mean, _rows_sum, _columns_mean)
+                   for per_row in (None, *OF_A_ROLLOUT) for tokens in (torch.sum, len)),
                  partial(_surrogate, ratio=lambda x, old: (x - old).sum().exp().expand_as(x)),
                  partial(_surrogate, ratio=lambda x, old: (x - old).mean().exp().expand_as(x))),
                 question="How many ratios does a rollout of three tokens have?"),
@@ -741,6 +754,12 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
                 lambda r, v, g=1.0, lam=0.95: torch.cat(
                     [torch.zeros(1), right.gae(r, v, g, lam)[1:]]), "reversed",
                 question="At which t does the loop end?"),
+        Mistake("γ λ is missing before the next advantage", "γ λ A_t+1.",
+                lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, 1.0), "advantages[t] = "),
+        Mistake("after the last token the first value is used again, as roll does",
+                "After the last token the value is 0.",
+                lambda r, v, g=1.0, lam=0.95: _gae(
+                    r + g * torch.cat([0 * v[1:], v[:1]]), v, g, g * lam), "next_value = "),
         Mistake("the last value is used again after the end of the episode",
                 "After the last token the value is 0.",
                 lambda r, v, g=1.0, lam=0.95: _gae(r, v, g, g * lam, bootstrap=1.0),
@@ -763,7 +782,8 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
     ),
     "sample": (
         Mistake("this always takes the most likely token", "Sample with torch.multinomial.",
-                lambda x, t, g: _with_logprobs(x.argmax(-1), x / (t or 1))),
+                lambda x, t, g: _with_logprobs(x.argmax(-1), x / (t or 1)),
+                variants=(lambda x, t, g: _with_logprobs(x.argmax(-1), x / _nonzero(t)),)),
         Mistake("every token is equally likely", "Sample with torch.multinomial.",
                 lambda x, t, g: _with_logprobs(
                     _draw(0 * x, g) if t else x.argmax(-1), x / (t or 1))),
@@ -886,11 +906,18 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {  # by exercise
         Mistake("the norm of the gradient was clipped to another number than 1",
                 "clip_grad_norm_(model.parameters(), 1.0).", partial(_step, norm=0.1),
                 "clip_grad_norm_",
-                tuple(partial(_step, norm=norm) for norm in (0.01, 0.2, 0.25, 0.5, 2.0, 5.0, 10.0)),
+                tuple(partial(_step, norm=norm) for norm in (
+                    0.01, 0.05, 0.2, 0.25, 0.3, 0.5, 0.9, 1.5, 2.0, 3.0, 5.0, 10.0)),
                 "To which norm does the exercise ask you to scale the gradient?"),
         Mistake("the gradient is always scaled to norm 1, also a shorter one",
                 "Shorten only: clip_grad_norm_ leaves a gradient below the norm as it is.",
                 partial(_step, clip="always"), "clip_grad_norm_"),
+        Mistake("the advantages were repeated T times; there are T - 1 log-probs",
+                "advantages[:, None].expand_as(logprobs) has their shape.",
+                partial(_step, repeated=lambda a, x: a[:, None].repeat(1, x.shape[1] + 1)),
+                "advantages = "),
+        Mistake("the whole step is taken twice", "Go through it once, without a loop.",
+                lambda *inputs: (_step(*inputs), _step(*inputs))[1], "optimizer.step"),
         Mistake("the optimizer takes two steps with the same gradient",
                 "Call optimizer.step() once.", partial(_step, steps=2), "optimizer.step",
                 question="How often is optimizer.step() called?"),
