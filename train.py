@@ -32,6 +32,7 @@ settings are in core/config.py.
 
 import math
 import sys
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -62,6 +63,7 @@ from core.run.reference import freeze_reference, load_teacher
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
+from environments import registry
 
 
 def main(cfg: Config) -> int:
@@ -311,6 +313,20 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     total = distributed.all_reduce_metrics({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
+
+
+def run(cfg: Config, env: Any = None) -> int:
+    """Trains with these settings, as a notebook wants it. Returns the exit code.
+
+    `env`: an environment in place of `cfg.env`: a class, an object, which is copied for every
+    episode, or a function that returns a new one. To resume the run, call this again with it.
+    """
+
+    def parse(_: list[str]) -> Config:
+        named = cfg if env is None else replace(cfg, env=(registry.name_object(env),))
+        return cli.parse(cli.flags_of(named))
+
+    return cli.run(main, [], parse)
 
 
 def run_command(args: list[str]) -> int:

@@ -23,6 +23,7 @@ first used, so the libraries of the other environments are not loaded.
 'user'
 """
 
+import copy
 import difflib
 import importlib
 import importlib.util
@@ -131,6 +132,32 @@ def register(name: str) -> Callable[[C], C]:
         return constructor
 
     return add
+
+
+def name_object(env: Any) -> str:
+    """Gives an environment that Python has, not a file, a name that `make` knows; returns the name.
+
+    `env`: a class, an object, which is copied for every episode, or a function that returns a new
+    one; a name is returned as it is. Raises UsageError for anything else.
+    """
+    if isinstance(env, str):
+        return env
+    build, name = env, getattr(env, "__name__", "")
+    if isinstance(env, Env | MultiAgentEnv):
+        name = type(env).__name__
+
+        def build() -> Env | MultiAgentEnv:
+            return copy.deepcopy(env)
+
+        build.heavy = env.heavy  # type: ignore[attr-defined]
+    elif not callable(env) or (isinstance(env, type) and not issubclass(env, Env | MultiAgentEnv)):
+        raise UsageError(f"env={env!r:.80}: give a class derived from Env or MultiAgentEnv, an "
+                         "object of one, or a function that returns one")  # fmt: skip
+    name = name if name.isidentifier() else "env"  # of a lambda
+    if isinstance(ENVIRONMENTS.get(name), str) or name in _installed():
+        raise UsageError(f"an environment {name!r} exists already; rename yours")
+    ENVIRONMENTS[name] = build
+    return name
 
 
 def list_envs() -> list[str]:
@@ -486,7 +513,10 @@ def find_file(path: str) -> Path:
 def _make(spec: str) -> Env | MultiAgentEnv:
     options = options_of(spec)
     try:
-        return constructor(spec)(**options)
+        env = constructor(spec)(**options)
+        if not isinstance(env, Env | MultiAgentEnv):
+            raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv")
+        return env
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from None
     except Exception as error:
@@ -510,7 +540,8 @@ def _advice(name: str) -> str:
     own += [f"{file}:{name}" for file in sorted(Path().glob("*.py")) if name in _names_in(file)]
     found = own or difflib.get_close_matches(name.lower(), list_envs(), n=1)
     hint = f"did you mean {' or '.join(found[:3])}? " if found else ""
-    return f"{hint}a class of yours is FILE.py:Class; available: {', '.join(list_envs())}"
+    return (f"{hint}a class of yours is FILE.py:Class, or train.run(.., env=Class) in Python; "
+            f"available: {', '.join(list_envs())}")  # fmt: skip
 
 
 def _names_in(file: str | Path, pattern: str = NAMES) -> list[str]:

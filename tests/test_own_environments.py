@@ -1,5 +1,6 @@
 """Environments of the user: of files, modules and installed packages, in every command."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -7,7 +8,9 @@ from typing import Any, Literal
 import pytest
 import yaml
 
+import train
 from core import tasks
+from core.config import Config
 from core.types import UsageError
 from environments import registry
 from environments.__main__ import run_command
@@ -399,3 +402,63 @@ def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
     assert type(others["size"]) is int
     others = make('typed:desc=["SFFF","FFFG"],rows=[SFFF,NO],size=4,depth=1').others
     assert others == {"desc": ["SFFF", "FFFG"], "rows": ["SFFF", "NO"], "size": 4}
+
+
+class Turns(Env):
+    """Counts the turns of its episodes, in a shared list too."""
+
+    def __init__(self, difficulty: int = 1):
+        self.difficulty, self.turns, self.shared = difficulty, 0, []
+        self.tools = [self.look]
+
+    def look(self) -> int:
+        """The number of turns."""
+        return self.turns
+
+    def reset(self, seed):
+        return [{"role": "user", "content": f"{seed} {self.difficulty}"}]
+
+    def step(self, response):
+        self.turns += 1
+        self.shared.append(response)
+        return Step(None, float(self.difficulty), True, {"correct": True})
+
+
+def settings(**changes):
+    return Config(
+        sft_steps=0, num_prompts=2, group_size=2, eval_num_tasks=2, max_tokens=4, max_turns=1,
+        microscope=0, device="cpu", **({"num_updates": 1} | changes),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("env", "name", "reward"), [
+    (Turns, "Turns", 3.0), (Turns(2), "Turns", 2.0), (lambda: Turns(4), "env", 4.0),
+    ("games.py:Maze", "games.py:Maze", None),
+])  # fmt: skip
+def test_an_environment_is_given_as_an_object_of_python(place, capsys, env, name, reward):
+    difficulty = 3 if env is Turns else 0
+    assert train.run(settings(run_name="a", train_difficulty=difficulty), env=env) == 0
+    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"]
+    assert saved == [absolute(name)]
+    first = json.loads(Path("runs/a/rollouts.jsonl").read_text().splitlines()[0])
+    assert reward is None or first["return"] == reward
+    if isinstance(env, Turns):
+        assert env.turns == 0 and env.shared == []  # episodes are played with copies
+    assert train.run(Config(resume="runs/a", num_updates=2), env=env) == 0
+    records = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
+    assert records[-1]["update"] == 2
+    capsys.readouterr()
+    if reward is not None:  # the same resume rule as for `register`
+        registry.ENVIRONMENTS.pop(name)
+        assert train.run_command(["--resume", "runs/a", "--num-updates", "3"]) == 2
+        assert "train.run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("env", "words"), [
+    (5, "a class derived from Env"), (Path, "a class derived from Env"),
+    (lambda: 5, "it returned 5"), (type("snake", (Turns,), {}), "exists already"),
+])  # fmt: skip
+def test_what_is_no_environment_is_refused_in_one_line(capsys, env, words):
+    assert train.run(settings(), env=env) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and not Path("runs").exists()

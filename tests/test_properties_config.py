@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from algorithms import ppo
 from core.algorithm import algorithm_names, load_algorithm
 from core.config import COMMAND_LINE_ONLY, Config, resolve, validate
+from core.run import cli
 from core.run.folder import config_to_dict, read_config
 from core.types import UsageError
 
@@ -85,6 +86,16 @@ def test_yaml_gives_settings_back(tmp_path, config):
     assert read_config(file) == as_saved(config)
     resolved = resolve(config)
     assert read_config(written(resolved, file)) == as_saved(resolved)
+
+
+@MANY
+@given(configs)
+@example(Config(env=("a b", "c"), mask_truncated_completions=True, max_tokens=5, run_name="x=y"))
+@example(Config(algo="ppo", options=ppo.Options(clip=0.3), stop_on=("any",)))
+def test_a_command_line_gives_settings_back(config):
+    options = config.options or load_algorithm(config.algo).Options()
+    config = dataclasses.replace(config, config="", resume="", template_date="", options=options)
+    assert cli.parse(cli.flags_of(config)) == config
 
 
 @MANY

@@ -71,6 +71,26 @@ def parse(args: list[str]) -> Config:
     return _trusted(cfg, given, file)
 
 
+def flags_of(cfg: Config) -> list[str]:
+    """The command line of the settings that differ from the defaults; `parse` reads it."""
+    default = Config()
+    pairs = [(name, value, getattr(default, name)) for name, value in vars(cfg).items()]
+    if cfg.options is not None:
+        own, group = type(cfg.options)(), name_of(cfg.algo)
+        pairs += [(f"{group}.{k}", v, getattr(own, k)) for k, v in vars(cfg.options).items()]
+    words: list[str] = []
+    for name, value, usual in pairs:
+        if value == usual or name == "options":
+            continue
+        if isinstance(value, bool):
+            words.append(config.flag(name if value else f"no_{name}"))
+        elif isinstance(value, tuple):
+            words += [config.flag(name), *value]
+        else:
+            words.append(f"{config.flag(name)}={value}")
+    return words
+
+
 def _named_first(args: list[str]) -> argparse.Namespace:
     """The flags that decide which other flags there are, and their defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
