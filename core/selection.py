@@ -86,8 +86,8 @@ def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) ->
         groups[r.group_id].append(r.episode_return)
     everything = [r.episode_return for r in rollouts]
     means = {g: statistics.fmean(own if len(own) > 1 else everything) for g, own in groups.items()}
-    ours, others = ([r.episode_return for r in rollouts], [means[r.group_id] for r in rollouts])
-    above = common.minus(torch.tensor(ours, dtype=torch.float64), torch.tensor(others)) > 0
+    pairs = [(r.episode_return, means[r.group_id]) for r in rollouts]
+    above = common.minus(*torch.tensor(pairs, dtype=torch.float64).view(-1, 2).T) > 0
     better = [r for r, is_above in zip(rollouts, above.tolist(), strict=True) if is_above]
     new = [asdict(r) | EMPTY for r in better]
     for turn in (turn for one in new for turn in one["turns"]):

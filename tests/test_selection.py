@@ -58,8 +58,8 @@ def played(*rewards, tokens=2, group=0):
         ({}, [played(0.1, 0.2), played(0.3, 0)], False),  # not the same numbers in float32
         ({}, [played(1, 1e-6), played(1, 0)], True),
         (
-            {"overlong_buffer": 6, "max_tokens": 8},
-            [played(1, tokens=5), played(1, 0, tokens=5)],
+            {"overlong_buffer": 6, "max_tokens": 8},  # 1.1 before or after a penalty of -1/2
+            [played(1.1, 0, tokens=5), played(0, 1.1, tokens=5)],
             False,
         ),
         ({"reward_coef": 0.0}, [played(0), played(1)], True),  # a teacher alone trains
