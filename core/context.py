@@ -25,7 +25,7 @@ from core.chat_template import (
 )
 from core.policy import Policy
 from core.types import Completion, Message, Rollout, Turn, UsageError
-from environments.base import Env, EnvFailure, Step
+from environments.base import Env, EnvFailure, Response, Step
 
 MAX_OPENINGS = 1000  # prompts that a renderer keeps
 
@@ -125,7 +125,9 @@ class Agent:
             prompt = without_opened_thought(tokenizer, prompt)
             ids = without_thinking(tokenizer, ids)
         self.context_ids, self.prompt_ids = prompt + ids, []
-        return found.text
+        response = Response(found.text)
+        response.token_ids = found.token_ids
+        return response
 
     def read(self, step: Step) -> None:
         """Adds the reward to the last turn, and makes a prompt of the next message."""

@@ -166,6 +166,12 @@ def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the info of {agent} is not JSON: {error}") from None
 
 
+class Response(str):
+    """A response of the policy. `token_ids`: as they were sampled, with the end of the turn."""
+
+    token_ids: Sequence[int] = ()
+
+
 class Instance:
     """What environments for one agent and for several have in common.
 

@@ -7,15 +7,20 @@
 Each row has a prompt, a text or a list of messages, and any other columns. All completions that a
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is
 called once for a batch. It receives lists, of the columns too (None where a row has no value), and
-returns one number for each completion, or None where it does not apply:
+returns a list with one number for each completion, or None where it does not apply:
 
     def accuracy(prompts, completions, answer, **columns):
         return [float(a in text) for text, a in zip(completions, answer)]
 
 So it may compare completions; with several ranks a group can lie in the batches of two. If the
 prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
-together. --env-timeout limits the call of all functions. An exception, or another number of
-rewards, fails every episode of the batch.
+together. --env-timeout limits the call of all functions. An exception, anything but such a list, or
+only None from all functions fails every episode of the batch.
+
+As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
+`trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
+values)`, which adds one value to the info of each completion; and `log_metric(name, value)`, which
+adds the mean of the values that the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
 returned 1 or more; `info["reward_<name>"]` has the value of each. Of rows with the same prompt only
@@ -28,9 +33,12 @@ import inspect
 import json
 import os
 import random
+import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
@@ -39,6 +47,17 @@ from environments.parsing import user
 from environments.registry import find_file, import_attribute
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
+
+
+@dataclass
+class TrainerState:
+    """The progress of the run, as far as reward functions may use it; names of transformers."""
+
+    global_step: int = 0  # updates that are complete
+    max_steps: int = 0  # --num-updates
+
+
+STATE = TrainerState()  # of this process
 
 
 class Rewarded(Env):
@@ -90,22 +109,36 @@ class Rewarded(Env):
             for prompt, response in zip(prompts, responses, strict=True)
         ]
         columns = {key: [env.row.get(key) for env in batch] for key in first.columns}
-        arguments = {**columns, "prompts": prompts, "completions": completions}
-        values: list[dict[str, float | None]] = [{} for _ in batch]
-        for name, rewards in _call_all(first.functions, arguments).items():
-            with _named(name):
-                if len(rewards) != len(batch):
-                    raise ValueError(f"{len(rewards)} rewards for {len(batch)} completions")
-                for value, number in zip(values, rewards, strict=True):
-                    value[name] = None if number is None else float(number)
-        return [first.to_step(value) for value in values]
+        logged: list[dict[str, Any]] = [{} for _ in batch]  # by log_extra
+        metrics: dict[str, list[float]] = defaultdict(list)  # by log_metric
 
-    def to_step(self, values: dict[str, float | None]) -> Step:
-        """The Step of one completion, from the value of each function."""
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            for info, value in zip(logged, values, strict=True):
+                info[column] = value
+
+        arguments = {
+            **columns, "prompts": prompts, "completions": completions,
+            "completion_ids": [[*getattr(response, "token_ids", ())] for response in responses],
+            "trainer_state": STATE, "log_extra": log_extra,
+            "log_metric": lambda name, value: metrics[name].append(float(value)),
+        }  # fmt: skip
+        values: list[dict[str, float | None]] = [{} for _ in batch]
+        for name, returned in _call_all(first.functions, arguments).items():
+            with _named(name):
+                for value, number in zip(values, _numbers(returned, len(batch)), strict=True):
+                    value[name] = number
+        if len(batch) > 1 and all(number is None for v in values for number in v.values()):
+            raise ValueError(f"{', '.join(values[0])} returned None for all completions")
+        means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
+        return [first.to_step(v, means | info) for v, info in zip(values, logged, strict=True)]
+
+    def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step:
+        """The Step of one completion, from the value of each function and what they logged."""
         reward = sum(weight * (values[name] or 0.0) for name, _, weight in self.functions)
         first = values[self.functions[0][0]]
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
-        return Step(None, reward, True, {"correct": first is not None and first >= 1.0, **info})
+        correct = first is not None and first >= 1.0
+        return Step(None, reward, True, {**logged, "correct": correct, **info})
 
 
 @functools.lru_cache(maxsize=4)
@@ -148,11 +181,35 @@ def _call_all(functions: list[Function], arguments: dict[str, Any]) -> dict[str,
     # calling an async function only makes a coroutine: after the others, which may raise
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
         with _named(name):
-            returned[name] = function(**arguments)
+            returned[name] = function(**_accepted(function, arguments))
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
         returned |= asyncio.run(_await_all(waiting))
     return {name: returned[name] for name, _, _ in functions}
+
+
+def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _numbers(returned: Any, count: int) -> list[float | None]:
+    """What a function returned, as `count` numbers; raises if it is anything else."""
+    wanted = f"not a list of {count} numbers, one for each completion"
+    if isinstance(returned, str | bytes | dict | set) or not isinstance(returned, Iterable):
+        raise TypeError(f"it returned {returned!r:.50}, {wanted}")
+    rewards = list(returned)
+    if len(rewards) != count:
+        raise ValueError(f"{len(rewards)} rewards for {count} completions")
+    for reward in rewards:
+        if reward is not None and (
+            isinstance(reward, str | bytes) or not hasattr(reward, "__float__")
+        ):
+            raise TypeError(f"it returned {reward!r:.50} for a completion, not a number or None")
+    return [None if reward is None else float(reward) for reward in rewards]
 
 
 async def _await_all(waiting: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from environments.registry import absolute, make
 
 FUNCTIONS = """
 import asyncio
+import torch
 from environments.base import EnvFailure
 calls, here = [], []
 def accuracy(prompts, completions, answer, **columns):
@@ -30,6 +31,35 @@ def sometimes(completions, **columns):
     return [None if "x" in text else 0.5 for text in completions]
 def content(prompts, completions, **columns):
     return [float(c[-1]["content"] == p[-1]["content"]) for p, c in zip(prompts, completions)]
+def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
+    calls.append((completion_ids, trainer_state.global_step, trainer_state.max_steps))
+    log_extra("letter", [text.upper() for text in completions])
+    log_extra(column="correct", values=["no"] * len(completions))
+    for text in completions:
+        log_metric("share", ord(text) - 97)
+    log_metric(name="seen", value=torch.tensor(len(calls)))
+    return [1.0 for _ in completions]
+def needs(completions, wanted):
+    return [1.0]
+def never(completions, **columns):
+    return [None] * len(completions)
+def nothing(completions, **columns):
+    [1.0 for _ in completions]
+def number(**columns):
+    return 0.5
+def text(**columns):
+    return "110"
+def by_text(completions, **columns):
+    return dict.fromkeys(completions, 1.0)
+def texts(completions, **columns):
+    return ["1.0"] * len(completions)
+def lists(completions, **columns):
+    return [[1.0]] * len(completions)
+def array(completions, **columns):
+    return torch.arange(len(completions)).numpy()
+def short_extra(completions, log_extra, **columns):
+    log_extra("x", [1])
+    return [1.0] * len(completions)
 def two(**columns):
     return [1.0, 1.0]
 def rank(completions, **columns):
@@ -40,6 +70,8 @@ async def meets(completions, **columns):
     while len(here) < 2:
         await asyncio.sleep(0.001)
     return [1.0 for _ in completions]
+never_either = lambda completions: [None] * len(completions)
+never_either.__name__ = "never_either"
 async def also(**columns):
     return await meets(**columns)
 def raises(**columns):
@@ -171,10 +203,45 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert answer == [prompt[4:-1] for prompt in prompts]
     assert prompts[0] == prompts[1] != prompts[2]
     assert completions == ranked == ["a", "b", "c"]
-    assert columns == {"n": list(map(int, answer))}
+    assert columns["n"] == list(map(int, answer))
     assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
     assert [r.info["reward_rank"] for r in rollouts[:3]] == [0.0, 1.0, 2.0]
     assert not any(r.error for r in rollouts)
+
+
+def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
+    rewarded.STATE.global_step, rewarded.STATE.max_steps = 3, 7
+    rollouts, module = play(policy, "rewards.py:trl rewards.py:array")
+    assert not any(r.error for r in rollouts)
+    sampled = [r.turns[0].completion_ids for r in rollouts]
+    assert module["calls"] == [(sampled, 3, 7)] and all(sampled)
+    assert [r.info for r in rollouts] == [
+        {"share": 1.0, "seen": 1.0, "letter": letter, "correct": True, "reward_trl": 1.0,
+         "reward_array": float(n)} for n, letter in enumerate("ABC")
+    ]  # fmt: skip
+    with pytest.raises(RuntimeError, match="missing 1 required positional argument: 'wanted'"):
+        alone = make("rewarded:data=rows.jsonl,reward=rewards.py:needs")
+        alone.reset(0)
+        alone.step("a")
+
+
+def test_a_run_tells_functions_how_many_updates_are_complete(command, place):
+    Path("state.py").write_text(
+        "def f(completions, trainer_state):\n"
+        "    print(trainer_state.global_step, trainer_state.max_steps, file=open('log', 'a'))\n"
+        "    return [float(len(text) % 2) for text in completions]\n"
+    )
+    options = ["--num-prompts", 2, "--eval-num-tasks", 4, "--eval-every", 2, "--max-tokens", 4]
+    env = "rewarded:data=rows.jsonl,reward=state.py:f"
+    assert command("--env", env, "--num-updates", 3, *options)[0] == 0
+    assert Path("log").read_text().split("\n")[:-1] == [
+        "0 3",
+        "0 3",
+        "1 3",
+        "2 3",
+        "2 3",
+        "3 3",
+    ]  # evaluation, updates 1 and 2, evaluation, update 3, evaluation
 
 
 def test_a_file_cannot_change_the_settings_of_pytorch():
@@ -202,12 +269,22 @@ def test_async_functions_are_awaited_together():
 
 @pytest.mark.parametrize(("reward", "error", "env_failure"), [
     ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
+    ("nothing", "RuntimeError: nothing: TypeError: it returned None, not a list of 3 numbers, one "
+     "for each completion", False),
+    ("number", "RuntimeError: number: TypeError: it returned 0.5, not a list of 3 numbers", False),
+    ("text", "RuntimeError: text: TypeError: it returned '110', not a list of 3 numbers", False),
+    ("by_text", "RuntimeError: by_text: TypeError: it returned {'a': 1.0, 'b'", False),
+    ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
+    ("lists", "RuntimeError: lists: TypeError: it returned [1.0] for a completion, not", False),
+    ("short_extra", "RuntimeError: short_extra: ValueError", False),
+    ("never", "ValueError: never returned None for all completions", False),
+    ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
-     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 27)", False),
+     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 59)", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]
     rollouts, _ = play(policy, f"rewards.py:{reward}", others)
-    assert [r.error for r in rollouts] == [error] * 3 + [""] * 2
+    assert [r.error[: len(error)] for r in rollouts] == [error] * 3 + [""] * 2
     assert [r.env_failure for r in rollouts] == [env_failure] * 3 + [False] * 2

@@ -37,6 +37,7 @@ from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
+from environments import rewarded
 from environments.registry import short, split_spec
 from environments.text import printable
 
@@ -80,6 +81,7 @@ class Run:
         Evaluates the policy before the first. Ends earlier once --max-sampled-tokens are sampled,
         or if `log` has stopped the run.
         """
+        rewarded.STATE.max_steps = self.cfg.num_updates
         if self.next_update == 0:
             self.log(0, self.evaluate(0), [])
             self.save()
@@ -88,6 +90,7 @@ class Run:
                 break
             self.interrupt.check()
             self.started_at = perf_counter()
+            rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
             yield self.next_update
 
     def finish_update(
@@ -177,6 +180,7 @@ class Run:
         """
         if self.cfg.eval_num_tasks == 0:
             return {}
+        rewarded.STATE.global_step = update
         started, on_server = perf_counter(), self.cfg.sampler == "openai"
         held_out = evaluation.held_out_tasks(self.cfg)
         greedy = SamplingParams(self.cfg.max_tokens, temperature=0.0)
