@@ -133,7 +133,8 @@ def test_both_pages_show_the_same_environment_and_it_has_no_problem(command):
     assert not check_env("parity.py:Parity", 3, other_process=False).problems
 
 
-def test_the_python_example_trains(command):
+def test_the_python_example_trains(command, monkeypatch):
+    monkeypatch.syspath_prepend(Path.cwd())
     Path("parity.py").write_text(PARITY)
     code = re.findall(r"```python\n(import train\n[^`]*)```", README)[0]
     small = re.sub(r"=\d+", "=1", code)
