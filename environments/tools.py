@@ -44,6 +44,7 @@ class Call(NamedTuple):
     error: str = ""
 
 
+UNREADABLE_CALL = Call("", {}, UNREADABLE)
 ReadCalls = Callable[[str], list[Call]]  # the calls of a response, in their order
 
 
@@ -156,11 +157,11 @@ def make_call(name: Any, arguments: Any) -> Call:
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
-            return Call("", {}, UNREADABLE)
+            return UNREADABLE_CALL
     if arguments is None:
         arguments = {}
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return Call("", {}, UNREADABLE)
+        return UNREADABLE_CALL
     return Call(name, arguments)
 
 
@@ -305,9 +306,9 @@ def _read_object(text: str, start: int, name_key: str, arguments_key: str) -> tu
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
-        return Call("", {}, UNREADABLE), len(text)
+        return UNREADABLE_CALL, len(text)
     if not isinstance(value, dict):
-        return Call("", {}, UNREADABLE), end
+        return UNREADABLE_CALL, end
     return make_call(value.get(name_key), value.get(arguments_key)), end
 
 

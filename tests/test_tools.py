@@ -27,6 +27,7 @@ from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user
 from environments.registry import make, register
 from environments.tools import (
+    MAX_CALLS,
     MAX_RESULT,
     UNREADABLE,
     Call,
@@ -286,6 +287,42 @@ def test_calls_are_read_in_the_format_of_the_template(name):
     text = tools.in_format_of(tokenizer, Adder().demonstrate())
     assert tools.read_calls(tokenizer, text) == [call]
     assert tools.in_format_of(tokenizer, "<answer>5</answer>") == "<answer>5</answer>"
+
+
+def test_a_tokenizer_with_a_response_template_reads_its_calls():
+    """After Gemma 4: keys without quotes, texts between marks."""
+    template = CHATML.replace(
+        "{}",
+        "{{ '<call>call:' + f.name + '{' }}{% for k, v in f.arguments.items() %}"
+        """{{ k + ':' }}{{ '<">' + v + '<">' if v is string else v | tojson }}"""
+        "{{ ',' if not loop.last }}{% endfor %}{{ '}</call>' }}",
+    )
+    tokenizer = tokenizer_of(template)
+    assert tools.call_format(tokenizer) is None
+    tokenizer = tokenizer_of(template)
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>"},
+            "content": {"close": "<|im_end|>"},
+            "tool_calls": {
+                "open_pattern": r"<call>call:(?P<name>\w+)", "close": "</call>", "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [['<">', '<">']]},
+                "transform": {"function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }  # fmt: skip
+    calls = [Call("add", {"a": 2, "b": 3}), Call("repeat", {"text": 'so "it" goes'})]
+    text = tools.calls_as_text(tokenizer, "Let me see.", calls)
+    first, second = "call:add{a:2,b:3}", 'call:repeat{text:<">so "it" goes<">}'
+    assert text == f"Let me see.<call>{first}</call><call>{second}</call>"
+    assert tools.read_calls(tokenizer, text) == calls
+    assert tools.read_calls(tokenizer, f"<think>{text}</think>5") == []
+    assert [c.error for c in tools.read_calls(tokenizer, text[:-20])] == [UNREADABLE]
+    assert len(tools.read_calls(tokenizer, text * 9)) == MAX_CALLS + 1
+    text = tools.in_format_of(tokenizer, Adder().demonstrate())
+    assert tools.read_calls(tokenizer, text) == calls[:1]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -6,9 +6,9 @@
     DeepSeek       <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{..}
     Qwen 3.5       <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
 
-`call_format` renders a call with the template and finds in the text how calls begin. Where it finds
-nothing, transformers' `parse_response` reads the calls, if the tokenizer has a `response_template`
-that reads this one (LFM 2.5). For any other template the schemas become part of the system message,
+A tokenizer with a `response_template` (LFM 2.5, Gemma 4) reads calls itself, with transformers'
+`parse_response`. For the others `call_format` renders a call with the chat template and finds in
+the text how calls begin. Where it finds nothing, the schemas become part of the system message,
 calls have Qwen's format, and results are messages of the user: <tool_response>..</tool_response>.
 Nothing here touches the ids of a sampled completion.
 """
@@ -16,8 +16,8 @@ Nothing here touches the ids of a sampled completion.
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -44,8 +44,9 @@ from environments.base import Env
 from environments.tools import (
     END_OF_THOUGHT,
     MAX_CALLS,
-    UNREADABLE,
+    UNREADABLE_CALL,
     Call,
+    ReadCalls,
     ToolEnv,
     make_call,
     name_of,
@@ -53,8 +54,8 @@ from environments.tools import (
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3 may write it before a call; its template does not
 MAX_NAME = 200  # characters of a function's name
-PROBE = (name_of(TOOL), {"word": "a word"})
-OTHER = ("seek", {"phrase": "two words"})
+PROBE = Call(name_of(TOOL), {"word": "a word"})
+OTHER = Call("seek", {"phrase": "two words"})
 SHOWN = ("name", "description", "parameters")  # of a schema
 INSTRUCTIONS = (
     'You can call functions: <tool_call>{{"name": .., "arguments": {{..}}}}</tool_call>\n'
@@ -62,28 +63,11 @@ INSTRUCTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class CallFormat:
-    """How a template writes a call.
-
-    `opening` comes before it. Without a `separator` the call is a JSON object with the two keys,
-    otherwise its name, the separator and its arguments as JSON. `tags` are regular expressions of
-    what comes before a key, between key and value, after a value, and after the last one.
-    """
-
-    opening: str
-    name_key: str = "name"
-    arguments_key: str = "arguments"
-    separator: str = ""
-    tags: tuple[str, ...] = ()
-    has_parser: bool = False  # the tokenizer has a response_template
-
-
 @lru_cache(maxsize=8)
-def call_format(tokenizer: Tokenizer) -> CallFormat | None:
-    """The format of the tokenizer's chat template; None if it has none that picoRL can read."""
+def call_format(tokenizer: Tokenizer) -> ReadCalls | None:
+    """Reads calls in the format of the chat template; None if it has none that picoRL can read."""
     try:
-        reads_tools = PROBE[0] in render(tokenizer, [QUESTION], tools=[TOOL])
+        reads_tools = PROBE.name in render(tokenizer, [QUESTION], tools=[TOOL])
         result: Message = {"role": "tool", "content": MARKER}
         reads_results = all(
             word in render(tokenizer, [QUESTION, ANSWER, result], tools=[TOOL])
@@ -91,15 +75,12 @@ def call_format(tokenizer: Tokenizer) -> CallFormat | None:
         )
         if not reads_tools or not reads_results:
             return None
-        text = tools.spoken(calls_as_text(tokenizer, "", [PROBE]))
-        found = _object_format(text) or _named_format(tokenizer, text) or _tagged_format(tokenizer)
+        text = calls_as_text(tokenizer, "", [PROBE])
+        for find in (_own_format, _object_format, _named_format, _tagged_format):
+            if (found := find(tokenizer, text)) and found(text) == [PROBE]:
+                return found
     except (TypeError, UsageError):
-        return None
-    if found and _read(found, text) == [Call(*PROBE)]:
-        return found
-    has_parser = bool(getattr(tokenizer, "response_template", None))
-    if has_parser and _parsed(tokenizer, text) == [Call(*PROBE)]:
-        return CallFormat("", has_parser=True)
+        pass
     return None
 
 
@@ -108,12 +89,7 @@ def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
     opened = opened_thought(tokenizer)
     if opened and END_OF_THOUGHT not in opened + text:
         return []
-    found = call_format(tokenizer)
-    if found is None:
-        return tools.read_calls(text)
-    if found.has_parser:
-        return _parsed(tokenizer, text)
-    return _read(found, tools.spoken(text))
+    return (call_format(tokenizer) or tools.read_calls)(text)
 
 
 def in_format_of(tokenizer: Tokenizer, text: str) -> str:
@@ -124,14 +100,12 @@ def in_format_of(tokenizer: Tokenizer, text: str) -> str:
     if call_format(tokenizer) is None:  # a call counts only after the thought of the prompt
         return text if read_calls(tokenizer, text) else f"{END_OF_THOUGHT}\n\n{text}"
     content = text.partition(tools.OPENING)[0].strip()
-    return calls_as_text(tokenizer, content, [(call.name, call.arguments) for call in calls])
+    return calls_as_text(tokenizer, content, calls)
 
 
-def calls_as_text(
-    tokenizer: Tokenizer, content: str, calls: Sequence[tuple[str, dict[str, Any]]]
-) -> str:
+def calls_as_text(tokenizer: Tokenizer, content: str, calls: Sequence[Call]) -> str:
     """What the template writes for an answer with calls, without the token that closes the turn."""
-    text = render_calls(tokenizer, content, calls)
+    text = render_calls(tokenizer, content, [(call.name, call.arguments) for call in calls])
     prompt = render(tokenizer, [QUESTION], tools=[TOOL])
     text = text[len(_common_prefix(text, prompt)) :]
     end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
@@ -208,43 +182,63 @@ def without_calls(messages: list[Message]) -> list[Message]:
     return kept + messages[end:]
 
 
-def _object_format(text: str) -> CallFormat | None:
-    """The format if the call is a JSON object, wherever it begins."""
-    name, arguments = PROBE
+def _own_format(tokenizer: Tokenizer, text: str) -> ReadCalls | None:
+    """transformers' reader, if the tokenizer has a response_template."""
+    if not getattr(tokenizer, "response_template", None):
+        return None
+    prompt = render(tokenizer, [QUESTION], tools=[TOOL])
+    end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
+
+    def read(text: str) -> list[Call]:
+        try:
+            message: Any = tokenizer.parse_response(text + end, prefix=prompt)
+            found = [call.get("function", call) for call in message.get("tool_calls") or []]
+            calls = [make_call(call.get("name"), call.get("arguments")) for call in found]
+        except Exception:  # of a text that does not have the format
+            return [UNREADABLE_CALL]
+        return calls[: MAX_CALLS + 1]
+
+    return read
+
+
+def _object_format(tokenizer: Tokenizer, text: str) -> ReadCalls | None:
+    """The reader of calls that are JSON objects, wherever they begin."""
+    text = tools.spoken(text)
     for start in (i for i, character in enumerate(text) if character == "{"):
         try:
             value, _ = json.JSONDecoder().raw_decode(text, start)
         except ValueError:
             continue
-        keys = {key: item for key, item in value.items() if isinstance(item, str | dict)}
-        names = [key for key, item in keys.items() if item == name]
-        found = [key for key, item in keys.items() if item in (arguments, json.dumps(arguments))]
-        if names and found:
-            return CallFormat(text[:start].rstrip(" \r\n\t[").lstrip(), names[0], found[0])
+        # DeepSeek's template wants the arguments as text
+        keys = {v if isinstance(v, str) else json.dumps(v): key for key, v in value.items()}
+        name_key, arguments_key = keys.get(PROBE.name), keys.get(json.dumps(PROBE.arguments))
+        if name_key and arguments_key:
+            opening = text[:start].rstrip(" \r\n\t[").lstrip()
+            return partial(_object_calls, opening, name_key, arguments_key)
     return None
 
 
-def _named_format(tokenizer: Tokenizer, text: str) -> CallFormat | None:
-    """The format if the call is its name, a separator and its arguments as JSON."""
-    before, found, rest = text.partition(PROBE[0])
-    start = rest.find("{")
-    if not found or start < 0 or not rest[start:].startswith(json.dumps(PROBE[1])):
+def _named_format(tokenizer: Tokenizer, text: str) -> ReadCalls | None:
+    """The reader of calls that are a name, a separator and the arguments as JSON."""
+    before, found, rest = tools.spoken(text).partition(PROBE.name)
+    separator = rest.partition("{")[0]
+    if not found or not rest.startswith(json.dumps(PROBE.arguments), len(separator)):
         return None
-    opening, separator = before.strip(), rest[:start].strip()
-    try:  # DeepSeek opens the list of calls, too; only what comes before each call counts
-        second = calls_as_text(tokenizer, "", [PROBE, OTHER]).partition(OTHER[0])[0].strip()
-        opening = _common_prefix(opening[::-1], second[::-1])[::-1].strip()
-    except UsageError:  # one call at a time
-        pass
-    return CallFormat(opening, separator=separator) if opening and separator else None
+    with suppress(UsageError):  # of a template that writes one call at a time
+        # DeepSeek opens the list of calls, too; only what comes before each call counts
+        second = calls_as_text(tokenizer, "", [PROBE, OTHER]).partition(OTHER.name)[0]
+        before = _common_prefix(before.rstrip()[::-1], second.rstrip()[::-1])[::-1]
+    if not before.strip() or not separator.strip():
+        return None
+    return partial(_named_calls, _start(before, _lax(separator)), None)
 
 
-def _tagged_format(tokenizer: Tokenizer) -> CallFormat | None:
-    """The format if the name, the keys and the values stand between tags."""
-    (name, ((key, value),)), (_, ((key2, value2),)) = ((n, a.items()) for n, a in (PROBE, OTHER))
-    text = tools.spoken(calls_as_text(tokenizer, "", [(name, {key: value, key2: value2})]))
-    words = [re.escape(word) for word in (name, key, value, key2, value2)]
-    match = re.fullmatch("(.+?)" + "(.+?)".join(words) + "(.+)", text, re.DOTALL)
+def _tagged_format(tokenizer: Tokenizer, text: str) -> ReadCalls | None:
+    """The reader of calls whose name, keys and values stand between tags."""
+    call = Call(PROBE.name, PROBE.arguments | OTHER.arguments)
+    words = [call.name, *(word for pair in call.arguments.items() for word in pair)]
+    pattern = "(.+?)" + "(.+?)".join(map(re.escape, words)) + "(.+)"
+    match = re.fullmatch(pattern, tools.spoken(calls_as_text(tokenizer, "", [call])), re.DOTALL)
     if match is None:
         return None
     opening, before_key, before_value, between, _, end = match.groups()
@@ -253,7 +247,14 @@ def _tagged_format(tokenizer: Tokenizer) -> CallFormat | None:
     tags = before_key, before_value, after_value, end.removeprefix(after_value)
     if not opening.strip() or not all(tag.strip() for tag in tags):
         return None
-    return CallFormat(opening.strip(), tags=tuple(map(_lax, tags)))
+    key, value, closing, end = map(_lax, tags)
+    pair = rf"\s*{key}(?:(?>(.{{0,{MAX_NAME}}}?){value})(.*?){closing})?"
+    return partial(_named_calls, _start(opening, f"(?={key}|{end})"), re.compile(pair, re.DOTALL))
+
+
+def _start(opening: str, after_name: str) -> re.Pattern[str]:
+    """A regular expression for the beginning of a call; its group is None if that is unreadable."""
+    return re.compile(rf"{_lax(opening)}(?:(.{{0,{MAX_NAME}}}?){after_name}\s*)?", re.DOTALL)
 
 
 def _lax(tag: str) -> str:
@@ -261,91 +262,32 @@ def _lax(tag: str) -> str:
     return r"\s*".join(map(re.escape, tag.split()))
 
 
-def _read(found: CallFormat, text: str) -> list[Call]:
-    if found.tags:
-        return list(_tagged_calls(text, found.opening, [re.compile(tag) for tag in found.tags]))
-    if found.separator:
-        return list(_named_calls(text, found.opening, found.separator))
-    if not found.opening:
+def _object_calls(opening: str, name_key: str, arguments_key: str, text: str) -> list[Call]:
+    text = tools.spoken(text)
+    if not opening:
         text = text.strip().removeprefix(PYTHON_TAG).strip()
-        keys = (f'"{found.name_key}"', f'"{found.arguments_key}"')
-        if not text.startswith("{") or not all(key in text for key in keys):
+        if not text.startswith("{") or not all(f'"{k}"' in text for k in (name_key, arguments_key)):
             return []
-    return list(tools.json_calls(text, found.opening, found.name_key, found.arguments_key))
+    return list(tools.json_calls(text, opening, name_key, arguments_key))
 
 
-def _named_calls(text: str, opening: str, separator: str) -> Iterator[Call]:
-    """As `environments.tools.json_calls`, for names that are followed by their arguments."""
-    position = text.find(opening)
-    for _ in range(MAX_CALLS + 1):
-        if position < 0:
-            return
-        start = position + len(opening)
-        end = text.find(separator, start, start + MAX_NAME)
-        values = end + len(separator)
-        while values < len(text) and text[values].isspace():
-            values += 1
+def _named_calls(start: re.Pattern[str], pair: re.Pattern[str] | None, text: str) -> list[Call]:
+    """The calls that begin with `start`, whose group is the name. Arguments: pairs of key and
+    value, which stays a text, or without `pair` JSON. As `environments.tools.json_calls`."""
+    text, position, calls = tools.spoken(text), 0, list[Call]()
+    while len(calls) <= MAX_CALLS and (match := start.search(text, position)):
+        position, arguments = match.end(), dict[str, str]()
         try:
-            if end < 0:
-                raise ValueError
-            arguments, position = json.JSONDecoder().raw_decode(text, values)
-        except (ValueError, RecursionError):
-            yield Call("", {}, UNREADABLE)
-            return
-        call = make_call(text[start:end].strip(), arguments)
-        yield call
-        if call.error:
-            return
-        position = text.find(opening, position)
-
-
-def _tagged_calls(text: str, opening: str, tags: list[re.Pattern[str]]) -> Iterator[Call]:
-    """The same for keys and values between tags; a value stays a text."""
-    before_key, before_value, after_value, end = tags
-    opened = re.compile(_lax(opening))
-    start = opened.search(text)
-    for _ in range(MAX_CALLS + 1):
-        if start is None:
-            return
-        last, match = end.search(text, start.end()), before_key.search(text, start.end())
-        if match is None or (last and last.start() < match.start()):  # a call without arguments
-            match = None
-        name_end = match or last
-        if name_end is None or name_end.start() - start.end() > MAX_NAME:
-            yield Call("", {}, UNREADABLE)
-            return
-        name, arguments, position = text[start.end() : name_end.start()].strip(), {}, name_end.end()
-        while match is not None:
-            middle = before_value.search(text, match.end(), match.end() + MAX_NAME)
-            closing = after_value.search(text, middle.end()) if middle else None
-            if middle is None or closing is None:
-                yield Call("", {}, UNREADABLE)
-                return
-            arguments[text[match.end() : middle.start()].strip()] = text[
-                middle.end() : closing.start()
-            ].strip("\n")
-            position = closing.end()
-            start_of_next = re.compile(r"\s*").match(text, position)
-            assert start_of_next
-            match = before_key.match(text, start_of_next.end())
-        call = make_call(name, arguments)
-        yield call
-        if call.error:
-            return
-        start = opened.search(text, position)
-
-
-def _parsed(tokenizer: Tokenizer, text: str) -> list[Call]:
-    """The calls that transformers finds with the tokenizer's response_template."""
-    try:
-        prompt = render(tokenizer, [QUESTION], tools=[TOOL])
-        end = str(tokenizer.decode([end_of_turn_id(tokenizer)]))
-        message: Any = tokenizer.parse_response(text + end, prefix=prompt)
-        found = [call.get("function", call) for call in message.get("tool_calls") or []]
-        calls = [make_call(call.get("name"), call.get("arguments")) for call in found]
-    except Exception:  # of a text that does not have the format
-        return [Call("", {}, UNREADABLE)]
-    return calls[: MAX_CALLS + 1]
+            while pair and (found := pair.match(text, position)):
+                arguments[found[1].strip()], position = found[2].strip("\n"), found.end()
+            if not pair:
+                arguments, position = json.JSONDecoder().raw_decode(text, position)
+            calls.append(make_call(match[1].strip(), arguments))
+        except (AttributeError, ValueError, RecursionError):  # the name, a pair or JSON is broken
+            calls.append(UNREADABLE_CALL)
+        if calls[-1].error:
+            break
+    return calls
 
 
 def _common_prefix(a: str, b: str) -> str:
