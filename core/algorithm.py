@@ -59,6 +59,16 @@ def name_of(algo: str) -> str:
     return Path(algo).stem
 
 
+def title_of(algo: str, variant: str = "") -> str:
+    """The name of an algorithm and its variant, such as --grpo.loss-type, if that says more.
+
+    >>> title_of("grpo", "dapo"), title_of("cispo", "cispo"), title_of("/home/me/mine.py")
+    ('grpo (dapo)', 'cispo', 'mine')
+    """
+    name = name_of(algo)
+    return name if variant in ("", name) else f"{name} ({variant})"
+
+
 def absolute_algorithm(algo: str) -> str:
     """`algo`, as an absolute path if it is a file."""
     return str(Path(algo).expanduser().absolute()) if is_file(algo) else algo
@@ -78,14 +88,16 @@ def load_algorithm(algo: str) -> Any:
         return importlib.import_module(f"algorithms.{algo}")
     name = name_of(algo)
     try:
-        module = import_file(find_file(algo))
+        file = find_file(algo)
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if name == "scratch" and not all(part in text for part in PARTS):  # the exercises
+            return importlib.import_module(WORKSHOP).ScratchAlgorithm  # imports it at the start
+        module = import_file(file)
     except UsageError as error:
         raise UsageError(f"--algo {algo}: {error}") from None
     except (Exception, SystemExit) as error:
         raise UsageError(f"--algo {algo}: {describe_error(error)}") from error
     missing = [part for part in PARTS if not hasattr(module, part)]
-    if missing and name == "scratch":  # the workshop's exercises
-        return importlib.import_module(WORKSHOP).ScratchAlgorithm
     if missing:
         raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
     options: type = module.Options

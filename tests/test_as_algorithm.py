@@ -10,6 +10,7 @@ from test_workshop import STUBS, solved
 
 from algorithms import grpo, ppo, reinforce
 from algorithms.common import Batch, Micro
+from core.algorithm import load_algorithm
 from core.config import Config
 from core.run.log import read_records
 from core.sampler import SamplingParams
@@ -196,3 +197,21 @@ def test_error_during_training_is_one_line_and_keeps_the_checkpoint(command, mon
     code, _, err = command(*SHORT, "--algo", "scratch.py", "--run-name", "mine")
     assert (code, err.count("\n")) == (2, 1) and "(exercise 5): AssertionError" in err
     assert Path("runs/mine/checkpoint").exists()
+
+
+@pytest.mark.parametrize("algo", ["scratch", "scratch.py"])
+def test_a_run_imports_the_exercises_once(command, monkeypatch, algo):
+    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
+    count = "with open('imports.txt', 'a') as file:\n    file.write('x')\n"
+    Path("scratch.py").write_text(f"{solved()}\n{count}", encoding="utf-8")
+    code, out, err = command(*SHORT, "--algo", algo, "--run-name", "mine")
+    assert code == 0 and "picoRL · scratch (exercises 3, 5, 8) · vowels" in out, err
+    assert Path("imports.txt").read_text() == "x"
+    assert command("--resume", "runs/mine", "--num-updates", "2")[0] == 0
+    assert Path("imports.txt").read_text() == "xx"
+
+
+def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):
+    text = "from algorithms.grpo import Options, compute_advantages, compute_loss\n"
+    (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
+    assert load_algorithm(str(tmp_path / "scratch.py")).Options.__module__ == "algorithms.grpo"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from core import config, distributed, evaluation, tasks
-from core.algorithm import FOLDER, name_of
+from core.algorithm import FOLDER, name_of, title_of
 from core.batching import RolloutBatch
 from core.config import RUNS, Config
 from core.context import Renderer
@@ -398,9 +398,7 @@ def _opened(
     records = run_log.read_records(log_dir / run_log.METRICS)
     settings = run_dir.config_to_dict(cfg)
     run_dir.write_config(log_dir, settings)
-    algo = name_of(cfg.algo)
-    if variant := getattr(algorithm, "variant", cfg.options.loss_type):
-        algo = f"{algo} ({variant})"
+    algo = title_of(cfg.algo, getattr(algorithm, "variant", cfg.options.loss_type))
     file = Path(algorithm.__file__)
     if FOLDER not in file.parents:  # a file of the user's, which the run keeps
         with suppress(shutil.SameFileError):
