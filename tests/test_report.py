@@ -3,15 +3,22 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from core import report
+from core.algorithm import name_of
+from core.config import resolve
 from core.report import compare, page
 from core.report.page import write_report
-from core.report.summary import final_lines
+from core.report.summary import algorithm_title, final_lines
+from core.run import cli
 from core.run.diagnostics import WARNINGS
+from core.run.folder import config_to_dict
+from environments.base import Env, Step
+from environments.registry import ENVIRONMENTS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip
@@ -238,3 +245,107 @@ def test_the_command_that_repeats_a_run_can_be_pasted(tmp_path):
     ]  # fmt: skip
     own = CONFIG | {"env": ["my.py:Maze"]}
     assert data_of(write_report(run, own))[0]["command"].endswith(" --trust")
+
+
+def next_of(tmp_path, flags, records):
+    """The settings of a run with these flags, and what its last line would run: the settings of a
+    command of train.py, or the words of another command."""
+    cfg = resolve(cli.parse(flags.split()))
+    config = config_to_dict(cfg)
+    line = final_lines(write_run(tmp_path / "a", records, config=config), config)[-1]
+    words = shlex.split(line.removeprefix("next: "))
+    command = words[2:] if words[:2] == ["python", "train.py"] else None
+    return cfg, words[1:] if command is None else resolve(cli.parse(command)), line
+
+
+NOTHING = [{"update": u, "reward/min": 0.0, "reward/max": 0.0, "reward/std": 0.0} for u in (1, 2)]
+LEARNED = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.9)]
+KEPT = "--env letter_counting:difficulty=2 reverse --eval-env snake"
+
+
+@pytest.mark.parametrize(
+    ("flags", "algo"),
+    [
+        ("--sft-steps 30 --sft-hasty 0.5 --lora-rank 8 --lora-alpha 4 --temperature 0.7", "ppo"),
+        (f"{KEPT} --lr 3e-4 --max-tokens 20 --mask-truncated-completions --seed 5", "ppo"),
+        ("--model-id me/mine --max-turns 3 --stop-on never_stops no_reward --fp32-head", "ppo"),
+        ("--grpo.loss-type grpo --grpo.clip-high 0.3 --kl-coef 0.1 --kl-in loss", "ppo"),
+        ("--system-prompt a'b --num-minibatches 4 --max-model-len 900", "ppo"),
+        ("--algo cispo", "ppo"), ("--algo ppo --gamma 0.9 --ppo.gae-lambda 0.9", "grpo"),
+        ("--algo reinforce", "grpo"), ("--algo reinforce --group-size 1", "ppo"),
+    ],
+)  # fmt: skip
+def test_the_next_command_keeps_all_settings_but_the_algorithm(tmp_path, monkeypatch, flags, algo):
+    monkeypatch.chdir(tmp_path)
+    cfg, after, line = next_of(tmp_path, flags, LEARNED)
+    assert after.algo == algo and after.credit == ("turn" if algo == "ppo" else "episode")
+    assert after == replace(cfg, algo=algo, options=after.options, credit=after.credit)
+    assert after.options == resolve(cli.parse(["--algo", algo])).options
+    assert all(word not in line for word in ("--num-updates", "--sft-lr", "--credit"))
+
+
+def test_the_next_command_names_only_settings_that_are_not_defaults(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = "--sft-steps 30 --lora-rank 8 --temperature 0.7"
+    assert next_of(tmp_path, flags, LEARNED)[2] == (
+        "next: python train.py --env letter_counting --seed 0 --lora-rank 8 --temperature 0.7 "
+        "--sft-steps 30 --algo ppo"
+    )
+
+
+class Silent(Env):
+    """No answer earns a reward, and none is demonstrated."""
+
+    def reset(self, seed):
+        return [{"role": "user", "content": "?"}]
+
+    def step(self, response):
+        return Step(None, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "changes"),
+    [
+        ("--env snake --grpo.clip-high 0.3 --temperature 0.7", {"sft_steps": 200}),
+        ("--model-id tiny-random --algo ppo --ppo.gae-lambda 0.9", {"sft_steps": 800}),
+        ("--env snake --sft-steps 9", {"model_id": "smollm2", "lora_rank": 16}),
+        ("--env silent --lora-rank 4 --algo reinforce", {"model_id": "smollm2"}),
+        ("--env silent --model-id me/mine", ["-m", "environments", "check", "silent"]),
+        ("--num-updates 0 --lr 3e-4", {"num_updates": 50}),
+    ],
+)
+def test_without_any_reward_the_next_command_is_none_of_another_algorithm(
+    tmp_path, monkeypatch, flags, changes
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(ENVIRONMENTS, "silent", Silent)
+    records = [] if "--num-updates" in flags else NOTHING
+    cfg, after, _ = next_of(tmp_path, flags, records)
+    if isinstance(changes, dict):
+        of_model = {} if "model_id" not in changes else {
+            name: getattr(after, name) for name in ("lr", "sft_lr", "max_model_len")
+        }  # fmt: skip
+        changes = replace(cfg, **changes, **of_model)
+    assert after == changes
+
+
+def test_after_exercises_that_learned_the_next_command_is_the_reference(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch.py").write_text("")
+    failed = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.2)]
+    for algo in ("scratch", "scratch.py"):
+        flags = f"--algo {algo} --scratch.advantages 10 --lr 3e-4"
+        cfg, after, _ = next_of(tmp_path, flags, LEARNED)
+        assert after.algo == "grpo" and after.lr == cfg.lr == 3e-4
+        assert next_of(tmp_path, flags, failed)[1] == ["scratch.py"]
+        assert next_of(tmp_path, flags, trained(1))[1].algo == "grpo"  # never evaluated
+
+
+@pytest.mark.parametrize(("algo", "own", "title"), [
+    ("cispo", {"loss_type": "cispo"}, "cispo"),
+    ("cispo", {"loss_type": "scalerl"}, "cispo (scalerl)"),
+    ("grpo", {"loss_type": "dapo"}, "grpo (dapo)"), ("grpo", {"loss_type": "grpo"}, "grpo"),
+    ("ppo", {"clip": 0.2}, "ppo"), ("/my/own.py", None, "own"), ("kl_cov", 0.0, "kl_cov"),
+])  # fmt: skip
+def test_a_title_names_the_variant_only_where_it_says_more(algo, own, title):
+    assert algorithm_title({"algo": algo, name_of(algo): own}) == title

@@ -1,18 +1,34 @@
 """Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
 
+from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.algorithm import name_of
-from core.config import trust_flags
+from core.algorithm import algorithm_names, is_file, load_algorithm, name_of, title_of
+from core.config import (
+    COMMAND_LINE_ONLY,
+    SMOLLM2,
+    TINY,
+    Config,
+    flag,
+    needs,
+    resolve,
+    trust_flags,
+    validate,
+)
 from core.metrics import before_after, describe
+from core.run.diagnostics import earned_nothing
 from core.run.files import published
-from core.run.folder import quoted, train_command
+from core.run.folder import quoted, read_config, train_command, with_algorithm
 from core.run.log import METRICS, Record, read_records
+from core.tasks import check_demonstrations, training_envs
+from core.types import UsageError
 from environments.registry import relative, short
 
+BASELINES = {"groups", "value_head"}  # needs (core/algorithm.py) that tell baselines apart
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
 README = """\
@@ -48,10 +64,9 @@ def algorithm_title(config: dict[str, Any]) -> str:
     >>> algorithm_title({"algo": "/home/me/mine.py", "mine": {"loss_type": "first"}})
     'mine (first)'
     """
-    name = name_of(str(config["algo"]))
-    options = config.get(name)
+    options = config.get(name_of(str(config["algo"])))
     variant = options.get("loss_type") if isinstance(options, dict) else ""
-    return f"{name} ({variant})" if variant else name
+    return title_of(str(config["algo"]), variant or "")
 
 
 def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
@@ -99,12 +114,86 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     if config["sampler"] != "openai":
         flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
         lines.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
-    if name_of(config["algo"]) == "scratch":
-        return [*lines, "next: python scratch.py"]
-    flags = ["--model-id", config["model_id"]] if config["model_id"] != "tiny" else []
-    flags += ["--env", *map(relative, config["env"]), "--seed", str(config["seed"])]
-    flags += ["--algo", "ppo" if config["algo"] != "ppo" else "reinforce"]
-    return [*lines, f"next: {train_command(*flags)}"]
+        lines.append(f"next: {next_step(run_dir, records)}")
+    return lines
+
+
+def next_step(run_dir: Path, records: list[Record]) -> str:
+    """Returns a command to go on with, which has the settings of the run but for one.
+
+    After an evaluation alone, training. Without any reward, a warm start, a better model or a check
+    of the environment. After exercises of scratch.py that did not learn, their check. Otherwise an
+    algorithm with another baseline.
+    """
+    saved = read_config(run_dir / "config.yaml")
+    cfg = as_given(with_algorithm(saved, saved.algo))
+    is_scratch = name_of(cfg.algo) == "scratch"
+    if cfg.num_updates == 0:
+        return train_command(*flags_of(replace(cfg, num_updates=Config.num_updates)))
+    if earned_nothing(records) and not is_scratch:
+        return _after_no_reward(cfg)
+    keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
+    if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
+        return quoted(["python", _relative_path(cfg.algo) if is_file(cfg.algo) else "scratch.py"])
+    own, baseline = is_scratch or is_file(cfg.algo), BASELINES & needs(resolve(cfg))
+    for algo in (Config.algo, *algorithm_names()):
+        with suppress(UsageError):
+            other = as_given(with_algorithm(cfg, algo))
+            validate(resolve(other))
+            if name_of(algo) != "scratch" and (
+                own or BASELINES & needs(resolve(other)) != baseline
+            ):
+                return train_command(*flags_of(other))
+    return train_command(*flags_of(replace(cfg, seed=cfg.seed + 1)))
+
+
+def _after_no_reward(cfg: Config) -> str:
+    if cfg.sft_steps == 0:
+        with suppress(UsageError):
+            check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
+            steps = 800 if cfg.model_id == "tiny-random" else 200
+            return train_command(*flags_of(replace(cfg, sft_steps=steps)))
+    if cfg.model_id in TINY:
+        rank = cfg.lora_rank or 16
+        return train_command(*flags_of(replace(cfg, model_id=SMOLLM2, lora_rank=rank)))
+    return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
+
+
+def as_given(cfg: Config) -> Config:
+    """Returns the settings that a command has to give; all others have their defaults again."""
+    resolved = resolve(cfg)
+    for setting in fields(Config):
+        default: dict[str, Any] = {setting.name: setting.default}
+        shorter = replace(cfg, **default)
+        if setting.name != "algo" and resolve(shorter) == resolved:
+            cfg = shorter
+    for name, value in vars(load_algorithm(cfg.algo).Options()).items() if cfg.options else ():
+        shorter = replace(cfg, options=replace(cfg.options, **{name: value}))  # type: ignore[type-var]
+        if resolve(shorter) == resolved:
+            cfg = shorter
+    return cfg
+
+
+def flags_of(cfg: Config) -> list[str]:
+    """Returns the flags of `as_given` settings, without what belongs to one run, like its name."""
+    left_out = {"env", "seed", "algo", "options", "run_name", "template_date", *COMMAND_LINE_ONLY}
+    given = {s.name: getattr(cfg, s.name) for s in fields(Config)
+             if s.name not in left_out and getattr(cfg, s.name) != s.default}  # fmt: skip
+    if cfg.options:
+        unset = vars(load_algorithm(cfg.algo).Options())
+        options = {name: value for name, value in vars(cfg.options).items() if value != unset[name]}
+        given |= {f"{name_of(cfg.algo)}.{name}": value for name, value in options.items()}
+    flags = ["--env", *map(relative, cfg.env), "--seed", str(cfg.seed)]
+    for name, value in given.items():
+        words = [*map(relative, value)] if isinstance(value, tuple) else [str(value)]
+        flags += [flag(name)] if value is True else [flag(name), *words]
+    algo = _relative_path(cfg.algo) if is_file(cfg.algo) else cfg.algo
+    return [*flags, "--algo", algo]
+
+
+def _relative_path(path: str) -> str:
+    file = Path(path)
+    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
 def _comparisons(env: str, last: Record) -> str:
