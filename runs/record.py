@@ -23,6 +23,7 @@ the machine.
 import argparse
 import fnmatch
 import json
+import math
 import os
 import platform
 import shutil
@@ -95,7 +96,8 @@ class Run:
         if self.measure == "return":
             keys = ("return_mean", "return_low", "return_high")
         middle, low, high = (record[f"eval/{env}/{key}"] for key in keys)
-        return middle, middle if low is None else low, middle if high is None else high
+        known = low is not None and not math.isnan(low)  # JSON has no NaN
+        return (middle, low, high) if known else (middle, middle, middle)
 
 
 def main() -> None:
@@ -204,9 +206,8 @@ def cell(spec: str, runs: list[Run], env: str) -> str:
     if spec == "environment":
         return f"`{env}`"
     if spec in ("before", "after"):
-        return "{:.2f} [{:.2f}, {:.2f}]".format(
-            *run.interval(env, first if spec == "before" else last)
-        )
+        middle, low, high = run.interval(env, first if spec == "before" else last)
+        return f"{middle:.2f} " + (f"[{low:.2f}, {high:.2f}]" if low < high else "(no interval)")
     if spec == "p":
         return f"{last[f'eval/{env}/p_value']:.0e}"
     if spec == "trivial":

@@ -6,7 +6,6 @@ A policy that is not better than these players has learned nothing about the tas
 """
 
 import random
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from record import write_table  # noqa: E402
+from record import Run, cell, write_table  # noqa: E402
 
-from core.metrics import wilson  # noqa: E402
-from core.types import Message  # noqa: E402
+from core.metrics import distinct_tasks, eval_metrics  # noqa: E402
+from core.types import Message, Rollout, Turn  # noqa: E402
 from environments.base import EVAL_SEEDS  # noqa: E402
 from environments.registry import make  # noqa: E402
 
@@ -30,34 +29,33 @@ def main() -> None:
     rows = ["| environment | player | measured | result [95%] |", "| --- | --- | --- | --- |"]
     for env, tasks, turns, player, description in PLAYERS:
         print(rows[-1], flush=True)
-        right, returns = play(env, tasks, turns, player)
-        if "gymnasium" in env:
-            middle, error = statistics.fmean(returns), 1.96 * statistics.pstdev(returns)
-            low, high = (middle + sign * error / tasks**0.5 for sign in (-1, 1))
-        else:
-            middle, (low, high) = right / tasks, wilson(right, tasks)
-        measured = "mean return" if "gymnasium" in env else "accuracy"
-        rows.append(
-            f"| `{env}` | {description} | {measured} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
-        )
+        rollouts = play(env, tasks, turns, player)
+        found = eval_metrics(rollouts, distinct_tasks(rollouts))
+        kind = "return" if "gymnasium" in env else "accuracy"
+        run = Run(HERE, env, None, None, kind, [{"update": 0} | found])
+        measured = "mean return" if kind == "return" else kind
+        rows.append(f"| `{env}` | {description} | {measured} | {cell('before', [run], env)} |")
     write_table(HERE, rows, "baselines")
 
 
-def play(env: str, tasks: int, max_turns: int, player: Player) -> tuple[int, list[float]]:
-    """Returns how many held-out episodes are correct, and the return of each."""
-    right, returns = 0, []
+def play(env: str, tasks: int, max_turns: int, player: Player) -> list[Rollout]:
+    """Plays the held-out episodes. The texts stand for the token ids, which tell tasks apart."""
+    rollouts = []
     for number in range(tasks):
         episode, rng = make(env), random.Random(number)
-        chat, rewards = episode.reset(EVAL_SEEDS[number]), []
+        chat = episode.reset(EVAL_SEEDS[number])
+        rollout = Rollout(env, "player", EVAL_SEEDS[number], number)
         for _ in range(max_turns):
-            step = episode.step(player(chat, rng))
-            rewards.append(step.reward)
+            response = player(chat, rng)
+            step = episode.step(response)
+            prompt, completion = hash(str(chat)), hash(response)
+            rollout.turns.append(Turn([prompt], [completion], [0.0], "stop", step.reward))
             if step.done or step.message is None:
-                right += bool(step.done and step.info.get("correct"))
+                rollout.info = step.info
                 break
             chat.append(step.message)
-        returns.append(sum(rewards))
-    return right, returns
+        rollouts.append(rollout)
+    return rollouts
 
 
 def always(response: str) -> Player:
