@@ -3,4 +3,4 @@
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("core.extras.chat", run_name="__main__")
+    runpy.run_module("core.extras.chat", run_name="__main__", alter_sys=True)

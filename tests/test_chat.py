@@ -4,6 +4,8 @@ import io
 import itertools
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from core.types import Message, UsageError
 from environments import registry
 from environments.base import EVAL_SEEDS, Env, Step
 
+ROOT = Path(__file__).parent.parent
 QUESTION = 'How many r in "cherry"?'
 MAX_TOKENS = 10
 SMALL = f"""--num-updates 2 --num-prompts 2 --group-size 4 --eval-num-tasks 0 --save-every 1
@@ -264,6 +267,7 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         (["no_checkpoint"], "no checkpoint yet"),
         (["MODEL", "--before"], "--before"),
         (["MODEL", "--env", "snaek"], "snaek"),
+        (["MODEL", "--temperature", "hot"], "write a number, not 'hot'"),
         ([], "POLICY"),
     ],
 )
@@ -278,3 +282,13 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
     shutil.copy(runs["full"] / "config.yaml", "runs/mine")
     code, out, err = talk(*(arg.replace("MODEL", str(qwen3_folder)) for arg in args))
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("program", "comment"),
+    [("core.chat", "Sampling temperature"), ("core.league", "Game of two agents")],
+)
+def test_help_explains_the_settings(program, comment):
+    command = [sys.executable, "-m", program, "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and comment in done.stdout

@@ -72,9 +72,9 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
 
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
     """
-    flags: Flags = tyro.cli(
-        tyro.conf.FlagCreatePairsOff[Flags], prog="python -m core.chat", args=args
-    )
+    kind = tyro.conf.FlagCreatePairsOff[Flags]
+    with cli.rules_for_numbers():
+        flags: Flags = tyro.cli(kind, prog="python -m core.chat", args=args)
     for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
         value = getattr(flags, name)
         off = name in ("temperature", "max_tokens") and value == 0

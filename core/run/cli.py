@@ -277,7 +277,7 @@ def _parse_flags(args: list[str], default: Config) -> Config:
         values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
         nested[group.__name__] = group(**values)
     command = _command(default.algo, type(default.options))
-    with _rules_for_numbers():
+    with rules_for_numbers():
         parsed = vars(tyro.cli(command, prog="train.py", args=args, default=command(**nested)))
     flat = {"options": parsed["algorithm"]}
     for group in GROUPS:
@@ -299,7 +299,7 @@ def _command(algo: str, options: type) -> Any:
     return command
 
 
-def _rules_for_numbers() -> ConstructorRegistry:
+def rules_for_numbers() -> ConstructorRegistry:
     """tyro's own rules, but the error about a text that is no number says what to write."""
     kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
     kinds |= {kind | None: f"{what} or None" for kind, what in kinds.items()}
