@@ -38,10 +38,9 @@ from core.algorithm import (
     needs_of,
 )
 from core.types import UsageError
+from environments.options import key_value_pairs, read_literal
 from environments.registry import (
     absolute,
-    key_value_pairs,
-    read_literal,
     relative,
     runs_code,
     short,

@@ -13,12 +13,12 @@ from functools import cache
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
+from environments.options import key_value_pairs
 from environments.registry import (
     Constructor,
     accepts,
     constructor,
     describe_error,
-    key_value_pairs,
     make,
     options_of,
     split_spec,

@@ -11,10 +11,7 @@ where they read it (`absolute`), so a run can be resumed from another folder: a 
 find in the current folder becomes /that/folder/my_envs.games:Maze. Installed packages add names
 with entry points of the group `picorl.environments`. A name that is defined twice is an error.
 
-A value is converted to the type of its option: `size=4`, `depth=none`, `sizes=[3, 4]`,
-`weights={a: 0.5}`, `words=one two`. Lists and dicts are those of YAML, so JSON too. Quote a text
-with a comma: `start="Washington, D.C."`. Options of `**kwargs` are read as JSON if they are JSON,
-such as true or 0.5, else as text.
+`options.py` reads the options: `size=4,sizes=[3, 4],start="Washington, D.C."`.
 
 The table maps each built-in name to "module:class". The module is imported when the environment is
 first used, so the libraries of the other environments are not loaded.
@@ -29,10 +26,8 @@ import importlib
 import importlib.util
 import inspect
 import json
-import math
 import os
 import re
-import shlex
 import sys
 import sysconfig
 import traceback
@@ -42,13 +37,11 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import yaml
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+from types import ModuleType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from environments.base import Env, MultiAgentEnv, UsageError, restored_torch
+from environments.options import QUOTED, convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
@@ -87,15 +80,11 @@ OPPONENTS = "guess, demonstrate, older:UPDATES, openai:MODEL, or a folder such a
 SOURCE = re.compile(
     r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
 )
-FOLDER = re.compile(r"[.~]|[^:]*[\\/]|[A-Za-z]:[\\/]")  # how the folder of an opponent begins
 # A word of an option that names code: FILE.py:name, module:name or FOLDER/module:name
 CODE = re.compile(r"((?:[A-Za-z]:)?.+?):([^\W\d][\w/-]*)", re.DOTALL)
 # A command of `remote` whose files are here, not in a container or on another machine
 OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
-QUOTED = r'"(?:[^"\\]|\\.)*"|\'[^\']*\''
 WORD = re.compile(rf"{QUOTED}|[^\s,\[\]{{}}\"']+", re.DOTALL)  # of the value of an option
-# What may contain commas, a text in quotes at the start of a word and a pair of brackets; commas
-PARTS = re.compile(rf"(?<![^\s=\[{{:,])(?:{QUOTED})(?=[\s,:\]}}]|$)|[\[\]{{}},]", re.DOTALL)
 # Classes, functions and constants in the text of a Python file; environments alone
 NAMES = r"^(?:class |def |async def |(?=[A-Z]\w* *=))([^\W_]\w*)"
 ENVS = r"^class (\w+)\(.*Env\):"
@@ -105,8 +94,6 @@ NOT_OWN = (  # code in which a user does not look for the cause of an error
     *(os.path.join(HERE, name) for name in ("adapters", "base.py", "registry.py", "rewarded.py")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
-AS_PYTHON = {"true": "True", "false": "False", "none": "None", "null": "None"}  # for tyro
-KINDS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -199,9 +186,7 @@ def split_opponent(spec: str) -> tuple[str, str]:
     if "opponent" not in options:
         return spec, ""
     pairs = key_value_pairs(options, f"--env {spec}")
-    opponent = pairs.pop("opponent", "")
-    with suppress(ValueError):
-        opponent = str(json.loads(opponent)) if opponent.startswith('"') else opponent
+    opponent = unquoted(pairs.pop("opponent", ""))
     if not OPPONENT.fullmatch(opponent):
         return spec, ""
     if accepts(spec, "opponent"):
@@ -241,7 +226,7 @@ def options_of(spec: str) -> dict[str, Any]:
             hint = f"; opponents of any game: {OPPONENTS}" if key == "opponent" else ""
             raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}{hint}")
         try:
-            given[key] = _convert(text, parameters[key] if key in parameters else other[0])
+            given[key] = convert(text, parameters[key] if key in parameters else other[0])
         except ValueError as error:
             raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
     missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
@@ -317,108 +302,6 @@ def variables_of_python() -> dict[str, str]:
     """Returns variables with which a new Python process imports this package."""
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
-def key_value_pairs(text: str, subject: str) -> dict[str, str]:
-    """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
-
-    A value may contain commas in quotes and in brackets, and keeps both.
-
-    >>> key_value_pairs('sizes=[3, 4], start="Washington, D.C."', "--env")
-    {'sizes': '[3, 4]', 'start': '"Washington, D.C."'}
-    """
-    pairs: dict[str, str] = {}
-    for item in split_commas(text) if text else []:
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if not item.strip():
-            raise UsageError(f"{subject}: remove the extra comma")
-        if not equals:
-            raise UsageError(f"{subject}: write options as key=value, not {key!r}; a list as "
-                             "sizes=[3, 4]")  # fmt: skip
-        if key in pairs:
-            raise UsageError(f"{subject}: the key {key!r} is given twice")
-        pairs[key] = value
-    return pairs
-
-
-def split_commas(text: str) -> list[str]:
-    """Splits at the commas outside quotes and brackets. A bracket without its other is a text.
-
-    >>> split_commas("desc=[[1, 2], {a: 3}],smile=:[,x=1")
-    ['desc=[[1, 2], {a: 3}]', 'smile=:[', 'x=1']
-    """
-    parts = list(PARTS.finditer(text))
-    ends: dict[int, int] = {}  # of the brackets that have another
-    open_brackets = []
-    for part in parts:
-        if part[0] in "[{":
-            open_brackets.append(part.start())
-        elif part[0] in "]}" and open_brackets:
-            ends[open_brackets.pop()] = part.end()
-    items, start, end = [], 0, 0
-    for part in parts:
-        if part.start() >= end and part[0] == ",":
-            items.append(text[start : part.start()])
-            start = part.end()
-        end = max(end, ends.get(part.start(), 0))
-    return [*items, text[start:]]
-
-
-def split_words(text: str) -> list[str]:
-    """As shlex.split, but a backslash stands for itself. Raises ValueError for an open quote.
-
-    >>> split_words(r"C:\\me\\rewards.py:accuracy 'my rewards.py:brief'")
-    ['C:\\\\me\\\\rewards.py:accuracy', 'my rewards.py:brief']
-    """
-    lexer = shlex.shlex(text, posix=True)
-    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
-    return list(lexer)
-
-
-def read_literal(text: str) -> Any:
-    """Returns the value of a JSON text, such as a number or a boolean; any other text unchanged.
-
-    >>> [read_literal(text) for text in ("8", "true", "False", "8x8")]
-    [8, True, False, '8x8']
-    """
-    try:
-        return json.loads({"True": "true", "False": "false"}.get(text, text))
-    except (ValueError, RecursionError):
-        return text
-
-
-class Quoted(str):
-    """A text of a list or dict that has quotes, so that it is no number."""
-
-
-class Flow(yaml.BaseLoader):
-    """Reads lists and dicts of texts. `*`, `&` and `!`, which are marks in YAML, begin texts."""
-
-    fetch_alias = fetch_anchor = fetch_tag = yaml.BaseLoader.fetch_plain
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> str:
-        text = super().construct_scalar(node)
-        if not text and not node.style:  # {a:1}, without a space, would be {"a:1": ""}
-            raise yaml.YAMLError
-        return Quoted(text) if node.style else text
-
-
-def read_structure(text: str) -> Any:
-    """The list or dict of a text in brackets, with texts in it; None for any other text."""
-    with suppress(yaml.YAMLError, ValueError, RecursionError):
-        if text.startswith(("[", "{")):
-            found = yaml.load(text, Flow)  # noqa: S506  it makes texts only
-            return found if isinstance(found, list | dict) else None
-    return None
-
-
-def read_values(structure: Any) -> Any:
-    """A structure with JSON's numbers, true, false and null where its texts have no quotes."""
-    if isinstance(structure, list):
-        return [read_values(value) for value in structure]
-    if isinstance(structure, dict):
-        return {read_values(key): read_values(value) for key, value in structure.items()}
-    return str(structure) if isinstance(structure, Quoted) else read_literal(structure)
 
 
 def constructor(spec: str) -> Constructor:
@@ -572,7 +455,7 @@ def _change_paths(spec: str, change: Change) -> str:
 def _change_value(name: str, key: str, value: str, change: Change) -> str:
     """The value of an option with `change` applied to the paths in it."""
     if (name, key) == ("remote", "env"):  # a spec
-        text = _unquoted(value)
+        text = unquoted(value)
         changed = _change_paths(text.replace(";", ","), change)
         if text == value and '"' not in changed:
             return changed.replace(",", ";")
@@ -582,7 +465,7 @@ def _change_value(name: str, key: str, value: str, change: Change) -> str:
     parts, is_folder = 2 if key == "opponent" else 1, (name, key) == ("rewarded", "data")
 
     def change_word(match: re.Match[str]) -> str:
-        word = _unquoted(match[0])
+        word = unquoted(match[0])
         if code := CODE.fullmatch(word):
             is_model = key == "opponent" and code[1] == "openai"
             new = word if is_model else f"{change(code[1], parts, True)}:{code[2]}"
@@ -596,15 +479,6 @@ def _change_value(name: str, key: str, value: str, change: Change) -> str:
     # a path with spaces may be the whole value, without quotes
     words = re.compile(".+") if os.path.exists(value) else WORD
     return words.sub(change_word, value)
-
-
-def _unquoted(text: str) -> str:
-    """The text in quotes; any other text unchanged."""
-    if single := re.fullmatch("'([^']*)'", text):
-        return single[1]
-    with suppress(ValueError):
-        return str(json.loads(text)) if text.startswith('"') else text
-    return text
 
 
 def _source(spec: str) -> re.Match[str] | None:
@@ -655,96 +529,3 @@ def _installed() -> dict[str, list[EntryPoint]]:
 
 def _origin(entry: str | Constructor) -> str:
     return entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
-
-
-def _convert(text: str, parameter: inspect.Parameter) -> Any:
-    """Returns a value as its parameter's type; for a type without a text form the text itself.
-
-    Raises ValueError with a description of the type.
-    """
-    kind = parameter.annotation
-    if kind is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-        has_type = parameter.default not in (None, parameter.empty)
-        kind = type(parameter.default) if has_type else str
-    elif kind is parameter.empty:
-        kind = Any
-    structure = read_structure(text)
-    if structure is not None:
-        try:
-            return _convert_structure(structure, kind)
-        except ValueError:
-            raise ValueError(_describe_kind(kind)) from None
-        except TypeError:  # a kind without lists and dicts
-            pass
-    return _convert_text(_unquoted(text), kind, quoted=_unquoted(text) != text)
-
-
-def _convert_structure(structure: Any, kind: Any) -> Any:
-    """Returns a list or dict of texts, or a text in one, as the type `kind`.
-
-    Raises ValueError if it does not fit, and TypeError if `kind` is no type of lists or dicts.
-    """
-    origin, args = get_origin(kind) or kind, get_args(kind)
-    if origin is Annotated:
-        return _convert_structure(structure, args[0])
-    if kind is Any:
-        return read_values(structure)
-    if origin in (Union, UnionType):
-        errors: list[Exception] = []
-        for member in args:
-            try:
-                return _convert_structure(structure, member)
-            except (ValueError, TypeError) as error:
-                errors.append(error)
-        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
-    if isinstance(structure, str):
-        if getattr(_text_form(kind), "nargs", 1) != 1:  # the text is no list
-            raise ValueError
-        return _convert_text(str(structure), kind, quoted=isinstance(structure, Quoted))
-    if not isinstance(origin, type):  # such as Literal
-        raise TypeError
-    if origin in (tuple, set, frozenset) or issubclass(list, origin):
-        kinds = [args[0] if args else Any] * len(structure)
-        if origin is tuple and args and args[-1] is not Ellipsis:
-            kinds = list(args)
-        if not isinstance(structure, list) or len(kinds) != len(structure):
-            raise ValueError
-        values = map(_convert_structure, structure, kinds)
-        return origin(values) if origin in (tuple, set, frozenset) else list(values)
-    if issubclass(dict, origin):
-        if not isinstance(structure, dict):
-            raise ValueError
-        key_kind, value_kind = args or (Any, Any)
-        return {
-            _convert_structure(key, key_kind): _convert_structure(value, value_kind)
-            for key, value in structure.items()
-        }
-    if isinstance(_text_form(kind), PrimitiveConstructorSpec):
-        raise TypeError
-    return read_values(structure)  # such as an array
-
-
-def _convert_text(text: str, kind: Any, quoted: bool) -> Any:
-    """Returns a text as the type `kind`; a `quoted` one is one word. Raises ValueError."""
-    if kind is Any:
-        return text if quoted else read_literal(text)
-    spec = _text_form(kind)
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        return text
-    words = [text] if spec.nargs == 1 or quoted else split_words(text)
-    for choice in (words, [AS_PYTHON.get(word.lower(), word) for word in words]):
-        if spec.choices is None or set(choice) <= set(spec.choices):
-            with suppress(ValueError, IndexError, AssertionError):
-                value = spec.instance_from_str(choice)
-                if not isinstance(value, float) or math.isfinite(value):
-                    return value
-    choices = f"one of {', '.join(spec.choices)}" if spec.choices else _describe_kind(kind)
-    raise ValueError(KINDS.get(kind, choices))
-
-
-def _text_form(kind: Any) -> Any:
-    return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
-
-
-def _describe_kind(kind: Any) -> str:
-    return KINDS.get(kind, f"of type {kind.__name__ if type(kind) is type else kind}")

@@ -50,7 +50,8 @@ from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
 from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError
-from environments.registry import make, split_words, variables_of_python
+from environments.options import split_words
+from environments.registry import make, variables_of_python
 from environments.text import one_line
 from environments.tools import schemas
 
