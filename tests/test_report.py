@@ -174,6 +174,16 @@ def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
     ]
 
 
+def test_an_evaluation_without_updates_compares_nothing(tmp_path):
+    alone = evaluated(0, 0.2) | {"eval/adding/p_value": 1.0, "eval/adding/trivial": 0.1}
+    later = evaluated(2, 0.2) | {"eval/adding/p_value": 1.0}
+    run = write_run(tmp_path / "a", [alone, *trained(1)])
+    line = "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30]"
+    assert final_lines(run, CONFIG)[0] == f"{line}  (trivial baseline: 0.10)"
+    line += " before RL -> 0.20 [0.10, 0.30] after 2 updates  (McNemar, the same tasks: p = 1)"
+    assert final_lines(write_run(tmp_path / "b", [alone, *trained(1), later]), CONFIG)[0] == line
+
+
 @pytest.mark.parametrize(
     "records",
     [

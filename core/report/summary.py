@@ -72,7 +72,7 @@ def algorithm_title(config: dict[str, Any]) -> str:
 def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
     rows = [
-        f"| {env} | {describe(env, first)} | {describe(env, last)} |"
+        f"| {env} | {describe(env, first)} | {'' if last is first else describe(env, last)} |"
         for env, first, last in before_after(records)
     ]
     prompt = config.get("system_prompt", "")
@@ -104,8 +104,7 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     """Returns the lines that end a run: accuracy before and after, warnings, files, a next step."""
     records = read_records(run_dir / METRICS)
     lines = [
-        f"{env}, held-out accuracy [95%]: {describe(env, first)} before RL -> "
-        f"{describe(env, last)} after {last['update']} updates{_comparisons(env, last)}"
+        f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
         for env, first, last in before_after(records)
     ]
     for name, updates, message in logged_warnings(records):
@@ -196,11 +195,15 @@ def _relative_path(path: str) -> str:
     return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
 
 
-def _comparisons(env: str, last: Record) -> str:
+def _change(env: str, first: Record, last: Record) -> str:
+    """The accuracy before RL and after; the accuracy alone where no update followed."""
     p, trivial = last.get(f"eval/{env}/p_value"), last.get(f"eval/{env}/trivial")
-    parts = [] if p is None else [f"McNemar, the same tasks: p = {p:.1g}"]
+    line, parts = describe(env, first), []
+    if last is not first:
+        line += f" before RL -> {describe(env, last)} after {last['update']} updates"
+        parts += [] if p is None else [f"McNemar, the same tasks: p = {p:.1g}"]
     parts += [] if trivial is None else [f"trivial baseline: {trivial:.2f}"]
-    return f"  ({'; '.join(parts)})" if parts else ""
+    return f"{line}  ({'; '.join(parts)})" if parts else line
 
 
 def logged_warnings(records: list[Record]) -> list[tuple[str, list[int], str]]:
