@@ -10,9 +10,10 @@ pytest.importorskip("openenv")
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from pydantic import ConfigDict
 
 from environments.adapters.openenv import OpenEnv
-from environments.base import EnvFailure
+from environments.base import EnvFailure, UsageError
 from environments.registry import make
 
 
@@ -47,9 +48,20 @@ class EchoEnvironment(Environment):
         return State()
 
 
+class Move(Action):
+    row: int
+    column: int
+    note: str = ""
+
+
+class Free(Action):
+    model_config = ConfigDict(extra="allow")
+    message: str = ""
+
+
 class Server:
-    def __init__(self):
-        app = create_fastapi_app(EchoEnvironment, Text, Echo, max_concurrent_envs=8)
+    def __init__(self, action=Text):
+        app = create_fastapi_app(EchoEnvironment, action, Echo, max_concurrent_envs=8)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -85,3 +97,25 @@ def test_observations_rewards_and_ends_are_the_servers_and_a_stopped_one_is_a_fa
         env.step("hello")
     with pytest.raises(EnvFailure, match=f"no OpenEnv session at {server.url}: .*connect"):
         idle.reset(0)
+
+
+@pytest.mark.parametrize(
+    ("action", "right", "wrong"),
+    [
+        (Text, ["message"], {"text": "has the fields message; the server needs field=message",
+                             "message text": "message"}),
+        (Move, ["row column", "column row", "row column note"],
+         {"row": "has the fields row column note; the server needs field=row column",
+          "message": "needs field=row column", "row column message": "row column note"}),
+        (Free, ["message", "anything"], {}),
+    ],
+)  # fmt: skip
+def test_a_field_that_the_servers_action_has_not_is_refused_at_the_start(action, right, wrong):
+    server = Server(action)
+    for field in right:
+        assert OpenEnv(server.url, field).fields == field.split()
+    for field, said in wrong.items():
+        for url in (server.url, server.url.replace("http", "ws") + "/"):
+            with pytest.raises(UsageError, match=f"field={field}: the server's action .*{said}"):
+                OpenEnv(url, field)
+    server.stop()

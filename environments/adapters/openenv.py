@@ -29,6 +29,8 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import httpx
+
 from environments.adapters import import_library
 from environments.base import Env, EnvFailure, Message, Step, UsageError
 from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_action, user
@@ -40,7 +42,7 @@ MAX_DEPTH = 101  # of nested lists and objects; the server's JSON library fails 
 
 class OpenEnv(Env):
     """`url`: address of the server; `field`: the field of its action that takes the text, or the
-    fields, separated by spaces."""
+    fields, separated by spaces. Raises UsageError if the server's schema has others."""
 
     heavy = True
 
@@ -60,6 +62,7 @@ class OpenEnv(Env):
         except Exception as error:  # refused, unknown host, not an OpenEnv server, no free session
             raise UsageError(f"no OpenEnv session at {url}: {_text(error)}") from None
         self._disconnect()  # the session is free until the first episode
+        self._check_fields()
 
     def reset(self, seed: int) -> list[Message]:
         self.retries = Retries()
@@ -118,6 +121,24 @@ class OpenEnv(Env):
                 if set(self.fields) <= set(value):
                     return {field: value[field] for field in self.fields}
         return None
+
+    def _check_fields(self) -> None:
+        """Raises UsageError if the server's action has not these fields, or needs others.
+
+        The server says so itself, where it has OpenEnv's address /schema.
+        """
+        address = f"http{self.url.rstrip('/').removeprefix('http').removeprefix('ws')}/schema"
+        try:
+            schema = httpx.get(address, timeout=CONNECT_TIMEOUT).json()["action"]
+            known, needed = [*schema["properties"]], schema.get("required", [])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return
+        unknown = [] if schema.get("additionalProperties") else {*self.fields} - {*known}
+        if unknown or not {*needed} <= {*self.fields}:
+            names = " ".join(field for field in known if field not in HIDDEN_FIELDS)
+            advice = f"the server needs field={' '.join(needed)}" if needed else "choose of these"
+            raise UsageError(f"field={' '.join(self.fields)}: the server's action has the fields "
+                             f"{names}; {advice}")  # fmt: skip
 
     def _connect(self) -> None:
         client = self.client_class(base_url=self.url, connect_timeout_s=CONNECT_TIMEOUT)
