@@ -262,6 +262,41 @@ def test_command_leaves_out_what_the_server_did_not_answer(server, command):
     assert ["content_filter" in r["error"] for r in rollouts] == [i == 4 for i in range(12)]
 
 
+def deltas(*parts, finish="stop"):
+    choices = [{"delta": part, "finish_reason": None} for part in parts]
+    events = [*choices, {"delta": {}, "finish_reason": finish}]
+    lines = [f"data: {json.dumps({'choices': [event]})}\n\n" for event in events]
+    return STREAM, "".join(lines).encode()
+
+
+@pytest.mark.parametrize(
+    ("empty", "said"),
+    [
+        (deltas(), ["are empty"]),
+        (deltas({"content": " "}, {"content": "\n"}), ["are empty"]),
+        (deltas({"reasoning_content": "Hm."}, finish="length"), ["are empty: it only thinks"]),
+        (deltas({"reasoning": "Hm."}, finish="length"), ["are empty: it only thinks"]),
+        (deltas({"refusal": "I can"}, {"refusal": "not."}), ["are empty: it refuses: 'I cannot.'"]),
+        (deltas({"reasoning_content": "Hm."}, {"content": "4"}), []),
+    ],
+)
+def test_a_server_whose_answers_are_all_empty_is_remarked_once(server, policy, empty, said):
+    sampler, lines = OpenAISampler(policy, server.url, "m"), []
+    sampler.say = lines.append
+    server.broken = dict.fromkeys(["a", "b"], empty)
+    for word in ("a", "b"):
+        with sampler:
+            complete(sampler, [Request([], PARAMS, 1, i, chat(word)) for i in range(3)])
+    assert [line.partition("answers of ")[0] for line in lines] == ["all 3 "] * len(said)
+    assert all(end in line for line, end in zip(lines, said, strict=True))
+    # one answer with a text among others is no reason for a remark
+    sampler, lines = OpenAISampler(policy, server.url, "m"), []
+    sampler.say = lines.append
+    with sampler:
+        complete(sampler, [Request([], PARAMS, 1, i, chat(word)) for i, word in enumerate("abr")])
+    assert lines == []
+
+
 def test_ctrl_c_ends_an_evaluation_and_keeps_what_ended(server, command):
     server.broken = dict.fromkeys(eval_words(12)[3:], "hang")
 

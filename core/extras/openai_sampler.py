@@ -79,6 +79,8 @@ class OpenAISampler(Sampler):
         )
         self.open = set[Request]()
         self.works = False  # whether a request has succeeded
+        self.num_empty: int | None = 0  # answers without text; None once one had a text
+        self.instead = ""  # what the last such answer had in the place of a text
         self.first_error = ""
         self.failures = 0  # in a row
         self.closed_because = ""  # why no further request is sent
@@ -106,6 +108,11 @@ class OpenAISampler(Sampler):
         if self.first_error and not (self.works or self.open or self.closed_because == STOPPED):
             raise UsageError(f"--base-url {self.base_url}: {self.first_error}")
         return ended
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.num_empty:
+            self.say(f"all {self.num_empty} answers of {self.base_url} are empty{self.instead}")
+            self.num_empty = None  # says it once
 
     def clear(self) -> None:
         self.threads.clear()
@@ -135,6 +142,10 @@ class OpenAISampler(Sampler):
             reason = _without_key(str(finish_reason))
             return self._failure(f"the completion ended with the finish reason {reason!r:.200}")
         self.works = True
+        if text.strip():
+            self.num_empty = None
+        elif self.num_empty is not None:
+            self.num_empty += 1
         token_ids.append(self.policy.end_of_turn_id)
         return Completion(token_ids, [0.0] * len(token_ids), text,
                           "length" if finish_reason == "length" else "stop")  # fmt: skip
@@ -142,6 +153,7 @@ class OpenAISampler(Sampler):
     def _answer(self, request: Request) -> tuple[str, str]:
         """The text and the finish reason of one request. Runs in a thread."""
         text, finish_reason, params = "", "", request.params
+        thought = refusal = ""
         with self.client.chat.completions.create(
             model=self.model, messages=request.chat, stream=True,
             seed=derive_seed(request.seed, request.stream), max_tokens=params.max_tokens,
@@ -157,6 +169,9 @@ class OpenAISampler(Sampler):
                     raise RequestError("the server sent several choices; one was asked for")
                 for choice in choices:
                     text += choice.delta.content or ""
+                    refusal = (refusal + str(choice.delta.refusal or ""))[:200]
+                    for name in ("reasoning_content", "reasoning"):  # of vLLM, DeepSeek; of Ollama
+                        thought += str(getattr(choice.delta, name, None) or "")[:1]
                     finish_reason = choice.finish_reason or finish_reason
                 self.latest = _without_key(text)[-80:]
                 if len(text) > MAX_CHARACTERS:
@@ -165,6 +180,11 @@ class OpenAISampler(Sampler):
             raise RequestError(
                 f"the stream ended without a finish reason after: {_without_key(text)[-80:]!r}"
             )
+        if thought:
+            self.instead = (": it only thinks, in a field of its own; raise --max-tokens, or "
+                            "switch its thinking off at the server")  # fmt: skip
+        elif refusal:
+            self.instead = f": it refuses: {_without_key(refusal)!r}"
         return _without_key(text), finish_reason
 
     def _count_failure(self, reason: str) -> Completion:
