@@ -12,13 +12,13 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.utils import get_session
+from huggingface_hub.utils import HFValidationError, get_session, validate_repo_id
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -198,18 +198,19 @@ def _load_files(
 def _check_folder(model_id: str, flag: str) -> bool:
     """Whether `model_id` is a folder, not a Hub id. Raises UsageError if no model is in it.
 
-    It is one if it exists, if it would lie in runs/, and if it looks like no Hub id.
+    It is one if it exists, if it would lie in runs/, and if it is not written like a Hub id.
     """
-    unlike_id = model_id.startswith((".", "/", "~")) or "\\" in model_id or model_id.count("/") > 1
-    if not (unlike_id or RUNS in Path(model_id).parents or os.path.exists(model_id)):
-        return False
+    if not (RUNS in Path(model_id).parents or os.path.exists(model_id)):
+        with suppress(HFValidationError):
+            validate_repo_id(model_id)
+            return False
     if os.path.exists(os.path.join(model_id, "config.json")):
         return True
     problem = "no model in this folder (no config.json)"
     if os.path.isdir(model := os.path.join(model_id, "model")):
         problem = f"this is the folder of a run; its model is {model}"
     elif not os.path.exists(model_id):
-        problem = "there is no such folder"
+        problem = "there is no such folder, and this is no Hub id, such as Qwen/Qwen3-0.6B"
     elif os.path.isfile(model_id):
         problem = "this is a file; give the folder of the model"
     raise UsageError(f"{flag} {model_id}: {problem}")

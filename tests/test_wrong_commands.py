@@ -66,6 +66,8 @@ COMMANDS = [  # a command line, and what its message names
     ("--model-id runs/none", "there is no such folder"),
     ("--model-id ./none", "there is no such folder"),
     ("--model-id one/two/three", "there is no such folder"),
+    ("--model-id 'Qwen 3'", "no Hub id"),
+    ("--model-id https://hub/Qwen/Qwen3", "no Hub id"),
     ("--model-id runs/there", "its model is runs/there/model"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
 ]
