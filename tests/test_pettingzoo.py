@@ -51,15 +51,17 @@ class Nim(pettingzoo.AECEnv):
 
     metadata = {"name": "nim"}  # noqa: RUF012
 
-    def __init__(self, matches=5):
-        self.matches, self.possible_agents = matches, ["ann", "bob"]
+    def __init__(self, matches=5, most=3):
+        self.matches, self.most, self.possible_agents = matches, most, ["ann", "bob"]
         self.observation_spaces = dict.fromkeys(self.possible_agents, spaces.Discrete(99))
 
     def observation_space(self, agent):
-        return spaces.Dict(observation=spaces.Discrete(99), action_mask=spaces.MultiBinary(3))
+        return spaces.Dict(
+            observation=spaces.Discrete(99), action_mask=spaces.MultiBinary(self.most)
+        )
 
     def action_space(self, agent):
-        return spaces.Discrete(3)
+        return spaces.Discrete(self.most)
 
     def reset(self, seed=None, options=None):
         self.agents = list(self.possible_agents)
@@ -71,7 +73,7 @@ class Nim(pettingzoo.AECEnv):
         self.infos = {agent: {} for agent in self.agents}
 
     def observe(self, agent):
-        return {"observation": self.left, "action_mask": [n < self.left for n in range(3)]}
+        return {"observation": self.left, "action_mask": [n < self.left for n in range(self.most)]}
 
     def step(self, action):
         agent = self.agent_selection
@@ -124,6 +126,14 @@ def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch):
         assert (refused.reward, refused.done) == (-0.1, False)
         assert refused.message["content"] == "End with one or two or three."
     assert list(env.step({"ann": "one"})) == ["bob"]
+
+
+def test_many_legal_actions_are_not_spelled():
+    env = PettingZoo("test/nim-v0", matches=5000, most=5000)
+    text = env.reset(0)["ann"][0]["content"]
+    assert text.endswith("End with a number from 0 to 4999.\n5000") and len(text) < 300
+    text = env.step({"ann": "4996"})["bob"].message["content"]
+    assert text.endswith("\n3\nLegal: 0 1 2")
 
 
 def test_the_extra_envs_has_what_the_default_environment_imports():

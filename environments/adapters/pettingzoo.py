@@ -39,7 +39,7 @@ from environments.adapters.gymnasium_players import (
     format_hint,
     plain_actions,
 )
-from environments.adapters.spaces import as_element, check_observations, to_json
+from environments.adapters.spaces import MAX_SPELLED, as_element, check_observations, to_json
 from environments.base import TRAIN_SEEDS, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
 from environments.registry import import_source
@@ -118,7 +118,7 @@ class PettingZoo(MultiAgentEnv):
         if isinstance(observation, dict) and "action_mask" in observation:
             self.mask, observation = observation["action_mask"], observation["observation"]
         text = self.game.show(observation)
-        if self.mask is None:
+        if self.mask is None or (all(self.mask) and len(self.mask) > MAX_SPELLED):
             return text
         names = self.game.actions or tuple(map(str, range(len(self.mask))))
         legal = [name for name, ok in zip(names, self.mask, strict=True) if ok]
