@@ -23,6 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
+from jsonschema.validators import extend
+
 from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError, as_multi
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -30,10 +33,6 @@ THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
 MAX_CALLS = 8  # of one response; the others are refused
 MAX_RESULT = 10_000  # characters; the rest is cut off
 UNREADABLE = "the call cannot be read; it needs a name and arguments"
-TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),
-    "array": (list,), "object": (dict,), "null": (type(None),),
-}  # fmt: skip
 
 
 class Call(NamedTuple):
@@ -182,10 +181,10 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call, runner: asyncio.R
     except TypeError as error:
         return f"error: {call.name}: {str(error)[:200]}"
     arguments = {k: _as_type(v, parameters.get(k, {})) for k, v in call.arguments.items()}
-    for key, value in arguments.items():
-        if problem := _wrong_type(value, parameters.get(key, {})):
-            return f"error: {call.name}: {key[:100]} must be {problem}"
     try:
+        for key, value in arguments.items():
+            for wrong in VALIDATOR(parameters.get(key, {})).iter_errors(value):
+                return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
         result = tool(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_wait(result))
@@ -278,27 +277,39 @@ async def _wait(result: Awaitable[Any]) -> Any:
 
 def _as_type(value: Any, schema: dict[str, Any]) -> Any:
     """A text as a value where the schema allows no text, "3" as 3: some formats have only texts."""
-    kinds = schema.get("type", "string")
-    if isinstance(value, str) and "string" not in ([kinds] if isinstance(kinds, str) else kinds):
+    types = {key: wanted for key, wanted in schema.items() if key != "enum"}
+    if isinstance(value, str) and not VALIDATOR(types).is_valid(value):
         with suppress(ValueError, RecursionError):
             return json.loads(value)
     return value
 
 
-def _wrong_type(value: Any, schema: dict[str, Any]) -> str:
-    """What a value should be according to its schema; empty if it is."""
-    kinds = schema.get("type", [])
-    names = [kinds] if isinstance(kinds, str) else kinds
-    allowed = tuple(kind for name in names for kind in TYPES.get(name, (object,)))
-    if schema.get("nullable"):
-        allowed += (type(None),)
-    if allowed and object not in allowed:
-        is_bool = isinstance(value, bool)
-        if not isinstance(value, allowed) or (is_bool and bool not in allowed):
-            return f"of the type {' or '.join(names)}"
-    if "enum" in schema and value not in schema["enum"]:
-        return f"one of {', '.join(map(str, schema['enum']))}"
-    return ""
+def _unless_null(keyword: str) -> Callable[..., Iterator[ValidationError]]:
+    """A check of JSON Schema, but for None where transformers writes that it is "nullable"."""
+
+    def check(validator: Any, wanted: Any, value: Any, schema: Any) -> Iterator[ValidationError]:
+        if value is not None or not schema.get("nullable"):
+            yield from Draft202012Validator.VALIDATORS[keyword](validator, wanted, value, schema)
+
+    return check
+
+
+VALIDATOR = extend(  # draft 4: the integer 3.0 is a float, as it is for the function
+    Draft202012Validator,
+    {keyword: _unless_null(keyword) for keyword in ("type", "enum", "anyOf")},
+    type_checker=Draft4Validator.TYPE_CHECKER,
+)
+
+
+def _reason(key: str, error: ValidationError) -> str:
+    """Why an argument is refused; an item of a list or dict is named after it, as words.0."""
+    where, wanted = ".".join(map(str, [key, *error.path])), error.validator_value
+    if error.validator == "type":
+        kinds = [wanted] if isinstance(wanted, str) else wanted
+        return f"{where} must be of the type {' or '.join(kinds)}"
+    if error.validator == "enum":
+        return f"{where} must be one of {', '.join(map(str, wanted))}"
+    return f"{where} must fit {json.dumps({error.validator: wanted})}"
 
 
 def _read_object(text: str, start: int, name_key: str, arguments_key: str) -> tuple[Call, int]:

@@ -5,7 +5,7 @@ Each template is written after the public one of the family. The tokenizer has o
 
 import asyncio
 import json
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 from conftest import AtOnce
@@ -31,6 +31,7 @@ from environments.tools import (
     MAX_RESULT,
     UNREADABLE,
     Call,
+    ToolEnv,
     call_text,
     describe,
     schemas,
@@ -415,6 +416,46 @@ def test_async_tools_are_awaited_in_one_event_loop(policy):
     missing = "error: add: missing a required argument: 'b'"
     assert results(rollout) == ["15", "error: ValueError: no", "12", missing]
     assert rollout.info["tool_errors"] == 2 and not rollout.error
+
+
+def tag(
+    words: list[str],
+    counts: dict[str, int],
+    place: int | None = None,
+    kind: Literal["noun", "verb"] | None = None,
+) -> str:
+    """
+    Tag words.
+
+    Args:
+        words: Some.
+        counts: One for each.
+        place: Where.
+        kind: Which.
+    """
+    return json.dumps([words, counts, place, kind])
+
+
+@pytest.mark.parametrize(("arguments", "result"), [
+    ({"words": ["a"], "counts": {}}, '[["a"], {}, null, null]'),
+    ({"words": [], "counts": {"a": 1}, "place": None, "kind": None}, '[[], {"a": 1}, null, null]'),
+    ({"words": '["3"]', "counts": '{"a": 1}', "place": "2", "kind": "noun"},
+     '[["3"], {"a": 1}, 2, "noun"]'),  # Qwen 3.5 writes all as texts
+    ({"words": ["a", 2], "counts": {}}, "error: tag: words.1 must be of the type string"),
+    ({"words": None, "counts": {}}, "error: tag: words must be of the type array"),
+    ({"words": [], "counts": {"a": True}}, "error: tag: counts.a must be of the type integer"),
+    ({"words": [], "counts": {}, "place": 2.0}, "error: tag: place must be of the type integer"),
+    ({"words": [], "counts": {}, "kind": "3"}, "error: tag: kind must be one of noun, verb"),
+    ({"words": json.loads("[" * 900 + "]" * 900), "counts": {}},
+     "error: tag: words.0 must be of the type string"),
+])  # fmt: skip
+def test_arguments_are_checked_against_the_type_hints(arguments, result):
+    env = Adder()
+    env.tools = [tag]
+    env = ToolEnv(env, lambda _: [Call("tag", arguments)])
+    env.reset(0)
+    assert env.step("").message["content"] == result
+    env.close()
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
