@@ -154,8 +154,8 @@ class Episode:
 def bracketed_move(chat: list[Message], rng: random.Random) -> str | None:
     """Returns a random move in brackets, TextArena's format, from the latest message with one.
 
-    >>> texts = "[Player 1] hello. Say [pass] or [quit]", "Your turn."
-    >>> bracketed_move([{"role": "user", "content": t} for t in texts], random.Random(0))
+    >>> chat = [user("[Player 1] Say [pass] or [quit]"), {"role": "assistant", "content": "[win]"}]
+    >>> bracketed_move([*chat, user("Your turn.")], random.Random(0))
     '[quit]'
     """
     for message in reversed(chat):
