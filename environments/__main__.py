@@ -89,7 +89,8 @@ def run_episode(env: Env | MultiAgentEnv, seed: int, interactive: bool) -> float
         for agent in episode.waiting:
             shown = _print_log(episode, shown)
             if interactive:
-                episode.act(agent, CONSOLE.input("[bold green]you:[/] "))
+                prompt = Text(printable(f"{_name(agent)}{YOU}: "), "bold green")
+                episode.act(agent, CONSOLE.input(prompt))
             elif players := episode.players_for(agent):
                 episode.act(agent, player=players[0])
             else:
@@ -116,10 +117,14 @@ def run_command(args: list[str]) -> int:
         return 1
 
 
+def _name(agent: str) -> str:
+    return "" if agent in ("", PLAYER) else f"{agent}, "
+
+
 def _print_log(episode: Episode, start: int) -> int:
     """Prints the log from a row on, but for what you typed; returns the next row to print."""
     for row in episode.log[start:]:
-        agent = "" if row["agent"] in ("", PLAYER) else f"{row['agent']}, "
+        agent = _name(row["agent"])
         if "reward" in row:
             CONSOLE.print(Text(printable(f"{agent}reward {row['reward']:+g}"), "dim"))
             if row["done"]:

@@ -45,3 +45,12 @@ def test_play_sends_the_typed_responses_to_the_environment(monkeypatch, run):
     code, out, _ = run("play", "tic_tac_toe:opponent=perfect", "--seed", 2)
     assert code == 0 and "reward -0.1" in out and "O takes" in out and "demonstrator" not in out
     assert printed_return(out) <= 0  # the perfect player never loses
+
+
+def test_play_asks_each_of_several_agents_by_its_name(monkeypatch, run):
+    asked = []
+    monkeypatch.setattr(command.CONSOLE, "input", lambda prompt: asked.append(str(prompt)) or "?")
+    code, out, _ = run("play", "iterated_game:opponent=self")
+    assert code == 0 and asked == ["row, you: ", "column, you: "] * 3
+    assert out.index("row, environment: Each") < out.index("column, environment: Each")
+    assert printed_return(out) == pytest.approx(-2.4) and out.count(", the end: ") == 2
