@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from environments.adapters.remote import Remote, RemoteAgents, RemoteError
-from environments.base import EnvFailure
+from environments.base import EnvFailure, Step
 from environments.registry import make
 
 # answers the reset, then misbehaves on the first step
@@ -43,6 +43,24 @@ def test_episode_equals_that_of_the_served_environment():
         for text in (local.demonstrate(), "\ud800 half a pair", "{" * 100_000, ""):
             assert served.step(text) == local.step(text)
     served.close()
+
+
+def test_values_of_numpy_are_those_of_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    step = "Step(None, np.float32(0.5), np.bool_(True), {'n': np.int64(3)}, truncated=np.True_)"
+    Path("num.py").write_text(
+        "import numpy as np\nfrom environments.base import Env, MultiAgentEnv, Step\n"
+        "OPENING = [{'role': 'user', 'content': '?'}]\n"
+        "class One(Env):\n    def reset(self, seed): return OPENING\n"
+        f"    def step(self, response): return {step}\n"
+        "class Two(MultiAgentEnv):\n    def reset(self, seed): return {'a': OPENING}\n"
+        f"    def step(self, responses): return {{'a': {step}}}\n"
+    )
+    one, two = Remote("num.py:One"), RemoteAgents("num.py:Two")
+    one.reset(0), two.reset(0)
+    plain = Step(None, 0.5, True, {"n": 3}, truncated=True)
+    assert one.step("") == plain and two.step({"a": ""}) == {"a": plain}
+    one.close(), two.close()
 
 
 @pytest.mark.parametrize(("misdeed", "failure", "reason"), [

@@ -49,7 +49,16 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
-from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError
+from environments.base import (
+    PLAYER,
+    Env,
+    EnvFailure,
+    Message,
+    MultiAgentEnv,
+    Step,
+    UsageError,
+    checked_step,
+)
 from environments.options import split_words
 from environments.registry import make, variables_of_python
 from environments.text import one_line
@@ -212,7 +221,7 @@ def _answer(env: Env, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "reset":
         return {"messages": env.reset(_seed(request))}
     if request["do"] == "step":
-        return vars(env.step(request["response"]))
+        return vars(checked_step(env.step(request["response"]), PLAYER, is_single=True))
     return {"text": env.demonstrate(request["hasty"])}
 
 
@@ -221,7 +230,8 @@ def _answer_agents(env: MultiAgentEnv, request: dict[str, Any]) -> dict[str, Any
         return {"agents": env.reset(_seed(request))}
     if request["do"] == "step":
         steps = env.step(request["responses"])
-        return {"agents": {agent: vars(step) for agent, step in steps.items()}}
+        checked = {agent: checked_step(step, agent, False) for agent, step in steps.items()}
+        return {"agents": {agent: vars(step) for agent, step in checked.items()}}
     return {"text": env.guess(request["agent"], random.Random(_seed(request)))}
 
 
