@@ -113,7 +113,7 @@ def test_own_and_remote_environments_train(finished, tmp_path):
 
 def test_own_environment_is_played_with_typed_answers(finished):
     output = finished("-m", "environments", "play", "maze.py:Maze", typed="left\n")
-    assert "user: ? 0" in output and "reward +1" in output  # cp1252 has no →
+    assert "environment: ? 0" in output and "reward +1" in output  # cp1252 has no →
 
 
 def test_remote_environment_answers(finished):
