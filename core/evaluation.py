@@ -42,11 +42,17 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 
 def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
     """The accuracy of each environment, and with several agents of each agent, as text."""
-    lines = []
-    for seat, own in metrics.by_seat(played(rollouts)).items():
-        few = metrics.few_tasks(seat, found, len({rollout.seed for rollout in own}))
-        lines.append(f"{metrics.describe(seat, found)}  {seat}{few}")
-    return lines
+    seats = metrics.by_seat(played(rollouts))
+    return [f"{metrics.describe(seat, found)}  {seat}" for seat in seats]
+
+
+def few_tasks_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
+    """Which evaluations have fewer tasks or openings than episodes, as text."""
+    notes = {
+        seat: metrics.few_tasks(seat, found, len({rollout.seed for rollout in own}))
+        for seat, own in metrics.by_seat(played(rollouts)).items()
+    }
+    return [f"{seat}: {note}" for seat, note in notes.items() if note]
 
 
 def left_out_lines(found: dict[str, float], k: int) -> list[str]:

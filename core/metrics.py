@@ -277,14 +277,14 @@ def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
     openings, tasks = (int(metrics[f"eval/{env}/{key}"]) for key in ("openings", "tasks"))
     if tasks < episodes:
         if tasks == 1:
-            return f"  ({episodes} episodes of one task, which is also that of training)"
-        return f"  ({tasks} different tasks in {episodes} episodes)"
+            return f"{episodes} episodes of one task, which is also that of training"
+        return f"{tasks} different tasks in {episodes} episodes"
     if openings >= episodes:
         return ""
     which = (
         "one opening, which is also that of training" if openings == 1 else f"{openings} openings"
     )
-    return f"  ({episodes} episodes from {which})"
+    return f"{episodes} episodes from {which}"
 
 
 def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:

@@ -15,7 +15,7 @@ import random
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
@@ -180,10 +180,13 @@ class Instance:
     thread, which is not the main one, makes all its calls.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
     most --env-instances of them exist at the same time.
+    `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
+    report show it.
     """
 
     thread_safe: bool = True
     heavy: bool = False
+    meanings: Mapping[str, str] = {}
 
     def close(self) -> None:
         """Frees what the instance holds. It is not used afterwards."""

@@ -34,6 +34,7 @@ import json
 import random
 import re
 import string
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
@@ -73,6 +74,8 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 class LetterCounting(Env):
     """One question, one response. `difficulty`: 1 to 10."""
+
+    meanings: Mapping[str, str] = {"worked": "fraction that spell the word"}
 
     def __init__(self, difficulty: int = 1):
         if difficulty not in TIERS:

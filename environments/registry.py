@@ -32,7 +32,7 @@ import sys
 import sysconfig
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -302,6 +302,22 @@ def variables_of_python() -> dict[str, str]:
     """Returns variables with which a new Python process imports this package."""
     paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
+    """What the numbers are that these environments report, by their key in `Step.info`.
+
+    `trust`: import the code that a spec names, too.
+
+    >>> meanings(["letter_counting:difficulty=2", "no_such_environment"])
+    {'worked': 'fraction that spell the word'}
+    """
+    found: dict[str, str] = {}
+    for spec in specs:
+        with suppress(UsageError):
+            if trust or not runs_code(spec):
+                found |= getattr(constructor(spec), "meanings", {})
+    return found
 
 
 def constructor(spec: str) -> Constructor:

@@ -36,8 +36,59 @@ def test_pipe_gets_one_plain_line_per_update():
     lines = screen().splitlines()
     assert lines[0] == "picoRL · x" and lines[-1] == "[held-out] accuracy"
     assert sum(line.startswith("warm start") and "loss 1.5" in line for line in lines) == 10
-    assert "update    3  reward 0.500  tokens 12.0  worked 0.25  1.0 s" in lines
+    at = lines.index("update  reward  tokens  worked   time")
+    assert lines[at + 1] == "     3   0.500    12.0    0.25  1.0 s"
     assert "quiet" not in screen() and "\x1b" not in screen()
+
+
+def plain_lines(records, **meanings):
+    file = io.StringIO()
+    with Display("x", Console(file=file, width=200, highlight=False), meanings=meanings) as display:
+        for update, record in enumerate(records, 1):
+            display.update(update, RECORD | record, [])
+    return file.getvalue().splitlines()[1:]
+
+
+def test_a_line_of_metrics_has_80_columns_and_is_explained_once():
+    every = {
+        "reward/correct": 0.5,
+        "policy/entropy": 1.25,
+        "gap/logprob_mean": 1e-7,
+        "grad/norm": 9.5,
+    }
+    lines = plain_lines([every] * 3, worked="fraction that spell the word")
+    assert sum(line.startswith("gap: ") for line in lines) == 1
+    assert sum(line.startswith("grad: ") for line in lines) == 1
+    assert lines.count("worked: fraction that spell the word") == 1
+    assert len(lines) == 3 + 1 + 3 and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[4:]] == ["1", "2", "3"]
+    assert len({len(line) for line in lines[3:]}) == 1  # labels above their numbers
+    more = {f"info/return of reward {i}": i / 8 for i in range(9)}
+    lines = plain_lines([every | more, every | more])
+    assert max(map(len, lines)) <= 80
+    for i in range(9):  # without room for a column: a label in each update
+        assert " ".join(" ".join(lines).split()).count(f"return of reward {i} {i / 8:.2f}") == 2
+
+
+def test_a_metric_that_comes_and_goes_has_a_column_with_a_dash():
+    few = {"info/calls": 2.0, "reported/calls": 3}
+    lines = plain_lines([{}, few, {"reward/mean": -100.25}])
+    assert lines[0].split() == ["update", "reward", "tokens", "worked", "time"]
+    assert lines[2].split() == ["update", "reward", "tokens", "worked", "calls", "time"]
+    assert lines[3].split() == ["2", "0.500", "12.0", "0.25", "2.00", "of", "3", "1.0", "s"]
+    assert lines[4].split() == ["3", "-100.250", "12.0", "0.25", "-", "1.0", "s"]
+
+
+def test_bar_of_sampling_that_ended_before_its_limit_is_full(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Display("x", console) as display:
+        for ticks in (2, 70):  # of a bar for 64 tokens: shorter, and several turns
+            with display.phase("rollouts", 64) as phase:
+                for _ in range(ticks):
+                    phase.advance()
+            (bar,) = display.progress.tasks
+            assert bar.finished and bar.completed == bar.total == ticks
 
 
 def test_terminal_shows_progress_metrics_and_a_completion(monkeypatch):

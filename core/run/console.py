@@ -2,8 +2,9 @@
 
 import itertools
 import math
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,28 +21,34 @@ from environments.text import printable
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 10  # per phase, without a live display
 MAX_SHOWN = 600  # characters of a message
-METRICS = {  # metrics on display: label and format
-    "reward/mean": ("reward", ".3f"),
-    "reward/correct": ("correct", ".2f"),
-    "length/mean": ("tokens", ".1f"),
-    "policy/entropy": ("entropy", ".3f"),
-    "gap/logprob_mean": ("gap", ".1e"),
-    "grad/norm": ("grad", ".2f"),
+METRICS = {  # metrics on display: label, format and meaning
+    "reward/mean": ("reward", ".3f", ""),
+    "reward/correct": ("correct", ".2f", ""),
+    "length/mean": ("tokens", ".1f", ""),
+    "policy/entropy": ("entropy", ".3f", ""),
+    "gap/logprob_mean": ("gap", ".1e", "mean |log-prob of trainer - sampler|; 0 but for rounding"),
+    "grad/norm": ("grad", ".2f", "norm of the gradient before clipping"),
 }
+WIDTH = 80  # of a line of metrics, at most
 
 
 class Display:
     """Progress bars, metrics with sparklines and a sampled completion; or plain lines.
 
-    `quiet` prints nothing (for all ranks but 0).
+    `quiet` prints nothing (for all ranks but 0). `meanings`: what the environment's metrics are.
     """
 
-    def __init__(self, title: str, console: Console | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self, title: str, console: Console | None = None, quiet: bool = False,
+        meanings: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
         self.title = printable(title)
         self.bars: dict[str, progress.TaskID] = {}
         self.history: dict[str, list[float]] = {}
+        self.meanings = meanings or {}
+        self.widths: dict[str, int] = {}  # of the columns of a plain line
         self.completion: RenderableType = ""
         self.progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
@@ -76,30 +83,64 @@ class Display:
             self.bars[name] = self.progress.add_task(
                 printable(name), total=total, completed=done, detail=""
             )
-        yield Phase(self, name, total, done)
+        phase = Phase(self, name, total, done)
+        yield phase
+        self.progress.update(self.bars[name], total=phase.done)  # sampling may end before its limit
 
     def update(self, update: int, record: dict[str, Any], rollouts: list[Rollout]) -> None:
-        """Shows the metrics of an update and the text of its first rollout; or a plain line."""
+        """Shows the metrics of an update and the text of its first rollout; or a plain line.
+
+        The first time that a metric appears, a line says what it is.
+        """
         shown = [n for n in METRICS if n in record] + [n for n in record if n.startswith("info/")]
-        parts = []
         for name in shown:
+            label, _, meaning = self._look(name)
+            if meaning and name not in self.history:
+                self.say(f"{label}: {meaning}")
             self.history.setdefault(name, []).append(record[name])
-            label, spec = _label_and_format(name)
-            reported = record.get(f"reported/{name.removeprefix('info/')}")
-            few = f" (of {reported})" if reported else ""
-            parts.append(f"{label} {record[name]:{spec}}{few}")
         if self.plain:
-            seconds = record["time/rollout_s"] + record["time/train_s"]
-            self.say(f"update {update:4d}  {'  '.join(parts)}  {seconds:.1f} s")
+            self._say_metrics(update, record)
         if record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0:
             self.say(f"update {update} skipped: its loss or its gradient is not finite")
         if rollouts:
             self.completion = _completion_panel(rollouts[0])
 
+    def _say_metrics(self, update: int, record: dict[str, Any]) -> None:
+        """Prints a line of metrics within WIDTH, below their labels if the columns are new.
+
+        Metrics of the environment without room in it follow with their labels.
+        """
+        seconds = record["time/rollout_s"] + record["time/train_s"]
+        labels, cells = {"": "update"}, {"": str(update)}
+        for name in self.history:
+            labels[name], spec, _ = self._look(name)
+            reported = record.get(f"reported/{name.removeprefix('info/')}")
+            few = f" of {reported}" if reported else ""
+            cells[name] = f"{record[name]:{spec}}{few}" if name in record else "-"
+        labels["time"], cells["time"] = "time", f"{seconds:.1f} s"
+        before, rest = list(self.widths), list[str]()
+        self.widths = {
+            name: max(self.widths.get(name, 0), len(labels[name]), len(cell))
+            for name, cell in cells.items()
+        }
+        for name in [name for name in reversed(cells) if name.startswith("info/")]:
+            if sum(width + 2 for width in self.widths.values()) - 2 > WIDTH:
+                del self.widths[name]
+                rest.insert(0, f"{labels[name]} {cells[name]}")
+        for row in [cells] if list(self.widths) == before else [labels, cells]:
+            self.say("  ".join(row[name].rjust(width) for name, width in self.widths.items()))
+        for line in textwrap.wrap("  ".join(rest), WIDTH - 8):
+            self.say(f"{'':8}{line}")
+
+    def _look(self, name: str) -> tuple[str, str, str]:
+        """Label, format and meaning of a metric."""
+        key = name.removeprefix("info/")
+        return METRICS.get(name, (key, ".2f", self.meanings.get(key, "")))
+
     def _render(self) -> RenderableType:
         table = Table.grid(padding=(0, 2))
         for name, values in self.history.items():
-            label, spec = _label_and_format(name)
+            label, spec, _ = self._look(name)
             bars = Text(sparkline(values, 40), style="green" if "reward" in name else "cyan")
             table.add_row(
                 Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}")
@@ -147,10 +188,6 @@ def sparkline(values: list[float], width: int) -> str:
     low, high = min(values), max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[int((v - low) * scale + 0.5)] for v in values)
-
-
-def _label_and_format(name: str) -> tuple[str, str]:
-    return METRICS.get(name, (name.removeprefix("info/"), ".2f"))
 
 
 def _completion_panel(rollout: Rollout) -> Panel:

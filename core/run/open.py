@@ -38,7 +38,7 @@ from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
 from environments import rewarded
-from environments.registry import short, split_spec
+from environments.registry import meanings, short, split_spec
 from environments.text import printable
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
@@ -197,11 +197,14 @@ class Run:
             results |= evaluation.pass_at_k(rollouts, sampled, self.cfg.eval_samples)
             for line in evaluation.left_out_lines(results, self.cfg.eval_samples):
                 self.say(line)
+        is_first = "first_correct" not in self.progress
         if not stopped:
             play_trivial = partial(self.collector.demonstrate, trivial=True)
             results |= evaluation.comparisons(self.progress, rollouts, held_out, play_trivial)
         for line in evaluation.accuracy_lines(rollouts, results):
             self.say(f"held-out accuracy at update {update}: {line}")
+        for line in evaluation.few_tasks_lines(rollouts, results) if is_first else []:
+            self.say(line)
         if stopped:
             self.log(update, results, [])
             raise Stopped
@@ -410,7 +413,7 @@ def _opened(
         closing(sampler),
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
-        Display(title, quiet=log_dir != folder) as display,
+        Display(title, None, log_dir != folder, meanings(cfg.env, trust=True)) as display,
     ):
         sampler.say = interrupt.say = display.say
         resumed = f"changed at this resume: {', '.join(changed.values())}" if changed else ""
