@@ -222,20 +222,6 @@ def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     return torch.where(mask, centered / (std + eps), 0).float()
 
 
-def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
-    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
-
-    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
-    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets, 0 if all are equal.
-    """
-    if len(targets) < 2:
-        return {}
-    errors = targets.double() - values.double()
-    unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
-    explained = 1 - (unexplained / spread).item() if spread else 0.0
-    return {"baseline/explained_variance": explained}
-
-
 def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
     """Per-token estimates of KL(π ‖ other) from samples of π, in nats; with d = log π - log other:
 

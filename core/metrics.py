@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algorithms.common import explained_variance
+from algorithms.common import minus
 from algorithms.ppo import gae
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch
@@ -301,6 +301,20 @@ def describe(env: str, record: dict[str, Any]) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
+    """1 - Var(targets - values) / Var(targets): 1 for a perfect baseline, 0 for a constant one.
+
+    Below 0 the values are worse than a constant: for pure noise, the mean of the other G - 1
+    rollouts of a group has -1 / (G - 1). Empty for fewer than two targets, 0 if all are equal.
+    """
+    if len(targets) < 2:
+        return {}
+    errors = targets.double() - values.double()
+    unexplained, spread = (minus(x, x.mean()).square().sum() for x in (errors, targets.double()))
+    explained = 1 - (unexplained / spread).item() if spread else 0.0
+    return {"baseline/explained_variance": explained}
 
 
 def wilson(successes: float, total: int, z: float = 1.96) -> tuple[float, float]:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from algorithms.common import explained_variance
 from core import evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
@@ -19,6 +18,7 @@ from core.metrics import (
     describe,
     distinct_tasks,
     eval_metrics,
+    explained_variance,
     few_tasks,
     mcnemar,
     pass_at_k,
