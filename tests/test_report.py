@@ -85,6 +85,26 @@ def updates_of(data, kind="train"):
     return [batch["update"] for batch in data["batches"] if batch["kind"] == kind]
 
 
+def test_report_names_what_the_environment_reports_without_importing_a_file(tmp_path):
+    (tmp_path / "own.py").write_text("raise SystemExit('imported')")
+    envs = ["letter_counting:difficulty=2", f"{tmp_path}/own.py:Env", "adding"]
+    data = report_data(tmp_path / "run", trained(1), config=CONFIG | {"env": envs})
+    assert data["meanings"] == {"worked": "fraction that spell the word"}
+
+
+def test_comparison_on_a_narrow_screen_folds_no_cell(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    records = [evaluated(0, 0.25), *trained(1), evaluated(2, 0.75)]
+    run = write_run(tmp_path / "a_run_with_a_name", records)
+    assert compare.main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "-  a_run_with_a_name: grpo on adding",
+        "   0.25 [0.15, 0.35] -> 0.75 [0.65, 0.85]",
+    ]
+    assert all(len(line) <= 80 for line in lines[:3])
+
+
 def test_page_keeps_text_inside_its_data(tmp_path):
     rows = [row("train", 1, 9, MARKUP, prompt=MARKUP, agent=MARKUP, error=MARKUP, env=MARKUP)]
     data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})

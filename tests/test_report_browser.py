@@ -231,6 +231,13 @@ def test_phone_needs_no_horizontal_scrolling(run, visit):
     page.locator("#about summary").click()
     page.locator(".explore summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    token = page.locator(".open [role=option]").last
+    token.scroll_into_view_if_needed()
+    token.click()
+    panel, text = (
+        page.locator(f".open {part}").last.bounding_box() for part in (".inspector", ".tokens")
+    )
+    assert panel["y"] >= text["y"] + text["height"]  # below the rollout, not over it
     number = page.locator(".open .head abbr").first
     number.click()  # as a tap, which shows no tooltip
     assert page.locator("#tip").inner_text() == number.get_attribute("title")
@@ -297,6 +304,7 @@ def test_text_never_becomes_markup(tmp_path, visit):
 def test_held_out_tasks_are_shown_before_and_after(run, visit):
     path, rows = run
     page = visit(path)
+    assert page.input_value("#change") == "changed"
     correct = {(r["update"], r["seed"]): r["info"]["correct"] for r in rows if r["kind"] == "eval"}
     gained = [seed for seed in range(8) if not correct[0, seed] and correct[UPDATES, seed]]
     lost = [seed for seed in range(8) if correct[0, seed] and not correct[UPDATES, seed]]
@@ -311,6 +319,8 @@ def test_held_out_tasks_are_shown_before_and_after(run, visit):
         before, after = article.locator(".two > div").all_inner_texts()
         assert "✗ wrong" in before and "at 0 " in before
         assert "✓ correct" in after and f"at {UPDATES} " in after
+    page.select_option("#change", "changed")
+    assert articles.count() == len(gained) + len(lost)
 
 
 def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):

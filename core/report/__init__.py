@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Fault
+from environments.registry import meanings
 from environments.text import one_line
 
 
@@ -23,8 +24,9 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     records = read_records(run_dir / METRICS)
     title = f"{algorithm_title(config)} on {' '.join(config['env'])} · {config['model_id']}"
     curves = partial(
-        draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}"
-    )
+        draw_curves, run_dir / "curves.png", records, f"{title} · seed {config['seed']}",
+        meanings(config["env"], trust=True),
+    )  # fmt: skip
     pages = {
         "README.md": partial(write_readme, run_dir, config, records),
         "curves.png": curves if any("update" in record for record in records) else None,

@@ -57,14 +57,19 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
     table = Table(box=None, header_style="bold")
     for i, header in enumerate(HEADERS):
         table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
-    for row in table_rows(list(zip(runs, configs, records, strict=True))):
+    rows = table_rows(list(zip(runs, configs, records, strict=True)))
+    for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     folder = runs[0].resolve().parent
     write_page(folder / "compare.html", list(zip(runs, configs, strict=True)))
     draw_comparison(folder / "compare.png", [
         (run.name, rows) for run, rows in zip(runs, records, strict=True)
     ])  # fmt: skip
-    Console().print(table)
+    if (console := Console()).width < 100:  # a table of so many columns would fold every cell
+        for cells in rows:
+            console.print(Text(printable(narrow(cells))))
+    else:
+        console.print(table)
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
@@ -112,6 +117,13 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
             rank = 1 + sum(other < needed for other, *_ in entries)
             rows.append(["-" if math.isinf(needed) else str(rank), *row])
     return rows
+
+
+def narrow(row: list[str]) -> str:
+    """A row of the table as lines for a narrow screen."""
+    rank, run, algorithm, env, accuracy, tokens, needed, time = row
+    return (f"{rank}  {run}: {algorithm} on {env}\n   {accuracy}\n   {tokens} tokens sampled, "
+            f"accuracy {TARGET_ACCURACY:g}: {needed}, {time} min")  # fmt: skip
 
 
 def main(args: list[str]) -> int:

@@ -1,7 +1,7 @@
 """Draws the training curves of a run, `curves.png`, and of several, `compare.png`."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,12 @@ STYLE: Any = {
 SMOOTHING = 2  # neighbours on each side that the thick line averages
 
 
-def draw_curves(path: Path, records: list[Record], title: str) -> None:
+def draw_curves(
+    path: Path, records: list[Record], title: str, meanings: Mapping[str, str] | None = None
+) -> None:
     """Draws accuracy, reward, completion length and a fourth panel: the metrics of the environment
     (info/*) or else the loss of the warm start. Thin vertical lines mark warnings. The file is
-    replaced as a whole."""
+    replaced as a whole. `meanings`: what info/* are, by their key."""
     updates = [r for r in records if "update" in r and "reward/mean" in r]
     warm_start = [r for r in records if "sft_step" in r and "sft/loss" in r]
     info = sorted({k for r in updates for k in r if k.startswith("info/")})
@@ -44,8 +46,7 @@ def draw_curves(path: Path, records: list[Record], title: str) -> None:
         _draw_metrics(axes[0, 1], updates, "Reward per rollout", ["reward/mean"], [BLUE])
         _draw_metrics(axes[1, 0], updates, "Completion length, tokens", ["length/mean"], [ORANGE])
         if info:
-            title = "Info of the environment, mean"
-            _draw_metrics(axes[1, 1], updates, title, info, [GREEN, PURPLE, ORANGE])
+            _draw_info(axes[1, 1], updates, info, meanings or {})
         elif warm_start:
             steps, losses = ([r[key] for r in warm_start] for key in ("sft_step", "sft/loss"))
             axes[1, 1].plot(steps, losses, color=PURPLE)
@@ -108,10 +109,10 @@ def _draw_accuracy(axis: Axes, records: list[Record]) -> None:
             axis.annotate(f"trivial baseline {trivial:.2f}", (updates[-1], trivial), (0, 4),
                           textcoords="offset points", ha="right", fontsize=9,
                           color=color)  # fmt: skip
-        for i, offset in ((0, (10, -3)), (-1, (-8, -20))):
+        for i, offset, side in ((0, (10, -3), "left"), (-1, (0, -20), "right")):
             axis.annotate(
                 f"{values[i]:.2f}", (updates[i], values[i]), offset, textcoords="offset points",
-                fontsize=14, fontweight="bold", color=color,
+                fontsize=14, fontweight="bold", color=color, ha=side,
             )  # fmt: skip
     axis.set_ylim(-0.03, 1.05)
     if len(names) > 1:
@@ -130,8 +131,21 @@ def _draw_metrics(
         updates, values = zip(*points, strict=True)
         axis.plot(updates, values, color=color, linewidth=1, alpha=0.35)
         axis.plot(updates, _smooth(values), color=color, linewidth=2.2, label=name)
-    if names[0].startswith("info/"):
+
+
+def _draw_info(
+    axis: Axes, records: list[Record], names: list[str], meanings: Mapping[str, str]
+) -> None:
+    """Draws what the environment reports; a single metric is the title."""
+    texts = [meanings.get(key, key) for key in (name.removeprefix("info/") for name in names)]
+    title = "Reported by the environment, mean" if len(names) > 1 else texts[0]
+    _draw_metrics(axis, records, title[:1].upper() + title[1:], names, [GREEN, PURPLE, ORANGE])
+    if len(names) > 1:
+        for line, text in zip(axis.lines[1::2], texts, strict=False):
+            line.set_label(text)
         axis.legend(frameon=False)
+    values = [r[name] for r in records for name in names if r.get(name) is not None]
+    if min(values) >= 0 and max(values) <= 1:
         axis.set_ylim(-0.03, 1.05)
 
 

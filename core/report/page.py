@@ -28,7 +28,7 @@ from core.report.summary import (
 from core.run import diagnostics
 from core.run.files import published
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
-from environments.registry import short
+from environments.registry import meanings, short
 from environments.text import printable_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -225,6 +225,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
         ],
         "curves": curves,
         "league": _league(run_dir / "league.json"),
+        "meanings": meanings(config["env"]),
         "held_out": _num_held_out(config),
         "loss": loss_settings(config),
     }
