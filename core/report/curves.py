@@ -145,7 +145,7 @@ def _draw_info(
             line.set_label(text)
         axis.legend(frameon=False)
     values = [r[name] for r in records for name in names if r.get(name) is not None]
-    if min(values) >= 0 and max(values) <= 1:
+    if values and min(values) >= 0 and max(values) <= 1:
         axis.set_ylim(-0.03, 1.05)
 
 
