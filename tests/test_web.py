@@ -192,6 +192,8 @@ def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
 
 @pytest.mark.browser
 def test_seed_box_shows_a_whole_seed_and_starts_the_one_that_is_typed(visit):
+    from playwright.sync_api import expect
+
     page = visit(make("letter_counting"), seed=EVAL_SEEDS[-1])
     box = page.locator("#seed")
     assert box.input_value() == str(EVAL_SEEDS[-1])
@@ -199,9 +201,7 @@ def test_seed_box_shows_a_whole_seed_and_starts_the_one_that_is_typed(visit):
     first = page.inner_text("article p")
     box.fill("7")
     box.press("Enter")
-    page.wait_for_function(
-        "text => document.querySelector('article p').innerText !== text", arg=first
-    )
+    expect(page.locator("article p").first).not_to_have_text(first)
     seventh = page.inner_text("article p")
     assert seventh == make("letter_counting").reset(7)[0]["content"]
     for wrong in ("", "-1", "1.5"):  # the browser says what is wrong with it; the episode stays
@@ -210,7 +210,7 @@ def test_seed_box_shows_a_whole_seed_and_starts_the_one_that_is_typed(visit):
         assert page.evaluate("!document.querySelector('#task').checkValidity()")
         assert page.inner_text("article p") == seventh
     page.click("#next")  # of the episode on display, not of what is in the box
-    page.wait_for_function("document.querySelector('#seed').value === '8'")
+    expect(box).to_have_value("8")
 
 
 @pytest.mark.browser
