@@ -74,7 +74,7 @@ def test_several_ranks_train_as_one(tmp_path, case, ranks):
         (tmp_path / str(number)).mkdir()
         code, out, err = finish(launch(tmp_path / str(number), *flags, ranks=number))
         assert code == 0, err
-        assert out.count("update  reward") == 1  # rank 0 alone speaks
+        assert out.count("picoRL · ") == 1  # rank 0 alone speaks
     one, two = (tmp_path / str(number) / "runs" / "a" for number in (1, ranks))
     assert {p.name for p in one.iterdir()} == {p.name for p in two.iterdir()}
     assert_alike(metrics_of(one), metrics_of(two))
