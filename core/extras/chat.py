@@ -177,6 +177,8 @@ def main(flags: Flags, cfg: Config) -> int:
     if interactive:
         decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
         _note(f"{decoding}, up to {cfg.max_tokens} tokens\n{COMMANDS}")
+        if cfg.model_id == "tiny":
+            _note("tiny knows only its tasks' wording, one task per conversation: try /task")
     for number, line in enumerate(read_lines(interactive)):
         text, seed = line.strip(), derive_seed(cfg.seed, number)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)

@@ -29,7 +29,8 @@ WARNINGS = {
     ),
     "dead_groups": (
         "in most groups all rollouts have the same return, so their advantages and gradients are 0",
-        "--temperature 1, easier tasks, --curriculum 0.8, --filter-groups 3, a larger --group-size",
+        "a warm start (--sft-steps) where the policy never succeeds, easier tasks, "
+        "--curriculum 0.8, --filter-groups 3, a larger --group-size",
     ),
     "kl_runaway": (
         "the policy changes too much in one update, or is too far from the reference policy",
