@@ -58,7 +58,9 @@ def draw_curves(
 
 
 def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
-    """Draws the held-out accuracy by sampled tokens of runs, given as name and records.
+    """Draws the held-out accuracy by sampled tokens of runs, with its 95% interval.
+
+    `runs`: name and records of each.
 
     One panel for each environment that was evaluated. A star marks the evaluation at which a run
     reaches TARGET_ACCURACY, the dashed line.
@@ -75,6 +77,10 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
                 tokens, accuracy = zip(*points, strict=True) if points else ((), ())
                 look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4}
                 axis.plot(tokens, accuracy, label=name, **look)
+                evaluated = [r for r in records if f"eval/{env}/accuracy" in r]
+                low, high = ([r[f"eval/{env}/ci_{end}"] for r in evaluated]
+                             for end in ("low", "high"))  # fmt: skip
+                axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
                 if reached := [point for point in points if point[1] >= TARGET_ACCURACY]:
                     axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16}))
             axis.set_ylim(-0.03, 1.05)
