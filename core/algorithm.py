@@ -15,6 +15,7 @@ others. algorithms/README.md has an example.
 
 import importlib
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,11 @@ def load_algorithm(algo: str) -> Any:
         return importlib.import_module(WORKSHOP).ScratchAlgorithm
     if not is_file(algo):
         if algo not in algorithm_names():
-            names = ", ".join(algorithm_names())
-            raise UsageError(f"--algo {algo}: choose {names}, or FILE.py of your own")
+            file, names = f"{algo}.py", algorithm_names()
+            similar = [file] if Path(file).is_file() else get_close_matches(algo, names, n=1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UsageError(f"--algo {algo}: {hint}choose {', '.join(names)}, or FILE.py of your "
+                             "own")  # fmt: skip
         return importlib.import_module(f"algorithms.{algo}")
     name = name_of(algo)
     try:

@@ -356,6 +356,10 @@ def import_attribute(source: str, attribute: str, *bases: type) -> Any:
         place = f"{given}:NAME, with one of {names}" if names else "FILE.py:NAME"
         raise UsageError(f"{given} names no class or function: write {place}")
     module = import_source(source)
+    if not hasattr(module, attribute):
+        similar = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
+        raise UsageError(f"{short_path(source, 1)} has no {attribute}{hint}")
     try:
         found = getattr(module, attribute)
         returned = found

@@ -163,6 +163,7 @@ configs:
 @pytest.mark.parametrize(("options", "words"), [
     ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
+    ("data=rows.jsonl,reward=rewards.py:acuracy", "has no acuracy; did you mean accuracy?"),
     ("data=rows.jsonl,reward=rewards.py", "write rewards.py:NAME, with one of accuracy, brief,"),
     ("data=rows.jsonl,reward=no.py", "no file no.py"),
     ("data=rows.jsonl,reward=accuracy", "write FILE.py:NAME"),

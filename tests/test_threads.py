@@ -346,6 +346,7 @@ def test_a_call_cannot_change_the_settings_of_pytorch(count):
     assert settings() == (torch.float32, True)
     assert made(settings, settings) == [settings()] * 2
     calls.limit = 0.1
-    assert made(*(partial(rude, 250) for _ in range(count))) == [None] * count  # given up
+    # at least one is given up: a profiler may hold Python up until the others have ended
+    assert None in made(*(partial(rude, 250) for _ in range(count)))
     assert settings() == (torch.float32, True)
     calls.close()
