@@ -84,9 +84,9 @@ def load_algorithm(algo: str) -> Any:
         return importlib.import_module(WORKSHOP).ScratchAlgorithm
     if not is_file(algo):
         if algo not in algorithm_names():
-            file, names = f"{algo}.py", algorithm_names()
-            similar = [file] if Path(file).is_file() else get_close_matches(algo, names, n=1)
-            hint = f"did you mean {similar[0]}? " if similar else ""
+            own, names = f"{algo}.py", algorithm_names()
+            similar = [own] if Path(own).is_file() else get_close_matches(algo, names, n=2)
+            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UsageError(f"--algo {algo}: {hint}choose {', '.join(names)}, or FILE.py of your "
                              "own")  # fmt: skip
         return importlib.import_module(f"algorithms.{algo}")

@@ -199,7 +199,7 @@ def test_code_that_options_name_is_found_from_another_folder(place, monkeypatch,
 
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
-    ("games.py:Labyrinth", ["AttributeError", "Labyrinth"]),
+    ("games.py:Labyrinth", ["games.py has no Labyrinth"]),
     ("os:system:command=touch marker", ["derived from Env"]),
     ("games.py:size=4", ["games.py:Maze"]), ("games", ["did you mean games.py:Maze?"]),
     ("Maze", ["did you mean games.py:Maze?"]), ("Maze:size=4", ["did you mean games.py:Maze?"]),

@@ -50,7 +50,7 @@ SETTINGS = [  # invalid settings, and the flag that the message names
 
 COMMANDS = [  # a command line, and what its message names
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
-    ("--algo gpro", "did you mean grpo? choose cispo, "),
+    ("--algo gpro", "did you mean gspo or grpo? choose cispo, "),
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
     ("--env letter_counting:difficulty=hard", "'hard'"),
