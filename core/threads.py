@@ -1,8 +1,8 @@
 """Calls environments in daemon threads: slow ones many at the same time, each within a time limit.
 
 One thread makes the calls of quick environments, in their order, and those of environments that
-declare `thread_safe = False` or draw from the process-wide generators of `random` or NumPy. A kind
-of call that once was slow gets a thread for each call.
+declare `thread_safe = False` or draw from the process-wide generators of `random` or NumPy. Each
+call of a kind that has proved slow gets a thread.
 
 A call that exceeds the limit is given up: its outcome is a TimeLimit. An endless loop in Python is
 interrupted; what a library does goes on, so the environment must not be used any more.
@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -24,7 +24,8 @@ import numpy as np
 import torch
 
 POLL = 0.05  # seconds
-SLOW = 0.01  # seconds; a kind of call that once took longer is made in many threads
+SLOW = 0.01  # seconds; a kind of call that takes longer is made in many threads,
+PATIENCE = 0.1  # once its calls took this many seconds longer: one long call, or several
 
 Kind = tuple[str, str]  # whose calls: the spec of an environment, and the method
 Outcome = tuple[Any, BaseException | None]  # what a call returned or raised
@@ -50,6 +51,7 @@ class Threads:
         self.interrupts = interrupts
         self.say: Callable[[str], None] = lambda line: None
         self.slow = set[Kind]()
+        self.longer = defaultdict[Kind, float](float)  # seconds beyond SLOW of the calls of a kind
         self.alone = set[str]()  # specs that one thread calls, however slow they are
         self.one, self.many = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()  # to be called
         self.done = deque[tuple[Any, Outcome, float]]()
@@ -143,7 +145,9 @@ class _Worker(threading.Thread):
                 if not _stayed_in(threads.folder):
                     error = RuntimeError("the environment changed the working directory")
                     outcome = None, error
-                if seconds > SLOW and threads.count > 1 and kind not in threads.slow:
+                threads.longer[kind] += seconds - SLOW
+                is_new = threads.count > 1 and kind not in threads.slow
+                if is_new and threads.longer[kind] > PATIENCE:
                     threads.slow.add(kind)
                     self._check_generators(kind[0], before)
                 done.append((key, outcome, seconds))

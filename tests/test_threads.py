@@ -59,7 +59,13 @@ class Slow(Env):
         return Step(None, float(self.seed), True)
 
 
-def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, register):
+@pytest.fixture
+def impatient(monkeypatch):
+    """One call of over 10 ms makes its kind slow."""
+    monkeypatch.setattr(threads, "PATIENCE", 0.0)
+
+
+def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, register, impatient):
     register(type("Waits", (Slow,), {"waits": True}))
     rollouts = RolloutCollector(policy, 4).collect(tasks(8), Scripted(policy), PARAMS)
     assert not any(r.error for r in rollouts)
@@ -67,7 +73,9 @@ def test_rollouts_have_the_order_of_the_tasks_whatever_call_ends_first(policy, r
     assert [r.episode_return for r in rollouts] == [2.0 * seed for seed in range(8)]
 
 
-def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(policy, register):
+def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
+    policy, register, impatient
+):
     seen = set()
 
     class Fussy(Slow):
@@ -100,7 +108,9 @@ def test_environments_may_run_asyncio_in_a_notebook(policy, register):
     assert [r.error for r in asyncio.run(cell())] == ["", ""]
 
 
-def test_process_wide_generators_draw_as_if_the_environments_were_alone(policy, register):
+def test_process_wide_generators_draw_as_if_the_environments_were_alone(
+    policy, register, impatient
+):
     class Sloppy(Env):
         def reset(self, seed):
             random.seed(seed)
@@ -139,6 +149,7 @@ class Uneven(Env):
 def no_rounds(monkeypatch):
     """Every environment counts as slow, so no episode waits for another."""
     monkeypatch.setattr(threads, "SLOW", 0.0)
+    monkeypatch.setattr(threads, "PATIENCE", 0.0)
     monkeypatch.setattr(pool, "LATE", 0.0)
     monkeypatch.setattr(pool, "ENOUGH", 1)
 
