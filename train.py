@@ -107,7 +107,9 @@ def main(cfg: Config) -> int:
                     batch.loss_mask, options.aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
                 for micro in micro_batches(run.policy, batch, rows):
-                    logprobs, entropy, values = forward(run.policy, micro, cfg.temperature)
+                    logprobs, entropy, values = forward(
+                        run.policy, micro, cfg.temperature, entropy_grad=cfg.entropy_coef > 0
+                    )
                     if batch.old_logprobs is None:  # the only step: the policy is the old one
                         micro.old_logprobs = logprobs.detach()
                     # min(π_old / π_sampler, 2) by default: about 1, and without gradient
@@ -115,7 +117,9 @@ def main(cfg: Config) -> int:
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    run.optimizer.backward(loss)  # adds to the gradients
+                    # adds to the gradients; rollouts with advantage 0 usually have none, and are
+                    # in micro-batches of their own, which need no backward pass
+                    run.optimizer.backward(loss, (logprobs, entropy, values))
                     stats.add(micro, loss, entropy, sums | kl_sums)
                 if not take_step(cfg, run, stats, epoch, update):
                     break
@@ -213,18 +217,23 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
 
 
 def forward(
-    policy: Policy, micro: MicroBatch, temperature: float
+    policy: Policy, micro: MicroBatch, temperature: float, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32."""
-    # [b, T, D]: the output of the transformer before its last layer, which is `policy.to_logits`
-    hidden = policy.hidden_states(micro.input_ids, micro.packed)
+    """Log-probs and entropies of the sampled tokens, and values (PPO), each [b, T-1] float32.
+
+    Gradients flow through the log-probs and the values, and with `entropy_grad` the entropies.
+    """
+    # [L, D], L distinct prefixes (core/prefix_sharing.py), or b·T with padding: the output of the
+    # transformer before its last layer, which is `policy.to_logits`
+    hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
     logprobs, entropy = common.token_logprobs(
-        hidden, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
-        policy.logits_chunk, micro.kept_ids,
+        hidden, micro.nodes, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
+        policy.logits_chunk, micro.kept_ids, entropy_grad,
     )  # fmt: skip
     if policy.value_head is None:
         return logprobs, entropy, None
-    return logprobs, entropy, policy.value_head(hidden[:, :-1].float()).squeeze(-1)
+    values = policy.value_head(hidden.float()).squeeze(-1)  # [L]
+    return logprobs, entropy, values[micro.nodes[:, :-1]]
 
 
 def needs_old_logprobs(cfg: Config) -> bool:

@@ -74,38 +74,60 @@ class Micro(TokenTensors):
 
 def token_logprobs(
     hidden: Tensor,
+    nodes: Tensor,
     input_ids: Tensor,
     completion_mask: Tensor,
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
     chunk: int = 4096,
     kept_ids: list[list[int]] | None = None,
+    entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
 
         log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
 
-    `hidden` [b, T, D], `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [n, D] to
-    [n, V]. Returns two float32 tensors [b, T-1] in nats, 0 off the mask; gradients flow through
-    both. To save memory, logits exist only where the next token was sampled, `chunk` positions at a
-    time, and the backward pass computes them again. `kept_ids`: see `only_kept`; None: all ids.
-    """
-    # causal shift: the hidden state at t predicts the token at t+1
-    predictors = hidden[:, :-1][completion_mask]  # [n, D]
-    targets = input_ids[:, 1:][completion_mask]  # [n]
+    `hidden` [L, D] of L distinct prefixes, `nodes` [b, T] which of them ends at each token,
+    `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [l, D] to [l, V]. Returns two
+    float32 tensors [b, T-1] in nats, 0 off the mask. Gradients flow through the log-probs, and with
+    `entropy_grad` through the entropy.
 
-    def one_chunk(h: Tensor, target: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        logits = to_logits(h).float() / temperature  # [n, V]
+    Logits exist only where the next token was sampled, once for all tokens that were sampled after
+    the same prefix. If there are more than `chunk` such prefixes, `chunk` at a time exist, and the
+    backward pass computes them again. `kept_ids`: see `only_kept`; None: all ids.
+    """
+    # causal shift: the prefix that ends at t predicts the token at t+1
+    predictors = nodes[:, :-1][completion_mask]  # [n]
+    targets = input_ids[:, 1:][completion_mask]  # [n]
+    if kept_ids is None:
+        prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
+    else:  # each token has kept ids of its own
+        prefixes, place = predictors, torch.arange(len(predictors), device=nodes.device)
+
+    def one_chunk(start: int, here: Tensor) -> tuple[Tensor, Tensor]:
+        h = hidden[prefixes[start : start + chunk]]
+        logits = to_logits(h).float() / temperature  # [l, V]
         if kept_ids is not None:
             logits = only_kept(logits, kept_ids[start : start + len(h)])
         all_logprobs = logits.log_softmax(-1)
-        entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        return all_logprobs.gather(1, target[:, None]).squeeze(1), entropy
+        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
+        index = place[here] - start
+        return all_logprobs[index, targets[here]], entropy[index]
 
-    starts = range(0, max(1, len(targets)), chunk)
-    chunks = zip(predictors.split(chunk), targets.split(chunk), starts, strict=True)
-    pairs = [checkpoint(one_chunk, *part, use_reentrant=False) for part in chunks]
-    logprobs, entropy = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    logprobs, entropy = hidden.new_zeros(2, len(targets), dtype=torch.float32)
+    for start in range(0, max(1, len(prefixes)), chunk):
+        here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
+        several = len(prefixes) > chunk
+        pair = (
+            checkpoint(one_chunk, start, here, use_reentrant=False)
+            if several
+            else one_chunk(start, here)
+        )
+        logprobs, entropy = (
+            logprobs.index_copy(0, here, pair[0]),
+            entropy.index_copy(0, here, pair[1]),
+        )
     zeros = torch.zeros(completion_mask.shape, device=hidden.device)
     return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(
         completion_mask, entropy

@@ -16,15 +16,14 @@ in the flattened [B, N], row · N + column. For example in row 1 of a batch with
     token_ids    p0 p1 a b c      a prompt of two tokens, a completion of three
     places       -1 -1 5 6 7      -1: not sampled
 
-Where the model allows it, as `tiny` does, sequences with the same prompt share its computation
-(core/prefix_sharing.py): `packed` is an optimization that changes no value beyond rounding.
+Where the model allows it, as `tiny` does, sequences that begin alike share the computation of what
+they share (core/prefix_sharing.py): `tree` changes no value beyond rounding.
 """
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +34,8 @@ from algorithms.common import Batch, Micro
 from core import distributed
 from core.config import Config
 from core.policy import Policy
-from core.prefix_sharing import PackedGroups, pack_groups
+from core.prefix_sharing import PrefixTree, make_tree, parts
 from core.types import Rollout, Turn
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -77,7 +74,8 @@ class MicroBatch(Micro):
     input_ids: Tensor  # [b, T] int64
     index: Tensor  # [b, T-1] int64: place of the next token in the flattened [B, N]; 0 off the mask
     rows: list[int]  # of [B, N]: the rollout of each sequence
-    packed: PackedGroups | None = None  # the same sequences with each shared prompt once
+    nodes: Tensor  # [b, T] int64: place of each token's hidden state among those computed
+    tree: PrefixTree | None = None  # what is computed; None: `input_ids`, padding included
     kept_ids: list[list[int]] | None = None  # of each sampled token, row by row; None: all ids
 
     def gather(self, values: Tensor) -> Tensor:
@@ -154,11 +152,12 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     batch.rewards = rewards
 
 
-def largest_batch(max_length: int, max_tokens: int) -> RolloutBatch:
-    """As many rollouts of `max_length` dummy tokens as one micro-batch of `max_tokens` holds."""
+def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> RolloutBatch:
+    """As many rollouts of `max_length` tokens, none shared, as one micro-batch holds."""
     count = max(1, max_tokens // max_length) * distributed.num_ranks()
-    turn = Turn([0], [0] * (max_length - 1), [0.0] * (max_length - 1), "length")
-    return to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for _ in range(count)])
+    rest = [0] * (max_length - 1)
+    turns = [Turn([i % vocab_size], rest, [0.0] * len(rest), "length") for i in range(count)]
+    return to_rollout_batch([Rollout("", "", 0, 0, turns=[turn]) for turn in turns])
 
 
 def minibatches(
@@ -184,37 +183,48 @@ def micro_batches(
 ) -> Iterator[MicroBatch]:
     """This rank's micro-batches of the rollouts `rows` (None: all), with their token tensors.
 
-    Each has at most `policy.micro_batch_tokens` tokens to compute, padding included, and a shared
-    prompt counted once; a longer sequence has a micro-batch of its own.
+    Each has at most `policy.micro_batch_tokens` tokens to compute; a longer sequence has a
+    micro-batch of its own. Rollouts without an advantage have theirs, which need no backward pass.
     """
     wanted = set(range(len(batch.completion_mask)) if rows is None else rows)
-    chosen = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
-    mine = distributed.shard(chosen, len)
     known = {name: getattr(batch, name) for name in TENSORS}
     known = {name: x.to(policy.device) for name, x in known.items() if x is not None}
     own = {name: x.to(policy.device) for name, x in batch.own.items()}
-    for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.packs_groups):
-        for name, values in known.items():
-            setattr(micro, name, micro.gather(values))
-        micro.own = {name: micro.gather(values) for name, values in own.items()}
-        micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
-        if batch.kept_ids:
-            places = micro.index[micro.completion_mask].tolist()
-            micro.kept_ids = [batch.kept_ids[place] for place in places]
-        yield micro
+    for chosen in _by_gradient(batch, wanted):
+        mine = distributed.shard(chosen, len)
+        for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
+            for name, values in known.items():
+                setattr(micro, name, micro.gather(values))
+            micro.own = {name: micro.gather(values) for name, values in own.items()}
+            micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
+            if batch.kept_ids:
+                places = micro.index[micro.completion_mask].tolist()
+                micro.kept_ids = [batch.kept_ids[place] for place in places]
+            yield micro
+
+
+def _by_gradient(batch: RolloutBatch, rows: set[int]) -> list[list[Sequence]]:
+    """The sequences of `rows`: those of rollouts with an advantage, then the others."""
+    chosen = [sequence for sequence in batch.sequences if sequence.rollout in rows]
+    if batch.advantages is None:
+        return [chosen]
+    alive = batch.advantages.ne(0).any(1).tolist()
+    return [[s for s in chosen if alive[s.rollout] == wanted] for wanted in (True, False)]
 
 
 def cut(
     sequences: list[Sequence],
     max_tokens: int,
     device: torch.device | str = "cpu",
-    pack: bool = False,
+    share: bool = False,
 ) -> Iterator[MicroBatch]:
-    """Cuts sequences, longest first, into micro-batches of `max_tokens`; `pack`: shares prompts."""
-    if pack:
-        for groups in _bundles(sequences, max_tokens):
-            micro = _pad([sequence for group in groups for sequence in group], device)
-            micro.packed = _pack(groups).to(device)
+    """Cuts sequences into micro-batches of `max_tokens`; `share`: as trees, else longest first."""
+    if share:
+        ids = [sequence.token_ids for sequence in sequences]
+        for part in parts(ids, max_tokens):
+            micro = _pad([sequences[i] for i in part], device)
+            micro.tree = make_tree([ids[i] for i in part]).to(device)
+            micro.nodes = micro.tree.nodes
             yield micro
         return
     ordered = sorted(sequences, key=len, reverse=True)
@@ -233,53 +243,5 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
     return MicroBatch(
         input_ids=ids.to(device), completion_mask=places >= 0, index=places.clamp(min=0),
         rows=[s.rollout for s in sequences],
+        nodes=torch.arange(ids.numel(), device=device).view(ids.shape),
     )  # fmt: skip
-
-
-def _bundles(sequences: list[Sequence], max_tokens: int) -> Iterator[list[list[Sequence]]]:
-    """Micro-batches as lists of groups that share a prompt; splits a group only if it must."""
-    groups: dict[tuple[int, ...], list[Sequence]] = {}
-    for sequence in sorted(sequences, key=len, reverse=True):
-        prompt = tuple(sequence.token_ids[: sequence.prompt_length])
-        groups.setdefault(prompt, []).append(sequence)
-    parts = [
-        part
-        for prompt, group in groups.items()
-        for part in _chunks(group, _suffix_length, max_tokens - len(prompt))
-    ]
-    return _chunks(parts, _packed_length, max_tokens)
-
-
-def _chunks(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
-    """Consecutive items whose sizes add up to at most `limit`; an item above it is alone."""
-    chunk: list[T] = []
-    room = limit
-    for item in items:
-        if chunk and size(item) > room:
-            yield chunk
-            chunk, room = [], limit
-        chunk.append(item)
-        room -= size(item)
-    if chunk:
-        yield chunk
-
-
-def _suffix_length(sequence: Sequence) -> int:
-    return len(sequence) - sequence.prompt_length
-
-
-def _packed_length(group: list[Sequence]) -> int:
-    return group[0].prompt_length + sum(map(_suffix_length, group))
-
-
-def _pack(groups: list[list[Sequence]]) -> PackedGroups:
-    """A group of one sequence has no prompt to share: the whole sequence is the suffix."""
-    prompts: list[list[int]] = []
-    suffixes: list[tuple[int, list[int]]] = []  # (prompt, or -1 for none; token ids)
-    for group in groups:
-        number, shared = -1, 0
-        if len(group) > 1:
-            number, shared = len(prompts), group[0].prompt_length
-            prompts.append(group[0].token_ids[:shared])
-        suffixes += [(number, sequence.token_ids[shared:]) for sequence in group]
-    return pack_groups(prompts, suffixes)

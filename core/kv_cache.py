@@ -1,13 +1,16 @@
 """Keys and values of all layers, and the logits of the next token, while TorchSampler samples.
 
-`SharedPrefixCache` stores each prompt once, for all its completions. It serves the models that
-train on packed groups (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
+A row is a distinct prefix: a prompt and the tokens sampled after it. Completions that are equal so
+far are one row, which splits when their next tokens differ:
 
-    cache = prefill(policy, prompts, max_new_tokens=64)
-    cache.logits                # [R, V]: logits of the token after each of R prompts
+    cache = prefill(policy, prompts, max_new_tokens=64)    # a row for each of R distinct prompts
+    cache.logits                # [R, V]: logits of the token after each row
+    cache.select([0, 0, 2])     # row 0 becomes two rows, row 1 is dropped
     cache.append(token_ids)     # [R]: one token per row; then `logits` are those of the next token
-    cache.keep(rows)            # drop all other rows; the next `append` updates `logits`
     cache.merge(other)          # add the rows of another cache, before tokens are appended to it
+
+`SharedPrefixCache` stores each prompt once, for all its rows. It serves the models that compute
+trees of prefixes (core/prefix_sharing.py). Others get a `RepeatedPrefixCache`.
 """
 
 import itertools
@@ -22,31 +25,39 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from core.policy import Policy
+from core.prefix_sharing import look_up, make_tree
+
+KeysAndValues = tuple[Tensor, Tensor]  # of one layer
 
 
 def prefill(
     policy: Policy, prompts: list[list[int]], max_new_tokens: int
 ) -> "SharedPrefixCache | RepeatedPrefixCache":
-    """Computes each distinct prompt once. `max_new_tokens`: how many tokens `append` will add."""
-    index_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-    width, device = max(map(len, index_of)), policy.device
+    """Computes distinct prompts. `max_new_tokens`: how many tokens `append` will add to a row."""
+    model, device, n = policy.causal_lm, policy.device, max(map(len, prompts))
     # left padding: all prompts end in the last column, where their completions begin
-    padded = [[policy.end_of_turn_id] * (width - len(p)) + list(p) for p in index_of]
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in index_of], device=device)
-    cache = DynamicCache(config=policy.causal_lm.config)  # some models mix kinds of layers
-    logits = policy.causal_lm(
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    mask = torch.arange(n, device=device) >= n - lengths[:, None]  # [R, n]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    if policy.shares_prefixes:
+        tree, kept = make_tree(prompts).to(device), dict[int, KeysAndValues]()
+        decoder = model.get_decoder()
+        hidden = decoder(**tree.inputs(), use_cache=False, kept=kept).last_hidden_state[0]
+        nodes = tree.nodes.gather(1, positions)  # [R, n]
+        prompt_kv = [(look_up(nodes, k), look_up(nodes, v)) for _, (k, v) in sorted(kept.items())]
+        logits = policy.to_logits(hidden[nodes[:, -1]])
+        return SharedPrefixCache(model, prompt_kv, mask, logits, max_new_tokens)
+    padded = [[policy.end_of_turn_id] * (n - len(prompt)) + prompt for prompt in prompts]
+    cache = DynamicCache(config=model.config)  # some models mix kinds of layers
+    logits = model(
         input_ids=torch.tensor(padded, device=device),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        attention_mask=mask.long(),
+        position_ids=positions,
         use_cache=True,
         logits_to_keep=1,
-        **{cache_argument(policy.causal_lm): cache},
+        **{cache_argument(model): cache},
     ).logits[:, -1]
-    prompt_of = torch.tensor([index_of[tuple(prompt)] for prompt in prompts], device=device)
-    logits = logits[prompt_of]  # [R, V]
-    if policy.packs_groups:
-        return SharedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of, max_new_tokens)
-    return RepeatedPrefixCache(policy.causal_lm, cache, mask, logits, prompt_of)
+    return RepeatedPrefixCache(model, cache, mask.long(), logits)
 
 
 def cache_argument(model: Any) -> str:
@@ -57,12 +68,9 @@ def cache_argument(model: Any) -> str:
 class RepeatedPrefixCache:
     """The cache of transformers: every row has a copy of its prompt's keys and values."""
 
-    def __init__(
-        self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor
-    ):
-        """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
-        cache.reorder_cache(cast(LongTensor, prompt_of))
-        self.model, self.cache, self.mask, self.logits = model, cache, mask[prompt_of], logits
+    def __init__(self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor):
+        """`cache`, `mask` [R, n] int64 and `logits` [R, V] of R prompts."""
+        self.model, self.cache, self.mask, self.logits = model, cache, mask, logits
 
     def append(self, token_ids: Tensor) -> None:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
@@ -74,7 +82,7 @@ class RepeatedPrefixCache:
             **{cache_argument(self.model): self.cache},
         ).logits[:, -1]
 
-    def keep(self, rows: Tensor) -> None:
+    def select(self, rows: Tensor) -> None:
         self.cache.reorder_cache(cast(LongTensor, rows))
         self.mask = self.mask[rows]
 
@@ -111,29 +119,27 @@ class SharedPrefixCache:
     can_merge = True
 
     def __init__(
-        self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor, prompt_of: Tensor,
+        self, model: Any, prompt_kv: list[KeysAndValues], mask: Tensor, logits: Tensor,
         max_new_tokens: int,
     ):  # fmt: skip
-        """`cache` and `mask` [P, n] of P prompts; `logits` [R, V] and `prompt_of` [R] of R rows."""
-        self.model, self.logits, self.prompt_of, self.num_appended = model, logits, prompt_of, 0
-        self.appended: Tensor | None = None  # [R], to each row; None: num_appended to all of them
-        self.row_padding: Tensor | None = None  # [R, 1, 1, num_appended + 1]: not of the row
-        self.position = mask.sum(1)[prompt_of] - 1  # [R]
-        self.padding = None if mask.all() else (mask == 0)[:, None, None]  # [P, 1, 1, n]
-        layers: list[Any] = cache.layers
-        self.prompt_kv = [(x.keys.transpose(2, 3).contiguous(), x.values) for x in layers]
-        _, kv_heads, _, head_dim = layers[0].values.shape
-        shape = (len(prompt_of), kv_heads, max_new_tokens, head_dim)
-        self.row_kv = [(v.new_empty(shape), v.new_empty(shape)) for _, v in self.prompt_kv]
+        """`prompt_kv` of each layer [P, h, n, d], `mask` [P, n] bool, `logits` [P, V]; R is P."""
+        self.model, self.logits = model, logits
+        self.prompt_of = torch.arange(len(mask), device=mask.device)  # [R]
+        self.appended = torch.zeros_like(self.prompt_of)  # [R]: tokens of each row
+        self.width = 0  # of the longest row
+        self.position = mask.sum(1) - 1  # [R]
+        self.padding = None if mask.all() else ~mask[:, None, None]  # [P, 1, 1, n]
+        self.row_padding: Tensor | None = (
+            None  # [R, 1, 1, width + 1]; None: all rows are equally long
+        )
+        self.prompt_kv = [(k.transpose(2, 3).contiguous(), v.contiguous()) for k, v in prompt_kv]
+        _, kv_heads, _, head_dim = prompt_kv[0][1].shape
+        shape = (len(mask), kv_heads, max_new_tokens, head_dim)
+        self.row_kv = [(v.new_empty(shape), v.new_empty(shape)) for _, v in prompt_kv]
         self._index_rows()
 
     def append(self, token_ids: Tensor) -> None:
         self.position = self.position + 1
-        if self.appended is not None:
-            # a finished row that has not been dropped yet may have more tokens than there is room
-            width = min(self.num_appended + 1, self.row_kv[0][0].shape[2])
-            columns = torch.arange(width, device=self.position.device)
-            self.row_padding = (columns > self.appended[:, None])[:, None, None]
         self.logits = self.model(
             input_ids=token_ids[:, None],
             attention_mask=token_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),  # unused; no default
@@ -141,21 +147,18 @@ class SharedPrefixCache:
             use_cache=False,
             context=self,  # transformers passes it to prefix_sharing.attend, which calls `attend`
         ).logits[:, -1]
-        self.num_appended += 1
-        if self.appended is not None:
-            self.appended = self.appended + 1
+        self.appended = self.appended + 1
+        self._measure()
 
-    def keep(self, rows: Tensor) -> None:
-        self.position = self.position[rows]
-        if self.appended is not None:
-            self.appended = self.appended[rows]
-            self.num_appended = int(self.appended.max())
-        self.row_kv = [(k[rows], v[rows]) for k, v in self.row_kv]
+    def select(self, rows: Tensor) -> None:
+        self.position, self.appended = self.position[rows], self.appended[rows]
+        self.row_kv = [(self._copies(k, rows), self._copies(v, rows)) for k, v in self.row_kv]
         used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         if len(used) < len(self.row_table):  # some prompt has no row left
             self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]
             self.padding = None if self.padding is None else self.padding[used]
         self._index_rows()
+        self._measure()
 
     def merge(self, other: "SharedPrefixCache") -> None:
         """Adds the rows of `other`. From then on each row has a copy of its prompt.
@@ -163,7 +166,7 @@ class SharedPrefixCache:
         Equal prompts are rare among rows that began at different times.
         """
         both, device = (self, other), self.position.device
-        self.appended = torch.cat([c.appended_to_rows() for c in both])  # [R]
+        self.appended = torch.cat([c.appended for c in both])  # [R]
         self.position = torch.cat([c.position for c in both])
         lengths = self.position + 1 - self.appended  # [R], of the prompts
         n = int(lengths.max())
@@ -177,20 +180,27 @@ class SharedPrefixCache:
         self.padding = padding[:, None, None] if padding.any() else None
         self.logits = torch.cat([c.logits for c in both])
         self._index_rows()
+        self._measure()
 
-    def appended_to_rows(self) -> Tensor:
-        """How many tokens have been appended to each row: [R]."""
-        if self.appended is None:
-            return torch.full_like(self.position, self.num_appended)
-        return self.appended
+    def _measure(self) -> None:
+        """Sets `width` and `row_padding` from `appended`."""
+        self.width = int(self.appended.max())
+        columns = torch.arange(self.width + 1, device=self.appended.device)
+        equal = bool((self.appended == self.width).all())
+        self.row_padding = None if equal else (columns > self.appended[:, None])[:, None, None]
+
+    def _copies(self, x: Tensor, rows: Tensor) -> Tensor:
+        """`x[rows]`, and zeros after the longest row, as 0 times what is in memory may be NaN."""
+        copies = x.new_zeros(len(rows), *x.shape[1:])
+        copies[:, :, : self.width] = x[rows, :, : self.width]
+        return copies
 
     def _merged_rows(self, other: "SharedPrefixCache", layer: int, kind: int) -> Tensor:
         """The keys (kind 0) or values (1) of its rows, and room for those of `other`."""
         mine, added = self.row_kv[layer][kind], other.row_kv[layer][kind]
         columns = max(mine.shape[2], added.shape[2])
-        # zeros, because a weight of 0 times what uninitialized memory holds may be NaN
         merged = mine.new_zeros(len(mine) + len(added), mine.shape[1], columns, mine.shape[3])
-        merged[: len(mine), :, : self.num_appended] = mine[:, :, : self.num_appended]
+        merged[: len(mine), :, : self.width] = mine[:, :, : self.width]
         return merged
 
     def attend(
@@ -200,13 +210,13 @@ class SharedPrefixCache:
 
         `query` [R, H, 1, d]; `key` and `value` [R, h, 1, d] with h <= H (grouped queries).
         """
-        (row_keys, row_values), now = self.row_kv[layer], self.num_appended
-        if self.appended is None:
+        (row_keys, row_values), now = self.row_kv[layer], self.width
+        if self.row_padding is None:
             row_keys[:, :, now : now + 1], row_values[:, :, now : now + 1] = key, value
         else:
-            # after a merge each row has its own prompt, so `prompt_of` is 0, 1, 2, ..
-            rows, column = self.prompt_of, self.appended.clamp(max=row_keys.shape[2] - 1)
-            row_keys[rows, :, column], row_values[rows, :, column] = key[:, :, 0], value[:, :, 0]
+            rows = torch.arange(len(key), device=key.device)
+            row_keys[rows, :, self.appended] = key[:, :, 0]
+            row_values[rows, :, self.appended] = value[:, :, 0]
         (num_rows, heads, _, head_dim), kv_heads = query.shape, key.shape[1]
         q = (query * scaling).view(num_rows, kv_heads, heads // kv_heads, head_dim)
         prompt_keys, prompt_values = self.prompt_kv[layer]  # [P, h, d, n], [P, h, n, d]

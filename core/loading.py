@@ -37,11 +37,11 @@ from core.chat_template import (
 from core.config import RUNS, parse_template_options
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
-from core.prefix_sharing import ATTENTION, pack_groups
+from core.prefix_sharing import ATTENTION, make_tree
 from core.types import UsageError
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
-MAX_PACKING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
+MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors
 PROBE_TEXT = "Once upon a time, 1 + 1 = 2."
 HUB_TIMEOUT = 10.0  # seconds that the Hub has to answer before its models are read from the cache
 MAX_REASON = 200  # characters of another library's error message that are shown
@@ -107,7 +107,7 @@ def load_policy(
     )
     _check_ids(subject, policy)
     _check_logits(subject, policy)
-    if reason := _pack_groups(policy):
+    if reason := _share_prefixes(policy):
         policy.remark = f"computing each prompt once per completion, as {reason}"
     return policy
 
@@ -271,8 +271,8 @@ def _check_logits(subject: str, policy: Policy) -> None:
                          f"in training would be up to {gap:.2g} nats off the model's")  # fmt: skip
 
 
-def _pack_groups(policy: Policy) -> str:
-    """Makes `policy` compute a shared prompt once, or returns why the numbers would differ."""
+def _share_prefixes(policy: Policy) -> str:
+    """Makes `policy` compute a shared prefix once, or returns why the numbers would differ."""
     model, config = policy.causal_lm, policy.causal_lm.config.get_text_config()
     if model._auto_class is not None or config._attn_implementation != "sdpa":
         return "its attention is not transformers' sdpa"
@@ -281,11 +281,11 @@ def _pack_groups(policy: Policy) -> str:
     try:
         with _one_line_errors(""):  # for its silence
             model.set_attn_implementation(ATTENTION)
-            gap = _packing_gap(policy)
-        limit = MAX_PACKING_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT
+            gap = _sharing_gap(policy)
+        limit = MAX_SHARING_GAP if policy.dtype.itemsize >= 4 else MAX_GAP_16_BIT
         reason = "" if gap < limit else f"log-probs would be {gap:.1g} nats off"
-    except UsageError:  # of layers that do not take `packed`
-        reason = "its layers do not take shared prompts"
+    except UsageError:  # of layers that do not take `tree`
+        reason = "its layers do not take shared prefixes"
     if reason:
         model.set_attn_implementation("sdpa")
     return reason
@@ -300,29 +300,29 @@ def _window(config: Any) -> float:
 
 
 @torch.no_grad()
-def _packing_gap(policy: Policy) -> float:
-    """How far the log-probs of sequences that share prompts are from those of whole sequences.
+def _sharing_gap(policy: Policy) -> float:
+    """How far the log-probs of sequences that share prefixes are from those of separate ones.
 
     Compares training's log-probs and the sampler's, in nats, and returns the larger difference: of
     single tokens in float32 and float64, of means over tokens in 16 bits, which round each token.
     """
     ids = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
-    prompts = [ids, ids[:5]]
-    suffixes = [(0, ids[:3]), (0, ids[3:9]), (1, ids[:4]), (-1, ids[2:9])]
-    whole = [(prompts[prompt] if prompt >= 0 else []) + suffix for prompt, suffix in suffixes]
+    prompts, prompt_of, rest = [ids, ids[:5]], [0, 0, 1], [ids[:3], ids[3:9], ids[:4]]
+    whole = [prompts[i] + ids for i, ids in zip(prompt_of, rest, strict=True)] + [ids[2:9]]
     padded = pad_sequence([torch.tensor(ids) for ids in whole], batch_first=True).to(policy.device)
-    packed = pack_groups(prompts, suffixes).to(policy.device)
-    separate, shared = policy.hidden_states(padded), policy.hidden_states(padded, packed)
-    cache = prefill(policy, [prompts[prompt] for prompt, _ in suffixes[:3]], max_new_tokens=1)
-    cache.append(torch.tensor([suffix[0] for _, suffix in suffixes[:3]], device=policy.device))
+    tree = make_tree(whole).to(policy.device)
+    separate, shared = policy.hidden_states(padded), policy.hidden_states(padded, tree)
+    cache = prefill(policy, prompts, max_new_tokens=1)
+    cache.select(torch.tensor(prompt_of, device=policy.device))
+    cache.append(torch.tensor([ids[0] for ids in rest], device=policy.device))
     gaps = []
     for row, ids in enumerate(whole):
-        hidden = torch.stack([separate[row, : len(ids)], shared[row, : len(ids)]])
-        expected, found = policy.to_logits(hidden.flatten(0, 1)).log_softmax(-1).chunk(2)
+        hidden = torch.cat([separate[row, : len(ids)], shared[0, tree.nodes[row, : len(ids)]]])
+        expected, found = policy.to_logits(hidden).log_softmax(-1).chunk(2)
         gaps.append((found - expected).abs())
-        if row < 3:
+        if row < len(rest):
             sampled = cache.logits[row].float().log_softmax(-1)
-            gaps.append((sampled - expected[len(prompts[suffixes[row][0]])]).abs())
+            gaps.append((sampled - expected[len(prompts[prompt_of[row]])]).abs())
     exact = policy.dtype.itemsize >= 4
     return torch.stack([gap.max() if exact else gap.mean() for gap in gaps]).max().item()
 

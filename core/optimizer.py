@@ -21,7 +21,7 @@ skips its step and halves the scale, which doubles after 200 steps without overf
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,29 @@ class MasterAdamW:
         for group in self.adamw.param_groups:
             group["lr"] = lr
 
-    def backward(self, loss: Tensor, reduce: bool = True) -> None:
+    def backward(
+        self, loss: Tensor, outputs: Iterable[Tensor | None] = (), reduce: bool = True
+    ) -> None:
         """Adds the gradient of `loss` to the gradients of the current step.
 
+        `outputs` of the model: where the loss has no gradient with respect to any of them, such as
+        that of log-probs without an advantage, the backward pass through the model is left out.
         `reduce`: whether the gradient may be summed over the ranks already (ShardedAdamW).
         """
-        (loss * self.loss_scale).backward()
+        loss, used = (
+            loss * self.loss_scale,
+            [x for x in outputs if x is not None and x.requires_grad],
+        )
+        if not used:
+            return self._backward([loss], None, reduce)
+        gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
+        if any(gradient.any() for gradient in gradients):
+            self._backward(used, gradients, reduce)
+
+    def _backward(
+        self, tensors: list[Tensor], gradients: Sequence[Tensor] | None, reduce: bool
+    ) -> None:
+        torch.autograd.backward(tensors, gradients)
 
     def sum_gradients(self) -> None:
         """Replaces the gradients by their sums over the ranks."""

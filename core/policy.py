@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from core.prefix_sharing import ATTENTION, PackedGroups
+from core.prefix_sharing import ATTENTION, PrefixTree
 
 
 class _DecoderOutput(BaseModelOutputWithPast):
@@ -75,34 +75,27 @@ class Policy:
         return any(is_quantized(parameter) for parameter in self.model.parameters())
 
     @property
-    def packs_groups(self) -> bool:
-        """Whether `hidden_states` accepts packed groups, which compute each prompt once."""
+    def shares_prefixes(self) -> bool:
+        """Whether `hidden_states` accepts a tree, which has each distinct prefix once."""
         return self.causal_lm.config.get_text_config()._attn_implementation == ATTENTION
 
     def adapters(self) -> AbstractContextManager[None]:
         """Inside this context the model computes without LoRA adapters if `disables_adapters`."""
         return self.model.disable_adapter() if self.disables_adapters else nullcontext()
 
-    def hidden_states(self, input_ids: Tensor, packed: PackedGroups | None = None) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, tree: PrefixTree | None = None) -> Tensor:
         """Last hidden states [B, T, D] of right-padded `input_ids` [B, T] int64; differentiable.
 
-        Needs no padding mask, as no token attends to the padding after it. `packed`: the same
-        sequences with each shared prompt once; the result at padding is then meaningless.
+        Needs no padding mask, as no token attends to the padding after it. With a `tree`, those of
+        its nodes in place of `input_ids`: [1, L, D].
         """
         for layer in self.checkpointed_layers:  # not layer.train(), which would enable dropout
             layer.training = torch.is_grad_enabled()
         decoder = self.causal_lm.get_decoder()
         with self.adapters():
-            if packed is None:
+            if tree is None:
                 return decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-            hidden = decoder(
-                input_ids=packed.input_ids,
-                position_ids=packed.position_ids,
-                attention_mask=packed.suffix_mask,  # 4-D: transformers builds no mask of its own
-                use_cache=False,
-                packed=packed,  # transformers passes it to prefix_sharing.attend
-            ).last_hidden_state
-        return hidden[0, packed.sequence_index]
+            return decoder(**tree.inputs(), use_cache=False).last_hidden_state
 
     @property
     def logits_chunk(self) -> int:

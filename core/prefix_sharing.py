@@ -1,19 +1,31 @@
-"""Compute each prompt once for all completions of its group, in training.
+"""Compute each distinct prefix once: what an update computes, and what it need not.
 
-    one group:  prompt 0 1 2   suffix A: 3 4 5   suffix B: 3 4 5 6     (numbers: position ids)
+The sequences of an update begin alike. All have the chat template, the completions of a group have
+its prompt, and many completions begin with the same tokens, or are equal. A hidden state depends on
+a token and on all tokens before it, its prefix, so it need be computed once per distinct prefix.
+The prefixes form a tree. Each is a node, numbered depth first:
 
-A suffix is what follows the shared prompt in one sequence, or a whole sequence that shares none.
-`pack_groups` puts all prompts and suffixes of a micro-batch into one row, without padding. Only
-attention mixes tokens: in `attend`, a token of a prompt attends to that prompt, a token of a suffix
-to its prompt and its own suffix, both causally. So the results equal those of separate sequences,
-up to rounding. Importing this file registers `attend` with transformers, as ATTENTION.
+    sequences    a b c d     a b c e f     a b g           12 tokens, 7 nodes
 
-On a GPU, in 16 bits, FlashAttention computes all parts of different lengths in one call. Elsewhere
-they are padded, and a mask says which keys a token of a suffix attends to.
+    nodes        a0 ─ b1 ─┬─ c2 ─┬─ d3
+                          │      └─ e4 ─ f5
+                          └─ g6
+
+Only attention mixes tokens: each attends to its ancestors and itself. In this order the descendants
+of a node follow it without a gap, so a comparison of numbers says who sees whom:
+
+    node i attends to node j if j <= i < end of j       here the ends are 7 7 6 4 6 6 7
+
+and a block of consecutive nodes needs no keys but its own and those of the ancestors of its first
+node. So `attend` computes the queries in blocks, at the cost of short sequences, not of one row of
+L tokens. On a GPU, in 16 bits, FlashAttention computes the chains of new nodes, one per sequence.
+
+The results equal those of separate sequences, up to rounding. Importing this file registers
+`attend` with transformers, as ATTENTION.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from itertools import accumulate
 from typing import Any, cast
@@ -21,129 +33,196 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-ATTENTION = "packed_groups"  # value of the model's `_attn_implementation`
+ATTENTION = "prefix_tree"  # value of the model's `_attn_implementation`
+MIN_BLOCK = 64  # queries; larger blocks compute more that is masked, smaller ones look up more keys
 # the first versions of varlen_attn need as many heads of keys as of queries
 VARLEN_TAKES_GQA = "enable_gqa" in signature(varlen_attn).parameters
 
 
 @dataclass
-class PackedGroups:
-    """L tokens: p prompts of at most n tokens each, then b suffixes of at most t tokens each."""
+class PrefixTree:
+    """The L distinct prefixes of b sequences of at most T tokens. Integers are int64."""
 
-    input_ids: Tensor  # [1, L] int64
-    position_ids: Tensor  # [1, L] int64: position of each token in its own sequence
-    num_prompts: int  # p
-    prompt_of: Tensor  # [b] int64: the prompt of each suffix; 0 for a suffix without a prompt
-    suffix_mask: Tensor  # [b, 1, t, n + t] bool: keys that each token of a suffix attends to
-    padded_index: Tensor  # [L] int64: place of each token in the p·n + b·t padded ones
-    sequence_index: Tensor  # [b, T] int64: place in the L of each token of the b whole sequences
-    key_index: Tensor  # [K] int64: places in the L of the keys of each prompt, then of each suffix
-    query_ends: Tensor  # [1 + p + b] int32: 0, then where each prompt or suffix ends in the L
-    key_ends: Tensor  # [1 + p + b] int32: 0, then where its keys end in the K
-    max_queries: int  # of a prompt or suffix
-    max_keys: int  # of a prompt or suffix
-    additive_mask: Tensor | None = None  # `suffix_mask` as 0 and -inf; see `mask_for`
+    input_ids: Tensor  # [1, L]: the last token of each prefix
+    position_ids: Tensor  # [1, L]: number of tokens before it
+    nodes: Tensor  # [b, T]: the node of each token of each sequence; 0 where it has ended
+    ends: Tensor  # [L]: one more than the last descendant of each node
+    block: int  # queries in each of K blocks; the last has padding
+    ancestors: Tensor  # [K, n]: of the first node of each block; L where there is no more
+    key_index: Tensor  # for FlashAttention: the nodes of each sequence that has new ones, in a row
+    query_ends: Tensor  # int32: 0, then where the new nodes of each of these sequences end in the L
+    key_ends: Tensor  # int32: 0, then where each of these sequences ends in `key_index`
+    max_queries: int  # of new nodes of a sequence
+    max_keys: int  # of tokens of a sequence
+    blocks: tuple[Tensor, Tensor] | None = None  # see `keys_and_mask`
 
-    def mask_for(self, query: Tensor) -> Tensor:
-        """`additive_mask` for all layers; given a bool mask, each would make and keep its own."""
-        if self.additive_mask is None:
-            zeros = torch.zeros_like(self.suffix_mask, dtype=query.dtype)
-            self.additive_mask = zeros.masked_fill_(~self.suffix_mask, -torch.inf)
-        return self.additive_mask
+    def __len__(self) -> int:
+        """Number of nodes."""
+        return self.input_ids.shape[1]
 
-    def to(self, device: torch.device | str) -> "PackedGroups":
+    def inputs(self) -> dict[str, Any]:
+        """Arguments of a decoder of transformers, which passes `tree` on to `attend`."""
+        unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.ends.device)
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "attention_mask": unused,  # 4-D: transformers builds no mask of its own
+            "tree": self,
+        }
+
+    def keys_and_mask(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For each block: the nodes [K, m] of its keys; 0 where a query [K, 1, block, m] sees one.
+
+        Elsewhere the mask is -inf. All layers share it: given a bool mask, each would make its own.
+        """
+        if self.blocks is None:
+            length, device = len(self), self.ends.device
+            queries = torch.arange(len(self.ancestors) * self.block, device=device)
+            queries = queries.view(-1, self.block)
+            keys = torch.cat([self.ancestors, queries], 1)  # [K, m]
+            ends = pad(
+                self.ends, (0, queries.numel() - length + 1)
+            )  # 0: what is no node ends before
+            sees = (keys[:, None] <= queries[..., None]) & (
+                queries[..., None] < ends[keys][:, None]
+            )
+            sees |= (queries >= length)[..., None]  # padding: seeing nothing would give NaN
+            mask = torch.zeros(sees.shape, dtype=dtype, device=device)
+            self.blocks = keys.clamp(max=length - 1), mask.masked_fill_(~sees, -torch.inf)[:, None]
+        return self.blocks
+
+    def to(self, device: torch.device | str) -> "PrefixTree":
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return PackedGroups(**(vars(self) | moved))
+        return PrefixTree(**(vars(self) | moved))
 
 
-def pack_groups(prompts: list[list[int]], suffixes: list[tuple[int, list[int]]]) -> PackedGroups:
-    """Packs the token ids of prompts and of suffixes.
+def make_tree(sequences: Sequence[list[int]], min_block: int = MIN_BLOCK) -> PrefixTree:
+    """The tree of the prefixes of token ids. A block has at least a quarter of the longest one.
 
-    A suffix is the index of its prompt in `prompts`, or -1 for no prompt, and its token ids.
-
-    >>> packed = pack_groups([[7, 8]], [(0, [1]), (0, [2, 3])])
-    >>> packed.input_ids.tolist(), packed.position_ids.tolist()
-    ([[7, 8, 1, 2, 3]], [[0, 1, 2, 2, 3]])
-    >>> packed.sequence_index.tolist()  # 0 where a sequence has ended
-    [[0, 1, 2, 0], [0, 1, 3, 4]]
+    >>> tree = make_tree([[7, 8, 1, 2], [7, 8, 1, 3, 4], [7, 8, 5]])
+    >>> tree.input_ids.tolist(), tree.position_ids.tolist()
+    ([[7, 8, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 3, 4, 2]])
+    >>> tree.nodes.tolist()
+    [[0, 1, 2, 3, 0], [0, 1, 2, 4, 5], [0, 1, 6, 0, 0]]
+    >>> tree.ends.tolist()
+    [7, 7, 6, 4, 6, 6, 7]
     """
-    p, b = len(prompts), len(suffixes)
-    prompt_lengths = [len(prompts[prompt]) if prompt >= 0 else 0 for prompt, _ in suffixes]
-    parts = [*prompts, *(ids for _, ids in suffixes)]
-    first_positions = [0] * p + prompt_lengths
-    lengths = [len(part) for part in parts]
-    n, t = max(lengths[:p], default=0), max(lengths[p:])
-
-    mask = torch.ones(b, 1, t, n + t, dtype=torch.bool).tril(n)
-    mask[..., :n] = (torch.arange(n) < torch.tensor(prompt_lengths)[:, None])[:, None, None]
-    starts = torch.tensor([0, *lengths]).cumsum(0).tolist()  # of each part in the L tokens
-    padded_starts = [*range(0, p * n, n or 1), *range(p * n, p * n + b * t, t)]
-    sequence_index = [
-        _ranges([starts[prompt], starts[p + row]], [prompt_lengths[row], len(ids)])
-        for row, (prompt, ids) in enumerate(suffixes)
-    ]
-    key_counts = [*lengths[:p], *map(len, sequence_index)]
-    return PackedGroups(
-        input_ids=torch.tensor([[token for part in parts for token in part]]),
-        position_ids=_ranges(first_positions, lengths)[None],
-        num_prompts=p,
-        prompt_of=torch.tensor([max(0, prompt) for prompt, _ in suffixes]),
-        suffix_mask=mask,
-        padded_index=_ranges(padded_starts, lengths),
-        sequence_index=pad_sequence(sequence_index, batch_first=True),
-        key_index=torch.cat([torch.arange(starts[p]), *sequence_index]),
-        query_ends=torch.tensor(starts, dtype=torch.int32),
-        key_ends=torch.tensor([0, *accumulate(key_counts)], dtype=torch.int32),
-        max_queries=max(lengths),
-        max_keys=max(key_counts),
+    tokens: list[int] = []
+    positions: list[int] = []
+    paths: dict[int, Tensor] = {}  # the nodes of each sequence
+    path, previous = torch.zeros(0, dtype=torch.int64), list[int]()
+    block = max(min_block, max(map(len, sequences)) // 4)
+    ancestors: list[Tensor] = []
+    chains: list[tuple[Tensor, int]] = []  # of sequences with new nodes: all nodes, number of new
+    # in sorted order a sequence shares most with the one before it
+    for i in sorted(range(len(sequences)), key=sequences.__getitem__):
+        ids, start = sequences[i], len(tokens)
+        shared = num_shared(previous, ids)
+        tokens += ids[shared:]
+        positions += range(shared, len(ids))
+        paths[i] = path = torch.cat([path[:shared], torch.arange(start, len(tokens))])
+        for first in range(start + -start % block, len(tokens), block):  # of a block
+            ancestors.append(path[: shared + first - start])
+        if len(tokens) > start:
+            chains.append((path, len(tokens) - start))
+        previous = ids
+    ends = torch.zeros(len(tokens), dtype=torch.int64)
+    for i in paths:  # still sorted: the last sequence of a node ends in its last descendant
+        ends[paths[i]] = paths[i][-1] + 1
+    return PrefixTree(
+        input_ids=torch.tensor([tokens]),
+        position_ids=torch.tensor([positions]),
+        nodes=pad_sequence([paths[i] for i in range(len(paths))], batch_first=True),
+        ends=ends,
+        block=min(block, len(tokens)),
+        ancestors=pad_sequence(ancestors, batch_first=True, padding_value=len(tokens)),
+        key_index=torch.cat([nodes for nodes, _ in chains]),
+        query_ends=_ends([new for _, new in chains]),
+        key_ends=_ends([len(nodes) for nodes, _ in chains]),
+        max_queries=max(new for _, new in chains),
+        max_keys=max(len(nodes) for nodes, _ in chains),
     )
+
+
+def parts(sequences: Sequence[list[int]], max_nodes: int) -> Iterator[list[int]]:
+    """Indices of the sequences, in parts whose trees have at most `max_nodes` nodes each.
+
+    A longer sequence is a part of its own, with those that begin it.
+
+    >>> list(parts([[1, 2, 3], [4, 5], [1, 2, 4], [1, 2]], max_nodes=4))
+    [[3, 0, 2], [1]]
+    """
+    part: list[int] = []
+    room, previous = max_nodes, list[int]()
+    for i in sorted(range(len(sequences)), key=sequences.__getitem__):
+        ids = sequences[i]
+        new = len(ids) - num_shared(previous, ids)
+        if part and new > room:
+            yield part
+            part, room, new = [], max_nodes, len(ids)
+        part.append(i)
+        room, previous = room - new, ids
+    if part:
+        yield part
+
+
+def num_shared(a: list[int], b: list[int]) -> int:
+    """Number of tokens with which both begin."""
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
 
 
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float, packed: PackedGroups | None = None,
-    context: Any = None, **kwargs: Any,
+    scaling: float, tree: PrefixTree | None = None,
+    kept: dict[int, tuple[Tensor, Tensor]] | None = None, context: Any = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention with the signature that transformers requires of a registered function.
 
-    `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the tokens of `packed`; returns
-    [1, L, H, d]. In sampling, `context`, a SharedPrefixCache, computes the attention.
-    With neither, this is sdpa.
+    `query` [1, H, L, d], `key` and `value` [1, h, L, d] of the nodes of `tree`; returns
+    [1, L, H, d], and puts key and value into `kept`, by layer. In sampling, `context`, a
+    SharedPrefixCache, computes the attention. With neither, this is sdpa.
     """
     if context is not None:
         return context.attend(cast(int, module.layer_idx), query, key, value, scaling), None
-    if packed is None:
+    if tree is None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
+    if kept is not None:
+        kept[cast(int, module.layer_idx)] = key, value
     if takes_varlen(query):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, d]
-        # causal: the last query of each part is at its last key
+        # causal: the last query of each sequence is at its last key
         output = varlen_attn(
-            q, k[packed.key_index], v[packed.key_index], packed.query_ends, packed.key_ends,
-            packed.max_queries, packed.max_keys, scale=scaling, window_size=(-1, 0),
+            q, k[tree.key_index], v[tree.key_index], tree.query_ends, tree.key_ends,
+            tree.max_queries, tree.max_keys, scale=scaling, window_size=(-1, 0),
             enable_gqa=True,
         )  # fmt: skip
         return cast(Tensor, output)[None], None
     if query.is_cuda:  # with a mask, only the slowest kernel takes fewer heads of keys
         heads_per_key = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
-    (prompt_q, q), (prompt_k, k), (prompt_v, v) = (_pad(x, packed) for x in (query, key, value))
-    sdpa = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=True)
-    outputs = []
-    if packed.num_prompts:
-        outputs.append(sdpa(prompt_q, prompt_k, prompt_v, is_causal=True))
-        k = torch.cat([prompt_k[packed.prompt_of], k], 2)  # [b, h, n + t, d]
-        v = torch.cat([prompt_v[packed.prompt_of], v], 2)
-    outputs.append(sdpa(q, k, v, attn_mask=packed.mask_for(q)))
-    padded = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
-    return padded.index_select(0, packed.padded_index)[None], None
+    keys, mask = tree.keys_and_mask(query.dtype)
+    q = pad(query[0], (0, 0, 0, len(keys) * tree.block - len(tree)))
+    q = q.unflatten(1, (-1, tree.block)).transpose(0, 1)  # [K, H, block, d]
+    output = scaled_dot_product_attention(
+        q, look_up(keys, key), look_up(keys, value), mask, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).flatten(0, 1)[None, : len(tree)], None
+
+
+def look_up(nodes: Tensor, x: Tensor) -> Tensor:
+    """The keys or values [1, h, L, d] of `nodes` [K, m]: [K, h, m, d]."""
+    _, heads, _, width = x.shape
+    rows = embedding(nodes, x[0].transpose(0, 1).flatten(1))  # its gradient is fast, on a CPU too
+    return rows.unflatten(-1, (heads, width)).transpose(1, 2)
 
 
 def takes_varlen(query: Tensor) -> bool:
@@ -153,20 +232,9 @@ def takes_varlen(query: Tensor) -> bool:
     return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 
 
-def _ranges(starts: list[int], lengths: list[int]) -> Tensor:
-    """The concatenation of start, start + 1, .. (length numbers) for each start: int64."""
-    return torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
-
-
-def _pad(x: Tensor, packed: PackedGroups) -> tuple[Tensor, Tensor]:
-    """[1, heads, L, d] -> prompts [p, heads, n, d] and suffixes [b, heads, t, d], padded with 0."""
-    (b, _, t, n_plus_t), p = packed.suffix_mask.shape, packed.num_prompts
-    n = n_plus_t - t
-    x = x[0].transpose(0, 1)  # [L, heads, d]
-    x = x.new_zeros(p * n + b * t, *x.shape[1:]).index_copy_(0, packed.padded_index, x)
-    prompts, suffixes = x.split([p * n, b * t])
-    shape = prompts.shape[1:]
-    return prompts.view(p, n, *shape).transpose(1, 2), suffixes.view(b, t, *shape).transpose(1, 2)
+def _ends(lengths: list[int]) -> Tensor:
+    """0, then the sums of the first lengths: int32."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -1,12 +1,14 @@
 """Reading path, 10 of 10. Sampling: `add` takes requests, `step` samples on, as in vLLM's engine.
 
-`TorchSampler` samples in plain PyTorch. One step is one token in every row of its batch:
+`TorchSampler` samples in plain PyTorch. One step is one token of every completion of its batch:
 `_sample_tokens`, which draws with `draw`. Requests that come later join the batch. What happens
 when memory runs out is in `_begin_again_with_half`. The cache makes the forward passes
-(core/kv_cache.py):
+(core/kv_cache.py). It computes each distinct prefix once: completions that are equal so far share a
+row, until their draws differ.
 
-    cache = prefill(policy, prompts, max_new_tokens)     computes each distinct prompt once
-    cache.logits [R, V]                                  of the next token of each of R rows
+    cache = prefill(policy, prompts, max_new_tokens)     a row for each of R distinct prompts
+    cache.logits [R, V]                                  of the next token of each row
+    cache.select(rows)                                   drops, copies and reorders rows
     cache.append(token_ids [R])                          computes one more token in each row
 
 Its log-probs are those of the distribution that it draws from, after temperature, top-k and top-p;
@@ -30,8 +32,7 @@ from core.policy import Policy
 from core.seeds import derive_seed
 from core.types import Completion, Fault, Message, OutOfMemory, UsageError, ran_out
 
-COMPACT_BELOW = 0.75  # drop finished rows once at most this share of the batch is unfinished
-ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of it: a prefill costs time
+ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 
 
 @dataclass(frozen=True)
@@ -133,21 +134,21 @@ class TorchSampler(Sampler):
 
     def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
         self.policy, self.draw_function = policy, draw_function or draw
-        self.max_rows: int | None = None  # completions in one batch; None: no limit
+        self.max_batch: int | None = None  # completions in one batch; None: no limit
         self.clear()
 
     def clear(self) -> None:
-        self.waiting = deque[_Row]()
-        self.rows: list[_Row] = []  # the batch
-        self.cache: Any = None  # keys and values of its rows, and the logits of their next tokens
+        self.waiting = deque[_Partial]()
+        self.batch: list[_Partial] = []
+        self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
 
     def add(self, request: Request) -> None:
         limit = completion_limit(self.policy, request)
-        for other in itertools.islice(itertools.chain(self.rows, self.waiting), 1):
+        for other in itertools.islice(itertools.chain(self.batch, self.waiting), 1):
             if other.request.params != request.params:
                 raise ValueError("the requests of a batch need the same SamplingParams")
-        self.waiting.append(_Row(request, limit))
+        self.waiting.append(_Partial(request, limit))
 
     def step(self) -> list[tuple[Request, Completion]]:
         """As `Sampler.step`. Raises OutOfMemory if not even one completion fits into memory."""
@@ -155,7 +156,7 @@ class TorchSampler(Sampler):
         try:
             self._sample_tokens()
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error) or not self.rows:
+            if not ran_out(error) or not self.batch:
                 raise
             memory_ran_out = True  # handled below, because the traceback keeps tensors alive
         if memory_ran_out:
@@ -165,99 +166,109 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
-        """Samples one token in every row of the batch. R: rows, V: vocabulary."""
+        """Samples one token of every completion in the batch."""
         # 1. Prefill: compute the prompts that begin now, each distinct one once
         if new := self._admitted():
-            self.rows += new
-            prompts = [row.request.prompt for row in new]
-            added = prefill(self.policy, prompts, max(row.limit for row in new))
+            self.batch += new
+            first = 0 if self.cache is None else len(self.cache.logits)
+            row_of: dict[tuple[int, ...], int] = {}
+            for partial in new:
+                prompt = tuple(partial.request.prompt)
+                partial.row = first + row_of.setdefault(prompt, len(row_of))
+            longest = max(partial.limit for partial in new)
+            added = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
             if self.cache is None:
                 self.cache = added
             else:
                 self.cache.merge(added)
-        if not self.rows:
+        if not self.batch:
             return
-        # 2. Draw the next token of every row from the logits [R, V]
-        params, logits = self.rows[0].request.params, self.cache.logits
-        uniform = torch.tensor([row.next_uniform() for row in self.rows], dtype=torch.float64)
-        drawn, logprobs = self.draw_function(logits, params, uniform)  # [R]
-        kept: Iterable[Tensor | None] = [None] * len(self.rows)
+        # 2. Draw the next token of every completion from the logits of its row, [C, V]
+        params = self.batch[0].request.params
+        rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
+        logits = self.cache.logits[rows]
+        uniform = torch.tensor([c.next_uniform() for c in self.batch], dtype=torch.float64)
+        drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
+        kept: Iterable[Tensor | None] = [None] * len(self.batch)
         if params.drops_tokens:
             kept = keep_likely(logits.float() / params.temperature, params).isfinite()
-        # 3. Append it; a row ends with a stop token, or at its limit
-        columns = (self.rows, drawn.tolist(), logprobs.tolist(), kept)
-        for row, token_id, logprob, is_kept in zip(*columns, strict=True):
-            if row.done:
-                continue
-            row.token_ids.append(token_id)
-            row.logprobs.append(logprob)
+        # 3. Append it; a completion ends with a stop token, or at its limit
+        going: list[_Partial] = []
+        columns = (self.batch, drawn.tolist(), logprobs.tolist(), kept)
+        for partial, token_id, logprob, is_kept in zip(*columns, strict=True):
+            ids = partial.token_ids
+            ids.append(token_id)
+            partial.logprobs.append(logprob)
             if is_kept is not None:
-                row.kept_ids.append(is_kept.nonzero().squeeze(1).tolist())
-            row.done = token_id in self.policy.stop_ids or len(row.token_ids) == row.limit
-            if row.done:
-                ids, kept_ids = row.token_ids, row.kept_ids or None
-                completion = to_completion(self.policy, ids, row.logprobs, kept_ids)
-                self.ended.append((row.request, completion))
-        # 4. Drop the rows that have ended, once they are a quarter of the batch
-        unfinished = [i for i, row in enumerate(self.rows) if not row.done]
-        if not unfinished:
-            self.rows, self.cache = [], None
+                partial.kept_ids.append(is_kept.nonzero().squeeze(1).tolist())
+            if token_id not in self.policy.stop_ids and len(ids) < partial.limit:
+                going.append(partial)
+                continue
+            kept_ids = partial.kept_ids or None
+            completion = to_completion(self.policy, ids, partial.logprobs, kept_ids)
+            self.ended.append((partial.request, completion))
+        self.batch = going
+        if not going:
+            self.cache = None
             return
-        if len(unfinished) <= COMPACT_BELOW * len(self.rows):
-            self.rows = [self.rows[i] for i in unfinished]
-            index = torch.tensor(unfinished, device=drawn.device)
-            self.cache.keep(index)
-            drawn = drawn[index]
+        # 4. The next rows are the distinct pairs of a row and the token drawn after it
+        next_row: dict[tuple[int, int], int] = {}
+        for partial in going:
+            pair = partial.row, partial.token_ids[-1]
+            partial.row = next_row.setdefault(pair, len(next_row))
+        before, token_ids = torch.tensor(list(next_row), device=self.policy.device).T
+        if before.tolist() != list(range(len(self.cache.logits))):
+            self.cache.select(before)
         # 5. Compute the logits of the tokens after those drawn
-        self.cache.append(drawn)
+        self.cache.append(token_ids)
 
-    def _admitted(self) -> list["_Row"]:
-        """Takes the rows that begin now from those that wait."""
-        running = sum(not row.done for row in self.rows)
-        few = len(self.waiting) < ADMIT_ABOVE * running
-        if not self.waiting or (running and (few or not self.cache.can_merge)):
+    def _admitted(self) -> list["_Partial"]:
+        """Takes the completions that begin now from those that wait."""
+        few = len(self.waiting) < ADMIT_ABOVE * len(self.batch)
+        if not self.waiting or (self.batch and (few or not self.cache.can_merge)):
             return []
-        if not self.rows:
+        if not self.batch:
             self.policy.causal_lm.eval()  # without dropout
-        room = len(self.waiting) if self.max_rows is None else self.max_rows - len(self.rows)
+        room = len(self.waiting) if self.max_batch is None else self.max_batch - len(self.batch)
         new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        for row in new:
-            request = row.request
-            row.uniform = uniforms(request.seed, [request.stream], row.limit)[0].numpy()
+        for partial in new:
+            request = partial.request
+            partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
         return new
 
     def _begin_again_with_half(self) -> None:
-        """Lets all rows wait, and from now on samples half as many of them at once."""
-        rows, self.rows, self.cache = [row for row in self.rows if not row.done], [], None
+        """Lets all completions wait, and from now on samples half as many of them at once."""
+        batch, self.batch, self.cache = self.batch, [], None
         gc.collect()
         torch.cuda.empty_cache()
-        if len(rows) == 1:
+        if len(batch) == 1:
             raise OutOfMemory(
-                f"out of memory while sampling one completion of up to {rows[0].limit} tokens "
-                f"after a prompt of {len(rows[0].request.prompt)}; lower --max-tokens or "
+                f"out of memory while sampling one completion of up to {batch[0].limit} tokens "
+                f"after a prompt of {len(batch[0].request.prompt)}; lower --max-tokens or "
                 "--max-turns, or use a smaller model"
             )
-        self.max_rows = len(rows) // 2
-        self.say(f"out of memory while sampling {len(rows)} completions at once: "
-                 f"continuing with {self.max_rows}")  # fmt: skip
+        self.max_batch = len(batch) // 2
+        self.say(f"out of memory while sampling {len(batch)} completions at once: "
+                 f"continuing with {self.max_batch}")  # fmt: skip
         # from their beginning: the draws are the same
-        self.waiting.extendleft(_Row(row.request, row.limit) for row in reversed(rows))
+        again = [_Partial(partial.request, partial.limit) for partial in batch]
+        self.waiting.extendleft(reversed(again))
 
 
 @dataclass
-class _Row:
+class _Partial:
     """A completion while TorchSampler samples it."""
 
     request: Request
     limit: int  # of its tokens
+    row: int = 0  # of the cache: its prompt and the tokens sampled so far
     uniform: Any = None  # float64 [limit], once it has begun
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[list[int]] = field(default_factory=list)
-    done: bool = False  # has ended; until the batch drops its row, what it samples is ignored
 
     def next_uniform(self) -> float:
-        return 0.0 if self.done else self.uniform[len(self.token_ids)]
+        return self.uniform[len(self.token_ids)]
 
 
 def completion_limit(policy: Policy, request: Request) -> int:

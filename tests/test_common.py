@@ -23,13 +23,14 @@ NAN, INF = float("nan"), float("inf")
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])
 # each sequence's first and last predicted token are sampled in one of the rows
 MASK = torch.tensor([[True, True, False, True], [False, True, True, True]])
+NODES = torch.arange(10).view(2, 5)  # of their hidden states
 EDGES = torch.tensor([[True, False, False, True], [False, False, False, True]])
 
 
 def small_head():
-    """Hidden states [2, 5, 3] and a head [5 words, 3], both leaves that take gradients."""
+    """Hidden states [10, 3] of two sequences of 5, and a head [5 words, 3]; both take gradients."""
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 5, 3, generator=generator).requires_grad_()
+    hidden = torch.randn(10, 3, generator=generator).requires_grad_()
     return hidden, torch.randn(5, 3, generator=generator).requires_grad_()
 
 
@@ -37,7 +38,7 @@ def by_hand(hidden, head, mask, temperature, kept_ids=None):
     """The same by loops: the hidden state at t scores the token at t+1."""
     logprobs, entropy, n = torch.zeros(2, 4), torch.zeros(2, 4), 0
     for b, t in mask.nonzero().tolist():
-        logits = hidden[b, t] @ head.T / temperature
+        logits = hidden[NODES[b, t]] @ head.T / temperature
         ids = list(range(5)) if kept_ids is None else kept_ids[n]
         row, n = logits[ids] - logits[ids].logsumexp(0), n + 1
         logprobs[b, t] = row[ids.index(IDS[b, t + 1])]
@@ -60,7 +61,9 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     if kept_ids:
         sampled = IDS[:, 1:][mask].tolist()
         kept_ids = [sorted({*ids, x}) for ids, x in zip(kept_ids, sampled, strict=True)]
-    got = token_logprobs(hidden, IDS, mask, lambda h: h @ head.T, temperature, chunk, kept_ids)
+    got = token_logprobs(
+        hidden, NODES, IDS, mask, lambda h: h @ head.T, temperature, chunk, kept_ids
+    )
     want = by_hand(hidden, head, mask, temperature, kept_ids)
     torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
     pull = torch.linspace(-1, 2, 8).view(2, 4)  # an uneven gradient, through both results
@@ -68,7 +71,7 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
         torch.autograd.grad((x * pull + y * pull**2).sum(), (hidden, head)) for x, y in (got, want)
     )
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
-    reached = got_grads[0].abs().sum(-1) > 0
+    reached = got_grads[0].abs().sum(-1).view(2, 5) > 0
     assert not (reached[:, :4] & ~mask).any() and not reached[:, 4].any()
 
 
@@ -80,15 +83,15 @@ def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():
         sizes.append(len(h))
         return h @ head.T
 
-    token_logprobs(hidden, IDS, MASK, to_logits, chunk=4)
+    token_logprobs(hidden, NODES, IDS, MASK, to_logits, chunk=4)
     assert sizes == [4, 2]  # 6 tokens were sampled, of 10 positions
-    logprobs, entropy = token_logprobs(hidden, IDS, MASK & False, to_logits)
+    logprobs, entropy = token_logprobs(hidden, NODES, IDS, MASK & False, to_logits)
     assert torch.equal(logprobs, torch.zeros(2, 4)) and torch.equal(entropy, torch.zeros(2, 4))
 
 
 def test_token_logprobs_of_half_precision_logits_are_float32():
     hidden, head = (x.detach().bfloat16() for x in small_head())
-    logprobs, entropy = token_logprobs(hidden, IDS, MASK, lambda h: h @ head.T)
+    logprobs, entropy = token_logprobs(hidden, NODES, IDS, MASK, lambda h: h @ head.T)
     want, _ = by_hand(hidden, head, MASK, 1.0)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, want, atol=0.05, rtol=0)

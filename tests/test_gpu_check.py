@@ -16,6 +16,6 @@ def test_two_steps_pass_on_the_cpu(tmp_path):
     code = main(Args(cpu=True, only=("attention", "eager"), minutes=30, out=str(out)))
     attention, eager, verdict = map(json.loads, out.read_text().splitlines())
     assert (code, verdict["verdict"]) == (0, "passed")
-    assert attention["gap_packed_max"] < 1e-4
+    assert attention["gap_tree_max"] < 1e-4
     assert eager["equal"] == "16 of 16"
     assert eager["gap_max"] < 1e-4

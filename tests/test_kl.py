@@ -58,7 +58,8 @@ def test_the_loop_weights_kl_and_entropy_as_the_surrogate(kind):
     )  # fmt: skip
     micro = MicroBatch(
         input_ids=torch.zeros(1, 6), completion_mask=torch.arange(5)[None] < 4,
-        index=torch.zeros(1, 5), rows=[0], ref_logprobs=other, token_weights=sampler.exp(),
+        index=torch.zeros(1, 5), nodes=torch.arange(6)[None], rows=[0], ref_logprobs=other,
+        token_weights=sampler.exp(),
         old_logprobs=old, importance_weights=(old - sampler).exp(),
     )  # fmt: skip
     cfg = train.Config(kl_coef=0.3, kl_estimator=kind, entropy_coef=0.2)

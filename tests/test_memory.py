@@ -136,8 +136,8 @@ def test_the_probe_halves_the_budget_until_the_largest_micro_batch_fits(policy, 
     policy.micro_batch_tokens = 400
     sizes = scarce(monkeypatch, 120)
     optimizer, said = probe(longest=50)
-    assert policy.micro_batch_tokens == 100  # two sequences of 50 that share their first token
-    assert sizes[-3:] == [8 * 49 + 1, 4 * 49 + 1, 2 * 49 + 1]
+    assert policy.micro_batch_tokens == 100  # two sequences of 50
+    assert sizes[-3:] == [400, 200, 100]
     assert len(said) == 2 and all("out of memory" in line for line in said)
     assert all(p.grad is None for p in optimizer.masters)
     assert (optimizer.loss_scale, optimizer.steps_at_scale) == (1.0, 0)

@@ -164,12 +164,12 @@ def test_update_stats_by_hand(cap, mode, capped):
     first = MicroBatch(
         input_ids=torch.tensor([[1, 5, 5, 5]]),
         completion_mask=torch.ones(1, 3, dtype=torch.bool),
-        index=torch.tensor([[0, 1, 2]]), rows=[0],
+        index=torch.tensor([[0, 1, 2]]), nodes=torch.tensor([[0, 1, 2, 3]]), rows=[0],
     )  # fmt: skip
     second = MicroBatch(
         input_ids=torch.tensor([[1, 5, 5, 0]]),
         completion_mask=torch.tensor([[True, True, False]]),
-        index=torch.tensor([[3, 4, 0]]), rows=[1],
+        index=torch.tensor([[3, 4, 0]]), nodes=torch.tensor([[0, 1, 2, 3]]), rows=[1],
     )  # fmt: skip
     # 0, 0.5 and 1 from the sampler's
     first.old_logprobs = second.old_logprobs = torch.tensor([[-0.5, -1.0, -1.5]])

@@ -1,29 +1,28 @@
-"""core/prefix_sharing.py: packed groups give the results of separate sequences."""
+"""core/prefix_sharing.py: the tree of prefixes gives the results of separate sequences."""
 
+import random
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import FAMILIES, ids_of, load_small, rollouts_of, save_small
+from torch.nn.functional import rms_norm
 
 import core.loading as loading
+import train
+from algorithms.common import token_logprobs
 from core import batching, prefix_sharing
 from core.loading import load_policy
-from core.prefix_sharing import pack_groups
+from core.optimizer import make_optimizer
+from core.prefix_sharing import make_tree, parts
 
 sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
 from families import save_model
 
 UNLIMITED = 10**9
-
-
-def suffix_logprob(policy, hidden, ids, start):
-    """Sum of the log-probs of ids[start:], from the last hidden states [T, D]."""
-    logprobs = policy.to_logits(hidden[: len(ids)]).log_softmax(-1)
-    places = torch.arange(start, len(ids))
-    return logprobs[places - 1, torch.tensor(ids)[places]].sum()
 
 
 def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **options):
@@ -44,120 +43,176 @@ def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **opti
     return torch.cat(outputs)
 
 
+def random_sequences(seed):
+    """Token ids that branch anywhere; some are equal, or begin others, or have one token."""
+    draw = random.Random(seed)
+    found = [[draw.randrange(5, 300) for _ in range(draw.choice([1, 2, 30, 150]))]]
+    for _ in range(draw.randrange(12)):
+        stem = draw.choice(found)
+        kept = stem[: draw.choice([0, len(stem), draw.randrange(len(stem) + 1)])]
+        new = [draw.randrange(5, 8) for _ in range(draw.choice([0, 1, 5, 80]))]
+        found.append(kept + new or [5])
+    draw.shuffle(found)
+    return found
+
+
+def results(policy, sequences, tree):
+    """The hidden states of all tokens, and the gradient of an uneven function of them."""
+    if tree is None:
+        rows = [policy.hidden_states(torch.tensor([ids]))[0] for ids in sequences]
+    else:
+        hidden = policy.hidden_states(torch.zeros(1, 1), tree)[0]
+        rows = [hidden[n[: len(ids)]] for n, ids in zip(tree.nodes, sequences, strict=True)]
+    hidden = torch.cat(rows)
+    pull = torch.linspace(-1, 2, hidden.numel(), dtype=hidden.dtype).view(hidden.shape)
+    parameters = list(policy.trainable().values())
+    gradients = torch.autograd.grad((hidden * pull).sum(), parameters, allow_unused=True)
+    return hidden, torch.cat([g.flatten() for g in gradients if g is not None])
+
+
+def relative_gap(policy, sequences):
+    """Largest difference of hidden states and gradients, as a fraction of the largest value."""
+    tree = make_tree(sequences)
+    distinct = {tuple(ids[:n]) for ids in sequences for n in range(1, len(ids) + 1)}
+    assert len(tree) == len(distinct)
+    found, expected = results(policy, sequences, tree), results(policy, sequences, None)
+    return max(
+        ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        for ours, theirs in zip(found, expected, strict=True)
+    )
+
+
+def norm_in_float64(module, x):
+    return rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["blocks", "flash_attention"])
+def test_random_trees_give_the_results_of_separate_sequences(tmp_path, monkeypatch, varlen):
+    policy = load_small(save_small("qwen3", tmp_path, num_hidden_layers=2))
+    policy.model.double()
+    for module in policy.model.modules():
+        if hasattr(module, "variance_epsilon"):  # transformers computes these in float32
+            module.forward = partial(norm_in_float64, module)
+    if varlen:
+        monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
+        monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
+    for seed in range(60):
+        assert relative_gap(policy, random_sequences(seed)) < 1e-12, seed
+
+
 @pytest.mark.parametrize(
     ("family", "lora_rank"), [("qwen3", 4), ("qwen2", 0), ("llama", 0), ("Granite", 4),
     ("SmolLM3", 4), ("GPT2", 0), ("OPT", 0)],
 )  # fmt: skip
-def test_packed_gradients_equal_those_of_separate_sequences(family, lora_rank, tmp_path):
+def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_path):
     save = save_small if family in FAMILIES else save_model
     policy = load_policy(str(save(family, tmp_path)), device="cpu", lora_rank=lora_rank)
-    assert policy.packs_groups and not policy.remark
-    check_packed_gradients(policy)
-
-
-def test_packed_gradients_of_flash_attention(qwen3_folder, monkeypatch):
-    monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
-    monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
-    check_packed_gradients(load_small(qwen3_folder, lora_rank=4, seed=1))
-
-
-def check_packed_gradients(policy):
+    assert policy.shares_prefixes and not policy.remark
     generator = torch.Generator().manual_seed(0)
     for name, weight in policy.trainable().items():
         if "lora_B" in name:  # zero at first, and then lora_A would have no gradient
             torch.nn.init.normal_(weight, std=0.1, generator=generator)
-    prompts = [ids_of(30, generator), ids_of(37, generator)]
-    suffixes = [(i, ids_of(length, generator)) for i in (0, 1) for length in (1, 6, 12, 23)]
-    suffixes.append((-1, ids_of(17, generator)))
-    sequences = [((prompts[i] if i >= 0 else []) + ids, ids) for i, ids in suffixes]
-    starts = [max(1, len(whole) - len(ids)) for whole, ids in sequences]
-    parameters = list(policy.trainable().values())
-
-    separate = torch.stack([
-        suffix_logprob(policy, policy.hidden_states(torch.tensor([whole]))[0], whole, start)
-        for (whole, _), start in zip(sequences, starts, strict=True)
-    ])  # fmt: skip
-    expected = torch.autograd.grad(separate.sum(), parameters)
-    padded = torch.zeros(len(sequences), max(len(whole) for whole, _ in sequences)).long()
-    hidden = policy.hidden_states(padded, pack_groups(prompts, suffixes))
-    packed = torch.stack([
-        suffix_logprob(policy, row, whole, start)
-        for row, (whole, _), start in zip(hidden, sequences, starts, strict=True)
-    ])  # fmt: skip
-    actual = torch.autograd.grad(packed.sum(), parameters)
-    assert torch.allclose(packed, separate, rtol=1e-5)
-    largest = max(gradient.abs().max() for gradient in expected)
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours - theirs).abs().max() < 1e-5 * largest
+    assert relative_gap(policy, [ids[:40] for ids in random_sequences(3)]) < 1e-4
 
 
-def test_pack_groups_layout():
-    packed = pack_groups([[7, 7, 7], [8]], [(0, [1, 2]), (1, [3]), (-1, [4, 5])])
-    assert packed.input_ids.tolist() == [[7, 7, 7, 8, 1, 2, 3, 4, 5]]
-    assert packed.position_ids.tolist() == [[0, 1, 2, 0, 3, 4, 1, 0, 1]]
-    assert packed.suffix_mask[:, 0].int().tolist() == [
-        [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
-        [[1, 0, 0, 1, 0], [1, 0, 0, 1, 1]],
-        [[0, 0, 0, 1, 0], [0, 0, 0, 1, 1]],
-    ]
-    assert packed.sequence_index.tolist() == [[0, 1, 2, 4, 5], [3, 6, 0, 0, 0], [7, 8, 0, 0, 0]]
+def test_sequences_need_less_than_one_row_of_all_nodes():
+    """What a block computes does not grow with the number of sequences."""
+    generator = torch.Generator().manual_seed(0)
+    tree = make_tree([ids_of(100, generator) for _ in range(50)])
+    keys, mask = tree.keys_and_mask(torch.float32)
+    assert len(tree) > 4900
+    assert keys.numel() < 2 * 5000 * (64 + 100) / 64 and mask.numel() < 2 * 5000 * (64 + 100)
 
 
-def test_micro_batches_contain_each_prompt_once():
-    batch = batching.to_rollout_batch(rollouts_of(num_groups=2, size=3, prompt=40))
-    (micro,) = batching.cut(batch.sequences, UNLIMITED, pack=True)
-    packed = micro.packed
-    assert packed.num_prompts == 2
-    real = micro.input_ids != 0
-    places = packed.sequence_index[real]
-    assert torch.equal(packed.input_ids[0, places], micro.input_ids[real])
-    assert torch.equal(packed.position_ids[0, places], real.cumsum(1)[real] - 1)
-    all_tokens = sum(len(s.token_ids) for s in batch.sequences)
-    saved = 2 * 40 + 2 * 47  # two of the three copies of each prompt
-    assert packed.input_ids.numel() == len(places.unique()) == all_tokens - saved
+def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
+    """Two sequences a b c and a b d, of which c and d were sampled, and c twice."""
+    ids = torch.tensor([[7, 8, 1], [7, 8, 2], [7, 8, 1]])
+    tree, mask = make_tree(ids.tolist()), torch.tensor([[False, True]] * 3)
+    hidden, sizes = torch.eye(4)[:, :2].requires_grad_(), []
+
+    def to_logits(h):
+        sizes.append(len(h))
+        return h @ torch.tensor([[0.0] * 9, [1.0] + [0.0] * 7 + [2.0]])
+
+    logprobs, _ = token_logprobs(hidden, tree.nodes, ids, mask, to_logits)
+    assert sizes == [1] and torch.equal(logprobs[:, 1], logprobs[0, 1].expand(3))
+    logprobs.sum().backward()
+    assert (hidden.grad.abs().sum(1) > 0).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("budget", [1, 200, UNLIMITED])
-def test_packed_micro_batches_keep_the_budget_and_every_sampled_token(budget):
+def test_micro_batches_keep_the_budget_and_every_sampled_token(budget):
     batch = batching.to_rollout_batch(rollouts_of(num_groups=6, size=8, prompt=40))
-    micros = list(batching.cut(batch.sequences, budget, pack=True))
-    sizes = [micro.packed.input_ids.numel() for micro in micros]
+    micros = list(batching.cut(batch.sequences, budget, share=True))
+    sizes = [len(micro.tree) for micro in micros]
     assert all(n <= budget or len(m.input_ids) == 1 for n, m in zip(sizes, micros, strict=True))
     count = torch.zeros_like(batch.rewards)
     for micro in micros:
         count.view(-1)[micro.index[micro.completion_mask]] += 1
+        real = micro.input_ids != 0
+        assert torch.equal(micro.tree.input_ids[0, micro.nodes[real]], micro.input_ids[real])
     assert torch.equal(count == 1, batch.completion_mask)
     if budget == UNLIMITED:
         prompts = sum(40 + 7 * group for group in range(6))
-        assert sizes == [sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts]
+        assert sizes[0] <= sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts
 
 
-def test_models_with_sliding_windows_shorter_than_their_context_are_not_packed(tmp_path):
+def test_a_part_has_at_most_the_nodes_that_it_may_have():
+    for seed in range(30):
+        sequences = random_sequences(seed)
+        found = list(parts(sequences, 170))
+        assert sorted(i for part in found for i in part) == list(range(len(sequences)))
+        for part in found:
+            tree = make_tree([sequences[i] for i in part])
+            assert len(tree) <= max(170, max(len(sequences[i]) for i in part))
+
+
+def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monkeypatch):
+    """Their log-probs are computed all the same; with the entropy bonus they have a gradient."""
+    policy = load_small(qwen3_folder)
+    batch = batching.to_rollout_batch(rollouts_of(num_groups=3, size=2, prompt=10))
+    batch.advantages = torch.zeros_like(batch.rewards)
+    batch.advantages[2:4] = batch.completion_mask[2:4].float()
+    micros = list(batching.micro_batches(policy, batch))
+    assert [sorted({*micro.rows}) for micro in micros] == [[2, 3], [0, 1, 4, 5]]
+    optimizer = make_optimizer(policy, lr=1e-3)
+    passes = []
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args: passes.append(args))
+    for coefficient in (0.0, 0.1):
+        for micro in micros:
+            logprobs, entropy, _ = train.forward(policy, micro, 1.0, entropy_grad=coefficient > 0)
+            assert (logprobs[micro.completion_mask] < 0).all()
+            loss = (logprobs * micro.advantages).sum() - coefficient * entropy.sum()
+            optimizer.backward(loss, (logprobs, entropy, None))
+    assert len(passes) == 1 + 2
+
+
+def test_models_with_sliding_windows_shorter_than_their_context_are_not_shared(tmp_path):
     layers = ["full_attention", "sliding_attention"]
     changes = {"sliding_window": 64, "use_sliding_window": True, "layer_types": layers}
     folder = save_small("qwen2", tmp_path / "window", **changes)
     policy = load_small(folder)
-    assert not policy.packs_groups
+    assert not policy.shares_prefixes
     assert "window of 64 tokens is shorter" in policy.remark
     policy = load_small(folder, max_length=64)
-    assert policy.packs_groups and not policy.remark
-    assert load_small(save_small("qwen2", tmp_path / "full")).packs_groups
+    assert policy.shares_prefixes and not policy.remark
+    assert load_small(save_small("qwen2", tmp_path / "full")).shares_prefixes
 
 
-def test_models_that_cannot_be_packed_train_unpacked_with_a_remark(tmp_path):
+def test_models_that_cannot_share_prefixes_train_without_with_a_remark(tmp_path):
     policy = load_policy(str(save_model("StableLm", tmp_path)), device="cpu")
-    assert not policy.packs_groups
+    assert not policy.shares_prefixes
     assert policy.causal_lm.config._attn_implementation == "sdpa"
     assert policy.remark.startswith("computing each prompt once per completion, as its layers")
 
 
-def test_a_model_whose_packed_log_probs_differ_is_not_packed(qwen3_folder, monkeypatch):
-    def shifted(prompts, suffixes):
-        packed = pack_groups(prompts, suffixes)
-        packed.position_ids[:, -3:] += 1
-        return packed
+def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, monkeypatch):
+    def shifted(sequences):
+        tree = make_tree(sequences)
+        tree.position_ids[:, -3:] += 1
+        return tree
 
-    monkeypatch.setattr(loading, "pack_groups", shifted)
+    monkeypatch.setattr(loading, "make_tree", shifted)
     policy = load_policy(str(qwen3_folder), device="cpu")
-    assert not policy.packs_groups
+    assert not policy.shares_prefixes
     assert re.search(r"log-probs would be \S+ nats off", policy.remark)

@@ -44,8 +44,8 @@ def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
     with torch.no_grad():
         for micro in cut(batch.sequences, 64, policy.device):
             logprobs, _ = token_logprobs(
-                policy.hidden_states(micro.input_ids), micro.input_ids, micro.completion_mask,
-                policy.to_logits, temperature,
+                policy.hidden_states(micro.input_ids).flatten(0, 1), micro.nodes, micro.input_ids,
+                micro.completion_mask, policy.to_logits, temperature,
             )  # fmt: skip
             micro.scatter(logprobs, into=expected)
     return (expected - batch.sampler_logprobs)[batch.completion_mask].abs()
@@ -73,37 +73,51 @@ def test_torch_sampler_greedy_equals_generate(family_policy):
         assert completion.token_ids == generated[0, len(prompt) :].tolist()
 
 
-def test_prefill_computes_each_distinct_prompt_once(policy, monkeypatch):
-    shapes = []
-    forward = policy.causal_lm.forward
+def test_each_distinct_prefix_is_computed_once(policy, monkeypatch):
+    """Draws and log-probs are those of completions that are sampled alone."""
+    params = SamplingParams(max_tokens=8, temperature=0.3, top_k=2, seed=1)
+    prompts, sizes = PROMPTS * 4, []
+    monkeypatch.setattr(policy, "stop_ids", [])
+    alone = [TorchSampler(policy) for _ in prompts]
+    for i, (sampler, prompt) in enumerate(zip(alone, prompts, strict=True)):
+        sampler.add(Request(prompt, params, params.seed, i))
+    expected = [sampler.step() for _ in range(8) for sampler in alone][-len(prompts) :]
+    decoder = policy.causal_lm.get_decoder()
+    forward = decoder.forward
 
     @functools.wraps(forward)  # with its names of arguments
     def record(*args, input_ids, **rest):
-        shapes.append(tuple(input_ids.shape))
+        sizes.append(input_ids.numel())
         return forward(*args, input_ids=input_ids, **rest)
 
-    monkeypatch.setattr(policy.causal_lm, "forward", record)
-    TorchSampler(policy).sample(PROMPTS, SamplingParams(max_tokens=2))
-    assert shapes == [(3, 11), (6, 1)]  # 3 distinct prompts, the longest of 11 tokens
+    monkeypatch.setattr(decoder, "forward", record)
+    completions = TorchSampler(policy).sample(prompts, params)
+    prefixes = {
+        tuple(ids)
+        for prompt, c in zip(prompts, completions, strict=True)
+        for ids in itertools.accumulate([prompt, *([x] for x in c.token_ids[:-1])])
+    } | {tuple(prompt[: i + 1]) for prompt in prompts for i in range(len(prompt))}
+    assert sum(sizes) == len(prefixes) < 200
+    assert [c.token_ids for c in completions] == [c.token_ids for [(_, c)] in expected]
+    for found, [(_, wanted)] in zip(completions, expected, strict=True):
+        assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+        assert found.kept_ids == wanted.kept_ids
 
 
-def test_shared_prefix_cache_drops_a_prompt_with_its_last_row(family_policy):
-    prompts, kept = [[65, 66, 67], [70], [65, 66, 67], [65, 66, 67]], torch.tensor([0, 3])
+def test_rows_of_the_cache_are_dropped_and_split(family_policy):
+    prompts = [[65, 66, 67], [70], [65, 66]]
     with torch.no_grad():
         cache = prefill(family_policy, prompts, max_new_tokens=4)
-        if not family_policy.packs_groups:
-            assert isinstance(cache, RepeatedPrefixCache)
-            return
-        assert [len(keys) for keys, _ in cache.prompt_kv] == [2, 2]
-        cache.append(torch.tensor([65, 66, 67, 68]))
-        before = cache.logits[kept]
-        cache.keep(kept)
-        assert [len(keys) for keys, _ in cache.prompt_kv] == [1, 1]
-        cache.append(torch.tensor([71, 72]))
-        whole = torch.tensor([[65, 66, 67, 65, 71], [65, 66, 67, 68, 72]])
-        logits = family_policy.causal_lm(whole).logits
-    assert torch.allclose(before, logits[:, -2], atol=1e-5)
-    assert torch.allclose(cache.logits, logits[:, -1], atol=1e-5)
+        assert isinstance(cache, RepeatedPrefixCache) != family_policy.shares_prefixes
+        cache.select(torch.tensor([0, 0, 1, 2, 0]))
+        cache.append(torch.tensor([65, 66, 67, 68, 69]))
+        cache.select(torch.tensor([3, 0, 3]))
+        cache.append(torch.tensor([71, 72, 73]))
+        for row, ids in enumerate([[65, 66, 68, 71], [65, 66, 67, 65, 72], [65, 66, 68, 73]]):
+            logits = family_policy.causal_lm(torch.tensor([ids])).logits
+            assert torch.allclose(cache.logits[row], logits[0, -1], atol=1e-5)
+    if family_policy.shares_prefixes:
+        assert [len(keys) for keys, _ in cache.prompt_kv] == [2, 2]  # of two layers: two prompts
 
 
 def staggered(sampler, prompts, params, gap, alone=False):
@@ -129,7 +143,7 @@ def test_completions_that_begin_while_others_are_sampled_are_the_same(
     monkeypatch.setattr(family_policy, "stop_ids", EVERY_SIXTH)
     monkeypatch.setattr(sampler_module, "ADMIT_ABOVE", 0)
     if options == "repeated":  # every layer attends to all tokens, without a shared prefix
-        monkeypatch.setattr(type(family_policy), "packs_groups", False)
+        monkeypatch.setattr(type(family_policy), "shares_prefixes", False)
         options = {}
     params = SamplingParams(max_tokens=20, seed=3, **options)
     expected = TorchSampler(family_policy).sample(STAGGERED, params)
@@ -152,7 +166,7 @@ def test_arrivals_wait_until_they_are_a_share_of_the_batch(policy, monkeypatch):
     monkeypatch.setattr(sampler_module, "prefill", record)
     monkeypatch.setattr(policy, "stop_ids", [])
     sampler, params = TorchSampler(policy), SamplingParams(max_tokens=8)
-    requests = [Request([65 + i // 16], params, stream=i) for i in range(20)]
+    requests = [Request([65 + i], params, stream=i) for i in range(20)]
     for request in requests[:16]:
         sampler.add(request)
     ended = sampler.step()
@@ -272,8 +286,10 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy, opt
 def test_logprobs_and_entropy_over_kept_tokens_by_hand():
     """Of probabilities 1/2, 1/4, 1/8, 1/8 the first two are kept: 2/3 and 1/3."""
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().requires_grad_()
-    hidden, ids, mask = torch.ones(1, 2, 1), torch.tensor([[3, 1]]), torch.tensor([[True]])
-    logprobs, entropy = token_logprobs(hidden, ids, mask, lambda h: h * logits, kept_ids=[[0, 1]])
+    hidden, ids, mask = torch.ones(2, 1), torch.tensor([[3, 1]]), torch.tensor([[True]])
+    logprobs, entropy = token_logprobs(
+        hidden, torch.tensor([[0, 1]]), ids, mask, lambda h: h * logits, kept_ids=[[0, 1]]
+    )
     assert logprobs.item() == pytest.approx(math.log(1 / 3))
     assert entropy.item() == pytest.approx(-math.log(1 / 3) / 3 - 2 * math.log(2 / 3) / 3)
     (logprobs + entropy).sum().backward()
@@ -302,8 +318,8 @@ def test_make_sampler_auto_uses_torch_if_vllm_does_not_start(policy, monkeypatch
 
 
 def test_out_of_memory_halves_the_batch_and_changes_no_draw(policy, monkeypatch):
-    params = SamplingParams(max_tokens=4, seed=4)
-    expected = TorchSampler(policy).sample(PROMPTS, params)
+    params, prompts = SamplingParams(max_tokens=4, seed=4), [[65, i] for i in range(66, 72)]
+    expected = TorchSampler(policy).sample(prompts, params)
     sampler, lines, sizes = TorchSampler(policy), [], []
     sampler.say = lines.append
 
@@ -314,7 +330,7 @@ def test_out_of_memory_halves_the_batch_and_changes_no_draw(policy, monkeypatch)
         return prefill(policy, prompts, max_new_tokens)
 
     monkeypatch.setattr(sampler_module, "prefill", prefill_at_most_two)
-    completions = sampler.sample(PROMPTS, params)
+    completions = sampler.sample(prompts, params)
     assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
     assert sizes == [6, 3, 1, 1, 1, 1, 1, 1]  # the sampler keeps the smaller size
     assert len(lines) == 2 and lines[-1].endswith("continuing with 1")

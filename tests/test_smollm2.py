@@ -80,7 +80,7 @@ def test_weights_are_those_that_transformers_reads_from_the_file(cache):
 @real
 def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cache):
     policy = load_policy(folder_of("smollm2"), device="cpu")
-    assert not hasattr(policy.model.config, "quantization_config") and policy.packs_groups
+    assert not hasattr(policy.model.config, "quantization_config") and policy.shares_prefixes
     assert sum(p.numel() for p in policy.model.parameters()) == 134_515_008
     ids = prompt_ids(
         policy.tokenizer, [{"role": "user", "content": "What is the capital of France?"}]

@@ -84,12 +84,14 @@ class ShardedAdamW(MasterAdamW):
             self.hooks.append(weight.register_post_accumulate_grad_hook(hook))
         return [piece.master for bucket in buckets for piece in bucket.pieces]
 
-    def backward(self, loss: Tensor, reduce: bool = True) -> None:
-        """Adds the gradient of `loss`. Without `reduce`, drops it and waits for no other rank."""
+    def _backward(
+        self, tensors: list[Tensor], gradients: Sequence[Tensor] | None, reduce: bool
+    ) -> None:
+        """One pass. Without `reduce`, drops its gradient and waits for no other rank."""
         self.reduces = reduce
         if reduce:
             self._announce(passes=1)
-        super().backward(loss)
+        super()._backward(tensors, gradients, reduce)
         self._launch(end_of_pass=True)
         self.reduces = True
 

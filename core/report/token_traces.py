@@ -44,7 +44,7 @@ def trace_tokens(
     new_logprobs = torch.zeros_like(batch.old_logprobs)
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
     max_tokens = min(MICRO_BATCH, policy.micro_batch_tokens)
-    for micro in cut(sequences, max_tokens, policy.device, policy.packs_groups):
+    for micro in cut(sequences, max_tokens, policy.device, policy.shares_prefixes):
         logprobs, _, _ = forward(policy, micro, temperature)
         micro.scatter(logprobs, into=new_logprobs)
     columns: dict[str, Tensor | None] = {

@@ -28,7 +28,7 @@ from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
 from core.optimizer import MasterAdamW
 from core.policy import Policy
-from core.prefix_sharing import PackedGroups, pack_groups
+from core.prefix_sharing import PrefixTree, make_tree
 from core.types import Fault, OutOfMemory, ran_out
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
@@ -81,10 +81,10 @@ def probe_peak_memory(
     rollouts = max(rollouts, cfg.sft_batch_size if cfg.sft_steps else 1)
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
     free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
-    # packed suffixes have a bool and a float32 mask where FlashAttention does not take them
+    # a tree has a bool and a float32 mask where FlashAttention does not take its chains
     per_token = 0.0
     if free is not None:
-        per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.packs_groups
+        per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.shares_prefixes
     if free and (fitting := max(longest, int(free / 4 / per_token))) < policy.micro_batch_tokens:
         # not tried: Linux kills a process instead of raising
         say(f"micro-batches of {policy.micro_batch_tokens} tokens may not fit in memory: "
@@ -112,7 +112,10 @@ def probe_peak_memory(
 
 
 def _largest_pass(policy: Policy, optimizer: MasterAdamW, longest: int, forward: Forward) -> None:
-    for micro in micro_batches(policy, largest_batch(longest, policy.micro_batch_tokens)):
+    vocab_size = policy.causal_lm.config.get_text_config().vocab_size
+    for micro in micro_batches(
+        policy, largest_batch(longest, policy.micro_batch_tokens, vocab_size)
+    ):
         logprobs, _, _ = forward(policy, micro, 1.0)
         optimizer.backward(logprobs.mean(), reduce=False)  # another rank may run out of memory
 
@@ -188,18 +191,20 @@ def bytes_per_token(policy: Policy, group_size: int = 1) -> float:
     """Bytes that a forward pass keeps per token for its backward pass, besides the weights.
 
     With gradient checkpointing, that includes the activations of the one layer that is recomputed.
-    A packed pass keeps the prompt's keys and values once per suffix: this is for groups of
-    `group_size` with the longest prompts and shortest suffixes, or without packing if that is more.
+    A pass over a tree keeps the keys and values of a prefix for each block of its queries, or for
+    each sequence: this is for groups of `group_size` with long prompts and completions of one
+    token, in blocks of a quarter of them, as long sequences have.
     """
     separate = _bytes_per_token(policy, None)
-    if not policy.packs_groups or group_size < 2:
+    if not policy.shares_prefixes:
         return separate
     size = min(group_size, PROBE_TOKENS // 2)
-    packed = pack_groups([[0] * (PROBE_TOKENS - size)], [(0, [0])] * size)
-    return max(separate, _bytes_per_token(policy, packed.to(policy.device)))
+    prompt = [0] * (PROBE_TOKENS - size)
+    tree = make_tree([[*prompt, i] for i in range(size)], min_block=1)
+    return max(separate, _bytes_per_token(policy, tree.to(policy.device)))
 
 
-def _bytes_per_token(policy: Policy, packed: PackedGroups | None) -> float:
+def _bytes_per_token(policy: Policy, tree: PrefixTree | None) -> float:
     weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     saved: dict[int, int] = {}  # storage -> bytes
 
@@ -212,7 +217,7 @@ def _bytes_per_token(policy: Policy, packed: PackedGroups | None) -> float:
     ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=policy.device)
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
         # kept alive: freed storages would be miscounted
-        _hidden = policy.hidden_states(ids, packed)
+        _hidden = policy.hidden_states(ids, tree)
     per_token = sum(saved.values()) / PROBE_TOKENS
     if not policy.checkpointed_layers:
         return per_token
@@ -220,7 +225,7 @@ def _bytes_per_token(policy: Policy, packed: PackedGroups | None) -> float:
     for layer in layers:
         layer.training = False
     try:
-        return per_token + _bytes_per_token(policy, packed) / len(layers)
+        return per_token + _bytes_per_token(policy, tree) / len(layers)
     finally:
         policy.checkpointed_layers = layers
 

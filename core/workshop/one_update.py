@@ -9,7 +9,7 @@ wrong. The default run does this 50 times, with sixteen questions each time. tra
 
 - episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
-- micro-batches, which bound the memory, and prompts that are computed once per group
+- micro-batches, which bound the memory; what texts begin with alike is computed once
 - importance weights, as the sampler's log-probs differ slightly (algorithms/off_policy.py)
 - several gradient steps per update; then the ratio leaves 1, and the clip acts (algorithms/grpo.py)
 - penalties for leaving a reference (KL), a bonus for entropy, and PPO's values (algorithms/ppo.py)

@@ -48,7 +48,7 @@ PROMPTS = [[5 + i] * (8 + 30 * i) for i in range(4) for _ in range(4)]  # 4 grou
 PARAMS = SamplingParams(max_tokens=48, temperature=0.7, seed=1)
 GREEDY = SamplingParams(max_tokens=48, temperature=0)
 # nats by which rounding changes a log-prob on average: float32 on a CPU, bfloat16 on a GPU, where
-# the kernels of a packed and a plain pass, and of another batch, add in another order
+# the kernels of a tree and a plain pass, and of another batch, add in another order
 TOLERANCE = 1e-4 if ON_CPU else 5e-2
 GROWTH = 0.0625  # GiB by which the memory in use may vary between cycles
 ENGINES: list[NanoLLM] = []  # started by the step
@@ -76,21 +76,21 @@ def versions() -> Found:
 
 
 def attention() -> Found:
-    """Packed attention equals separate attention; its kernels."""
+    """Attention of a tree equals separate attention; its kernels."""
     policy = make_policy()
     train(policy, steps=1)
     kernels, logprobs = {}, {}
-    for implementation in ("packed_groups", "sdpa"):
+    for implementation in ("prefix_tree", "sdpa"):
         policy.causal_lm.set_attn_implementation(implementation)
-        assert policy.packs_groups == (implementation == "packed_groups")
+        assert policy.shares_prefixes == (implementation == "prefix_tree")
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             logprobs[implementation] = log_probs(policy)
         called = {event.key for event in profiled.key_averages() if "attention" in event.key}
         kernels[implementation] = sorted(called)
         assert ON_CPU or not any("math" in name for name in called), f"slow attention: {kernels}"
-    gap = (logprobs["packed_groups"] - logprobs["sdpa"]).abs()
-    assert gap.mean() < TOLERANCE, f"packed attention differs by {gap.mean()} nats"
-    return {"kernels": kernels, "gap_packed_max": gap.max().item()}
+    gap = (logprobs["prefix_tree"] - logprobs["sdpa"]).abs()
+    assert gap.mean() < TOLERANCE, f"the attention of a tree differs by {gap.mean()} nats"
+    return {"kernels": kernels, "gap_tree_max": gap.max().item()}
 
 
 def eager() -> Found:
@@ -302,7 +302,7 @@ def gaps(policy: Policy, completions: list[Completion], temperature: float) -> F
 
 
 def sampling_gaps(policy: Policy, completions: list[Completion], temperature: float) -> Tensor:
-    """|trainer - sampler| of every sampled token, the trainer with packed groups."""
+    """|trainer - sampler| of every sampled token, the trainer with a tree."""
     batch = batch_of(completions)
     logprobs, _ = score_logprobs(policy, batch, temperature)
     return (logprobs - batch.sampler_logprobs)[batch.completion_mask].abs()

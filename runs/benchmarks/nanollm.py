@@ -363,8 +363,8 @@ def gap(args: Args) -> dict[str, Any]:
         ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
         mask = (torch.arange(1, ids.shape[1], device=policy.device) >= len(prompt))[None]
         with torch.no_grad():
-            hidden = policy.hidden_states(ids)
-            logprobs, _ = token_logprobs(hidden, ids, mask, policy.to_logits, 1.0)
+            hidden, nodes = policy.hidden_states(ids)[0], torch.arange(ids.shape[1])[None]
+            logprobs, _ = token_logprobs(hidden, nodes, ids, mask, policy.to_logits, 1.0)
         reported = torch.tensor(completion.logprobs, device=policy.device)
         gaps.append((logprobs[mask] - reported).abs().cpu())
     all_gaps = torch.cat(gaps)
