@@ -95,7 +95,8 @@ def test_a_failed_write_leaves_the_older_checkpoint(run):
 
 def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
     folder, _, _, save = run
-    (folder / "metrics.jsonl").write_text('{"update": 0}\n')  # killed while it saved first
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text('{"update": 0}\n{"update": 1}\n')  # killed while it saved first
     found = find_checkpoint(folder)
     assert (found.folder, found.progress, len(found.remarks)) == (None, START, 1)
     damaged = save(1)
@@ -103,7 +104,7 @@ def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
     with pytest.raises(UsageError, match=damaged.name):
         find_checkpoint(folder)
     shutil.rmtree(damaged)
-    (folder / "metrics.jsonl").write_text('{"update": 0}\n{"update": 1}\n')
+    metrics.write_text('{"update": 0}\n{"update": 1}\n{"update": 2}\n')
     with pytest.raises(UsageError, match="restore"):  # it would delete the records of all updates
         find_checkpoint(folder)
     with pytest.raises(UsageError, match="not a run folder"):

@@ -79,7 +79,7 @@ def test_a_killed_run_resumes_to_the_same_metrics(windows, finished, command, tm
     assert command("--run-name", "expected", *SMALL[:-2])[0] == 0  # not on Windows
     run = tmp_path / "runs" / "a"
     process = windows("train.py", *SMALL)
-    code, output = end_when(process, (run / "checkpoint/000000-000001").exists, process.kill)
+    code, output = end_when(process, (run / "checkpoint/000000-000002").exists, process.kill)
     assert code == -signal.SIGKILL, output
     finished("train.py", "--resume", str(Path("runs/a")))
     assert metrics_of(run) == metrics_of(tmp_path / "runs" / "expected")

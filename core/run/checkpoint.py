@@ -6,7 +6,8 @@
         state.json                       progress, settings, and checksums of all three files
 
 A checkpoint is written under another name, flushed to disk and renamed, so it is complete as soon
-as it exists. The two newest are kept, and a damaged one is skipped when a run resumes. Random
+as it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first
+is written after the warm start or after update 1: a run killed before that starts again. Random
 states are not saved: every update derives its seeds from --seed and its own number.
 """
 
@@ -85,7 +86,8 @@ def find_checkpoint(run: Path) -> ResumePoint:
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
-        if any(record.get("update") for record in iter_records(run / METRICS)):  # 0 was saved
+        # the first one is written after update 1
+        if any(record.get("update") not in (None, 0, 1) for record in iter_records(run / METRICS)):
             raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
                              "start again with another --run-name")  # fmt: skip
         return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])

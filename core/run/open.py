@@ -43,6 +43,7 @@ from environments.text import printable
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
+FIRST_PAGES = 2.0  # seconds to expect of the first ones, which import matplotlib
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
 
 
@@ -78,13 +79,14 @@ class Run:
     def updates(self) -> Iterator[int]:
         """The numbers of the updates from the next one to --num-updates.
 
-        Evaluates the policy before the first. Ends earlier once --max-sampled-tokens are sampled,
-        or if `log` has stopped the run.
+        Evaluates the policy before the first, and saves what a warm start has taught it. Ends
+        earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
         """
         rewarded.STATE.max_steps = self.cfg.num_updates
         if self.next_update == 0:
+            if self.cfg.sft_steps:
+                self.save()
             self.log(0, self.evaluate(0), [])
-            self.save()
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
@@ -128,7 +130,7 @@ class Run:
             metrics |= self.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
-        if stop or is_last or is_due(update, cfg.save_every):
+        if stop or is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 
     def say(self, line: str) -> None:
@@ -220,18 +222,23 @@ class Run:
             self.save()
             raise UsageError(f"{error}; resume with: {self.resume_command()}") from None
 
-    def save(self) -> None:
-        """Writes a checkpoint; keeps the last one after an update without a finite gradient."""
-        if self.progress["skipped_in_a_row"] == 0:
-            progress = self.progress | self.run_log.sync()
-            checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
+    def save(self) -> bool:
+        """Writes a checkpoint, or keeps the last one after an update without a finite gradient.
+
+        Returns whether it wrote one. After update 1 it always does, as there is no earlier one.
+        """
+        if self.progress["skipped_in_a_row"] and self.progress["update"] > 1:
+            return False
+        progress = self.progress | self.run_log.sync()
+        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
+        return True
 
     def _write_pages(self) -> None:
         """Writes report.html and curves.png, unless that takes more than 3% of the run's time."""
-        spent, longest = sum(self.page_seconds), max(self.page_seconds, default=0.0)
+        spent, longest = sum(self.page_seconds), max(self.page_seconds, default=FIRST_PAGES)
         started = perf_counter()
         too_long = spent + longest > MAX_PAGES * (started - self.opened_at)
-        if distributed.rank() > 0 or (self.page_seconds and too_long):
+        if distributed.rank() > 0 or too_long:
             return
         for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg)):
             self.say(line)
@@ -262,8 +269,7 @@ class Run:
     def command_with_less_memory(self) -> str:
         """What to do when memory runs out: resume with half the micro-batch budget."""
         budget = max(1, self.policy.micro_batch_tokens // 2)
-        return (f"The last checkpoint is complete; resume with: {self.resume_command()} "
-                f"--max-tokens-per-micro-batch {budget}")  # fmt: skip
+        return f"Resume with: {self.resume_command()} --max-tokens-per-micro-batch {budget}"
 
 
 def is_due(step: int, every: int) -> bool:
@@ -313,7 +319,7 @@ def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterat
             log_dir = folder if is_writer else scratch_dir
             functions = algorithm, forward, sft_step
             with _opened(cfg, *functions, folder, log_dir, is_new) as run:
-                interrupted = False
+                interrupted = saved = False
                 try:
                     with memory.out_of_memory_as_one_line(run.command_with_less_memory):
                         memory.probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
@@ -321,14 +327,13 @@ def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterat
                 except Stopped:
                     interrupted = True
                     if cfg.sampler != "openai":
-                        run.save()
+                        saved = run.save()
             if interrupted and cfg.sampler == "openai":  # the pages would take seconds
                 raise Stopped(f"stopped; the episodes that ended are in {folder}/rollouts.jsonl")
             if is_writer:
                 for line in write_pages(run.folder, settings):
                     run.say(line)
             if interrupted:
-                saved = run.progress["skipped_in_a_row"] == 0  # as in `save`
                 what = " and saved; resume" if saved else "; resume from the last checkpoint"
                 raise Stopped(f"stopped{what} with: {run.resume_command()}")
             if is_writer and not run.stopped:
