@@ -86,6 +86,14 @@ def pack_rollouts(run_dir: Path, room: int) -> tuple[list[Record], list[str]]:
     what was left out. Batches in the middle of the run lose first their token traces and then
     everything; the first and last batches of each kind are shortened last.
     """
+    batches, size = [], 0
+    for key, rows in _read_batches(run_dir):
+        batches.append(_pack_batch(key, rows, FULL))
+        size += len(to_json(batches[-1])) + 1
+        if size > room:
+            break
+    else:
+        return batches, []
     sizes = {
         key: [*(len(to_json(_pack_batch(key, rows, level))) + 1 for level in TEXT_CHARS), 0]
         for key, rows in _read_batches(run_dir)
