@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 PRETRAINED = Path(__file__).parent / "tiny_weights"
 # The environments whose demonstrations it was pretrained on (runs/pretrain_tiny)
@@ -46,6 +46,8 @@ def tiny_tokenizer() -> Any:
 
 
 def _save_random(folder: str | os.PathLike[str], seed: int) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes a tenth of a second
+
     tokenizer = tiny_tokenizer()
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 64) * 64,  # rounded up to a multiple of 64

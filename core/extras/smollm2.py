@@ -85,7 +85,7 @@ def _convert(file: Path, folder: Path) -> None:
     """Writes weights, config, tokenizer and chat template to `folder`."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(file)
+    reader = GGUFReader(file, "c")  # tensors that torch may share: writable, but not to the file
     tokenizer = _tokenizer({name: field.contents() for name, field in reader.fields.items()})
     config = LlamaConfig(
         architectures=["LlamaForCausalLM"], dtype="bfloat16", vocab_size=len(tokenizer),
@@ -106,7 +106,7 @@ def _weights(tensors: list[Any]) -> dict[str, Tensor]:
 
     weights = {}
     for tensor in track(tensors, "smollm2", console=Console(stderr=True)):
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
         if match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", tensor.name):
             layer, kind = match.groups()
             name = f"layers.{layer}.{LAYER[kind]}"
