@@ -75,7 +75,7 @@ class MainOptions:
     # of your scratch.py.
     algo: str = "grpo"
     # Number of RL updates, such as 200; 0: only the warm start and the evaluation.
-    num_updates: Steps = 50
+    num_updates: Steps = 25
     num_prompts: Size = 16  # P, number of tasks per update, such as 32.
     group_size: Size = 8  # G, number of rollouts per task, such as 16.
     # Token limit of one completion, such as 512; None: 64 for tiny and smollm2, 1024 otherwise.

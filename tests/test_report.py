@@ -341,7 +341,7 @@ class Silent(Env):
         ("--env snake --sft-steps 9", {"model_id": "smollm2", "lora_rank": 16}),
         ("--env silent --lora-rank 4 --algo reinforce", {"model_id": "smollm2"}),
         ("--env silent --model-id me/mine", ["-m", "environments", "check", "silent"]),
-        ("--num-updates 0 --lr 3e-4", {"num_updates": 50}),
+        ("--num-updates 0 --lr 3e-4", {"num_updates": 25}),
     ],
 )
 def test_without_any_reward_the_next_command_is_none_of_another_algorithm(

@@ -5,7 +5,7 @@
 The model samples eight answers to each of two questions, and the environment rewards them. One
 gradient step makes the tokens of the better answers more likely, and those of the worse ones less
 likely. A right guess can become less likely too: it shares tokens with guesses, most of which are
-wrong. The default run does this 50 times, with sixteen questions each time. train.py also has:
+wrong. The default run does this 25 times, with sixteen questions each time. train.py also has:
 
 - episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
