@@ -183,12 +183,18 @@ class TorchSampler(Sampler):
                 self.cache.merge(added)
         if not self.batch:
             return
-        # 2. Draw the next token of every completion from the logits of its row, [C, V]
+        # 2. Draw the next token of every completion from the logits of its row, [C, V]; without
+        #    randomness once per row, [R, V]
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
-        logits = self.cache.logits[rows]
-        uniform = torch.tensor([c.next_uniform() for c in self.batch], dtype=torch.float64)
-        drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
+        if params.temperature == 0:
+            logits = self.cache.logits
+            uniform = torch.zeros(len(logits), dtype=torch.float64)
+            drawn, logprobs = (x[rows] for x in self.draw_function(logits, params, uniform))
+        else:
+            logits = self.cache.logits[rows]
+            uniform = torch.tensor([c.next_uniform() for c in self.batch], dtype=torch.float64)
+            drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
         kept: Iterable[Tensor | None] = [None] * len(self.batch)
         if params.drops_tokens:
             kept = keep_likely(logits.float() / params.temperature, params).isfinite()

@@ -4,7 +4,7 @@
     python runs/smollm2/answers.py coin ..     # coin flips for rewards in training: the control
     python runs/smollm2/answers.py table        # the tables of the recorded runs
 
-The single-digit sums of an evaluation repeat: 128 seeds ask 57 different questions. The tables
+The sums of an evaluation repeat: 512 seeds ask 71 different questions. The tables
 count each task once, so they need all answers; rollouts.jsonl has the first eight of an
 evaluation. Some models gain from random rewards (arXiv:2506.10947); then a gain does not show that
 the task was learned. `info["correct"]`, and so the held-out accuracy, stays that of the task.
