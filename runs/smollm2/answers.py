@@ -6,7 +6,7 @@
 
 The sums of an evaluation repeat: 512 seeds ask 71 different questions. The tables
 count each task once, so they need all answers; rollouts.jsonl has the first eight of an
-evaluation. Some models gain from random rewards (arXiv:2506.10947); then a gain does not show that
+evaluation, here all. Some models gain from random rewards (arXiv:2506.10947); then a gain does not show that
 the task was learned. `info["correct"]`, and so the held-out accuracy, stays that of the task.
 """
 
@@ -42,8 +42,9 @@ def main(how: str, flags: list[str]) -> int:
     run = record.ROOT / "runs" / flags[flags.index("--run-name") + 1]
     rows = record.read_records(run / "rollouts.jsonl")
     answers = [short(row) for row in rows if row["kind"] == "eval"]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answers)
-    (run / "answers.jsonl").write_text(lines, encoding="utf-8")
+    ends = {min(a["update"] for a in answers), max(a["update"] for a in answers)}
+    lines = [json.dumps(a, ensure_ascii=False) + "\n" for a in answers if a["update"] in ends]
+    (run / "answers.jsonl").write_text("".join(dict.fromkeys(lines)), encoding="utf-8")
     return code
 
 
