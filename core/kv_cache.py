@@ -152,7 +152,8 @@ class SharedPrefixCache:
 
     def select(self, rows: Tensor) -> None:
         self.position, self.appended = self.position[rows], self.appended[rows]
-        self.row_kv = [(self._copies(k, rows), self._copies(v, rows)) for k, v in self.row_kv]
+        for layer, (k, v) in enumerate(self.row_kv):  # one by one: the old ones are freed
+            self.row_kv[layer] = self._copies(k, rows), self._copies(v, rows)
         used, self.prompt_of = torch.unique(self.prompt_of[rows], return_inverse=True)
         if len(used) < len(self.row_table):  # some prompt has no row left
             self.prompt_kv = [(k[used], v[used]) for k, v in self.prompt_kv]

@@ -1,9 +1,9 @@
 """Compute each distinct prefix once: what an update computes, and what it need not.
 
 The sequences of an update begin alike. All have the chat template, the completions of a group have
-its prompt, and many completions begin with the same tokens, or are equal. A hidden state depends on
-a token and on all tokens before it, its prefix, so it need be computed once per distinct prefix.
-The prefixes form a tree. Each is a node, numbered depth first:
+its prompt, and many completions begin with the same tokens, or are equal. A hidden state depends
+only on the tokens up to its own, so sequences that begin alike have the same ones: each distinct
+prefix needs one. The prefixes form a tree. Each is a node, numbered depth first:
 
     sequences    a b c d     a b c e f     a b g           12 tokens, 7 nodes
 
@@ -86,13 +86,9 @@ class PrefixTree:
             queries = torch.arange(len(self.ancestors) * self.block, device=device)
             queries = queries.view(-1, self.block)
             keys = torch.cat([self.ancestors, queries], 1)  # [K, m]
-            ends = pad(
-                self.ends, (0, queries.numel() - length + 1)
-            )  # 0: what is no node ends before
-            sees = (keys[:, None] <= queries[..., None]) & (
-                queries[..., None] < ends[keys][:, None]
-            )
-            sees |= (queries >= length)[..., None]  # padding: seeing nothing would give NaN
+            ends = pad(self.ends, (0, queries.numel() - length + 1))  # 0 where there is no node
+            i, j, end = queries[..., None], keys[:, None], ends[keys][:, None]
+            sees = (j <= i) & (i < end) | (i >= length)  # padding sees all: nothing would give NaN
             mask = torch.zeros(sees.shape, dtype=dtype, device=device)
             self.blocks = keys.clamp(max=length - 1), mask.masked_fill_(~sees, -torch.inf)[:, None]
         return self.blocks

@@ -96,7 +96,7 @@ def test_random_trees_give_the_results_of_separate_sequences(tmp_path, monkeypat
     if varlen:
         monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
         monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
-    for seed in range(60):
+    for seed in range(20 if varlen else 60):
         assert relative_gap(policy, random_sequences(seed)) < 1e-12, seed
 
 
