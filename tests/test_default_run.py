@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -28,4 +29,4 @@ def test_the_default_run_learns_to_count_letters(tmp_path):
     assert accuracy[0] <= 0.60
     assert accuracy[-1] >= 0.90
     assert updates[-1]["length/mean"] > 1.5 * updates[0]["length/mean"]
-    assert updates[-1]["info/worked"] > 0.9
+    assert fmean(update["info/worked"] for update in updates[-5:]) > 0.85
