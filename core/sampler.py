@@ -166,7 +166,7 @@ class TorchSampler(Sampler):
 
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
-        """Samples one token of every completion in the batch."""
+        """Samples one token of each of the C completions in the batch. R: rows, V: vocabulary."""
         # 1. Prefill: compute the prompts that begin now, each distinct one once
         if new := self._admitted():
             self.batch += new
@@ -183,8 +183,8 @@ class TorchSampler(Sampler):
                 self.cache.merge(added)
         if not self.batch:
             return
-        # 2. Draw the next token of every completion from the logits of its row, [C, V]; without
-        #    randomness once per row, [R, V]
+        # 2. Draw the next token of each completion from the logits [C, V] of its row; at
+        #    temperature 0, where all completions of a row get the same one, from [R, V]
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
         if params.temperature == 0:
