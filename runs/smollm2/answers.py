@@ -133,29 +133,20 @@ def share(answers: dict[str, dict[str, Any]], key: str) -> str:
 
 
 def draw(runs: list[record.Run]) -> None:
-    """The held-out accuracy of each task over the minutes since the command, one line per seed."""
+    """The held-out accuracy of each seed over the minutes since the command."""
     from figures import figure, panel
 
-    from core.report.curves import BLUE, GREEN, ORANGE, PURPLE
+    from core.report.curves import BLUE, GREEN, ORANGE, PURPLE, RED
 
-    colors = dict(
-        zip(dict.fromkeys(run.name for run in runs), (BLUE, GREEN, ORANGE, PURPLE), strict=True)
-    )
-    with figure(
-        HERE / "curves.png", "smollm2 on two CPU cores: held-out accuracy", 1, 1, (7, 4)
-    ) as axes:
-        for run in runs:
-            label = run.name if run.seed == 0 else None
-            axes[0].plot(
-                *minutes_and_accuracy(run), marker=".", color=colors[run.name], label=label
-            )
-        panel(
-            axes[0],
-            "greedy answers to questions that training has not seen",
-            "minutes since the command",
-        )
+    title = "smollm2 learns sums on two CPU cores"
+    with figure(HERE / "curves.png", title, 1, 1, (7.5, 4.2)) as axes:
+        for run, color in zip(runs, (BLUE, ORANGE, GREEN, PURPLE, RED), strict=True):
+            minutes, accuracies = minutes_and_accuracy(run)
+            axes[0].plot(minutes, accuracies, marker="o", color=color, label=f"seed {run.seed}")
+        panel(axes[0], "held-out accuracy, greedy", "minutes since the command")
         axes[0].set_ylim(0, 1)
-        axes[0].legend(frameon=False, fontsize=8, loc="lower right")
+        axes[0].set_xlim(0)
+        axes[0].legend(frameon=False, loc="lower right")
 
 
 def minutes_and_accuracy(run: record.Run) -> tuple[list[float], list[float]]:
