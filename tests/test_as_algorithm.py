@@ -190,13 +190,17 @@ def test_solutions_train_as_the_library_does(command, monkeypatch):
     assert "algo: scratch" in Path("runs/mine/config.yaml").read_text(encoding="utf-8")
 
 
-def test_error_during_training_is_one_line_and_keeps_the_checkpoint(command, monkeypatch):
+def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_file(
+    command, monkeypatch
+):
     monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
     text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
     Path("scratch.py").write_text(text, encoding="utf-8")
     code, _, err = command(*SHORT, "--algo", "scratch.py", "--run-name", "mine")
     assert (code, err.count("\n")) == (2, 1) and "(exercise 5): AssertionError" in err
-    assert Path("runs/mine/checkpoint").exists()
+    Path("scratch.py").write_text(solved(), encoding="utf-8")
+    code, _, err = command("--resume", "runs/mine")
+    assert code == 0, err
 
 
 @pytest.mark.parametrize("algo", ["scratch", "scratch.py"])
