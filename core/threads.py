@@ -145,7 +145,8 @@ class _Worker(threading.Thread):
                 if not _stayed_in(threads.folder):
                     error = RuntimeError("the environment changed the working directory")
                     outcome = None, error
-                threads.longer[kind] += seconds - SLOW
+                # quick calls make up for slow ones before them, not for those that follow
+                threads.longer[kind] = max(0.0, threads.longer[kind] + seconds - SLOW)
                 is_new = threads.count > 1 and kind not in threads.slow
                 if is_new and threads.longer[kind] > PATIENCE:
                     threads.slow.add(kind)
