@@ -116,21 +116,17 @@ def token_logprobs(
         return all_logprobs[index, targets[here]], entropy[index]
 
     logprobs, entropy = hidden.new_zeros(2, len(targets), dtype=torch.float32)
+    several = len(prefixes) > chunk
     for start in range(0, max(1, len(prefixes)), chunk):
         here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
-        several = len(prefixes) > chunk
-        pair = (
-            checkpoint(one_chunk, start, here, use_reentrant=False)
-            if several
-            else one_chunk(start, here)
-        )
-        logprobs, entropy = (
-            logprobs.index_copy(0, here, pair[0]),
-            entropy.index_copy(0, here, pair[1]),
-        )
+        args = one_chunk, start, here
+        found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
+        logprobs = logprobs.index_copy(0, here, found[0])
+        entropy = entropy.index_copy(0, here, found[1])
     zeros = torch.zeros(completion_mask.shape, device=hidden.device)
-    return zeros.masked_scatter(completion_mask, logprobs), zeros.masked_scatter(
-        completion_mask, entropy
+    return (
+        zeros.masked_scatter(completion_mask, logprobs),
+        zeros.masked_scatter(completion_mask, entropy),
     )
 
 

@@ -107,10 +107,8 @@ class MasterAdamW:
         that of log-probs without an advantage, the backward pass through the model is left out.
         `reduce`: whether the gradient may be summed over the ranks already (ShardedAdamW).
         """
-        loss, used = (
-            loss * self.loss_scale,
-            [x for x in outputs if x is not None and x.requires_grad],
-        )
+        loss = loss * self.loss_scale
+        used = [x for x in outputs if x is not None and x.requires_grad]
         if not used:
             return self._backward([loss], None, reduce)
         gradients = torch.autograd.grad(loss, used, allow_unused=True, materialize_grads=True)
