@@ -8,7 +8,7 @@ Every measurement is a fresh process, which imports one of the two checkouts. A 
 timed from the start of the process to its end. "sampling" rows are one call of
 `TorchSampler.sample`, and "update" is the mean of three updates after the second. A token is
 computed in training when the model looks up its embedding while gradients are on, and computed
-backward when that embedding gets a gradient.
+backward when that embedding gets a gradient. Both sides must sample the same greedy tokens.
 """
 
 import json
@@ -63,6 +63,9 @@ def main(args: Args) -> None:
         print(f"{name}:", flush=True)
         sides = {side: side_of(folder, name) for side, folder in folders.items()}
         measured = alternate(sides, args.rounds, "s")
+        ids = [answer.pop("ids", []) for answers in measured.values() for answer in answers]
+        if any(other != ids[0] for other in ids):
+            raise RuntimeError(f"{name}: the two sides sampled other tokens")
         results[name] = measured | {"commit": commit(), "machine": machine()}
     tables = {"seconds": seconds_table(results), "tokens": tokens_table(results)}
     for table, lines in tables.items():
