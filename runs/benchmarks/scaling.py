@@ -57,6 +57,8 @@ def ranks(args: Args, folder: str) -> dict[str, Any]:
         "group-size": args.group_size, "max-tokens": args.max_tokens, "max-turns": 1,
         "max-tokens-per-micro-batch": 2048, "eval-num-tasks": 0, "microscope": 0, "device": "cpu",
         "save-every": 0,
+        # its rewards differ within each group, so every rollout has a gradient
+        "env": f"{Path(__file__).with_name('workload.py')}:Speed",
     }  # fmt: skip
 
     def side(number: int) -> Side:
