@@ -19,7 +19,7 @@ from torch import Tensor
 
 from algorithms import common, grpo
 from algorithms.common import Micro
-from algorithms.options import Aggregation, LoopOptions, Range
+from algorithms.options import Aggregation, LoopOptions, Range, Scale
 
 LOSS_TYPES: dict[str, dict[str, Any]] = {
     "cispo": {"scale_rewards": "group", "aggregation": "token"},
@@ -35,8 +35,8 @@ class Options(LoopOptions):
 
     loss_type: Literal["cispo", "scalerl"] = "cispo"
     """scalerl: other values of the next two options."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the group's or the batch's returns."""
+    scale_rewards: Scale | None = None
+    """As --grpo.scale-rewards."""
     aggregation: Aggregation | None = None
     """As --grpo.aggregation."""
     clip_low: Annotated[float, Range(0, 1)] = 1.0

@@ -19,6 +19,13 @@ default is dapo: every token counts the same, whatever the length of its rollout
     dr_grpo    no division by the std, none by the length               arXiv:2503.20783
     dapo       the mean over all tokens; ε_high above ε_low             arXiv:2503.14476
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
+    max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710
+
+max_rl is for returns of 0 and 1. Where p is the probability of 1, the other variants increase p, or
+with the std a function of p that is flat where p is small; max_rl increases log p, whose gradient
+is ∇p / p, so that hard tasks count as much as easy ones. G samples give it up to a factor:
+
+    E[Σ_i A_i ∇ log π(rollout i)] / G = (1 - (1-p)^(G-1)) ∇ log p
 
 gspo.py, cispo.py, kl_cov.py, clip_cov.py and opsm.py have other formulas.
 
@@ -40,7 +47,7 @@ from torch import Tensor
 
 from algorithms import common
 from algorithms.common import Batch, Micro
-from algorithms.options import Aggregation, LoopOptions, Range
+from algorithms.options import Aggregation, LoopOptions, Range, Scale
 
 EPS = 1e-4  # added to a standard deviation: a group with equal returns has advantages 0, not 0/0
 LOSS_TYPES: dict[str, dict[str, Any]] = {
@@ -52,6 +59,8 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
              "aggregation": "token"},
     "lite_ppo": {"scale_rewards": "batch", "clip_low": 0.2, "clip_high": 0.2,
                  "aggregation": "token"},
+    "max_rl": {"scale_rewards": "mean", "clip_low": 0.2, "clip_high": 0.28,
+               "aggregation": "token"},
 }  # fmt: skip
 
 
@@ -59,10 +68,11 @@ LOSS_TYPES: dict[str, dict[str, Any]] = {
 class Options(LoopOptions):
     """Options of GRPO; None: the value that the loss type sets."""
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo"] = "dapo"
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "lite_ppo", "max_rl"] = "dapo"
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Divide advantages by the standard deviation of the group's or the batch's returns."""
+    scale_rewards: Scale | None = None
+    """Divide advantages by the standard deviation of the group's or the batch's returns, or by the
+    mean of the group's, which must not be negative then."""
     clip_low: Annotated[float | None, Range(0, 1)] = None
     """Clip the ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float | None, Range(0, 1000)] = None
@@ -119,6 +129,8 @@ def compute_advantages(batch: Batch, options: Any) -> None:
         squares = torch.where(exists, (returns - mean) ** 2, 0.0).sum(0)
         variance = squares / (exists.sum(0) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)
+    elif options.scale_rewards == "mean":
+        advantages = advantages / baseline.abs().clamp(min=EPS)
     batch.advantages = torch.where(mask, advantages.gather(1, batch.turn_ids).float(), 0.0)
 
 

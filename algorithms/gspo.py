@@ -13,14 +13,14 @@ ratio of the token.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from algorithms import common, grpo
 from algorithms.common import Micro
-from algorithms.options import Aggregation, LoopOptions, Range
+from algorithms.options import Aggregation, LoopOptions, Range, Scale
 
 needs = grpo.needs
 compute_advantages = grpo.compute_advantages
@@ -30,8 +30,8 @@ compute_advantages = grpo.compute_advantages
 class Options(LoopOptions):
     """Options of GSPO."""
 
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the group's or the batch's returns."""
+    scale_rewards: Scale = "group"
+    """As --grpo.scale-rewards."""
     clip_low: Annotated[float, Range(0, 1)] = 3e-4
     """Clip the sequence's ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float, Range(0, 1000)] = 4e-4

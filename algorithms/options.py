@@ -6,6 +6,7 @@ Each algorithm has its `Options` in its own file; the fields are flags, such as 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+Scale = Literal["group", "batch", "mean", "none"]  # grpo.compute_advantages
 Aggregation = Literal["token", "sequence", "prompt", "constant"]  # common.token_weights
 WeightLevel = Literal["token", "geometric", "product"]  # off_policy.sampler_ratio
 WeightMode = Literal["truncate", "mask"]  # off_policy.importance_weights

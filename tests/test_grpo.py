@@ -1,6 +1,8 @@
 """GRPO: advantages within the group, the clip of every variant in all its cases, by hand."""
 
+import itertools
 import math
+import operator
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ PAPERS = {
     "dr_grpo": ("none", 0.2, 0.2, "constant"),
     "dapo": ("group", 0.2, 0.28, "token"),
     "lite_ppo": ("batch", 0.2, 0.2, "token"),
+    "max_rl": ("mean", 0.2, 0.28, "token"),
 }
 
 
@@ -50,6 +53,7 @@ def test_the_numbers_of_gspo_cispo_and_scalerl_are_those_of_the_papers():
         ("group", math.sqrt(0.5) + EPS, math.sqrt(18) + EPS),  # of a sample: of 1, 0; of 8, 2
         # all: mean 3.1, squares 4.41, 24.01, 9.61, 1.21, 1.96
         ("batch", *[math.sqrt(41.2 / 4) + EPS] * 2),
+        ("mean", 0.5, 5),
     ],
 )
 def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(scale, small, large):
@@ -79,7 +83,7 @@ def test_advantages_are_returns_minus_the_mean_of_the_group_over_a_deviation(sca
     assert not batch.advantages.any()
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "mean", "none"])
 @pytest.mark.parametrize("junk", [0.0, math.nan])
 def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale, junk):
     batch = Batch(rewards=REWARDS.masked_fill(~MASK, junk), completion_mask=MASK,
@@ -92,10 +96,25 @@ def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale, junk):
         "none": (1, 1),
         "group": (2 + EPS, math.sqrt(2) + EPS),  # √((0+4+4)/2), √((1+1)/1)
         "batch": (math.sqrt(20 / 3) + EPS, 2 + EPS),  # of 3, 1, 5, 7 and of 4, 2, 6
+        "mean": (3, 3),
     }[scale]
     by = torch.tensor([[first, first, second], [first, second, 1], [first, 1, 1], [1, 1, 1]])
     torch.testing.assert_close(batch.advantages, centred / by, atol=1e-6, rtol=0)
     assert batch.value_targets is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("p", [0.02, 0.5, 0.9])
+def test_maxrl_follows_the_gradient_of_the_log_of_the_success_rate(size, p):
+    expected = 0.0  # of the mean of A d log π / d logit: 1 - p after a success, else -p
+    for returns in itertools.product([0.0, 1.0], repeat=size):
+        probability = math.prod(p if r else 1 - p for r in returns)
+        scores = [1 - p if r else -p for r in returns]
+        advantages = of_returns(returns, [0] * size, "mean")
+        expected += probability * sum(map(operator.mul, advantages, scores)) / size
+    # d log p / d logit = 1 - p
+    assert expected == pytest.approx((1 - (1 - p) ** (size - 1)) * (1 - p), rel=1e-6)
+    assert of_returns([-1.0, -3.0], [0, 0], "mean") == [0.5, -0.5]  # the better one stays better
 
 
 def loss_of(ratio, advantages, mask=None, weights=None, scale=None, algo=grpo, **settings):

@@ -185,6 +185,7 @@ CASES = [  # what is chosen in the page, beside --tis-cap and `moved` as options
     ("dapo", {"scale_rewards": "none", "moved": 3, "aggregation": "constant", "tis_cap": 0}),
     ("gspo", {}),
     ("scalerl", {"clip_high": 0.05}),
+    ("max_rl", {}),
 ]
 
 
