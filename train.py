@@ -60,6 +60,7 @@ from core.metrics import UpdateStats
 from core.policy import Policy
 from core.run.open import Run, is_due, open_run, optimizer_for
 from core.run.reference import freeze_reference, load_teacher
+from core.run.staleness import older_weights
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
@@ -78,7 +79,8 @@ def main(cfg: Config) -> int:
         reference = load_reference(cfg, run)
         for update in run.updates():  # up to --num-updates or --max-sampled-tokens
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
-            sampled, rollouts = collect_rollouts(cfg, run, update)
+            with older_weights(run.policy, run.sampler, run.older):  # of --staleness
+                sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # tensors [B, N]
 
             # 2. With several steps, or PPO (`needs_old_logprobs`): the log-probs of the sampled

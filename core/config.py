@@ -137,6 +137,8 @@ class SamplingOptions:
     # Nucleus sampling: keep the most likely tokens up to this probability mass; 1: keep all.
     top_p: Annotated[float, Range(1e-6, 1)] = 1.0
     top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
+    # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
+    staleness: Annotated[int, Range(0, 1000)] = 0
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.

@@ -60,6 +60,7 @@ CASES = {
     "self-play": "--env tic_tac_toe:opponent=self --sft-steps 0 --max-turns 2",
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
     "optimizer not sharded": "--shard-optimizer off",
+    "older weights sample": "--staleness 1 --num-updates 4",
 }
 
 

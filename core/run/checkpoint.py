@@ -3,7 +3,8 @@
     <run>/checkpoint/000800-000021/      after 800 SFT steps and updates 0 to 20
         weights.safetensors              every trainable parameter
         optimizer.pt                     moments, and float32 master weights if there are any
-        state.json                       progress, settings, and checksums of all three files
+        older.safetensors                with --staleness: those of the updates before
+        state.json                       progress, settings, and checksums of the other files
 
 A checkpoint is written under another name, flushed to disk and renamed, so it is complete as soon
 as it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first
@@ -13,7 +14,7 @@ states are not saved: every update derives its seeds from --seed and its own num
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ from core.policy import Policy
 from core.run.files import published, remove, sealed, unseal
 from core.run.folder import train_command
 from core.run.log import METRICS, iter_records
+from core.run.staleness import Weights
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
-WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.pt"
+WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
@@ -51,12 +53,17 @@ class ResumePoint:
 
 
 def save_checkpoint(
-    run: Path, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any]
+    run: Path,
+    policy: Policy,
+    optimizer: MasterAdamW,
+    progress: dict[str, Any],
+    older: Sequence[Weights] = (),
 ) -> Path:
     """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
-    `progress` has at least "sft_step" and "update". All ranks call it, and rank 0 writes. Raises
-    OSError if the disk is full or read-only; then the earlier checkpoints are unchanged.
+    `progress` has at least "sft_step" and "update"; `older`: see core/run/staleness.py. All ranks
+    call it, and rank 0 writes. Raises OSError if the disk is full or read-only; then the earlier
+    checkpoints are unchanged.
     """
     optimizer_state = optimizer.state_dict()  # from all ranks
     root = run / "checkpoint"
@@ -70,6 +77,9 @@ def save_checkpoint(
     # a `target` that exists is damaged, or the run was stopped right after it was saved
     with sealed(target, facts) as part:
         save_weights(part, weights)
+        if older:
+            named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
+            save_weights(part, named, OLDER)
         with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
             torch.save(optimizer_state, file)
     for old in _newest_first(root)[KEEP:]:
@@ -118,6 +128,16 @@ def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> Non
     optimizer.load_state_dict(state)
 
 
+def load_older(folder: Path) -> list[Weights]:
+    """The weights of the updates before, the oldest first; none without --staleness."""
+    older: dict[str, Weights] = {}
+    if (folder / OLDER).exists():
+        for key, weight in load_file(folder / OLDER).items():
+            number, _, name = key.partition(":")
+            older.setdefault(number, {})[name] = weight
+    return [older[number] for number in sorted(older, key=int)]
+
+
 def check_state(saved: Any, own: Any, place: str) -> None:
     """Raises UsageError unless `saved` could be a later state of the optimizer with state `own`.
 
@@ -157,10 +177,10 @@ def load_adapters(folder: Path, policy: Policy) -> None:
     copy_weights(folder, adapters, same_dtype=False, file=ADAPTERS)
 
 
-def save_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
     """Write tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, folder / file)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
 import shutil
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt
 from core.run.models import load_policy
 from core.run.reference import reference_bytes
+from core.run.staleness import Weights
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
@@ -64,6 +66,7 @@ class Run:
     forward: Any  # of train.py
     sft_step: Any  # of train.py
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
+    older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     stopped: bool = False  # ended before the last update
     opened_at: float = field(default_factory=perf_counter)
@@ -163,6 +166,8 @@ class Run:
         warnings = distributed.broadcast_from_rank_0(
             lambda: diagnostics.new_warnings(self.history, by_group, advice)
         )
+        if self.cfg.staleness:
+            warnings.pop("sampler_gap", None)  # it is meant
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
         if warnings or self.notes:
@@ -230,7 +235,7 @@ class Run:
         if self.progress["skipped_in_a_row"] and self.progress["update"] > 1:
             return False
         progress = self.progress | self.run_log.sync()
-        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress)
+        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress, self.older)
         return True
 
     def _write_pages(self) -> None:
@@ -387,8 +392,10 @@ def _opened(
 
             opponents = Opponents(cfg, policy, folder, progress)
         optimizer = optimizer_for(cfg, policy)  # warm_start sets its own learning rate
+        older = deque[Weights](maxlen=cfg.staleness)
         if found.folder:
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
+            older.extend(checkpoint.load_older(found.folder))
         reserved = reference_bytes(cfg, policy)
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
         future_bytes = reserved + optimizer.gradient_bytes()
@@ -437,7 +444,7 @@ def _opened(
         )) as collector:  # fmt: skip
             collector.pool.threads.say, collector.opponents = display.say, opponents
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      progress, forward, sft_step, history, notes)  # fmt: skip
+                      progress, forward, sft_step, history, older, notes)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

@@ -1,0 +1,47 @@
+"""--staleness k: sample with the weights of k updates ago, to study what asynchronous systems do.
+
+A system that samples and trains at the same time learns from samples of older weights. Here one
+process does both in turn: the policy gets its older weights back while it samples. So a run is as
+exact, seeded and resumable as with k = 0. What corrects for the difference between sampler and
+trainer (algorithms/off_policy.py) then corrects for the age too, and gap/* measures it.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from core.policy import Policy
+from core.sampler import Sampler
+
+Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
+
+
+@contextmanager
+def older_weights(policy: Policy, sampler: Sampler, older: deque[Weights]) -> Iterator[None]:
+    """Inside, the policy has its weights of `older.maxlen` updates ago, or at first its first ones.
+
+    `older` has the weights of the last updates, the oldest first; those of this update join it at
+    the end, unless the sampling fails. With `maxlen` 0 nothing happens.
+    """
+    if older.maxlen == 0:
+        yield
+        return
+    weights = policy.trainable()
+    present = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+    _copy(older[0] if older else present, weights)
+    sampler.sync()
+    try:
+        yield
+    finally:
+        _copy(present, weights)
+        sampler.sync()
+    older.append(present)
+
+
+@torch.no_grad()
+def _copy(source: Weights, into: Mapping[str, Tensor]) -> None:
+    for name, weight in into.items():
+        weight.copy_(source[name])

@@ -1,0 +1,83 @@
+"""--staleness: which weights sample, which train, and that a resumed run goes on exactly."""
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+
+SMALL = """--num-updates 6 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --eval-every 0
+    --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
+
+
+def metrics_of(run):
+    lines = Path("runs", run, "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k[:5] != "time/"} for line in lines]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The weights while each update samples, and while it trains."""
+    sampling, training = [], []
+    collect, score = train.collect_rollouts, train.shape_rewards
+
+    def weights_of(run):
+        return torch.cat([w.detach().flatten().clone() for w in run.policy.trainable().values()])
+
+    def collect_rollouts(cfg, run, update):
+        sampling.append(weights_of(run))
+        seen.run = run
+        return collect(cfg, run, update)
+
+    def shape_rewards(cfg, batch):
+        training.append(weights_of(seen.run))
+        return score(cfg, batch)
+
+    def seen():
+        return sampling, training
+
+    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    monkeypatch.setattr(train, "shape_rewards", shape_rewards)
+    return seen
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_samples_are_of_the_weights_of_some_updates_ago(command, seen, staleness, rank):
+    flags = "--staleness", staleness, "--lora-rank", rank
+    assert command(*SMALL, *flags, "--run-name", "a")[0] == 0
+    sampling, training = seen()
+    assert len(training) == 6
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
+    for update in range(6):
+        assert torch.equal(sampling[update], training[max(0, update - staleness)]), update
+    gaps = [record["gap/logprob_mean"] for record in metrics_of("a")[1:]]
+    assert gaps[0] < 1e-5  # the first update has no older weights
+    assert all((gap > 1e-5) == (staleness > 0) for gap in gaps[1:])
+
+
+def test_a_resumed_run_samples_from_the_same_older_weights(command):
+    code, out, _ = command(*SMALL, "--staleness", 2, "--run-name", "a")
+    assert code == 0 and "sampler_gap" not in out
+    whole = metrics_of("a")
+    newest = max(Path("runs/a/checkpoint").iterdir())
+    shutil.rmtree(newest)  # so update 6 is repeated
+    code, _, err = command("--resume", "runs/a")
+    assert code == 0, err
+    assert newest.exists() and metrics_of("a") == whole
+
+
+def test_a_failed_collection_leaves_the_newest_weights(command, seen, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no environment")
+
+    monkeypatch.setattr("core.episodes.RolloutCollector.collect", fail)
+    with pytest.raises(RuntimeError, match="no environment"):
+        command(*SMALL, "--staleness", 1, "--eval-num-tasks", 0, "--run-name", "a")
+    sampling, _ = seen()
+    weights = torch.cat([w.detach().flatten() for w in seen.run.policy.trainable().values()])
+    assert torch.equal(weights, sampling[0]) and not seen.run.older
