@@ -6,7 +6,6 @@ tyro parses the flags, prints --help, and reports mistakes in a box with exit co
 
 import argparse
 import dataclasses
-import gc
 import itertools
 import os
 import re
@@ -215,9 +214,7 @@ def _run(
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
         _check_temporary_folder()
-        cfg = parse(args)
-        gc.freeze()  # what the imports made stays: never look through it, which takes 1 s at exit
-        code = main(cfg)
+        code = main(parse(args))
         return code if is_first else 0
     except (UsageError, Fault, OSError) as error:
         if isinstance(error, OSError):
