@@ -167,7 +167,7 @@ class Run:
             lambda: diagnostics.new_warnings(self.history, by_group, advice)
         )
         if self.cfg.staleness:
-            warnings.pop("sampler_gap", None)  # it is meant
+            warnings.pop("sampler_gap", None)  # the sampler has older weights
         for name, line in warnings.items():
             self.say(f"warning: {name}: {line}")
         if warnings or self.notes:
