@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
+from core.episodes import RolloutCollector
 
 SMALL = """--num-updates 6 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --eval-every 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
@@ -72,12 +74,21 @@ def test_a_resumed_run_samples_from_the_same_older_weights(command):
 
 
 def test_a_failed_collection_leaves_the_newest_weights(command, seen, monkeypatch):
-    def fail(*args):
-        raise RuntimeError("no environment")
+    sampling, training = seen()
+    collect = RolloutCollector.collect
 
-    monkeypatch.setattr("core.episodes.RolloutCollector.collect", fail)
+    def fail_in_update_3(*args):
+        if len(sampling) == 3:
+            raise RuntimeError("no environment")
+        return collect(*args)
+
+    monkeypatch.setattr(RolloutCollector, "collect", fail_in_update_3)
     with pytest.raises(RuntimeError, match="no environment"):
         command(*SMALL, "--staleness", 1, "--eval-num-tasks", 0, "--run-name", "a")
-    sampling, _ = seen()
-    weights = torch.cat([w.detach().flatten() for w in seen.run.policy.trainable().values()])
-    assert torch.equal(weights, sampling[0]) and not seen.run.older
+    assert torch.equal(sampling[2], training[1])  # the older ones
+    newest = max(Path("runs/a/checkpoint").iterdir())  # of the end of update 2
+    saved = load_file(newest / "weights.safetensors")
+    weights = seen.run.policy.trainable()
+    assert all(torch.equal(weight, saved[name]) for name, weight in weights.items())
+    (older,) = seen.run.older  # those of update 2 have not joined it twice
+    assert torch.equal(torch.cat([w.flatten() for w in older.values()]), training[1])
