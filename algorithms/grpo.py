@@ -21,9 +21,9 @@ default is dapo: every token counts the same, whatever the length of its rollout
     lite_ppo   as dapo, with ε_high = ε_low and the std of the batch    arXiv:2508.08221
     max_rl     as dapo, but divides by the mean of the group            arXiv:2602.02710
 
-max_rl is for returns of 0 and 1. Where p is the probability of 1, the other variants increase p, or
-with the std a function of p that is flat where p is small; max_rl increases log p, whose gradient
-is ∇p / p, so that hard tasks count as much as easy ones. G samples give it up to a factor:
+max_rl is for returns of 0 and 1. With many samples, and p the probability of 1, no division gives
+the gradient of p, the std that of 2 arcsin √p, which is ∇p / √(p(1-p)), and max_rl that of log p,
+∇p / p: the rarer a success, the more it counts. G samples give it up to a factor:
 
     E[Σ_i A_i ∇ log π(rollout i)] / G = (1 - (1-p)^(G-1)) ∇ log p
 
