@@ -18,14 +18,14 @@ from single_update import single_update
 from transformers import AutoModelForCausalLM
 
 import train
-from algorithms import cispo, clip_cov, grpo, gspo, kl_cov, ppo, reinforce
+from algorithms import cispo, clip_cov, dppo, grpo, gspo, kl_cov, ppo, reinforce
 from core import config
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 ALGOS = """grpo reinforce gspo ppo grpo reinforce cispo ppo kl_cov reinforce clip_cov ppo grpo
-    reinforce""".split()
-CONFIGS, FAST = 42, len(ALGOS)  # random settings in all; those that are not marked slow
+    reinforce dppo""".split()
+CONFIGS, FAST = 45, len(ALGOS)  # random settings in all; those that are not marked slow
 MAX_TOKENS = 6  # --max-tokens
 PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
 GROUP_SIZES = [3, 3, 2]
@@ -86,6 +86,11 @@ def draw_settings(seed):
         "grpo": lambda: grpo.Options(loss_type, clip_low=clip, **like_grpo),
         "gspo": lambda: gspo.Options(scale_rewards=scale),
         "cispo": lambda: cispo.Options(("cispo", "scalerl")[number % 2], **like_grpo),
+        # about 1 in 256 is the probability of a token
+        "dppo": lambda: dppo.Options(
+            limit=draw.choice([0.0, 3e-4, 1e-3]),
+            **like_grpo | ({"aggregation": like_grpo["aggregation"] or "token"}),
+        ),
         "kl_cov": lambda: kl_cov.Options(
             loss_type, fraction=draw.choice([0.1, 0.4]), coef=0.7, **like_grpo
         ),
@@ -313,6 +318,10 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
                 loss = loss + cfg.options.coef * scale * w * (token_ratio - 1 - logs[t])
             if cfg.algo == "reinforce":
                 term = token_ratio.detach() * a * logp
+            elif cfg.algo == "dppo":
+                moved = (logp.exp() - (old[i][t]["logp"] - gaps[t]).exp()).item()
+                further = abs(moved) > cfg.options.limit and moved * a > 0
+                term = 0.0 if further else token_ratio * a
             else:
                 options, ratio = cfg.options, token_ratio
                 low = high = options.clip if cfg.algo == "ppo" else None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
-from algorithms import cispo, grpo, gspo
+from algorithms import cispo, dppo, grpo, gspo
 from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
 
@@ -183,6 +183,35 @@ def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, a
     assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
     clipped = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert clipped == (ratio == 60, 0)  # of both signs of the advantage
+
+
+@pytest.mark.parametrize(
+    "sampled, now, advantage, dropped",
+    [
+        (0.6, 0.9, 1.0, True),  # a ratio of 1.5: GRPO's clip at 1.28 drops it, too
+        (0.6, 0.7, 1.0, False),
+        (0.001, 0.1, 1.0, False),  # a ratio of 100, but a small change
+        (0.6, 0.9, -1.0, False),  # the step takes the change back
+        (0.6, 0.3, -1.0, True),
+        (0.6, 0.3, 1.0, False),
+        (0.5, 0.9, 0.0, False),
+    ],
+)
+def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, advantage, dropped):
+    """π_old lies between both; the difference is that to the sampler."""
+    old = torch.tensor([[math.log((sampled + now) / 2)]])
+    logprobs = torch.tensor([[math.log(now)]], requires_grad=True)
+    one = torch.ones(1, 1)
+    micro = Micro(completion_mask=one > 0, old_logprobs=old, advantages=one * advantage,
+                  sampler_logprobs=torch.tensor([[math.log(sampled)]]),
+                  importance_weights=one, token_weights=one)  # fmt: skip
+    loss, metrics = dppo.compute_loss(logprobs, None, micro, dppo.Options(limit=0.2))
+    loss.backward()
+    ratio = now / ((sampled + now) / 2)
+    assert loss.item() == pytest.approx(0.0 if dropped else -ratio * advantage, abs=1e-6)
+    assert logprobs.grad.item() == pytest.approx(loss.item(), abs=1e-6)
+    counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
+    assert counted == (dropped and advantage > 0, dropped and advantage < 0)
 
 
 def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
