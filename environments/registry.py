@@ -50,6 +50,7 @@ Change = Callable[[str, int, bool], str]
 ENVIRONMENTS: dict[str, str | Constructor] = {
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
+    "compose": "environments.compose:Compose",
     "connect4": "environments.connect4:connect4",
     "countdown": "environments.countdown:Countdown",
     "gymnasium": "environments.adapters.gymnasium:Gymnasium",

@@ -29,6 +29,8 @@ SPECS = {
     "letter_counting": Facts(0, 1, 1, "optimal"),
     "reverse": Facts(-1, 1, 3, "optimal"),
     "reverse_echo": Facts(-1, 1, 3, "optimal"),
+    "compose": Facts(0, 1, 1, "optimal"),
+    "compose:depth=3,mixed=true,pairs=all,steps=false": Facts(0, 1, 1, "optimal"),
     "tic_tac_toe": Facts(-1, 1, 1, "valid"),  # a random O sometimes draws
     "tic_tac_toe:opponent=perfect": Facts(-1, 0, 0, "optimal"),
     "connect4": Facts(-1, 1, 1, "valid"),
