@@ -5,13 +5,13 @@
                π_sampler and A_i positive, or below it and A_i negative
 
 A ratio says little about how far the policy has moved: from 0.001 to 0.002 it is 2, from 0.6 to 0.9
-it is 1.5, though the second step changes what is sampled and the first does not. So the clip of
+it is 1.5, though the second changes what is sampled and the first hardly does. So the clip of
 GRPO holds rare tokens back and lets likely ones go. m_t depends on the difference, which is the
 total variation between the two policies if all other tokens are taken as one (`binary` in the
 paper), and is measured from the policy that sampled, older weights and other kernels included.
 
 Differences from the paper: the ratio to the sampler is w ρ, whose w is capped (off_policy.py), and
-of its two divergences only the total variation is here.
+of its two divergences only the total variation is here. The value of δ is ours.
 
     python train.py --algo dppo --num-minibatches 4
 """
