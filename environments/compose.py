@@ -58,7 +58,7 @@ GO_ON = 0.4  # probability that a careless demonstration applies a second functi
 
 
 class Compose(Env):
-    """`depth`: functions of a task, 1 to 6; `mixed`: 1 to `depth` of them; `pairs`: seen, unseen or
+    """`depth`: functions of a task, 1 to 5; `mixed`: 1 to `depth` of them; `pairs`: seen, unseen or
     all; `steps`: demonstrations show the steps, or the answer alone."""
 
     meanings: Mapping[str, str] = {"steps": "functions that the response applies"}
@@ -66,8 +66,8 @@ class Compose(Env):
     def __init__(
         self, depth: int = 2, mixed: bool = False, pairs: str = "seen", steps: bool = True
     ):
-        if not 1 <= depth <= 6:
-            raise UsageError(f"depth must be 1 to 6, not {depth}")
+        if not 1 <= depth <= 5:  # beyond it few tasks are unambiguous, and a search takes seconds
+            raise UsageError(f"depth must be 1 to 5, not {depth}")
         if pairs not in PAIRS:
             raise UsageError(f"pairs must be {', '.join(PAIRS)}, not {pairs!r}")
         self.depth, self.mixed, self.pairs, self.steps = depth, mixed, pairs, steps
