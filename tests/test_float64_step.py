@@ -89,7 +89,7 @@ def draw_settings(seed):
         # about 1 in 256 is the probability of a token
         "dppo": lambda: dppo.Options(
             limit=draw.choice([0.0, 3e-4, 1e-3]),
-            **like_grpo | ({"aggregation": like_grpo["aggregation"] or "token"}),
+            **like_grpo | {"aggregation": like_grpo["aggregation"] or "token"},
         ),
         "kl_cov": lambda: kl_cov.Options(
             loss_type, fraction=draw.choice([0.1, 0.4]), coef=0.7, **like_grpo
