@@ -2,6 +2,7 @@
 
     python runs/record.py letter_counting_tiny                # every run of the page
     python runs/record.py letter_counting_tiny grpo-seed0     # one run
+    python runs/record.py letter_counting_tiny 'grpo*'        # runs whose names match
     python runs/record.py letter_counting_tiny --missing      # the runs that are not recorded yet
     python runs/record.py letter_counting_tiny --draw         # the table and the picture; no run
 
@@ -15,6 +16,7 @@ The runs stand in the first ```yaml block of runs/FOLDER/README.md:
     rows      seeds (a row of the table for each run and seed), runs or environments
     columns   heading: what `cell` computes
     panels    heading: metric (a curve for each run), or `runs` (a panel for each run)
+    metrics   patterns of the metrics to keep; without them all
 
 NAME-seedS.jsonl has the metrics of a run, seconds.json its wall time, recorded.txt the version and
 the machine.
@@ -112,12 +114,13 @@ def main() -> None:
     if not (folder / "README.md").exists():
         parser.error(f"no page {folder / 'README.md'}")
     page, runs = read_page(folder)
-    if unknown := set(args.names) - {run.stem for run in runs}:
-        parser.error(f"no such run: {', '.join(sorted(unknown))}; the page has "
-                     f"{', '.join(run.stem for run in runs)}")  # fmt: skip
+    stems = [run.stem for run in runs]
+    if unknown := [name for name in args.names if not fnmatch.filter(stems, name)]:
+        parser.error(f"no such run: {', '.join(unknown)}; the page has {', '.join(stems)}")
     for run in [] if args.draw else [run for run in runs if run.flags is not None]:
         recorded = (folder / f"{run.stem}.jsonl").exists()
-        if (not args.names or run.stem in args.names) and not (args.missing and recorded):
+        chosen = not args.names or any(fnmatch.fnmatch(run.stem, name) for name in args.names)
+        if chosen and not (args.missing and recorded):
             make_run(run, page)
     runs = [run for run in map(Run.read, runs) if run.records]
     if "columns" in page:
@@ -151,7 +154,11 @@ def make_run(run: Run, page: dict[str, Any]) -> None:
     subprocess.run(command.replace("{flags}", flags), shell=True, cwd=ROOT, check=True,
                    env=os.environ | {"PATH": path})  # fmt: skip
     seconds = round(time.monotonic() - started)
-    shutil.copy(made / "metrics.jsonl", folder / f"{run.stem}.jsonl")
+    patterns = page.get("metrics", ["*"])
+    kept = [{k: v for k, v in record.items() if any(fnmatch.fnmatch(k, p) for p in patterns)}
+            for record in read_records(made / "metrics.jsonl")]  # fmt: skip
+    lines = "\n".join(json.dumps(record) for record in kept if record)
+    write_atomically(folder / f"{run.stem}.jsonl", lines)
     for pattern, target in page.get("keep", {}).items():
         which, file = pattern.split("/")
         if fnmatch.fnmatch(run.stem, which):
