@@ -1,0 +1,60 @@
+"""Two variants of letter counting, in which a part of the algorithm matters.
+
+--env runs/parts/tasks.py:Offset    the same rewards, plus a constant
+--env runs/parts/tasks.py:Words     several words in an episode, one in each turn
+"""
+
+from dataclasses import replace
+
+from environments.base import Env, Message, Step
+from environments.letter_counting import LetterCounting
+
+
+class Offset(LetterCounting):
+    """Letter counting with `offset` added to every reward."""
+
+    def __init__(self, offset: float = 10.0) -> None:
+        super().__init__()
+        self.offset = offset
+
+    def step(self, response: str) -> Step:
+        step = super().step(response)
+        return replace(step, reward=step.reward + self.offset)
+
+
+class Words(Env):
+    """`turns` questions in one episode, each in a fresh context and with a reward of its own."""
+
+    def __init__(self, turns: int = 6) -> None:
+        self.turns, self.question = turns, LetterCounting()
+
+    def reset(self, seed: int) -> list[Message]:
+        self.seed, self.turn, self.right = seed, 0, 0
+        return self.question.reset(seed)
+
+    def step(self, response: str) -> Step:
+        step = self.question.step(response)
+        self.turn, self.right = self.turn + 1, self.right + bool(step.info["correct"])
+        done = self.turn == self.turns
+        info = {"correct": self.right == self.turns, "right": self.right / self.turns}
+        message = None if done else self.question.reset(self.seed + 7919 * self.turn)[0]
+        return Step(message, step.reward, done, info, fresh=not done)
+
+    def demonstrate(self, hasty: bool = False) -> str:
+        return self.question.demonstrate(hasty)
+
+
+class Long(LetterCounting):
+    """Letter counting that rewards the length of a response, in 40 characters, and nothing else."""
+
+    def step(self, response: str) -> Step:
+        return replace(super().step(response), reward=min(len(response) / 40, 1.0))
+
+
+class Length(LetterCounting):
+    """Letter counting that reports the characters of wrong answers and of right ones."""
+
+    def step(self, response: str) -> Step:
+        step = super().step(response)
+        name = "characters_right" if step.info["correct"] else "characters_wrong"
+        return replace(step, info=step.info | {name: len(response)})
