@@ -60,6 +60,10 @@ class Batch(TokenTensors):
     """The sampled tokens of an update, for `compute_advantages`."""
 
     gamma: float = 1.0  # discount factor per turn
+    # [B, M] float64: M rewards of an episode that the environment reports one by one, NaN where it
+    # has none, and their weights
+    reward_parts: Tensor = NOT_YET
+    reward_weights: Tensor = NOT_YET
     seed: int = 0  # of this update, for an algorithm that draws
     metrics: dict[str, float] = field(default_factory=dict)  # what the algorithm adds to the log
 

@@ -21,6 +21,7 @@ they share (core/prefix_sharing.py): `tree` changes no value beyond rounding.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from core import distributed
 from core.config import Config
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
-from core.types import Rollout, Turn
+from core.types import Rollout, Turn, UsageError
 
 
 @dataclass
@@ -93,6 +94,10 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
     width = max((rollout.num_tokens for rollout in rollouts), default=0)
     shape = (max(1, len(rollouts)), max(1, width))
     logprobs = torch.zeros(shape)
+    named = [rollout.reward_parts for rollout in rollouts]
+    names = sorted({name for parts in named for name in parts})
+    parts = [[parts.get(name, (math.nan, 0.0)) for name in names] for parts in named]
+    reward_parts = torch.tensor(parts, dtype=torch.float64).view(shape[0], len(names), 2)
     batch = RolloutBatch(
         sequences=[],
         completion_mask=torch.zeros(shape, dtype=torch.bool),
@@ -102,6 +107,8 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
         turn_ids=torch.zeros(shape, dtype=torch.int64),
         hit_token_limit=torch.zeros(shape, dtype=torch.bool),
         group_ids=torch.tensor([r.group_id for r in rollouts] or [0]),
+        reward_parts=reward_parts[..., 0],
+        reward_weights=reward_parts[..., 1],
     )
     for row, rollout in enumerate(rollouts):
         column = 0
@@ -135,6 +142,11 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
     The KL of --kl-in reward is subtracted if the batch has the log-probs of the reference.
     """
+    needed = cfg.options and cfg.options.reward_parts and batch.completion_mask.any()
+    if needed and not batch.reward_parts.shape[1]:
+        envs = ", ".join(cfg.env)
+        raise UsageError(f"--algo {cfg.algo} compares several rewards: {envs} has to report each "
+                         'as info["reward_<name>"], as rewarded:reward=.. does')  # fmt: skip
     batch.gamma = cfg.gamma
     batch.loss_mask = batch.completion_mask & ~(
         batch.hit_token_limit & cfg.mask_truncated_completions
@@ -149,7 +161,7 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     if cfg.credit == "episode":
         rewards = rewards * cfg.gamma**batch.turn_ids
         batch.turn_ids = torch.zeros_like(batch.turn_ids)
-    batch.rewards = rewards
+    batch.rewards, batch.reward_parts = rewards, cfg.reward_coef * batch.reward_parts
 
 
 def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> RolloutBatch:

@@ -96,6 +96,18 @@ class Rollout:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def reward_parts(self) -> dict[str, tuple[float, float]]:
+        """The numbers info["reward_<name>"] by name, each with its weight, info["weight_<name>"].
+
+        >>> info = {"reward_right": True, "reward_brief": 0.5, "weight_brief": 0.1}
+        >>> Rollout("e", "player", 0, 0, info=info).reward_parts
+        {'right': (1.0, 1.0), 'brief': (0.5, 0.1)}
+        """
+        numbers = {k: float(x) for k, x in self.info.items() if isinstance(x, bool | int | float)}
+        names = [k.removeprefix("reward_") for k in numbers if k.startswith("reward_")]
+        return {k: (numbers[f"reward_{k}"], numbers.get(f"weight_{k}", 1.0)) for k in names}
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that the policy sampled in this episode."""
         return sum(len(turn.completion_ids) for turn in self.turns)

@@ -23,8 +23,9 @@ values)`, which adds one value to the info of each completion; and `log_metric(n
 adds the mean of the values that the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
-returned 1 or more; `info["reward_<name>"]` has the value of each. Of rows with the same prompt only
-the first one is kept. One prompt in eight is reserved for evaluation, decided by its text.
+returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` a weight
+other than 1, for --algo gdpo. Of rows with the same prompt only the first one is kept. One prompt
+in eight is reserved for evaluation, decided by its text.
 """
 
 import asyncio
@@ -137,6 +138,7 @@ class Rewarded(Env):
         reward = sum(weight * (values[name] or 0.0) for name, _, weight in self.functions)
         first = values[self.functions[0][0]]
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
+        info |= {f"weight_{name}": weight for name, _, weight in self.functions if weight != 1}
         correct = first is not None and first >= 1.0
         return Step(None, reward, True, {**logged, "correct": correct, **info})
 

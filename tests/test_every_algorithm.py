@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from algorithms import cispo, dppo, grpo, gspo, kl_cov, opsm, ppo, reinforce
+from algorithms import cispo, dppo, gdpo, grpo, gspo, kl_cov, opsm, ppo, reinforce
 from algorithms.common import Micro, token_weights
 
 JUNK = [float("nan"), float("inf"), float("-inf")]
@@ -15,6 +15,7 @@ LOSSES = {
     "cispo": (cispo, cispo.resolve(cispo.Options())),
     "scalerl": (cispo, cispo.resolve(cispo.Options("scalerl"))),
     "dppo": (dppo, dppo.Options(limit=0.05)),
+    "gdpo": (gdpo, gdpo.Options()),
     "kl_cov": (kl_cov, grpo.resolve(kl_cov.Options())),
     "opsm": (opsm, grpo.resolve(opsm.Options(reject_low=0.8))),
     "ppo": (ppo, ppo.Options()),
