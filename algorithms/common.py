@@ -202,13 +202,13 @@ def token_weights(
     1/S. A rollout without a token in the mask counts in S, a group without one in M.
 
     `loss_mask` [B, N] bool; `rows`: the S rollouts of this step (None: all B); `group_ids` [B]
-    (None: each rollout is a group). Returns [B, N] float32, 0 in other rows.
+    (None: each rollout is a group). Returns [B, N] of the default dtype, 0 in other rows.
 
     >>> token_weights(torch.tensor([[True, True], [True, False]]), "sequence", 8)
     tensor([[0.2500, 0.2500],
             [0.5000, 0.0000]])
     """
-    mask = loss_mask.float() if rows is None else loss_mask[rows].float()
+    mask = (loss_mask if rows is None else loss_mask[rows]).to(torch.get_default_dtype())
     if aggregation == "token":
         weights = mask / mask.sum().clamp(min=1)
     elif aggregation == "sequence":
@@ -241,7 +241,7 @@ def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     """Shifts and scales to mean 0 and standard deviation 1 over the mask; 0 off the mask."""
     centered = minus(values, masked_mean(values.double(), mask))
     std = masked_mean(centered**2, mask).sqrt()
-    return torch.where(mask, centered / (std + eps), 0).float()
+    return torch.where(mask, centered / (std + eps), 0)
 
 
 def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:

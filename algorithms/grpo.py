@@ -131,7 +131,8 @@ def compute_advantages(batch: Batch, options: Any) -> None:
         advantages = advantages / (variance.sqrt() + EPS)
     elif options.scale_rewards == "mean":
         advantages = advantages / baseline.abs().clamp(min=EPS)
-    batch.advantages = torch.where(mask, advantages.gather(1, batch.turn_ids).float(), 0.0)
+    advantages = advantages.gather(1, batch.turn_ids).type_as(batch.rewards)
+    batch.advantages = torch.where(mask, advantages, 0.0)
 
 
 def compute_loss(

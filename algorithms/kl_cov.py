@@ -51,7 +51,7 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     grpo.compute_advantages(batch, options)
     mask = batch.loss_mask
     chosen = highest(covariance(batch), mask, options.fraction * mask.sum().item())
-    batch.own["penalty_coef"] = options.coef * chosen.float()
+    batch.own["penalty_coef"] = options.coef * chosen
 
 
 def compute_loss(

@@ -73,9 +73,10 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     advantages = for_targets = gae(batch, options.gae_lambda)
     if options.value_lambda is not None:  # decoupled GAE
         for_targets = gae(batch, options.value_lambda)
-    targets = (for_targets + batch.values).float()
+    targets = (for_targets + batch.values).type_as(batch.rewards)
     batch.value_targets = torch.where(batch.completion_mask, targets, 0.0)
-    batch.advantages = common.normalize(advantages, batch.loss_mask)
+    advantages = common.normalize(advantages, batch.loss_mask)
+    batch.advantages = advantages.type_as(batch.rewards)
 
 
 def compute_loss(

@@ -75,9 +75,8 @@ def compute_advantages(batch: Batch, options: Options) -> None:
         baseline = torch.zeros_like(returns)
     advantages = common.minus(returns, baseline).gather(1, batch.turn_ids)
     if options.normalize:
-        batch.advantages = common.normalize(advantages, batch.loss_mask)
-    else:
-        batch.advantages = torch.where(batch.completion_mask, advantages.float(), 0.0)
+        advantages = common.normalize(advantages, batch.loss_mask)
+    batch.advantages = torch.where(batch.completion_mask, advantages, 0.0).type_as(batch.rewards)
 
 
 def compute_loss(

@@ -83,7 +83,7 @@ class ScratchAlgorithm:
                     episode = rewards[row, sampled], batch.values[row, sampled]
                     advantages[row, sampled] = self._call("gae", *episode, like=episode[0])
             batch.value_targets = torch.where(mask, advantages + batch.values, 0.0)
-            batch.advantages = common.normalize(advantages, batch.loss_mask)
+            batch.advantages = common.normalize(advantages, batch.loss_mask).float()
             return
         if 10 in self.exercises:
             inputs = rewards, mask, batch.group_ids
