@@ -1,0 +1,250 @@
+"""Which gradient does each loss follow, and how noisily? Computed exactly, by enumeration.
+
+    python runs/off_policy/atlas.py      # two minutes; writes its tables into README.md
+
+Two tasks, an easy and a hard one, each with a policy of its own over four completions: at each of
+three tokens it goes on or ends. An update has a group of four rollouts for each task, so all its
+1,225 possible batches can be listed. Each is given to `compute_advantages` and `compute_loss` as
+training gives it, in float64; the sum over all batches, weighted by their probability, is the exact
+expectation of the gradient, and of its square.
+"""
+
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
+
+import record  # noqa: E402
+
+from algorithms import cispo, common, dppo, grpo, gspo, kl_cov, ppo, reinforce  # noqa: E402
+from algorithms.common import Batch, Micro  # noqa: E402
+
+LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
+TOKENS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]])  # 1: end
+RIGHT = torch.tensor([[False, True, True, False], [False, False, True, False]])  # by task
+# of going on and ending, for each token, by task
+LOGITS = [[[0, -0.8], [0, 0.3], [0, 1.0]], [[0, 1.5], [0, 0.5], [0, 0.2]]]
+MOVED = 0.2  # standard deviation of the change of the logits before a later step
+GROUP = 4  # rollouts of a task
+# rows of the atlas, and their names in runs/algorithms_tiny
+RECORDED = {
+    "`reinforce`, baseline batch": "reinforce",
+    "`reinforce`, baseline leave_one_out": "reinforce, leave one out (RLOO)",
+    **{f"`grpo`, loss type {name}": name for name in ("dapo", "grpo", "dr_grpo", "lite_ppo")},
+    "`gspo`": "gspo", "`cispo`": "cispo", "`ppo`, λ = 0.95, wrong values": "ppo",
+}  # fmt: skip
+
+
+@dataclass
+class Tasks:
+    """Two tasks: logits [task, token, go on or end], and what follows from them, in float64."""
+
+    logits: Tensor
+
+    def logprobs(self) -> Tensor:
+        """Log-prob of each token of each completion, [task, completion, token]; 0 off the mask."""
+        logprobs = self.logits.log_softmax(-1)[:, None].expand(-1, 4, -1, -1)
+        index = TOKENS.expand(2, -1, -1)[..., None]
+        return torch.where(mask(), logprobs.gather(-1, index).squeeze(-1), 0.0)
+
+    def success(self) -> Tensor:
+        """Probability of a right completion, by task: [2]."""
+        return (self.logprobs().sum(-1).exp() * RIGHT).sum(-1)
+
+    def values(self) -> Tensor:
+        """Expected reward before each token, given the tokens before it; [task, completion, 3]."""
+        chances, values = self.logprobs().sum(-1).exp(), torch.zeros(2, 4, 3)
+        for i, t in itertools.product(range(4), range(3)):
+            same = (TOKENS[:, :t] == TOKENS[i, :t]).all(-1)  # completions that begin alike
+            values[:, i, t] = (chances * RIGHT * same).sum(-1) / (chances * same).sum(-1)
+        return values
+
+    def batches(self, group: int) -> Iterator[tuple[Tensor, float]]:
+        """Every batch: the completions of the rollouts, [2 · group], and its probability."""
+        chances = self.logprobs().sum(-1).exp().tolist()
+        groups = list(itertools.combinations_with_replacement(range(4), group))
+        orders = [math.factorial(group) / math.prod(math.factorial(g.count(i)) for i in range(4))
+                  for g in groups]  # fmt: skip
+        probabilities = [[order * math.prod(chances[task][i] for i in g)
+                          for g, order in zip(groups, orders, strict=True)]
+                         for task in range(2)]  # fmt: skip
+        for (i, first), (j, second) in itertools.product(enumerate(groups), repeat=2):
+            yield torch.tensor(first + second), probabilities[0][i] * probabilities[1][j]
+
+
+Loss = Callable[[Tensor, Batch, Micro], Tensor]  # of log-probs [B, N]
+
+
+def mask() -> Tensor:
+    """The tokens of each completion, [completion, token]."""
+    return torch.arange(3) < LENGTHS[:, None]
+
+
+def estimate(
+    algorithm: Any, options: Any, old: Tasks, new: Tasks | None = None, group: int = GROUP,
+    values: Tensor | None = None, aggregation: str | None = None, max_tokens: int = 3,
+) -> tuple[Tensor, float]:  # fmt: skip
+    """Expectation of the gradient that is followed, [task, token, 2], and its variance.
+
+    `old` samples; the gradient is taken at `new`, or at `old`. `values` [task, completion, 3] are
+    PPO's. The variance is E|g - E g|².
+    """
+    new = new or old
+    options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
+    task = torch.arange(2).repeat_interleave(group)
+    old_logprobs, logprobs = old.logprobs(), new.logprobs()
+    # ∇ log-prob of a token: 1 at its logit, minus the probabilities
+    scores = torch.nn.functional.one_hot(TOKENS, 2) - new.logits.softmax(-1)[:, None]
+    mean, square = torch.zeros(2, 3, 2), 0.0
+    for completions, probability in old.batches(group):
+        sampled = mask()[completions]
+        rewards = torch.zeros(2 * group, 3)
+        rewards[torch.arange(2 * group), LENGTHS[completions] - 1] = (
+            RIGHT[task, completions].to(rewards.dtype)
+        )  # fmt: skip
+        known: dict[str, Any] = {
+            "completion_mask": sampled, "turn_ids": torch.zeros(2 * group, 3, dtype=torch.int64),
+            "group_ids": task, "rewards": rewards,
+            "old_logprobs": old_logprobs[task, completions],
+            "sampler_logprobs": old_logprobs[task, completions],
+        }  # fmt: skip
+        if values is not None:
+            known["values"] = torch.where(sampled, values[task, completions], 0.0)
+        batch = Batch(**known)
+        algorithm.compute_advantages(batch, options)
+        weights = common.token_weights(
+            sampled, aggregation or options.aggregation, max_tokens, None, task
+        )
+        known |= {
+            "advantages": batch.advantages, "own": batch.own, "value_targets": batch.value_targets,
+            "importance_weights": torch.ones(2 * group, 3), "token_weights": weights,
+        }  # fmt: skip
+        here = logprobs[task, completions].requires_grad_()
+        loss, _ = algorithm.compute_loss(here, known.get("values"), Micro(**known), options)
+        (by_token,) = torch.autograd.grad(-loss, here)  # [B, token]
+        terms = by_token[..., None] * scores[task, completions]
+        gradient = torch.zeros(2, 3, 2).index_add(0, task, terms)
+        mean += probability * gradient
+        square += probability * gradient.square().sum().item()
+    return mean, square - mean.square().sum().item()
+
+
+def gradient_of(tasks: Tasks, objective: Callable[[Tensor], Tensor]) -> Tensor:
+    """The gradient of the mean over the tasks of `objective`(probability of success)."""
+    leaf = Tasks(tasks.logits.clone().requires_grad_())
+    return torch.autograd.grad(objective(leaf.success()).mean(), leaf.logits)[0]
+
+
+def kl_gradient(tasks: Tasks, teacher: Tasks) -> Tensor:
+    """The gradient of minus the KL to the teacher, token by token, each in the contexts sampled."""
+    leaf = tasks.logits.clone().requires_grad_()
+    policy, other = leaf.log_softmax(-1), teacher.logits.log_softmax(-1)
+    kl = (policy.exp() * (policy - other)).sum(-1)  # [task, token]
+    chances = tasks.logprobs().sum(-1).exp()  # [task, completion]
+    reached = (chances[..., None] * mask()).sum(1)  # probability that a rollout has the token
+    return torch.autograd.grad(-(reached * kl).sum(1).mean(), leaf)[0]
+
+
+def rows() -> dict[str, tuple[Any, Any, str]]:
+    """Name: algorithm, options, and of what PPO's values are made."""
+    found: dict[str, tuple[Any, Any, str]] = {}
+    for baseline in ("none", "batch", "group", "leave_one_out"):
+        options = reinforce.Options(baseline=baseline)  # type: ignore[arg-type]
+        found[f"`reinforce`, baseline {baseline}"] = reinforce, options, ""
+    for loss_type in grpo.LOSS_TYPES:
+        found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
+    for algorithm in (gspo, cispo, dppo, kl_cov):
+        found[f"`{algorithm.__name__.split('.')[1]}`"] = algorithm, algorithm.Options(), ""
+    for of, gae_lambda in itertools.product(("exact", "wrong"), (0.0, 0.95, 1.0)):
+        options = ppo.Options(gae_lambda=gae_lambda)
+        found[f"`ppo`, λ = {gae_lambda:g}, {of} values"] = ppo, options, of
+    return found
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.flatten(), b.flatten(), dim=0).item()
+
+
+def atlas() -> dict[str, list[float]]:
+    """For each row: cosine with ∇J and with ∇ log p, and noise per rollout, in the first step of an
+    update; cosine with ∇J and noise in a later step."""
+    old = Tasks(torch.tensor(LOGITS))
+    noise = torch.randn(old.logits.shape, generator=torch.Generator().manual_seed(0))
+    new = Tasks(old.logits + MOVED * noise)
+    values = {"": None, "exact": old.values(), "wrong": torch.full((2, 4, 3), 0.5)}
+    found = {}
+    for name, (algorithm, options, of) in track(rows().items(), "estimators", transient=True):
+        numbers = []
+        for at in (old, new):
+            mean, variance = estimate(algorithm, options, old, at, values=values[of])
+            numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
+            if at is old:
+                numbers.append(cosine(mean, gradient_of(at, torch.log)))
+            numbers.append(2 * GROUP * variance / mean.square().sum().item())
+        found[name] = numbers
+    return found
+
+
+def tokens_needed() -> dict[str, float]:
+    """Sampled tokens to a held-out accuracy of 0.90 on the default task, the mean of the seeds, of
+    the recorded settings that are rows of the atlas."""
+    folder, needed = HERE.parent / "algorithms_tiny", {}
+    for row, name in RECORDED.items():
+        found = []
+        for file in sorted(folder.glob(f"{record.Run(folder, name, None, '').stem}-seed?.jsonl")):
+            tokens = 0
+            for entry in record.read_records(file):
+                tokens += entry.get("tokens/sampled", 0)
+                if entry.get("eval/letter_counting/accuracy", 0) >= 0.9:
+                    break
+            found.append(tokens)
+        needed[row] = statistics.fmean(found)
+    return needed
+
+
+def rank_correlation(x: list[float], y: list[float]) -> float:
+    """Spearman's: the correlation of the ranks; equal numbers share the mean of their ranks.
+
+    >>> rank_correlation([1, 2, 3, 3], [10, 20, 40, 40])
+    1.0
+    """
+
+    def ranks(values: list[float]) -> list[float]:
+        return [sum(v < value for v in values) + sum(v == value for v in values) / 2
+                for value in values]  # fmt: skip
+
+    return round(statistics.correlation(ranks(x), ranks(y)), 12)
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    found = atlas()
+    heads = ["estimator", "cosine with ∇J", "cosine with ∇ log p", "noise per rollout",
+             "later step: cosine with ∇J", "later step: noise per rollout"]  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for name, numbers in found.items():
+        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    record.write_table(HERE, lines, "of losses")
+    needed = tokens_needed()
+    lines = ["| estimator | noise per rollout | tokens to 0.90 |", "| --- | --- | --- |"]
+    for name, tokens in sorted(needed.items(), key=lambda row: found[row[0]][2]):
+        lines.append(f"| {name} | {found[name][2]:.1f} | {tokens / 1000:.1f}k |")
+    rho = rank_correlation([found[name][2] for name in needed], list(needed.values()))
+    lines += ["", f"Spearman's rank correlation of the two columns: {rho:.2f}."]
+    record.write_table(HERE, lines, "of ranks")
+
+
+if __name__ == "__main__":
+    main()
