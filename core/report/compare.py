@@ -1,6 +1,7 @@
 """Compares runs: which one needs the fewest sampled tokens?
 
     python -m core.report.compare runs/a runs/b
+    python -m core.report.compare --board runs/*      # the runs of a room: core/report/board.py
 
 Prints a table with the best run first. Beside the first run, writes `compare.png`, the held-out
 accuracy by sampled tokens, and `compare.html`, one page with the reports of all runs.
@@ -8,6 +9,7 @@ accuracy by sampled tokens, and `compare.html`, one page with the reports of all
 
 import math
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core.metrics import before_after, describe
+from core.report import board as boards
 from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
@@ -42,16 +45,24 @@ HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], 
 TEXTS = 5  # the first columns; the others are numbers
 
 
-def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
+def compare(
+    runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False, budget: int = 0
+) -> None:
     """Compare runs: print a table, and write compare.png and compare.html beside the first run.
 
     Args:
         runs: folders of runs, such as runs/a runs/b
+        board: only print a table: accuracy at the same number of sampled tokens, and which ranks
+            are ties; folders that are not runs are left out, so runs/* will do
+        budget: of --board, in sampled tokens; 0: the --max-sampled-tokens of most runs
     """
     if not runs:
         raise UsageError(
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
+    if board:
+        print_board(runs, budget)
+        return
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
     table = Table(box=None, header_style="bold")
@@ -73,6 +84,27 @@ def compare(runs: tyro.conf.Positional[tuple[Path, ...]]) -> None:
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
+
+
+def print_board(folders: tuple[Path, ...], budget: int) -> None:
+    """Prints the board of the folders that are runs."""
+    runs = []
+    for folder in folders:
+        with suppress(UsageError):
+            runs.append((folder, read_config(folder), read_records(folder / METRICS)))
+    title, rows, left_out = boards.board(runs, budget)
+    console, table = Console(), Table(box=None, header_style="bold", pad_edge=False)
+    for i, header in enumerate(boards.HEADERS):
+        table.add_column(header, overflow="fold", justify="left" if i < 4 else "right")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(Text(printable(title), style="bold"))
+    console.print(table)
+    print("Equal ranks: the 95% interval of the difference to the first of them includes 0.")
+    for line in left_out:
+        console.print(Text(printable(f"Not on this board: {line}")))
+    if others := len(folders) - len(runs):
+        print(f"{others} of the folders are not runs.")
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

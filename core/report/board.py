@@ -1,0 +1,130 @@
+"""A board for a room: who gets the most out of the same number of sampled tokens?
+
+    python -m core.report.compare --board runs/*
+
+The runs of a board start from the same model and are evaluated on the same held-out tasks. A run
+counts with its last evaluation within the budget, which are the tokens of --max-sampled-tokens. The
+update that reaches the budget is within it, as it is the last of such a run.
+
+Runs that cannot be told apart share a rank. Each is compared with the first of the rank above: it
+has a rank of its own if the 95% interval of the difference of the two accuracies excludes 0
+(Newcombe 1998, Statistics in Medicine 17:873-890, method 10). That is about the held-out tasks:
+with another seed, a run differs by more.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from core.metrics import before_after, describe
+from core.report.summary import algorithm_title, minutes
+from core.run.log import Record
+from core.types import UsageError
+
+HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
+
+
+@dataclass
+class Entry:
+    """A run on the board, at its last evaluation within the budget."""
+
+    name: str
+    algorithm: str
+    evaluation: Record  # eval/{env}/accuracy, ci_low, ci_high
+    tokens: int  # sampled until then
+    minutes: float
+
+    def accuracy(self, env: str, key: str = "accuracy") -> float:
+        value: float = self.evaluation[f"eval/{env}/{key}"]
+        return value
+
+
+def board(
+    runs: list[tuple[Path, dict[str, Any], list[Record]]], budget: int = 0
+) -> tuple[str, list[list[str]], list[str]]:
+    """Returns the terms, a row as in HEADERS for each run, best first, and a line for each reason
+    why runs are not on the board.
+
+    `runs`: folder, settings and metrics of each. The terms are those of most runs. `budget`:
+    sampled tokens; 0: the --max-sampled-tokens of most runs.
+
+    Raises UsageError if there is no run to rank, or no budget.
+    """
+    terms = [terms_of(config, records) for _, config, records in runs]
+    known = [term for term in terms if term[0]]
+    if not known:
+        raise UsageError("no run with an evaluation: python train.py evaluates, and "
+                         "--max-sampled-tokens sets the budget")  # fmt: skip
+    common = Counter(known).most_common(1)[0][0]
+    env, tasks, model, _ = common
+    compared = [run for run, term in zip(runs, terms, strict=True) if term == common]
+    budgets = Counter(c["max_sampled_tokens"] for _, c, _ in compared if c["max_sampled_tokens"])
+    if not budget and not budgets:
+        raise UsageError("no run has --max-sampled-tokens: give the budget, such as --budget 50000")
+    budget = budget or budgets.most_common(1)[0][0]
+    entries = [entry_of(*run, env, budget) for run in compared]
+    entries.sort(key=lambda entry: -entry.accuracy(env))
+    rows, first, rank = list[list[str]](), entries[0], 1
+    for place, entry in enumerate(entries, 1):
+        if is_better(first, entry, env):
+            first, rank = entry, place
+        rows.append([str(rank), entry.name, entry.algorithm, describe(env, entry.evaluation),
+                     f"{entry.tokens:,}", f"{entry.minutes:.1f}"])  # fmt: skip
+    why: dict[str, list[str]] = {}
+    for run, term in zip(runs, terms, strict=True):
+        if term != common:
+            why.setdefault(difference(term, common), []).append(run[0].name)
+    left_out = [f"{', '.join(names)}: {reason}" for reason, names in why.items()]
+    title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens, all from {model}"
+    return title, rows, left_out
+
+
+Terms = tuple[str, int, str, int]  # environment, held-out tasks, name of the model, SFT steps
+
+
+def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
+    """What the runs of a board have in common. The held-out tasks follow from the environment and
+    their number (core/tasks.py), whatever the seed of the run."""
+    evaluated = before_after(records)
+    env = evaluated[0][0] if evaluated else ""
+    model = Path(config["model_id"])
+    name = model.parent.name if model.name == "model" else config["model_id"]  # runs/base/model
+    return env, config["eval_num_tasks"], name, config["sft_steps"]
+
+
+def difference(term: Terms, common: Terms) -> str:
+    """Why a run is not on the board.
+
+    >>> difference(("a", 256, "tiny", 50), ("a", 256, "tiny", 0))
+    'a warm start of 50 steps, not 0'
+    """
+    if not term[0]:
+        return "not evaluated"
+    names = "environment {}, not {}|{} held-out tasks, not {}|from {}, not {}|"
+    names += "a warm start of {} steps, not {}"
+    texts = zip(names.split("|"), term, common, strict=True)
+    return next(text.format(its, theirs) for text, its, theirs in texts if its != theirs)
+
+
+def entry_of(
+    folder: Path, config: dict[str, Any], records: list[Record], env: str, budget: int
+) -> Entry:
+    """The run at its last evaluation for which its budget was not used up before the update."""
+    tokens, entry = 0, None
+    for i, record in enumerate(records):
+        before, tokens = tokens, tokens + (record.get("tokens/sampled") or 0)
+        if f"eval/{env}/accuracy" in record and (before < budget or entry is None):
+            entry = Entry(folder.name, algorithm_title(config), record, tokens,
+                          minutes(records[: i + 1]))  # fmt: skip
+    assert entry is not None, "terms_of found an evaluation"
+    return entry
+
+
+def is_better(one: Entry, other: Entry, env: str) -> bool:
+    """Whether the 95% interval of the difference of two accuracies excludes 0, from the Wilson
+    interval of each; as for different tasks, which is cautious, as the tasks are the same."""
+    below = one.accuracy(env) - one.accuracy(env, "ci_low")
+    above = other.accuracy(env, "ci_high") - other.accuracy(env)
+    return one.accuracy(env) - other.accuracy(env) > math.hypot(below, above)

@@ -1,0 +1,100 @@
+"""The board of a room: order, ties, the budget, and which runs are not on it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from core.report import compare
+from core.report.board import board
+from core.types import UsageError
+
+CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "runs/base/model", "seed": 0,
+          "sft_steps": 0, "eval_num_tasks": 256, "max_sampled_tokens": 300}  # fmt: skip
+
+
+def evaluated(update, accuracy, tokens=100, env="adding", half=0.1):
+    """An update of so many tokens, and the accuracy after it with an interval of ± `half`."""
+    values = {"accuracy": accuracy, "ci_low": accuracy - half, "ci_high": accuracy + half}
+    record = {"update": update, **{f"eval/{env}/{k}": v for k, v in values.items()}}
+    return record | ({"tokens/sampled": tokens, "time/train_s": 6.0} if update else {})
+
+
+def run(name, *accuracies, **changes):
+    """A run that is evaluated before the first update and after each, of 100 tokens."""
+    records = [evaluated(update, accuracy) for update, accuracy in enumerate(accuracies)]
+    return Path(name), CONFIG | changes, records
+
+
+def ranks(rows):
+    return [(row[0], row[1]) for row in rows]
+
+
+def test_runs_that_cannot_be_told_apart_share_a_rank():
+    """0.90 and 0.78 differ by less than √(0.1² + 0.1²) = 0.141, 0.90 and 0.70 by more; 0.70 and
+    0.60 by less again, and so do 0.78 and 0.70, but the first of a rank decides."""
+    runs = [run("a", 0, 0.60), run("b", 0, 0.78), run("c", 0, 0.90), run("d", 0, 0.70)]
+    title, rows, left_out = board(runs)
+    assert ranks(rows) == [("1", "c"), ("1", "b"), ("3", "d"), ("3", "a")]
+    assert rows[0][3:] == ["0.90 [0.80, 1.00]", "100", "0.1"] and left_out == []
+    assert title == "adding, 256 held-out tasks, 300 sampled tokens, all from base"
+
+
+def test_the_interval_of_each_side_counts():
+    """Below the better accuracy, above the worse one: 0.2 against √(0.15² + 0.15²) = 0.212."""
+    better, worse = run("a", 0, 0.9), run("b", 0, 0.7)
+    better[2][1]["eval/adding/ci_low"], worse[2][1]["eval/adding/ci_high"] = 0.75, 0.85
+    assert ranks(board([better, worse])[1]) == [("1", "a"), ("1", "b")]
+    worse[2][1]["eval/adding/ci_high"] = 0.80  # √(0.15² + 0.10²) = 0.180
+    assert ranks(board([better, worse])[1]) == [("1", "a"), ("2", "b")]
+
+
+def test_a_run_counts_at_its_last_evaluation_within_the_budget():
+    """The update that reaches the budget is within it; one that begins after it is not."""
+    runs = [run("long", 0, 0.1, 0.2, 0.5, 0.9), run("short", 0, 0.4)]
+    rows = board(runs)[1]  # of 300 tokens, three updates
+    assert [row[3][:4] for row in rows] == ["0.50", "0.40"]
+    assert [row[4] for row in rows] == ["300", "100"]
+    assert board(runs, budget=250)[1] == rows  # the third update begins at 200
+    assert [row[4] for row in board(runs, budget=200)[1]] == ["100", "200"]
+    assert board(runs, budget=301)[1][0][3].startswith("0.90")
+
+
+def test_runs_on_other_terms_are_not_ranked():
+    runs = [run("a", 0, 0.5), run("b", 0, 0.5), run("warm", 0, 0.9, sft_steps=50),
+            run("tiny", 0, 0.9, model_id="tiny"), run("few", 0, 0.9, eval_num_tasks=10),
+            (Path("other"), CONFIG, [evaluated(1, 0.9, env="words")]),
+            (Path("never"), CONFIG, [{"update": 1, "tokens/sampled": 100}])]  # fmt: skip
+    _, rows, left_out = board(runs)
+    assert ranks(rows) == [("1", "a"), ("1", "b")]
+    assert left_out == [
+        "warm: a warm start of 50 steps, not 0", "tiny: from tiny, not base",
+        "few: 10 held-out tasks, not 256", "other: environment words, not adding",
+        "never: not evaluated",
+    ]  # fmt: skip
+
+
+def test_the_budget_is_that_of_most_runs_or_given():
+    runs = [run(name, 0, 0.5, max_sampled_tokens=n) for name, n in [("a", 9), ("b", 7), ("c", 7)]]
+    assert ", 7 sampled tokens," in board(runs)[0]
+    with pytest.raises(UsageError, match="--budget 50000"):
+        board([run("a", 0, 0.5, max_sampled_tokens=0)])
+    with pytest.raises(UsageError, match="no run with an evaluation"):
+        board([(Path("never"), CONFIG, [])])
+
+
+def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
+    for folder, config, records in (run("a", 0, 0.9), run("b", 0, 0.5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.yaml").write_text(yaml.safe_dump(config))
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (tmp_path / folder / "metrics.jsonl").write_text(lines)
+    (tmp_path / "page").mkdir()
+    folders = [str(tmp_path / name) for name in ("a", "b", "page")]
+    assert compare.main(["--board", *folders]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("adding, 256 held-out tasks")
+    assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["1", "a"], ["2", "b"]]
+    assert "1 of the folders are not runs" in out and not (tmp_path / "compare.png").exists()
+    assert compare.main(["--board", folders[2]]) == 2
