@@ -113,7 +113,7 @@ class TaskOptions:
     # as tic_tac_toe:opponent=runs/x (a run or a model), older:10 (copies from every 10 updates),
     # openai:MODEL, guess or demonstrate.
     eval_env: Annotated[tuple[str, ...], Needs("eval_num_tasks")] = ()
-    # Sets the option difficulty, level, n_hops or length of --env; 0: leave it as it is.
+    # Sets the option difficulty, level, depth, n_hops or length of --env; 0: leave it as it is.
     train_difficulty: Count = 0
     # Raise the difficulty at this training accuracy, lower it at half of it; 0: off.
     curriculum: Fraction = 0.0

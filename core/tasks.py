@@ -25,7 +25,7 @@ from environments.registry import (
 )
 from environments.tools import schemas
 
-DIFFICULTIES = ("difficulty", "level", "n_hops", "length")  # options that make a task harder
+DIFFICULTIES = ("difficulty", "level", "depth", "n_hops", "length")  # options that make a task harder
 
 
 @dataclass(frozen=True)
