@@ -212,6 +212,8 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
             rollout.group_id += len(sampled)  # so that no two rounds share a group
         sampled += fresh
         usable = run.drop_failed(fresh)
+        if update == 1:
+            selection.check_reward_parts(cfg, usable)
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")

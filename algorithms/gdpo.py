@@ -10,9 +10,8 @@ and w_k says how much it counts. The mean of the batch is 0, as that of every gr
 leaves it out. The stds are those of a sample (n-1), plus 1e-4.
 
 An environment reports r_k as info["reward_<name>"], and w_k as info["weight_<name>"] (by default
-1), in the last step that has any info. Its `reward` is not read here, but --filter-groups and
---sft-best go by it. A reward that a rollout lacks is compared among the others of its group and
-counts 0 for it; a rollout without any has advantage 0.
+1), in the last step that has any info. Its `reward` is not read. A reward that a rollout lacks is
+compared among the others of its group and counts 0 for it; a rollout without any has advantage 0.
 
 The loss is GRPO's, with its default numbers: the two algorithms differ in their advantages only.
 
@@ -29,7 +28,7 @@ from algorithms.common import Batch
 from algorithms.grpo import EPS
 from algorithms.options import Aggregation, LoopOptions, Range
 
-NEEDS = {"groups", "episode_credit", "no_kl_in_reward"}
+NEEDS = {"groups", "reward_parts", "episode_credit"}
 compute_loss = grpo.compute_loss
 
 
@@ -37,7 +36,6 @@ compute_loss = grpo.compute_loss
 class Options(LoopOptions):
     """Options of GDPO, with the meaning that they have for GRPO."""
 
-    reward_parts = True  # no flag
     clip_low: Annotated[float, Range(0, 1)] = 0.2
     """As --grpo.clip-low."""
     clip_high: Annotated[float, Range(0, 1000)] = 0.28
@@ -51,14 +49,14 @@ class Options(LoopOptions):
 def compute_advantages(batch: Batch, options: Options) -> None:
     """Sets the weighted sum of the normalized rewards, over its std; equal for all tokens.
 
-    Here the second reward, though ten times smaller, decides like the first:
+    1 + 0 is worth more than 0 + 1 here, since the first reward is rarer in the group:
 
+    >>> rewards = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 1]], dtype=torch.float64)
     >>> batch = Batch(completion_mask=torch.ones(4, 1) > 0, group_ids=torch.zeros(4),
-    ...               reward_parts=torch.tensor([[1, 0.1], [1, 0], [0, 0.1], [0, 0]]).double(),
-    ...               reward_weights=torch.ones(4, 2).double())
+    ...               reward_parts=rewards, reward_weights=torch.ones_like(rewards))
     >>> compute_advantages(batch, Options())
-    >>> [round(advantage, 2) for advantage in batch.advantages.flatten().tolist()]
-    [1.22, 0.0, -0.0, -1.22]
+    >>> batch.advantages.T
+    tensor([[ 0.6894,  0.3981, -1.4856,  0.3981]])
     """
     rewards, group_ids = batch.reward_parts, batch.group_ids  # [B, M], NaN where there is none
     exists = ~rewards.isnan()

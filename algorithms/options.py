@@ -45,7 +45,6 @@ class LoopOptions:
 
     loss_type: str = ""  # the variant, shown in the title of a run
     aggregation: Aggregation | None = "token"  # of the tokens of a step: common.token_weights
-    reward_parts: bool = False  # whether it reads the rewards of info["reward_<name>"]
     value_lr: float = 1e-3  # learning rate of the value head, for algorithms that have one
     value_warmup: int = 0  # number of initial updates that train the value head only
     target_kl: float = 0.0  # end an update when a minibatch's KL exceeds this; 0: never

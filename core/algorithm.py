@@ -35,6 +35,7 @@ NEEDS = {
     "several_steps": "has no effect with one gradient step per update",
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
+    "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
     "no_kl_in_reward": "divides by the spread of the returns: no --kl-in reward",
 }
 

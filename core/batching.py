@@ -36,7 +36,7 @@ from core import distributed
 from core.config import Config
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
-from core.types import Rollout, Turn, UsageError
+from core.types import Rollout, Turn
 
 
 @dataclass
@@ -142,11 +142,6 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
     The KL of --kl-in reward is subtracted if the batch has the log-probs of the reference.
     """
-    needed = cfg.options and cfg.options.reward_parts and batch.completion_mask.any()
-    if needed and not batch.reward_parts.shape[1]:
-        envs = ", ".join(cfg.env)
-        raise UsageError(f"--algo {cfg.algo} compares several rewards: {envs} has to report each "
-                         'as info["reward_<name>"], as rewarded:reward=.. does')  # fmt: skip
     batch.gamma = cfg.gamma
     batch.loss_mask = batch.completion_mask & ~(
         batch.hit_token_limit & cfg.mask_truncated_completions

@@ -357,8 +357,8 @@ def resolve(cfg: Config) -> Config:
 
 
 def needs(cfg: Config) -> set[str]:
-    """What the algorithm of a resolved Config needs, in the words of core/algorithm.py."""
-    return needs_of(cfg.algo, cfg.options)
+    """What the algorithm needs, in the words of core/algorithm.py."""
+    return needs_of(cfg.algo, cfg.options or load_algorithm(cfg.algo).Options())
 
 
 def needs_trust(settings: Mapping[str, Any]) -> str:
@@ -454,6 +454,10 @@ def _algorithm_problems(cfg: Config) -> Iterator[str]:
         yield f"--credit episode: {name} estimates the advantage of each token; remove it"
     if "episode_credit" in needed and cfg.credit == "turn":
         yield f"--credit turn: {name} takes the returns of episodes; remove it"
+    for setting in ("gamma", "overlong_buffer", "kl_in") if "reward_parts" in needed else ():
+        if (value := getattr(cfg, setting)) != getattr(Config, setting):
+            yield (f"{flag(setting)} {value}: {name} takes the rewards as the environment reports "
+                   "them; remove it")  # fmt: skip
     kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
     if kl_in_reward and hasattr(load_algorithm(cfg.algo), "weighted_kl"):
         yield f"--kl-in reward: {name} has a KL of its own, a term of the loss; remove it"

@@ -15,7 +15,7 @@ import torch
 
 from algorithms import common
 from core.batching import shape_rewards, to_rollout_batch
-from core.config import Config
+from core.config import Config, needs
 from core.types import Rollout, Turn, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
@@ -37,6 +37,14 @@ def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rol
             raise UsageError(warning)
         say(warning)
     return usable
+
+
+def check_reward_parts(cfg: Config, rollouts: list[Rollout]) -> None:
+    """Raises UsageError if the algorithm needs several rewards and an environment reports none."""
+    silent = {r.env for r in rollouts} - {r.env for r in rollouts if r.reward_parts}
+    if "reward_parts" in needs(cfg) and silent:
+        raise UsageError(f'--algo {cfg.algo}: {min(silent)} reports no info["reward_<name>"]; add '
+                         "one for each of its rewards, or use --algo grpo")  # fmt: skip
 
 
 def num_episodes(rollouts: list[Rollout]) -> int:
@@ -63,11 +71,14 @@ def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     """The groups in which the returns of some turn differ, as the advantages compare them.
 
     Discounted and with the penalty of --overlong-buffer, but before the KL of --kl-in reward, and
-    with the environment's rewards where --reward-coef 0 leaves them out of the training.
+    with the environment's rewards where --reward-coef 0 leaves them out of the training. For an
+    algorithm that compares several rewards: the groups in which one of these differs.
     """
     batch = to_rollout_batch(rollouts)
     shape_rewards(replace(cfg, reward_coef=cfg.reward_coef or 1.0), batch)
     returns, exists = common.turn_returns(batch)  # [B, K]
+    if "reward_parts" in needs(cfg):
+        returns, exists = batch.reward_parts, ~batch.reward_parts.isnan()  # [B, M]
     size = common.group_sum(exists.double(), batch.group_ids)
     total = common.group_sum(torch.where(exists, returns, 0.0), batch.group_ids)
     differs = exists & (common.minus(returns, total / size.clamp(min=1)) != 0)

@@ -23,9 +23,9 @@ values)`, which adds one value to the info of each completion; and `log_metric(n
 adds the mean of the values that the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
-returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` a weight
-other than 1, for --algo gdpo. Of rows with the same prompt only the first one is kept. One prompt
-in eight is reserved for evaluation, decided by its text.
+returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` its
+weight if that is not 1. Of rows with the same prompt only the first one is kept. One prompt in
+eight is reserved for evaluation, decided by its text.
 """
 
 import asyncio

@@ -18,14 +18,14 @@ from single_update import single_update
 from transformers import AutoModelForCausalLM
 
 import train
-from algorithms import cispo, clip_cov, dppo, grpo, gspo, kl_cov, ppo, reinforce
+from algorithms import cispo, clip_cov, dppo, gdpo, grpo, gspo, kl_cov, ppo, reinforce
 from core import config
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 ALGOS = """grpo reinforce gspo ppo grpo reinforce cispo ppo kl_cov reinforce clip_cov ppo grpo
-    reinforce dppo""".split()
-CONFIGS, FAST = 45, len(ALGOS)  # random settings in all; those that are not marked slow
+    reinforce dppo gdpo""".split()
+CONFIGS, FAST = 48, len(ALGOS)  # random settings in all; those that are not marked slow
 MAX_TOKENS = 6  # --max-tokens
 PROMPTS = [[65, 66, 67, 68], [70] * 9, [80, 81]]
 GROUP_SIZES = [3, 3, 2]
@@ -76,6 +76,10 @@ def draw_settings(seed):
     has_spread = algo not in ("reinforce", "ppo") and scale != "none"  # its KL may be no reward
     if options.get("kl_coef") and draw.random() < 0.5 and not has_spread:
         options["kl_in"] = "reward"
+    if algo == "gdpo":  # what changes the return of an episode, or its parts by turn, is refused
+        credit = "episode"
+        options |= {"gamma": 1.0, "overlong_buffer": 0}
+        options.pop("kl_in", None)
     like_grpo = {
         "scale_rewards": scale,
         "aggregation": draw.choice([None, "token", "sequence", "prompt", "constant"]),
@@ -90,6 +94,9 @@ def draw_settings(seed):
         "dppo": lambda: dppo.Options(
             limit=draw.choice([0.0, 3e-4, 1e-3]),
             **like_grpo | {"aggregation": like_grpo["aggregation"] or "token"},
+        ),
+        "gdpo": lambda: gdpo.Options(
+            clip_low=clip or 0.2, aggregation=like_grpo["aggregation"] or "token"
         ),
         "kl_cov": lambda: kl_cov.Options(
             loss_type, fraction=draw.choice([0.1, 0.4]), coef=0.7, **like_grpo
@@ -120,7 +127,7 @@ def draw_settings(seed):
 
 def draw_rollouts(seed, models, temperature):
     """Random tokens, one or two turns; the sampler's log-probs are near those of the policy."""
-    draw, rollouts = random.Random(1000 + seed), []
+    draw, draw_parts, rollouts = random.Random(1000 + seed), random.Random(2000 + seed), []
     for group, (prompt, size) in enumerate(zip(PROMPTS, GROUP_SIZES, strict=True)):
         for _ in range(size):
             context, turns = list(prompt), []
@@ -133,7 +140,9 @@ def draw_rollouts(seed, models, temperature):
                 reward = draw.choice([0.0, 0.0, 0.5, 1.0])
                 turns.append(Turn(context, ids, sampler, reason, reward))
                 context = context + ids + [draw.randrange(256) for _ in range(2)]
-            rollouts.append(Rollout("test", "player", group, group, turns=turns))
+            info = {"reward_a": draw_parts.choice([0, 1, None]), "weight_b": 0.3,
+                    "reward_b": draw_parts.choice([0.0, 0.1, 0.3])}  # fmt: skip
+            rollouts.append(Rollout("test", "player", group, group, turns=turns, info=info))
     return rollouts
 
 
@@ -247,6 +256,23 @@ def compared_advantages(cfg, rollouts, returns):
                     advantages[k] /= std + 1e-4
         found.append(advantages)
     return found
+
+
+def decoupled_advantages(cfg, rollouts):
+    """The advantage of each rollout, for GDPO."""
+    sums = [0.0] * len(rollouts)
+    for name, weight in (("reward_a", 1.0), ("reward_b", 0.3)):
+        for i, rollout in enumerate(rollouts):
+            group = [r.info[name] for r in rollouts if r.group_id == rollout.group_id]
+            group = [cfg.reward_coef * x for x in group if x is not None]
+            if rollout.info[name] is None:
+                continue
+            m = mean(group)
+            std = (sum((x - m) ** 2 for x in group) / max(1, len(group) - 1)) ** 0.5
+            sums[i] += weight * (cfg.reward_coef * rollout.info[name] - m) / (std + 1e-4)
+    m = mean(sums)
+    std = (sum((x - m) ** 2 for x in sums) / (len(sums) - 1)) ** 0.5
+    return [(x - m) / (std + 1e-4) for x in sums]
 
 
 def normalized(advantages, kept):
@@ -365,6 +391,9 @@ def reference_gradients(cfg, rollouts, models, head):
         targets = [[a + token["value"].item() for a, token in zip(row, o, strict=True)]
                    for row, o in zip(raw, old, strict=True)]  # fmt: skip
         advantages = normalized(raw, kept)
+    elif cfg.algo == "gdpo":
+        found = decoupled_advantages(cfg, rollouts)
+        advantages = [[a] * len(tokens) for a, tokens in zip(found, old, strict=True)]
     else:
         returns = [returns_of(cfg, r, o) for r, o in zip(rewards, old, strict=True)]
         by_turn = compared_advantages(cfg, rollouts, returns)
@@ -451,6 +480,6 @@ def test_the_fast_settings_have_every_variant_and_two_values_of_each_option():
         overlong_buffer mask_truncated_completions credit""".split()
     for name in names:
         assert len({getattr(c, name) for c in drawn}) >= 2, name
-    like_grpo = [c.options for c in drawn if c.algo not in ("reinforce", "ppo")]
+    like_grpo = [c.options for c in drawn if c.algo not in ("reinforce", "ppo", "gdpo")]
     for name in ("aggregation", "scale_rewards"):
         assert len({getattr(options, name) for options in like_grpo}) >= 3, name

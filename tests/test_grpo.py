@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
-from algorithms import cispo, dppo, grpo, gspo
+from algorithms import cispo, dppo, gdpo, grpo, gspo
 from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
 
@@ -183,6 +183,48 @@ def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, a
     assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
     clipped = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert clipped == (ratio == 60, 0)  # of both signs of the advantage
+
+
+def of_parts(parts, group_ids, weights=(1.0, 1.0)):
+    """GDPO's advantages of rollouts of one token with these rewards."""
+    rewards = torch.tensor(parts, dtype=torch.float64)
+    mask = torch.ones(len(parts), 1) > 0
+    batch = Batch(completion_mask=mask, group_ids=torch.tensor(group_ids), reward_parts=rewards,
+                  reward_weights=torch.tensor(weights).double().expand_as(rewards))  # fmt: skip
+    gdpo.compute_advantages(batch, gdpo.Options())
+    return batch.advantages.flatten().tolist()
+
+
+def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
+    parts, group = [(1, 0), (0, 1), (0, 0), (0, 1)], [0] * 4
+    sums = of_returns([float(a + b) for a, b in parts], group, "group")
+    assert sums[0] == sums[1] == sums[3]  # to GRPO 1 + 0 is 0 + 1
+    # means 1/4 and 1/2, stds of a sample 1/2 and √(1/3)
+    first, second = 1 / (0.5 + EPS), 1 / (math.sqrt(1 / 3) + EPS)
+    s = [0.75 * first - 0.5 * second, -0.25 * first + 0.5 * second,
+         -0.25 * first - 0.5 * second, -0.25 * first + 0.5 * second]  # fmt: skip
+    std = math.sqrt(sum(x * x for x in s) / 3)  # their mean is 0
+    got = of_parts(parts, group)
+    assert got == pytest.approx([x / (std + EPS) for x in s], abs=1e-6)
+    assert got[0] > 1.5 * got[1] > 0
+    # a thousand times the scale of a reward changes nothing but the share of EPS
+    assert of_parts([(a, 1000 * b) for a, b in parts], group) == pytest.approx(got, abs=1e-3)
+    weighted = of_parts(parts, group, (1.0, 10.0))  # now the second reward decides
+    assert weighted[1] > 0 > weighted[0]
+
+
+def test_gdpo_compares_a_reward_among_those_that_have_it():
+    nan = math.nan
+    # reward 1 of the first group: 1 and 0 alone; reward 2: nobody differs; the last has no reward
+    got = of_parts([(1, 5), (0, 5), (nan, 5), (nan, nan), (3, 5), (3, 5)], [4, 4, 4, 4, 9, 9])
+    s = 0.5 / (math.sqrt(0.5) + EPS)
+    std = math.sqrt(2 * s * s / 4)  # of five rollouts that have a reward
+    assert got == pytest.approx([s / (std + EPS), -s / (std + EPS), 0, 0, 0, 0], abs=1e-6)
+    assert got[2:] == [0] * 4
+    assert of_parts([(0.1, 1.0)] * 7, [0] * 7) == [0] * 7  # the mean of 0.1 is not always 0.1
+    # the rewards cancel, but for rounding
+    assert of_parts([(x, -x) for x in (0.1, 0.7, 0.9)], [0] * 3) == [0] * 3
+    assert of_parts([(nan, nan)] * 2, [0, 0]) == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_several_functions_are_weighted_awaited_and_may_not_apply():
     step = env.step(f"{number:>5}")  # 5 characters: brief gives 0.5
     assert step.reward == pytest.approx(2 * 1 + 0.5 * 0.5 + 1 * 0.5)
     assert step.info["reward_brief"] == 0.5 and step.info["correct"] is True
+    assert step.info["weight_accuracy"] == 2 and "weight_sometimes" not in step.info
     assert (step.done, step.message) == (True, None)
     step = env.step("xxxxx")
     assert step.reward == pytest.approx(0.25) and "reward_sometimes" not in step.info

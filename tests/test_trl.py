@@ -130,9 +130,10 @@ def gradient_of(model):
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
 
 
-def their_steps(folder, weights, rollouts, vllm=None, **changes):
+def their_steps(folder, weights, rollouts, vllm=None, rewards=None, **changes):
     """Gradients of TRL's steps on our rollouts, and what it logged of the last; what isn't given is
-    as TRL has it."""
+    as TRL has it. `rewards`: a column for each reward function; None: the return is the only one.
+    """
     sampled, watch = as_trl_has_it(rollouts), Watch(weights["present"])
     fixed = {
         "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "report_to": "none",
@@ -145,7 +146,7 @@ def their_steps(folder, weights, rollouts, vllm=None, **changes):
         model=AutoModelForCausalLM.from_pretrained(folder),
         processing_class=AutoTokenizer.from_pretrained(folder),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        reward_funcs=lambda completions, **kwargs: sampled["paid"],
+        reward_funcs=[lambda column=column, **_: column for column in rewards or [sampled["paid"]]],
         args=GRPOConfig(**{**fixed, **changes}),
         callbacks=[watch],
         rollout_func=lambda prompts, trainer: sampled,
@@ -225,6 +226,23 @@ def test_loss_and_gradient_equal_trl_s(folder, weights, draw, variant, beta):
     if beta:
         assert metrics["kl/reference"] == pytest.approx(log["kl"], rel=RELATIVE)
         assert log["kl"] > 0.01
+
+
+def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights, draw):
+    rollouts, rng = draw(), random.Random(1)
+    for i, rollout in enumerate(rollouts):
+        rollout.info = {"reward_right": float(rng.random() < 0.3), "weight_brief": 0.5,
+                        "reward_brief": None if i % 5 == 0 else rng.random()}  # fmt: skip
+    for rollout in rollouts[:GROUP]:
+        rollout.info["reward_right"] = 1.0  # no spread in this group
+    columns = [[r.info[f"reward_{name}"] for r in rollouts] for name in ("right", "brief")]
+    assert len({*columns[0][GROUP:]}) == 2
+    ours = our_steps(folder, weights, rollouts, algo="gdpo")
+    theirs = their_steps(
+        folder, weights, rollouts, rewards=columns, reward_weights=[1.0, 0.5],
+        multi_objective_aggregation="normalize_then_sum", **LOSS_TYPES["dapo"],
+    )  # fmt: skip
+    assert_same_steps(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["temperature", "weights"])

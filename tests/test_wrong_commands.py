@@ -36,6 +36,10 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"algo": "scratch", "sampler": "openai"}, "--sampler"),
     ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"kl_estimator": "k3"}, "--kl-coef"),
+    ({"algo": "gdpo", "credit": "turn"}, "--credit turn"),
+    ({"algo": "gdpo", "gamma": 0.9}, "--gamma 0.9"),
+    ({"algo": "gdpo", "overlong_buffer": 8}, "--overlong-buffer 8"),
+    ({"algo": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
     ({"quantize": "nf4"}, "--lora-rank"),
     ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),
@@ -140,6 +144,11 @@ def test_a_run_that_only_evaluates_needs_no_groups():
 @pytest.mark.parametrize(("line", "named"), COMMANDS, ids=[line for line, _ in COMMANDS])
 def test_an_invalid_command_is_one_line_and_code_2(command, place, line, named):
     check_rejected(command, place, shlex.split(line), named)
+
+
+def test_gdpo_ends_after_its_first_batch_if_no_reward_has_a_name(command, place):
+    code, _, err = command("--algo", "gdpo", "--eval-num-tasks", "0", "--num-prompts", "1")
+    assert code == 2 and 'gdpo: letter_counting reports no info["reward_<name>"]; add' in err
 
 
 @pytest.mark.parametrize("line", ["--lrr 1", "--num-updates 1.5", "--ppo.clip 0.3"])
