@@ -1,10 +1,10 @@
 """Letter counting, changed so that a part of the algorithm matters.
 
-    --env runs/parts/tasks.py:Offset    every reward is higher by a constant
-    --env runs/parts/tasks.py:Words     several words in an episode, one in each turn
-    --env runs/parts/tasks.py:Long      the reward is for the length of the response
-    --env runs/parts/tasks.py:Length    reports how long wrong answers are
-    --env runs/parts/tasks.py:Brief     a second, small reward for a short response
+--env runs/parts/tasks.py:Offset    every reward is higher by a constant
+--env runs/parts/tasks.py:Words     several words in an episode, one in each turn
+--env runs/parts/tasks.py:Long      the reward is for the length of the response
+--env runs/parts/tasks.py:Length    reports how long wrong answers are
+--env runs/parts/tasks.py:Brief     a second, small reward for a short response
 """
 
 from dataclasses import replace
