@@ -25,7 +25,8 @@ from environments.registry import (
 )
 from environments.tools import schemas
 
-DIFFICULTIES = ("difficulty", "level", "depth", "n_hops", "length")  # options that make a task harder
+# options that make a task harder
+DIFFICULTIES = "difficulty level depth n_hops length".split()
 
 
 @dataclass(frozen=True)

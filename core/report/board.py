@@ -3,8 +3,8 @@
     python -m core.report.compare --board runs/*
 
 The runs of a board start from the same model and are evaluated on the same held-out tasks. A run
-counts with its last evaluation within the budget, which are the tokens of --max-sampled-tokens. The
-update that reaches the budget is within it, as it is the last of such a run.
+counts with its last evaluation within the budget, the tokens of --max-sampled-tokens. Such a run
+ends after the update that reaches them, so it may exceed them by a twentieth.
 
 Runs that cannot be told apart share a rank. Each is compared with the first of the rank above: it
 has a rank of its own if the 95% interval of the difference of the two accuracies excludes 0
@@ -23,6 +23,7 @@ from core.report.summary import algorithm_title, minutes
 from core.run.log import Record
 from core.types import UsageError
 
+TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]
 
 
@@ -58,7 +59,7 @@ def board(
         raise UsageError("no run with an evaluation: python train.py evaluates, and "
                          "--max-sampled-tokens sets the budget")  # fmt: skip
     common = Counter(known).most_common(1)[0][0]
-    env, tasks, model, _ = common
+    env, tasks, model = common[:3]
     compared = [run for run, term in zip(runs, terms, strict=True) if term == common]
     budgets = Counter(c["max_sampled_tokens"] for _, c, _ in compared if c["max_sampled_tokens"])
     if not budget and not budgets:
@@ -81,29 +82,31 @@ def board(
     return title, rows, left_out
 
 
-Terms = tuple[str, int, str, int]  # environment, held-out tasks, name of the model, SFT steps
+# environment, held-out tasks, name of the model, SFT steps, accuracy before RL
+Terms = tuple[str, int, str, int, str]
 
 
 def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
     """What the runs of a board have in common. The held-out tasks follow from the environment and
     their number (core/tasks.py), whatever the seed of the run."""
     evaluated = before_after(records)
-    env = evaluated[0][0] if evaluated else ""
+    env, first = evaluated[0][:2] if evaluated else ("", {})
+    start = f"{first[f'eval/{env}/accuracy']:.2f}" if evaluated else ""
     model = Path(config["model_id"])
     name = model.parent.name if model.name == "model" else config["model_id"]  # runs/base/model
-    return env, config["eval_num_tasks"], name, config["sft_steps"]
+    return env, config["eval_num_tasks"], name, config["sft_steps"], start
 
 
 def difference(term: Terms, common: Terms) -> str:
     """Why a run is not on the board.
 
-    >>> difference(("a", 256, "tiny", 50), ("a", 256, "tiny", 0))
+    >>> difference(("a", 256, "tiny", 50, "0.90"), ("a", 256, "tiny", 0, "0.40"))
     'a warm start of 50 steps, not 0'
     """
     if not term[0]:
         return "not evaluated"
     names = "environment {}, not {}|{} held-out tasks, not {}|from {}, not {}|"
-    names += "a warm start of {} steps, not {}"
+    names += "a warm start of {} steps, not {}|starts at {}, not {}"
     texts = zip(names.split("|"), term, common, strict=True)
     return next(text.format(its, theirs) for text, its, theirs in texts if its != theirs)
 
@@ -111,11 +114,12 @@ def difference(term: Terms, common: Terms) -> str:
 def entry_of(
     folder: Path, config: dict[str, Any], records: list[Record], env: str, budget: int
 ) -> Entry:
-    """The run at its last evaluation for which its budget was not used up before the update."""
+    """The run at its last evaluation within the budget; the first is always within it."""
     tokens, entry = 0, None
     for i, record in enumerate(records):
-        before, tokens = tokens, tokens + (record.get("tokens/sampled") or 0)
-        if f"eval/{env}/accuracy" in record and (before < budget or entry is None):
+        tokens += record.get("tokens/sampled") or 0
+        within = tokens <= TOLERANCE * budget or entry is None
+        if f"eval/{env}/accuracy" in record and within:
             entry = Entry(folder.name, algorithm_title(config), record, tokens,
                           minutes(records[: i + 1]))  # fmt: skip
     assert entry is not None, "terms_of found an evaluation"

@@ -60,8 +60,10 @@ def compare(
         raise UsageError(
             "name the folders of the runs: python -m core.report.compare runs/a runs/b"
         )
+    if budget < 0 or (budget and not board):
+        raise UsageError(f"--budget {budget}: a number of tokens, with --board")
     if board:
-        print_board(runs, budget)
+        print_board(tuple(dict.fromkeys(runs)), budget)
         return
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
