@@ -1,0 +1,87 @@
+"""GDPO in loops over its equations, and its rewards on their way to it; test_grpo.py has cases."""
+
+import json
+import random
+import statistics
+
+import pytest
+import torch
+
+from algorithms import gdpo, grpo
+from algorithms.common import Batch
+from core.batching import to_rollout_batch
+from core.types import Rollout, Turn
+
+
+def advantages(rewards, groups, weights=(1.0, 1.0)):
+    """Of one token per rollout."""
+    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
+    batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups),
+                  reward_parts=torch.tensor(rewards, dtype=torch.float64),
+                  reward_weights=torch.tensor([weights] * len(rewards)).double())  # fmt: skip
+    gdpo.compute_advantages(batch, gdpo.Options())
+    return batch.advantages[:, 0].tolist()
+
+
+def test_one_reward_is_grpo_normalized_over_the_batch():
+    rewards, groups = [[1.0], [0.0], [0.0], [5.0], [2.0], [2.0]], [0, 0, 0, 1, 1, 1]
+    mask = torch.ones(6, 1, dtype=torch.bool)
+    batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups), turn_ids=0 * mask.long(),
+                  rewards=torch.tensor(rewards))  # fmt: skip
+    grpo.compute_advantages(batch, grpo.resolve(grpo.Options()))
+    by_group = batch.advantages[:, 0].double()
+    want = by_group / (by_group.std() + 1e-4)
+    assert advantages(rewards, groups, weights=(1.0,)) == pytest.approx(want.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_groups_equal_loops_over_the_equations(seed):
+    draw = random.Random(seed)
+    groups = [g for g in range(4) for _ in range(draw.randint(2, 5))]
+    rewards = [[draw.choice([0.0, 0.5, 1.0]), draw.gauss(0, 9), 1.0] for _ in groups]
+    weights = [draw.uniform(0.1, 2) for _ in range(3)]
+    sums = []
+    for i, g in enumerate(groups):
+        members = [rewards[j] for j in range(len(groups)) if groups[j] == g]
+        total = 0.0
+        for k in range(3):
+            own = [member[k] for member in members]
+            std = statistics.stdev(own) + 1e-4
+            total += weights[k] * (rewards[i][k] - statistics.fmean(own)) / std
+        sums.append(total)
+    want = [(s - statistics.fmean(sums)) / (statistics.stdev(sums) + 1e-4) for s in sums]
+    assert advantages(rewards, groups, weights) == pytest.approx(want, abs=1e-6)
+
+
+def test_the_batch_has_the_rewards_that_the_environment_reports():
+    def rollout(**info):
+        turn = Turn([1], [2], [-0.5], "stop", 1.0)
+        return Rollout("e", "player", 0, 0, turns=[turn], info=info)
+
+    batch = to_rollout_batch([
+        rollout(reward_b=0.5, reward_a=True, weight_b=0.1, correct=True, reward_text="no"),
+        rollout(reward_a=0),
+    ])  # fmt: skip
+    assert batch.reward_parts[0].tolist() == [1.0, 0.5]  # a, b
+    assert batch.reward_parts[1, 0] == 0 and batch.reward_parts[1, 1].isnan()
+    assert batch.reward_weights.tolist() == [[1.0, 0.1], [1.0, 0.0]]
+
+
+FUNCTIONS = """
+def right(completions, **columns): return [float("a" in c) for c in completions]
+def brief(completions, **columns): return [-len(c) / 100 for c in completions]
+"""
+
+
+SMALL = "--algo gdpo --num-updates 1 --num-prompts 2 --group-size 3 --eval-num-tasks 0".split()
+
+
+def test_a_run_with_two_reward_functions(command, tmp_path):
+    (tmp_path / "two.py").write_text(FUNCTIONS)
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "say {i}"}}\n' for i in range(40)))
+    env = "rewarded:data=rows.jsonl,reward=two.py:right two.py:brief,weights=1 0.5"
+    code, _, err = command(*SMALL, "--env", env, "--run-name", "two", "--max-tokens", 8)
+    assert code == 0, err
+    lines = (tmp_path / "runs/two/metrics.jsonl").read_text().splitlines()
+    record = next(record for record in map(json.loads, lines) if record.get("update") == 1)
+    assert record["info/weight_brief"] == 0.5 and "info/weight_right" not in record
