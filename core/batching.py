@@ -156,7 +156,9 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     if cfg.credit == "episode":
         rewards = rewards * cfg.gamma**batch.turn_ids
         batch.turn_ids = torch.zeros_like(batch.turn_ids)
-    batch.rewards, batch.reward_parts = rewards, cfg.reward_coef * batch.reward_parts
+    batch.rewards = rewards
+    if batch.reward_parts is not None:
+        batch.reward_parts = cfg.reward_coef * batch.reward_parts
 
 
 def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> RolloutBatch:
