@@ -32,6 +32,7 @@ from core.report import curves
 from core.sampler import Sampler
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
+from environments import rewarded
 
 FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
@@ -174,6 +175,7 @@ def command(tmp_path, monkeypatch, capsys):
     imports from its folder is forgotten afterwards.
     """
     monkeypatch.chdir(tmp_path)
+    rewarded.load.cache_clear()  # of another test's file of the same relative name
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
 
