@@ -71,5 +71,5 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     # rewards that cancel leave a difference by rounding; see `common.minus`
     total[total.abs() <= common.ROUNDING * terms.abs().sum(1, keepdim=True)] = 0.0
     batch_variance = (total**2).sum() / (exists.any(1).sum() - 1).clamp(min=1)
-    advantages = total / (batch_variance.sqrt() + EPS)
-    batch.advantages = torch.where(batch.completion_mask, advantages.float(), 0.0)
+    advantages = (total / (batch_variance.sqrt() + EPS)).to(torch.get_default_dtype())
+    batch.advantages = torch.where(batch.completion_mask, advantages, 0.0)

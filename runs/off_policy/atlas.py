@@ -27,7 +27,7 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
 
-from algorithms import cispo, common, dppo, grpo, gspo, kl_cov, ppo, reinforce  # noqa: E402
+from algorithms import cispo, common, dppo, gdpo, grpo, gspo, kl_cov, ppo, reinforce  # noqa: E402
 from algorithms.common import Batch, Micro  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
@@ -37,13 +37,17 @@ RIGHT = torch.tensor([[False, True, True, False], [False, False, True, False]]) 
 LOGITS = [[[0, -0.8], [0, 0.3], [0, 1.0]], [[0, 1.5], [0, 0.5], [0, 0.2]]]
 MOVED = 0.2  # standard deviation of the change of the logits before a later step
 GROUP = 4  # rollouts of a task
-# rows of the atlas, and their names in runs/algorithms_tiny
+# rows of the atlas whose runs differ in the first step, and the names of these runs
 RECORDED = {
-    "`reinforce`, baseline batch": "reinforce",
-    "`reinforce`, baseline leave_one_out": "reinforce, leave one out (RLOO)",
-    **{f"`grpo`, loss type {name}": name for name in ("dapo", "grpo", "dr_grpo", "lite_ppo")},
-    "`gspo`": "gspo", "`cispo`": "cispo", "`ppo`, λ = 0.95, wrong values": "ppo",
-}  # fmt: skip
+    **{f"`reinforce`, baseline {name}": name for name in ("none", "batch", "leave_one_out")},
+    **{f"`grpo`, loss type {name}": name for name in ("grpo", "dr_grpo", "dapo", "max_rl")},
+    **{f"`ppo`, λ = {name}, wrong values": f"ppo_{name}" for name in ("0", "0.95", "1")},
+}
+# tasks of runs/parts: what is added to the returns, the metric, and the accuracy that is wanted
+MEASURED = {
+    "offset": (10.0, "eval/*/accuracy", 0.9),
+    "mixed": (0.0, "eval/compose/accuracy", 0.3),
+}
 
 
 @dataclass
@@ -94,11 +98,12 @@ def mask() -> Tensor:
 def estimate(
     algorithm: Any, options: Any, old: Tasks, new: Tasks | None = None, group: int = GROUP,
     values: Tensor | None = None, aggregation: str | None = None, max_tokens: int = 3,
+    offset: float = 0.0,
 ) -> tuple[Tensor, float]:  # fmt: skip
     """Expectation of the gradient that is followed, [task, token, 2], and its variance.
 
     `old` samples; the gradient is taken at `new`, or at `old`. `values` [task, completion, 3] are
-    PPO's. The variance is E|g - E g|².
+    PPO's; `offset` is added to every return. The variance is E|g - E g|².
     """
     new = new or old
     options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
@@ -111,11 +116,13 @@ def estimate(
         sampled = mask()[completions]
         rewards = torch.zeros(2 * group, 3)
         rewards[torch.arange(2 * group), LENGTHS[completions] - 1] = (
-            RIGHT[task, completions].to(rewards.dtype)
+            RIGHT[task, completions].to(rewards.dtype) + offset
         )  # fmt: skip
         known: dict[str, Any] = {
             "completion_mask": sampled, "turn_ids": torch.zeros(2 * group, 3, dtype=torch.int64),
             "group_ids": task, "rewards": rewards,
+            "reward_parts": rewards.sum(1, keepdim=True),
+            "reward_weights": torch.ones(2 * group, 1),
             "old_logprobs": old_logprobs[task, completions],
             "sampler_logprobs": old_logprobs[task, completions],
         }  # fmt: skip
@@ -164,7 +171,7 @@ def rows() -> dict[str, tuple[Any, Any, str]]:
         found[f"`reinforce`, baseline {baseline}"] = reinforce, options, ""
     for loss_type in grpo.LOSS_TYPES:
         found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
-    for algorithm in (gspo, cispo, dppo, kl_cov):
+    for algorithm in (gspo, cispo, dppo, kl_cov, gdpo):
         found[f"`{algorithm.__name__.split('.')[1]}`"] = algorithm, algorithm.Options(), ""
     for of, gae_lambda in itertools.product(("exact", "wrong"), (0.0, 0.95, 1.0)):
         options = ppo.Options(gae_lambda=gae_lambda)
@@ -178,7 +185,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def atlas() -> dict[str, list[float]]:
     """For each row: cosine with ∇J and with ∇ log p, and noise per rollout, in the first step of an
-    update; cosine with ∇J and noise in a later step."""
+    update; cosine with ∇J and noise in a later step; noise in the first step with the offset."""
     old = Tasks(torch.tensor(LOGITS))
     noise = torch.randn(old.logits.shape, generator=torch.Generator().manual_seed(0))
     new = Tasks(old.logits + MOVED * noise)
@@ -186,31 +193,34 @@ def atlas() -> dict[str, list[float]]:
     found = {}
     for name, (algorithm, options, of) in track(rows().items(), "estimators", transient=True):
         numbers = []
-        for at in (old, new):
-            mean, variance = estimate(algorithm, options, old, at, values=values[of])
-            numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
-            if at is old:
+        for at, offset in ((old, 0.0), (new, 0.0), (old, MEASURED["offset"][0])):
+            mean, variance = estimate(algorithm, options, old, at, values=values[of], offset=offset)
+            if not offset:
+                numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
+            if at is old and not offset:
                 numbers.append(cosine(mean, gradient_of(at, torch.log)))
             numbers.append(2 * GROUP * variance / mean.square().sum().item())
         found[name] = numbers
     return found
 
 
-def tokens_needed() -> dict[str, float]:
-    """Sampled tokens to a held-out accuracy of 0.90 on the default task, the mean of the seeds, of
-    the recorded settings that are rows of the atlas."""
-    folder, needed = HERE.parent / "algorithms_tiny", {}
-    for row, name in RECORDED.items():
-        found = []
-        for file in sorted(folder.glob(f"{record.Run(folder, name, None, '').stem}-seed?.jsonl")):
-            tokens = 0
-            for entry in record.read_records(file):
-                tokens += entry.get("tokens/sampled", 0)
-                if entry.get("eval/letter_counting/accuracy", 0) >= 0.9:
-                    break
-            found.append(tokens)
-        needed[row] = statistics.fmean(found)
-    return needed
+def tokens_needed(task: str) -> dict[str, float]:
+    """Sampled tokens to the accuracy in MEASURED, the mean of the seeds, by row of the atlas;
+    infinite if a seed did not reach it."""
+    _, metric, wanted = MEASURED[task]
+    found: dict[str, list[float]] = {}
+    rows_of = {f"{task}_{name}": row for row, name in RECORDED.items()}
+    for run in record.read_page(HERE)[1]:
+        if run.name not in rows_of:
+            continue
+        tokens, reached = 0.0, False
+        for entry in run.read().records:
+            tokens += entry.get("tokens/sampled", 0)
+            reached = reached or entry.get(metric.replace("*", run.envs[0]), 0) >= wanted
+            if reached:
+                break
+        found.setdefault(rows_of[run.name], []).append(tokens if reached else math.inf)
+    return {row: statistics.fmean(tokens) for row, tokens in found.items()}
 
 
 def rank_correlation(x: list[float], y: list[float]) -> float:
@@ -234,16 +244,26 @@ def main() -> None:
              "later step: cosine with ∇J", "later step: noise per rollout"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for name, numbers in found.items():
-        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers)]
+        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers[:5])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     record.write_table(HERE, lines, "of losses")
-    needed = tokens_needed()
-    lines = ["| estimator | noise per rollout | tokens to 0.90 |", "| --- | --- | --- |"]
-    for name, tokens in sorted(needed.items(), key=lambda row: found[row[0]][2]):
-        lines.append(f"| {name} | {found[name][2]:.1f} | {tokens / 1000:.1f}k |")
-    rho = rank_correlation([found[name][2] for name in needed], list(needed.values()))
-    lines += ["", f"Spearman's rank correlation of the two columns: {rho:.2f}."]
-    record.write_table(HERE, lines, "of ranks")
+    lines = []
+    for task, (offset, _, wanted) in MEASURED.items():
+        needed = tokens_needed(task)
+        noise = {name: found[name][5 if offset else 2] for name in needed}
+        lines += [f"| {task}: estimator | noise per rollout | tokens to {wanted:.2f} |",
+                  "| --- | --- | --- |"]  # fmt: skip
+        for name, tokens in sorted(needed.items(), key=lambda row: noise[row[0]]):
+            shown = f"{tokens / 1000:.1f}k" if tokens < math.inf else "not reached"
+            lines.append(f"| {name} | {noise[name]:.1f} | {shown} |")
+        rho = rank_correlation([*noise.values()], [*needed.values()])
+        lines += ["", f"Spearman's rank correlation of the two columns: {rho:.2f}."]
+        if task == "mixed":
+            cosines = [-found[name][1] for name in needed]
+            rho = rank_correlation(cosines, [*needed.values()])
+            lines[-1] += f" Of minus the cosine with ∇ log p and the tokens: {rho:.2f}."
+        lines.append("")
+    record.write_table(HERE, lines[:-1], "of ranks")
 
 
 if __name__ == "__main__":
