@@ -121,14 +121,13 @@ def estimate(
         known: dict[str, Any] = {
             "completion_mask": sampled, "turn_ids": torch.zeros(2 * group, 3, dtype=torch.int64),
             "group_ids": task, "rewards": rewards,
-            "reward_parts": rewards.sum(1, keepdim=True),
-            "reward_weights": torch.ones(2 * group, 1),
             "old_logprobs": old_logprobs[task, completions],
             "sampler_logprobs": old_logprobs[task, completions],
         }  # fmt: skip
         if values is not None:
             known["values"] = torch.where(sampled, values[task, completions], 0.0)
-        batch = Batch(**known)
+        parts = rewards.sum(1, keepdim=True)  # of GDPO: one reward
+        batch = Batch(**known, reward_parts=parts, reward_weights=torch.ones_like(parts))
         algorithm.compute_advantages(batch, options)
         weights = common.token_weights(
             sampled, aggregation or options.aggregation, max_tokens, None, task
