@@ -1,0 +1,508 @@
+"""An OpenAI-compatible endpoint on loopback: HTTP on one side, `Ask`s to answer on the other.
+
+    POST /v1/chat/completions      with tools, n, stop, max_tokens, logprobs, stream
+    POST /v1/responses             what the OpenAI Agents SDK asks by default
+    GET  /v1/models
+
+The API key says whose request it is: `Endpoint.open` makes a session with a key of its own, and
+`Session.receive` returns what programs with that key wait for. Server threads only read and write
+HTTP; who answers is not their business. An answer is complete before any of it is sent, so a stream
+has all its events at once. Errors have OpenAI's form and status.
+
+Messages are normalized: dicts with a role, a content of text, `calls` [(id, name, arguments as JSON
+text)] of an answer, the `call_id` that a result belongs to, and the `thought` of an answer.
+"""
+
+import json
+import queue
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Json = dict[str, Any]
+Call = tuple[str, str, str]  # id, name, arguments as JSON text
+HOST = "127.0.0.1"
+MAX_BODY = 16_000_000  # bytes of a request
+MAX_CHOICES = 128  # `n` of a request
+PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and on
+IDLE = 600.0  # seconds until a connection without a request is closed
+ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
+         "tool": "tool"}  # fmt: skip
+
+
+class Refused(Exception):
+    """A request that gets an error in place of an answer."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request"):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    def body(self) -> Json:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": None, "code": self.code}
+        return {"error": error}
+
+
+@dataclass
+class Choice:
+    """One answer to a request. `tokens`: the text and the log-prob of each sampled token."""
+
+    content: str
+    finish_reason: str  # stop, length or tool_calls
+    tokens: list[tuple[str, float]]
+    calls: list[Call] = field(default_factory=list)
+    thought: str = ""
+
+
+@dataclass(eq=False)
+class Ask:
+    """A request while it is answered: `reply` or `refuse` ends it."""
+
+    session: "Session"
+    body: Json
+    connection: Any  # the socket of who waits for the answer
+    messages: list[Json]
+    tools: list[Json]  # JSON schemas, in the form of chat completions
+    is_response: bool = False  # of /v1/responses
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    outcome: Any = None  # the JSON of the answer, or Refused
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def n(self) -> int:
+        return 1 if self.body.get("n") is None else self.body["n"]
+
+    @property
+    def stop(self) -> list[str]:
+        stop = self.body.get("stop") or []
+        return [stop] if isinstance(stop, str) else stop
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The smallest limit that the request names."""
+        names = "max_completion_tokens", "max_tokens", "max_output_tokens"
+        limits = [self.body[name] for name in names if self.body.get(name) is not None]
+        return min(limits, default=None)
+
+    def is_waited_for(self) -> bool:
+        """Whether the client still holds the connection."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.connection, selectors.EVENT_READ)
+                if not selector.select(0):
+                    return True
+            return self.connection.recv(1, socket.MSG_PEEK) != b""  # b"": it has hung up
+        except (OSError, ValueError):
+            return False
+
+    def reply(self, choices: list[Choice], num_prompt_tokens: int) -> None:
+        """Sends the answer."""
+        make = response_object if self.is_response else chat_completion
+        self.outcome = make(self, choices, num_prompt_tokens)
+        if self.is_response:  # for `previous_response_id`
+            message = {"role": "assistant", "content": choices[0].content, "call_id": "",
+                       "calls": choices[0].calls, "thought": choices[0].thought}  # fmt: skip
+            self.session.responses[self.outcome["id"]] = [*self.messages, message]
+        self.done.set()
+
+    def refuse(self, status: int, message: str, code: str) -> None:
+        """Sends an error."""
+        self.outcome = Refused(status, message, code)
+        self.done.set()
+
+
+class Session:
+    """The requests with one API key. It ends with `close`; then the key is unknown."""
+
+    def __init__(self, endpoint: "Endpoint", key: str):
+        self.endpoint, self.key = endpoint, key
+        self.inbox = queue.SimpleQueue[Ask | None]()
+        self.waiting = set[Ask]()  # in server threads
+        self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
+
+    def receive(self, timeout: float) -> list[Ask] | None:
+        """What has been asked, after at most `timeout` seconds; None after `end`."""
+        found: list[Ask] = []
+        with suppress(queue.Empty):
+            while True:
+                ask = self.inbox.get(timeout=0 if found else timeout)
+                if ask is None:
+                    return None
+                found.append(ask)
+        return found
+
+    def end(self) -> None:
+        """Lets `receive` return None: nobody will ask any more."""
+        self.inbox.put(None)
+
+    def close(self) -> None:
+        """Makes the key invalid, and refuses what is still waiting."""
+        self.endpoint.sessions.pop(self.key, None)
+        for ask in [*self.waiting]:
+            if not ask.done.is_set():
+                ask.refuse(401, "the episode of this API key has ended", "episode_ended")
+
+
+class Endpoint:
+    """The server. `any_key`: all requests are of one session, whatever their key."""
+
+    def __init__(self, port: int = 0, any_key: bool = False):
+        """Raises OSError if the port is taken."""
+        self.sessions: dict[str, Session] = {}
+        self.only = Session(self, "") if any_key else None
+        self.server = _Server((HOST, port), _Handler)
+        self.server.endpoint = self
+        self.url = f"http://{HOST}:{self.server.server_address[1]}/v1"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def open(self) -> Session:
+        """A session with a key of its own."""
+        session = Session(self, f"sk-{secrets.token_hex(16)}")
+        self.sessions[session.key] = session
+        return session
+
+    def session_of(self, headers: Any) -> Session:
+        """Raises Refused for an unknown key, and for a page in a browser."""
+        if headers.get("origin"):
+            raise Refused(403, "web pages may not ask", "forbidden")
+        key = (headers.get("authorization") or "").removeprefix("Bearer ").strip()
+        session = self.only or self.sessions.get(key)
+        if session is None:
+            time.sleep(PAUSE)
+            raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
+        return session
+
+    def close(self) -> None:
+        """Stops listening."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@cache
+def shared() -> Endpoint:
+    """The endpoint of this process, whose sessions are episodes."""
+    return Endpoint()
+
+
+# Requests
+
+
+def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
+    """The request in normal form. Raises Refused if it has none."""
+    try:
+        if path.endswith("/chat/completions"):
+            messages = [message_of_chat(m) for m in body.get("messages") or []]
+            tools = [t for t in body.get("tools") or [] if t["type"] == "function"]
+        else:
+            messages, tools = conversation_of_responses(session, body), tools_of_responses(body)
+        ask = Ask(session, body, connection, in_order_of_calls(messages), tools,
+                  path.endswith("/responses"))  # fmt: skip
+        for tool in tools:
+            if not isinstance(tool["function"]["name"], str):
+                raise TypeError("a tool needs a name")
+            tool["function"].setdefault("description", "")
+            tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
+        if not messages:
+            raise TypeError("there are no messages")
+        if not isinstance(ask.n, int) or not 1 <= ask.n <= MAX_CHOICES:
+            raise TypeError(f"n must be 1 to {MAX_CHOICES}")
+        if not all(isinstance(text, str) for text in ask.stop):
+            raise TypeError("stop must be a text or a list of texts")
+        limit = ask.max_tokens
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise TypeError("max_tokens must be at least 1")
+    except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
+        kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
+        raise Refused(400, f"{kind}{error}"[:300]) from None
+    return ask
+
+
+def message_of_chat(message: Json) -> Json:
+    """A message of chat completions. Raises TypeError if it is none of text."""
+    role = ROLES.get(message.get("role", ""))
+    if role is None:
+        raise TypeError(f"a message with the role {message.get('role')!r:.40}")
+    calls = [(c.get("id") or "", c["function"]["name"], c["function"].get("arguments") or "{}")
+             for c in message.get("tool_calls") or []]  # fmt: skip
+    thought = message.get("reasoning_content") or ""
+    return {"role": role, "content": text_of(message.get("content")), "calls": calls,
+            "call_id": message.get("tool_call_id") or "", "thought": thought}  # fmt: skip
+
+
+def text_of(content: Any) -> str:
+    """The text of a content, which may be a list of parts."""
+    if isinstance(content, list):
+        parts = [{"text": part} if isinstance(part, str) else part for part in content]
+        if not all("text" in part or "refusal" in part for part in parts):
+            raise TypeError("only contents of text are supported")
+        content = "".join(part.get("text") or part.get("refusal") or "" for part in parts)
+    if not isinstance(content or "", str):
+        raise TypeError("only contents of text are supported")
+    return content or ""
+
+
+def conversation_of_responses(session: Session, body: Json) -> list[Json]:
+    """The messages of a request of the Responses API."""
+    messages: list[Json] = []
+    if previous := body.get("previous_response_id"):
+        if previous not in session.responses:
+            raise TypeError(f"there is no response {previous!r:.60}")
+        messages = [m for m in session.responses[previous] if m["role"] != "system"]
+    if body.get("instructions"):
+        messages.insert(0, message_of_chat({"role": "system", "content": body["instructions"]}))
+    items = body.get("input") or []
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    for item in items:
+        kind = item.get("type") or "message"
+        answer = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if kind == "message" and item.get("role") == "assistant" and answer and answer["calls"]:
+            answer["content"] += text_of(item.get("content"))
+        elif kind == "message":
+            messages.append(
+                message_of_chat({"role": item.get("role"), "content": item.get("content")})
+            )
+        elif kind == "function_call":  # of the answer before it, which may have no text
+            if answer is None:
+                messages.append(answer := message_of_chat({"role": "assistant"}))
+            answer["calls"].append((item["call_id"], item["name"], item.get("arguments") or "{}"))
+        elif kind == "function_call_output":
+            result = message_of_chat({"role": "tool", "content": item.get("output")})
+            messages.append(result | {"call_id": item["call_id"]})
+        elif kind != "reasoning":
+            raise TypeError(f"an item of the type {kind!r:.40}")
+    return messages
+
+
+def tools_of_responses(body: Json) -> list[Json]:
+    """The functions of a request of the Responses API, in the form of chat completions."""
+    functions = [tool for tool in body.get("tools") or [] if tool["type"] == "function"]
+    return [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in functions]  # fmt: skip
+
+
+def in_order_of_calls(messages: list[Json]) -> list[Json]:
+    """The messages, with the results of an answer's calls in the order of these calls."""
+    ordered: list[Json] = []
+    place: dict[str, int] = {}
+    for message in messages:
+        if message["role"] == "assistant":
+            place = {call_id: i for i, (call_id, _, _) in enumerate(message["calls"])}
+        ordered.append(message)
+        start = len(ordered)
+        while start and ordered[start - 1]["role"] == "tool":
+            start -= 1
+        ordered[start:] = sorted(ordered[start:], key=lambda m: place.get(m["call_id"], len(place)))
+    return ordered
+
+
+# Answers
+
+
+def chat_completion(ask: Ask, choices: list[Choice], num_prompt_tokens: int) -> Json:
+    """The answer in the form of chat completions."""
+    found = []
+    for index, choice in enumerate(choices):
+        message: Json = {"role": "assistant", "content": choice.content, "refusal": None}
+        if choice.thought:
+            message["reasoning_content"] = choice.thought
+        if choice.calls:
+            message["content"] = choice.content or None
+            message["tool_calls"] = [
+                {"id": i, "type": "function", "function": {"name": name, "arguments": arguments}}
+                for i, name, arguments in choice.calls
+            ]
+        logprobs = None
+        if ask.body.get("logprobs"):
+            logprobs = {"refusal": None, "content": [
+                {"token": text, "logprob": logprob, "bytes": [*text.encode()], "top_logprobs": []}
+                for text, logprob in choice.tokens]}  # fmt: skip
+        found.append({"index": index, "message": message, "logprobs": logprobs,
+                      "finish_reason": choice.finish_reason})  # fmt: skip
+    count = sum(len(choice.tokens) for choice in choices)
+    usage = {"prompt_tokens": num_prompt_tokens, "completion_tokens": count,
+             "total_tokens": num_prompt_tokens + count}  # fmt: skip
+    return {"id": f"chatcmpl-{ask.id}", "object": "chat.completion", "created": int(time.time()),
+            "model": model_of(ask), "choices": found, "usage": usage}  # fmt: skip
+
+
+def response_object(ask: Ask, choices: list[Choice], num_prompt_tokens: int) -> Json:
+    """The answer in the form of the Responses API."""
+    [choice], output = choices, list[Json]()
+    status = "incomplete" if choice.finish_reason == "length" else "completed"
+    if choice.content or not choice.calls:
+        part = {"type": "output_text", "text": choice.content, "annotations": [], "logprobs": []}
+        output.append({"type": "message", "id": f"msg_{ask.id}", "role": "assistant",
+                       "status": status, "content": [part]})  # fmt: skip
+    for i, (call_id, name, arguments) in enumerate(choice.calls):
+        output.append({"type": "function_call", "id": f"fc_{ask.id}{i}", "call_id": call_id,
+                       "name": name, "arguments": arguments, "status": "completed"})  # fmt: skip
+    count, body = len(choice.tokens), ask.body
+    usage = {"input_tokens": num_prompt_tokens, "output_tokens": count,
+             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+             "output_tokens_details": {"reasoning_tokens": 0},
+             "total_tokens": num_prompt_tokens + count}  # fmt: skip
+    incomplete = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    return {"id": f"resp_{ask.id}", "object": "response", "created_at": int(time.time()),
+            "status": status, "model": model_of(ask), "output": output, "usage": usage,
+            "error": None, "incomplete_details": incomplete, "metadata": {},
+            "instructions": body.get("instructions"), "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto", "parallel_tool_calls": True,
+            "temperature": body.get("temperature"), "top_p": body.get("top_p"),
+            "previous_response_id": body.get("previous_response_id")}  # fmt: skip
+
+
+def model_of(ask: Ask) -> str:
+    return f"{ask.body.get('model') or 'picorl'}"
+
+
+def chat_chunks(answer: Json, with_usage: bool) -> Iterator[Json]:
+    """A complete answer as the chunks of a stream."""
+    base = {key: answer[key] for key in ("id", "created", "model")}
+    base["object"] = "chat.completion.chunk"
+    for choice in answer["choices"]:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": i} | c for i, c in enumerate(delta["tool_calls"])]
+        for part, logprobs, reason in ((delta, choice["logprobs"], None),
+                                       ({}, None, choice["finish_reason"])):  # fmt: skip
+            made = {"index": choice["index"], "delta": part, "logprobs": logprobs}
+            yield base | {"choices": [made | {"finish_reason": reason}]}
+    if with_usage:
+        yield base | {"choices": [], "usage": answer["usage"]}
+
+
+def response_events(answer: Json) -> Iterator[Json]:
+    """A complete answer as the events of a stream of the Responses API."""
+    begun = answer | {"status": "in_progress", "output": [], "usage": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(answer["output"]):
+        place = {"output_index": index, "item_id": item["id"]}
+        opened: Json = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        opened["status"] = "in_progress"
+        yield {"type": "response.output_item.added", "output_index": index, "item": item | opened}
+        if item["type"] == "message":
+            [part] = item["content"]
+            kind, place = "response.output_text", place | {"content_index": 0}
+            yield {"type": "response.content_part.added", "part": part | {"text": ""}} | place
+            yield {"type": f"{kind}.delta", "delta": part["text"], "logprobs": []} | place
+            yield {"type": f"{kind}.done", "text": part["text"], "logprobs": []} | place
+            yield {"type": "response.content_part.done", "part": part} | place
+        else:
+            kind, text = "response.function_call_arguments", item["arguments"]
+            yield {"type": f"{kind}.delta", "delta": text} | place
+            yield {"type": f"{kind}.done", "arguments": text, "name": item["name"]} | place
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{answer['status']}", "response": answer}
+
+
+# HTTP
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 512
+    endpoint: Endpoint
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up is no error of ours."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One thread for each connection."""
+
+    protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, 1 << 16
+    timeout = IDLE
+    server: _Server
+
+    def do_GET(self) -> None:
+        try:
+            self.server.endpoint.session_of(self.headers)
+            if not self.path.startswith("/v1/models"):
+                raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
+        except Refused as refused:
+            return self._send_json(refused.status, refused.body())
+        model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
+        is_list = self.path.rstrip("/") == "/v1/models"
+        self._send_json(200, {"object": "list", "data": [model]} if is_list else model)
+
+    def do_POST(self) -> None:
+        try:
+            body = self._read_body()
+            session = self.server.endpoint.session_of(self.headers)
+            if self.path not in ("/v1/chat/completions", "/v1/responses"):
+                raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
+            answer = self._answer(read_ask(session, self.path, body, self.connection))
+        except Refused as refused:
+            return self._send_json(refused.status, refused.body())
+        if not body.get("stream"):
+            return self._send_json(200, answer)
+        if self.path == "/v1/responses":
+            events = [
+                event | {"sequence_number": i} for i, event in enumerate(response_events(answer))
+            ]
+            texts = [f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events]
+        else:
+            options = body.get("stream_options") or {}
+            chunks = chat_chunks(answer, bool(options.get("include_usage")))
+            texts = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
+        self._send(200, "text/event-stream", "".join(texts))
+
+    def _read_body(self) -> Json:
+        """Raises Refused for anything but a JSON object of a bounded size."""
+        try:
+            length = int(self.headers.get("content-length") or "")
+        except ValueError:
+            self.close_connection = True
+            raise Refused(411, "a request needs a Content-Length") from None
+        if not 0 <= length <= MAX_BODY:
+            self.close_connection = True  # without reading it
+            raise Refused(413, f"a request has at most {MAX_BODY:,} bytes")
+        try:
+            body = json.loads(self.rfile.read(length))
+        except (ValueError, RecursionError):
+            raise Refused(400, "the request is not JSON") from None
+        if not isinstance(body, dict):
+            raise Refused(400, "the request is not a JSON object")
+        return body
+
+    def _answer(self, ask: Ask) -> Json:
+        """Waits for the answer. Raises Refused if there will be none."""
+        session = ask.session
+        session.waiting.add(ask)
+        try:
+            if (
+                session is not session.endpoint.only
+                and session.key not in session.endpoint.sessions
+            ):
+                raise Refused(401, "the episode of this API key has ended", "episode_ended")
+            session.inbox.put(ask)
+            ask.done.wait()
+        finally:
+            session.waiting.discard(ask)
+        if isinstance(ask.outcome, Refused):
+            raise ask.outcome
+        return ask.outcome
+
+    def _send_json(self, status: int, value: Json) -> None:
+        self._send(status, "application/json", json.dumps(value))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        data = text.encode("utf-8", "replace")
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(data)))
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing: the terminal belongs to the run."""
