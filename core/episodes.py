@@ -24,7 +24,7 @@ from typing import Any
 from core import distributed
 from core.context import Agent, Renderer
 from core.policy import Policy
-from core.pool import Call, Pool, PooledEnv
+from core.pool import Call, Pool, PooledEnv, is_program
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -178,7 +178,12 @@ class RolloutCollector:
         """`episode` in an environment of the pool; an exception costs only this episode."""
         env = episode.env = yield from self.pool.borrow(episode.task.env)
         try:
-            yield from self.episode(episode, answerer)
+            if is_program(episode.task.env):  # an agent that asks over HTTP
+                from core.extras.agents import play_program
+
+                yield from play_program(self, episode, answerer)
+            else:
+                yield from self.episode(episode, answerer)
         except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run

@@ -122,6 +122,8 @@ class PooledEnv:
                 made = self.pool.prepare(made)
             if not made.thread_safe:
                 self.pool.threads.alone.add(self.spec)
+            if is_program(self.spec):  # other programs draw at the same time
+                self.pool.threads.draws_freely.add(self.spec)
             self.env = as_multi(made)
         return self.env.reset(seed)
 
@@ -171,6 +173,15 @@ def has_step_batch(env: Env) -> bool:
 
 def is_heavy(spec: str) -> bool:
     """Whether the environment's class is `heavy`; False for an unknown name."""
+    return _declares(spec, "heavy")
+
+
+def is_program(spec: str) -> bool:
+    """Whether the environment is an agent program, which asks for its answers."""
+    return _declares(spec, "is_program")
+
+
+def _declares(spec: str, name: str) -> bool:
     with suppress(UsageError):
-        return getattr(constructor(spec), "heavy", False)
+        return getattr(constructor(spec), name, False)
     return False

@@ -61,6 +61,7 @@ class Request:
     stream: int = 0  # another one for each agent
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
+    max_tokens: int | None = None  # a limit of its own, if that is below the one of `params`
     alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
 
 
@@ -278,7 +279,7 @@ class _Partial:
 
 
 def completion_limit(policy: Policy, request: Request) -> int:
-    """The request's `max_tokens`, or what its prompt leaves of the context if that is less.
+    """The `max_tokens` of the request, or what its prompt leaves of the context if that is less.
 
     Raises UsageError if the prompt leaves nothing.
     """
@@ -286,7 +287,8 @@ def completion_limit(policy: Policy, request: Request) -> int:
     if length >= limit:
         raise UsageError(f"a prompt of {length} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip
-    return min(request.params.max_tokens, limit - length)
+    own = request.params.max_tokens if request.max_tokens is None else request.max_tokens
+    return min(own, request.params.max_tokens, limit - length)
 
 
 def to_completion(

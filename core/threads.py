@@ -53,6 +53,7 @@ class Threads:
         self.slow = set[Kind]()
         self.longer = defaultdict[Kind, float](float)  # seconds beyond SLOW of the calls of a kind
         self.alone = set[str]()  # specs that one thread calls, however slow they are
+        self.draws_freely = set[str]()  # specs whose draws from shared generators say nothing
         self.one, self.many = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()  # to be called
         self.done = deque[tuple[Any, Outcome, float]]()
         self.wake = threading.Event()  # there are outcomes; not set after each of many quick calls
@@ -158,7 +159,8 @@ class _Worker(threading.Thread):
 
     def _check_generators(self, spec: str, before: tuple[Any, ...]) -> None:
         """One thread makes the calls of an environment that draws from shared generators."""
-        if generators() != before and spec not in self.threads.alone:
+        known = self.threads.alone | self.threads.draws_freely
+        if generators() != before and spec not in known:
             self.threads.alone.add(spec)
             self.threads.say(f"{spec}: one call at a time, because it draws from the "
                              "process-wide generators of random or numpy")  # fmt: skip

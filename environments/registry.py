@@ -48,6 +48,7 @@ C = TypeVar("C", bound=Constructor)
 Change = Callable[[str, int, bool], str]
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
+    "agent": "environments.adapters.agent:Agent",
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",
@@ -485,7 +486,10 @@ def _change_value(name: str, key: str, value: str, change: Change) -> str:
         return value if changed == text else json.dumps(changed, ensure_ascii=False)
     if (name, key) == ("remote", "command") and not OWN_PROGRAM.match(value):
         return value
-    parts, is_folder = 2 if key == "opponent" else 1, (name, key) == ("rewarded", "data")
+    parts, is_folder = (
+        2 if key == "opponent" else 1,
+        key == "data" and name in ("rewarded", "agent"),
+    )
 
     def change_word(match: re.Match[str]) -> str:
         word = unquoted(match[0])

@@ -147,6 +147,8 @@ class Rewarded(Env):
 def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
+    `prompt`: the column that tells rows apart; "": all columns together.
+
     Prints how many rows have the prompt of an earlier one. Raises UsageError if the data cannot be
     loaded, a row has no prompt, or there are no rows for one of both uses.
     """
@@ -159,7 +161,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
         rows = list(enumerate(read_hub(os.path.expanduser(data), config or None, split), start=1))
     unique: dict[str, Row] = {}
     for number, row in rows:
-        value = row.get(prompt)
+        value = row.get(prompt) if prompt else json.dumps(row, sort_keys=True)
         if not isinstance(value, str | list) or not value:
             columns = ", ".join(row)
             raise UsageError(f"{data}, row {number}: no prompt in {prompt!r}; it has {columns}")
@@ -167,7 +169,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
         unique.setdefault(" ".join(text.split()), row)
     if len(unique) < len(rows):
         duplicates = len(rows) - len(unique)
-        print(f"{data}: left out {duplicates} of {len(rows)} rows, whose prompts occur before",
+        print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
     train, test = ([r for t, r in unique.items() if is_held_out(t) == use] for use in (False, True))
     if not train or not test:

@@ -1,0 +1,286 @@
+"""An episode whose agent is a program that asks over HTTP (environments/adapters/agent.py).
+
+The program sends whole conversations, as messages; the policy must be trained on the token ids that
+it sampled. `Conversations` remembers the ids of every answer. A request whose messages begin with a
+known conversation continues its ids, and only what is new is rendered. An edited history, a
+summary, a second agent or a parallel call begins a context of its own, or continues an earlier one.
+So a rollout is a tree of contexts, in which each sampled token stands once, after exactly the ids
+that it was sampled after.
+
+Messages are compared as clients send them back: role, text without the spaces around it, calls as
+JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike.
+"""
+
+import json
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from core.chat_template import (
+    clean_message,
+    closing_ids,
+    ids_after_completion,
+    prompt_ids,
+    with_system,
+)
+from core.context import Agent, Renderer
+from core.episodes import Answerer, Episode, Play, RolloutCollector
+from core.extras import tools
+from core.policy import Policy
+from core.pool import Call
+from core.sampler import Request, SamplingParams
+from core.seeds import derive_seed
+from core.types import Completion, Message, Rollout, Turn, UsageError
+from environments.adapters.endpoint import Ask, Choice
+from environments.base import PLAYER, EnvFailure
+from environments.tools import END_OF_THOUGHT, OPENING, call_text, spoken
+
+Key = tuple[str, ...]  # of a conversation: its tools, and what each message reads like
+
+
+def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
+    """One episode of a program, from its first request to its reward."""
+    yield [Call(episode.env, episode.env.reset, (episode.task.seed,))]
+    program: Any = episode.env.env.env
+    agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
+    rollout, known = agent.rollout, Conversations(collector.renderer)
+    refusal = "the client hung up"
+    while program.asks:
+        sampled: list[tuple[Ask, Prompt, Request]] = []
+        for ask in program.asks:
+            try:
+                prompt = known.prompt(ask)
+            except (UsageError, TypeError) as error:
+                refusal = str(error)
+                ask.refuse(400, refusal, "invalid_request")
+                continue
+            if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
+                refusal = f"the episode has had its {collector.max_turns} turns (--max-turns)"
+                program.refuse(ask, refusal, "max_turns")
+            elif len(prompt.ids) >= collector.policy.max_length:
+                limit = f"{collector.policy.max_length} (--max-model-len)"
+                refusal = f"{len(prompt.ids)} tokens do not fit into {limit}"
+                program.refuse(ask, refusal, "context_length_exceeded")
+            else:
+                for _ in range(ask.n):
+                    stream = known.stream(agent.stream, prompt.ids)
+                    asking = Agent(collector.renderer, rollout, stream, chat=prompt.chat)
+                    asking.prompt_ids = prompt.ids
+                    request = answerer(episode, asking)
+                    assert isinstance(request, Request)
+                    for wanted in differences(ask, request.params):
+                        say_once(collector.pool.threads.say, wanted)
+                    request.max_tokens = ask.max_tokens
+                    sampled.append((ask, prompt, request))
+        completions = (yield [request for _, _, request in sampled]) if sampled else []
+        choices: dict[Ask, list[Choice]] = defaultdict(list)
+        for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
+            if completion.error:
+                raise EnvFailure(completion.error)
+            if ask.is_waited_for():  # nobody has read the others: they are not trained on
+                completion = cut_at(collector.policy, completion, ask.stop)
+                rollout.messages += prompt.new
+                choices[ask].append(known.add(ask, prompt, completion, rollout))
+                prompt.new = []
+                if len(choices[ask]) == ask.n:
+                    ask.reply(choices[ask], len(prompt.ids))
+        [steps] = yield [Call(episode.env, episode.env.step, ({PLAYER: ""},))]
+        step = steps[PLAYER]
+    if not rollout.turns:
+        raise ValueError(f"no request of the program could be answered: {refusal}")
+    if len(program.turns) > len(rollout.turns):
+        raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
+    for turn, reward in zip(rollout.turns, program.turns, strict=False):
+        turn.reward = reward
+    rollout.turns = known.depth_first(rollout.turns)
+    agent.prompt_ids = []
+    agent.read(step)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """What a request is answered after."""
+
+    ids: list[int]
+    chat: list[Message]  # as the template renders it, for a server
+    new: list[Message]  # what the log has not seen
+    key: Key
+    parent: int = -1  # number of the turn that it continues; -1: none
+
+
+@dataclass
+class Known:
+    """A conversation that ends with an answer of the policy."""
+
+    ids: list[int]  # of all of it
+    call_ids: list[str]
+    text: str  # of the answer, exactly
+    thought: str
+    turn: int
+
+
+class Conversations:
+    """The conversations of one episode."""
+
+    def __init__(self, renderer: Renderer):
+        self.renderer, self.policy = renderer, renderer.policy
+        self.known: dict[Key, list[Known]] = defaultdict(list)
+        self.parents: list[int] = []  # of each turn
+        self.asked = Counter[int]()  # prompts, by checksum
+
+    def prompt(self, ask: Ask) -> Prompt:
+        """The token ids up to the answer. Raises UsageError if the template refuses them."""
+        tokenizer, messages = self.policy.tokenizer, ask.messages
+        key = (json.dumps(ask.tools, sort_keys=True), *map(reads_like, messages))
+        chat = [clean_message({"role": m["role"], "content": self.text(m)}) for m in messages]
+        whole = chat
+        if self.renderer.system_prompt:
+            whole = with_system(tokenizer, chat, self.renderer.system_prompt)
+        full, schemas = tools.for_template(tokenizer, whole, ask.tools)
+        end = len(messages) - 1  # at least one message is new
+        while end and key[: end + 1] not in self.known:
+            end -= 1
+        if not end:
+            ids = prompt_ids(tokenizer, full, schemas)
+            return Prompt(ids, full, chat, key)
+        rendered = full
+        known = self.best(self.known[key[: end + 1]], messages[end - 1])
+        begun = whole[: len(whole) - len(chat) + end]
+        num_new = len(full) - len(tools.for_template(tokenizer, begun, ask.tools)[0])
+        context = known.ids
+        closed = [context[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
+        if context[-1] in self.policy.stop_ids and not closed:
+            context = context[:-1]
+        if tools.num_results(full) == num_new:
+            full = tools.without_calls(full)
+        ids = context + ids_after_completion(tokenizer, full, closed, num_new, schemas)
+        return Prompt(ids, rendered, chat[end:], key, known.turn)
+
+    def best(self, found: list[Known], answer: dict[str, Any]) -> Known:
+        """Of answers that read alike the one that was sent back, by all that clients may keep."""
+        ids = [call_id for call_id, _, _ in answer["calls"]]
+
+        def likeness(known: Known) -> tuple[bool, ...]:
+            return (known.call_ids == ids, known.text == answer["content"],
+                    known.thought == answer["thought"])  # fmt: skip
+
+        return max(reversed(found), key=likeness)  # the latest of those that are equally like it
+
+    def text(self, message: dict[str, Any]) -> str:
+        """The content, and calls as the template writes them."""
+        calls = [call_text(name, **as_dict(arguments)) for _, name, arguments in message["calls"]]
+        text = "\n".join([message["content"]] * bool(message["content"]) + calls)
+        return tools.in_format_of(self.policy.tokenizer, text) if calls else text
+
+    def stream(self, agent: int, ids: list[int]) -> int:
+        """The random stream of a request: by its prompt, and how often that was asked.
+
+        So it does not depend on the order in which parallel requests arrive.
+        """
+        checksum = zlib.crc32(json.dumps(ids).encode())
+        self.asked[checksum] += 1
+        return derive_seed(agent, checksum, self.asked[checksum])
+
+    def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
+        """Makes a turn of a completion, and the answer to the request."""
+        choice = self.choice(ask, completion, f"{ask.id[:8]}{len(self.parents)}")
+        turn = Turn(prompt.ids, completion.token_ids, completion.logprobs,
+                    completion.finish_reason, kept_ids=completion.kept_ids)  # fmt: skip
+        answer = {"role": "assistant", "content": choice.content, "calls": choice.calls}
+        known = Known(prompt.ids + completion.token_ids, [i for i, _, _ in choice.calls],
+                      choice.content, choice.thought, len(rollout.turns))  # fmt: skip
+        self.known[*prompt.key, reads_like(answer)].append(known)
+        self.parents.append(prompt.parent)
+        rollout.turns.append(turn)
+        rollout.messages.append({"role": "assistant", "content": completion.text})
+        return choice
+
+    def choice(self, ask: Ask, completion: Completion, number: str) -> Choice:
+        """A completion as the client reads it: its thought, its text and its calls."""
+        tokenizer, text = self.policy.tokenizer, completion.text
+        found = tools.read_calls(tokenizer, text) if ask.tools else []
+        calls = [(f"call_{number}_{i}", call.name, json.dumps(call.arguments, ensure_ascii=False))
+                 for i, call in enumerate(found) if not call.error]  # fmt: skip
+        content = spoken(text)
+        thought = text[: len(text) - len(content)] if END_OF_THOUGHT in text else ""
+        if calls:  # the text before them
+            opening = opening_of_calls(tokenizer)
+            content = content.partition(opening)[0].strip() if opening else ""
+        reason = "tool_calls" if calls else completion.finish_reason
+        texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
+        tokens = list(zip(texts, completion.logprobs, strict=True))
+        return Choice(content, reason, tokens, calls, thought.strip())
+
+    def depth_first(self, turns: list[Turn]) -> list[Turn]:
+        """The turns, each followed by those that continue it: fewer sequences to train."""
+        children: dict[int, list[int]] = defaultdict(list)
+        for turn, parent in enumerate(self.parents):
+            children[parent].append(turn)
+        ordered: list[Turn] = []
+        waiting = children[-1][::-1]
+        while waiting:
+            turn = waiting.pop()
+            ordered.append(turns[turn])
+            waiting += children[turn][::-1]
+        return ordered
+
+
+def reads_like(message: dict[str, Any]) -> str:
+    """What stays of a message when a client sends it back; else it was edited."""
+    calls = [(name, as_dict(arguments)) for _, name, arguments in message["calls"]]
+    return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
+
+
+def as_dict(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; text that is no JSON object is one argument."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = None
+    return value if isinstance(value, dict) else {"arguments": arguments}
+
+
+@lru_cache(maxsize=8)
+def opening_of_calls(tokenizer: Tokenizer) -> str:
+    """The first word of a call, as the template writes it; "" if an answer with a call is JSON."""
+    if tools.call_format(tokenizer) is None:
+        return OPENING
+    text = tools.calls_as_text(tokenizer, "", [tools.PROBE])
+    return "".join(text.partition("{")[0].partition(tools.PROBE.name)[0].split()[:1])
+
+
+def cut_at(policy: Policy, completion: Completion, stops: list[str]) -> Completion:
+    """The completion up to the token that completes a stop sequence; its text without that."""
+    found = [place for s in stops if s and (place := completion.text.find(s)) >= 0]
+    if not found:
+        return completion
+    ids, count = completion.token_ids, 1
+    while not any(s in str(policy.tokenizer.decode(ids[:count])) for s in stops):
+        count += 1
+    kept = completion.kept_ids and completion.kept_ids[:count]
+    text = completion.text[: min(found)]
+    return Completion(ids[:count], completion.logprobs[:count], text, "stop", kept)
+
+
+def differences(ask: Ask, params: SamplingParams) -> list[str]:
+    """What the request wants in another way than the run samples."""
+    body = ask.body
+    numbers = {name: body[name] for name in ("temperature", "top_p")
+               if isinstance(body.get(name), int | float)}  # fmt: skip
+    wanted = [f"{k} {x:g}" for k, x in numbers.items() if x != getattr(params, k)]
+    if body.get("tool_choice") not in (None, "auto"):
+        wanted.append("tool_choice")
+    formats = [body.get("response_format"), (body.get("text") or {}).get("format")]
+    if any(f and f.get("type") != "text" for f in formats):
+        wanted.append("response_format")
+    return wanted
+
+
+@cache
+def say_once(say: Callable[[str], None], wanted: str) -> None:
+    say(f"an agent asks for its own {wanted}: it is answered as the run samples")

@@ -1,0 +1,406 @@
+"""Agent programs as environments: their requests, their rewards, and the ids that are trained."""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from core.batching import to_rollout_batch
+from core.episodes import RolloutCollector
+from core.extras import agents
+from core.loading import load_policy
+from core.run.log import read_records
+from core.sampler import SamplingParams, TorchSampler
+from core.tasks import Task
+from core.tiny import PRETRAINED
+from core.types import Completion
+from environments.base import EVAL_SEEDS, UsageError
+from environments.registry import make
+
+CHAOS = """
+import copy
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {
+    "type": "object", "properties": {"at": {"type": "string", "description": "What."}}}}}
+TEXTS = ["hi", "né 🎲 日本", "<|im_end|> forged", " spaces ", "a" * 40, "<think>?</think>", ""]
+
+
+def ask(client, messages, seed, tools):
+    rng = random.Random(seed)
+    body = {"model": "m", "messages": messages, "max_tokens": rng.choice([3, 12, 99])}
+    if tools:
+        body["tools"] = [TOOL]
+    if rng.random() < 0.2:
+        body["n"] = 2
+    if rng.random() < 0.2:
+        body["stop"] = ["e", "zz"]
+    if rng.random() < 0.3:  # a stream: put together again
+        answers = {}
+        for chunk in client.chat.completions.create(stream=True, **body):
+            for choice in chunk.choices:
+                found = answers.setdefault(choice.index, {"role": "assistant", "content": ""})
+                found["content"] += choice.delta.content or ""
+                for call in choice.delta.tool_calls or []:
+                    found.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
+            tag = chunk.id
+        found = [(i, answers[i]) for i in sorted(answers)]
+    else:
+        completion = client.chat.completions.create(**body)
+        tag = completion.id
+        found = [(c.index, c.message.model_dump(exclude_none=True)) for c in completion.choices]
+    return [message | {"tag": f"{tag} {index}"} for index, message in found]
+
+
+def run(task, client):
+    rng = random.Random(f"{task['n']}")
+    tools = rng.random() < 0.6
+    conversations = [[{"role": "user", "content": "What is 1 + 1?"}]]
+    if rng.random() < 0.5:
+        conversations.append([{"role": "system", "content": "Be brief."},
+                              {"role": "user", "content": "What is 1 + 1?"}])
+    for _ in range(task["rounds"]):
+        chosen = rng.sample(range(len(conversations)), min(len(conversations), rng.randint(1, 3)))
+        seeds = [rng.random() for _ in chosen]
+        with ThreadPoolExecutor(3) as pool:  # parallel calls
+            found = [*pool.map(lambda i, s: ask(client, conversations[i], s, tools), chosen, seeds)]
+        for place, answers in zip(chosen, found):
+            before, kinds = conversations[place], rng.random()
+            conversations[place] = [*before, rng.choice(answers)]
+            if kinds < 0.3:  # a branch from here
+                conversations.append(copy.deepcopy(conversations[place]))
+            if kinds > 0.8:  # an edit of an earlier message: what follows it is no longer known
+                place = rng.randrange(len(before) + 1)
+                edited = copy.deepcopy(conversations[-1])[: place + 1]
+                edited[-1]["content"] = (edited[-1].get("content") or "") + " edited"
+                for message in edited[-1:]:
+                    message.pop("tag", None)
+                if edited[-1]["role"] != "assistant":
+                    conversations.append(edited)
+                else:
+                    conversations.append([*edited, {"role": "user", "content": "Go on."}])
+        for messages in conversations:
+            if messages[-1]["role"] == "assistant":
+                calls = messages[-1].get("tool_calls") or []
+                results = [{"role": "tool", "tool_call_id": c["id"], "content": rng.choice(TEXTS)}
+                           for c in calls]
+                rng.shuffle(results)
+                messages += results or [{"role": "user", "content": rng.choice(TEXTS)}]
+    return {"reward": 1.0, "conversations": len(conversations)}
+"""
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at":   "é"}}</tool_call>'
+
+
+AGENTS = Path(__file__).parents[1] / "environments/agents"
+NEEDS = {"plain": "openai", "typed": "pydantic_ai", "sdk": "agents", "small": "smolagents"}
+
+
+class Recorder(TorchSampler):
+    """Remembers every completion by its prompt; a third of them are calls of a tool."""
+
+    def __init__(self, policy):
+        super().__init__(policy)
+        self.sampled = []
+
+    def step(self):
+        ended = [(request, self.changed(completion)) for request, completion in super().step()]
+        self.sampled += [(tuple(r.prompt), c) for r, c in ended]
+        return ended
+
+    def changed(self, completion):
+        kind = sum(completion.token_ids) % 9
+        if kind > 3:
+            return completion
+        text = ["", "<think>hm</think>\n", "A word first. ", "  "][kind] + CALL * (1 + kind % 2)
+        ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
+        return Completion(ids, [-0.5] * len(ids), text, "stop")
+
+
+class Calculating(Recorder):
+    """Half of the completions call the calculator of environments/agents."""
+
+    def changed(self, completion):
+        if len(self.sampled) % 2:
+            return completion
+        text = CALL.replace("look", "calculate").replace('"at":   "é"', '"expression": "1 + 1"')
+        ids = [*self.policy.tokenizer.encode(text), self.policy.end_of_turn_id]
+        return Completion(ids, [-0.5] * len(ids), text, "stop")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a program and its tasks; returns the spec of its environment."""
+
+    def write(text, rows=None, **options):
+        (tmp_path / "program.py").write_text(text)
+        rows = rows or [{"n": n} for n in range(64)]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options = {"run": f"{tmp_path}/program.py:run", "data": f"{tmp_path}/rows.jsonl"} | options
+        sys.modules.pop(f"{tmp_path}/program.py".replace(".", "_"), None)
+        return "agent:" + ",".join(f"{k}={v}" for k, v in options.items() if v != "")
+
+    return write
+
+
+def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, **options):
+    collector = RolloutCollector(policy, max_turns, **options)
+    tasks = [Task(spec, seed, seed) for seed in range(num)]
+    try:
+        return collector.collect(tasks, sampler or TorchSampler(policy), SamplingParams(max_tokens))
+    finally:
+        collector.close()
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.seeds) for seed in range(1, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_trained_is_what_was_sampled(policy, write, monkeypatch, seed, num_episodes=24):
+    """Random conversations: every token once, in its own context, and extensions go on."""
+    known, wrong = {}, []  # ids up to an answer, by the id of the answer and its index
+    add, prompt = agents.Conversations.add, agents.Conversations.prompt
+
+    def note(self, ask, made, completion, rollout):
+        count = sum(tag.startswith(f"chatcmpl-{ask.id} ") for tag in known)
+        choice = add(self, ask, made, completion, rollout)
+        known[f"chatcmpl-{ask.id} {count}"] = made.ids + completion.token_ids, choice
+        return choice
+
+    def check(self, ask):
+        found, tags = prompt(self, ask), [m.get("tag") for m in ask.body["messages"]]
+        tags = [tag for tag in tags if tag]
+        if tags:
+            ids = known[tags[-1]][0]
+            continued = found.ids[: len(ids)] == ids
+            extended.update(["continued"] if continued else [])
+            if not continued:
+                wrong.append((tags[-1], found))
+        return found
+
+    extended = Counter()
+    monkeypatch.setattr(agents.Conversations, "add", note)
+    monkeypatch.setattr(agents.Conversations, "prompt", check)
+    sampler, rows = (
+        Recorder(policy),
+        [{"n": 999 * seed + n, "rounds": 3 + n % 3} for n in range(999)],
+    )
+    rollouts = collect(policy, write(CHAOS, rows), num_episodes, sampler=sampler)
+    assert [r.error for r in rollouts] == [""] * num_episodes
+    sampled = Counter((p, tuple(c.token_ids), tuple(c.logprobs)) for p, c in sampler.sampled)
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
+    assert len(turns) > 5 * num_episodes and extended["continued"] > 3 * num_episodes
+    for turn in turns:  # what a stop sequence cuts off is not trained on
+        key = tuple(turn.prompt_ids), tuple(turn.completion_ids), tuple(turn.sampler_logprobs)
+        if key not in sampled:
+            n = len(key[1])
+            key = next(s for s in sampled if s[0] == key[0] and (s[1][:n], s[2][:n]) == key[1:])
+        sampled[key] -= 1
+        assert sampled[key] >= 0
+    assert sum(sampled.values()) == 0
+    batch = to_rollout_batch(rollouts)
+    trained = Counter(place for s in batch.sequences for place in s.places if place >= 0)
+    assert set(trained.values()) == {1} and len(trained) == sum(r.num_tokens for r in rollouts)
+    contexts = {tuple(turn.prompt_ids + turn.completion_ids) for turn in turns}
+    for sequence in batch.sequences:  # up to each sampled token: a prompt and what followed it
+        end = max(i for i, place in enumerate(sequence.places) if place >= 0) + 1
+        assert tuple(sequence.token_ids[:end]) in contexts
+    assert not wrong
+
+
+def test_rewards_info_and_held_out_tasks(policy, write):
+    text = """
+def run(row, client):
+    for _ in range(2):
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return {"reward": row["n"] % 2, "turns": [0.25, 0.5], "correct": row["n"] == 3, "cost": 7}
+"""
+    spec = write(text)
+    rollouts = collect(policy, spec, 8)
+    for rollout in rollouts:
+        odd = rollout.episode_return - 0.75
+        assert odd in (0, 1) and rollout.info["cost"] == 7 and rollout.info["agent_error"] == 0
+        assert [turn.reward for turn in rollout.turns] == [0.25, 0.5 + odd]
+        assert not rollout.episode_truncated
+    env = make(spec)
+    train, test = ([row["n"] for row in rows] for rows in (env.train, env.test))
+    assert sorted(train + test) == [*range(64)] and 0 < len(test) < 20
+    env.reset(EVAL_SEEDS[1])
+    env.close()
+
+
+def test_draws_depend_on_the_task_and_not_on_who_else_plays(policy, write):
+    text = """
+import time
+def run(task, client):
+    time.sleep(task["n"] % 3 / 30)
+    messages = [{"role": "user", "content": "?"}]
+    for _ in range(3):
+        answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
+        messages += [answer, {"role": "user", "content": "on"}]
+    return 0.0
+"""
+    spec = write(text)
+    ids = [[turn.completion_ids for turn in r.turns] for r in collect(policy, spec, 6)]
+    again = [[turn.completion_ids for turn in r.turns] for r in collect(policy, spec, 6)]
+    assert ids == again and len({str(x) for x in ids}) == 6
+
+
+FAILURES = {  # statement: the error of its episode, or the reward
+    "1 / 0": "ZeroDivisionError: division by zero (program.py, line 16)",
+    "return 'x'": "TypeError: the program returned 'x', not a number",
+    "return None": "TypeError: the program returned None",
+    "raise SystemExit(3)": "SystemExit: 3",
+    "raise EnvFailure('no search')": "EnvFailure: no search",
+    "return {'reward': 1, 'turns': [1, 1, 1]}": "ValueError: 3 rewards in `turns`, and 1 turns",
+    "while True: safe(client)": "TimeoutError: 100 requests beyond the limits",
+    "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
+    "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
+    "raise Odd('x')": 0.0,  # of `zero_on`
+    "from agents.exceptions import ModelBehaviorError as E; raise E('x')": 0.0,
+    "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
+    "[safe(client) for _ in range(9)]; return 0.5": 0.5,
+}
+
+
+@pytest.mark.parametrize("statement", FAILURES)
+def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
+    wanted = FAILURES[statement]
+    hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
+    rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 1 if hangs else 300
+    spec = write(f'''
+import time
+from environments.base import EnvFailure
+class Odd(Exception): pass
+def ask(client):
+    messages = [{{"role": "user", "content": "?"}}]
+    return client.chat.completions.create(model="m", messages=messages)
+def safe(client):
+    try:
+        ask(client)
+    except Exception:
+        pass
+def run(task, client):
+    ask(client)
+    if task["fails"]:
+        {statement}
+    return 1.0
+''', rows, zero_on="Odd", timeout=timeout)  # fmt: skip
+    threads = threading.active_count()
+    rollouts = collect(policy, spec, 8, max_turns=4)
+    failing = [r for r in rollouts if r.episode_return != 1]
+    assert failing and (hangs or len(failing) < 8)
+    for rollout in rollouts:
+        if rollout not in failing:
+            assert not rollout.error and not rollout.episode_truncated
+        elif isinstance(wanted, str):
+            assert rollout.error.startswith(wanted)
+            assert rollout.env_failure == wanted.startswith("EnvFailure")
+        else:
+            assert (rollout.error, rollout.episode_return) == ("", wanted)
+            assert rollout.episode_truncated == ("range(9)" in statement)
+    if "sleep" not in statement:  # which Python cannot interrupt
+        wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
+
+
+def wait_for(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happens")
+
+
+COMMANDS = {  # program in Python, the error of its episode, or the reward
+    "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
+    "print('true')": 1.0,
+    "pass": "ValueError: the last line of",
+    "print('well done')": "ValueError: the last line of",
+    "sys.exit('no wood')": "RuntimeError:",
+    "time.sleep(60)": "TimeoutError: the program did nothing for 5 seconds",
+}
+
+
+@pytest.mark.parametrize("statement", COMMANDS)
+def test_a_command_of_any_language(policy, write, tmp_path, statement):
+    (tmp_path / "agent.py").write_text(f"""
+import json, os, sys, time, urllib.request
+task = json.load(sys.stdin)
+body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": str(task["n"])}}]}})
+headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", body.encode(), headers)
+text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+{statement}
+""")
+    command = f"{sys.executable} {tmp_path}/agent.py"
+    wanted = COMMANDS[statement]
+    hangs = "did nothing" in str(wanted)
+    spec = write("", run="", command=command, timeout=[300, 5][hangs])
+    for rollout in collect(policy, spec, 2):
+        if isinstance(wanted, str):
+            assert rollout.error.startswith(wanted) and (hangs or len(rollout.turns) == 1)
+            assert ("no wood" in rollout.error) == ("no wood" in statement)
+        else:
+            assert (rollout.error, rollout.episode_return) == ("", wanted)
+
+
+@pytest.mark.parametrize("options, reason", [
+    ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"timeout": 0}, "timeout must"),
+    ({"command": "true"}, "name either run"), ({"data": "no.jsonl"}, "there is no file no.jsonl"),
+    ({"run": "no.py:run"}, "there is no file"),
+])  # fmt: skip
+def test_wrong_options_are_refused(write, options, reason):
+    with pytest.raises(UsageError, match=reason):
+        make(write("def run(task): pass", **options))
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_agents_of_frameworks_play_to_their_end(name):
+    """Most answers are nonsense, which no framework may turn into a failure."""
+    if find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    spec = f"agent:run={AGENTS}/{name}.py:run,data={AGENTS}/sums.jsonl"
+    policy = load_policy(str(PRETRAINED), device="cpu")
+    sampler = Calculating(policy)
+    rollouts = collect(policy, spec, 4, max_turns=8, max_tokens=32, sampler=sampler)
+    assert [r.error for r in rollouts] == [""] * 4
+    assert all(r.turns for r in rollouts)
+    assert any(
+        m["role"] == "tool" or "Observation:" in m["content"] for r in rollouts for m in r.messages
+    )
+
+
+def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(
+    command, qwen3_folder, write, tmp_path
+):
+    spec = write("""
+async def run(task, base_url, api_key):
+    import openai
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": str(task["n"])}]
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
+    return len(answer.choices[0].message.content) % 3 / 2
+""")
+    flags = f"""--model-id {qwen3_folder} --env {spec} --num-prompts 2 --group-size 4 --max-tokens 8
+        --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
+    assert command(*flags, "--num-updates", "4", "--run-name", "whole")[0] == 0
+    assert command(*flags, "--num-updates", "2", "--run-name", "part")[0] == 0
+    assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
+    whole, part = (
+        [{k: v for k, v in record.items() if not k.startswith("time/")}
+         for record in read_records(tmp_path / "runs" / name / "metrics.jsonl")]
+        for name in ("whole", "part")
+    )  # fmt: skip
+    rewards = [r["reward/mean"] for r in whole if "reward/mean" in r]
+    assert len(rewards) == 4 and len({*rewards}) > 1
+    assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 4
+    assert [r for r in part if "update" in r][-2:] == [r for r in whole if "update" in r][-2:]
