@@ -74,7 +74,11 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     """
     kind = tyro.conf.FlagCreatePairsOff[Flags]
     with cli.rules_for_numbers():
-        flags: Flags = tyro.cli(kind, prog="python -m core.chat", args=args)
+        return settings(tyro.cli(kind, prog="python -m core.chat", args=args))
+
+
+def settings(flags: Flags) -> tuple[Flags, Config]:
+    """The flags with the policy's folder, and the settings. Raises UsageError for invalid flags."""
     for name in ("temperature", "top_p", "top_k", "seed", "max_tokens"):
         value = getattr(flags, name)
         off = name in ("temperature", "max_tokens") and value == 0

@@ -1,0 +1,6 @@
+"""`python -m core.serve RUN` answers requests in OpenAI's API: core/extras/serve.py."""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("core.extras.serve", run_name="__main__", alter_sys=True)
