@@ -52,7 +52,7 @@ from environments.registry import import_attribute
 from environments.rewarded import load
 from environments.tools import read_calls
 
-POLL = 0.05  # seconds
+POLL = 1.0  # seconds; each look interrupts the sampling
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
 MAX_REFUSED = 100  # requests of an episode beyond its limits; then the program is ended
 MAX_OUTPUT = 100_000  # bytes of a command's output that are read, from its end
