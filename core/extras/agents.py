@@ -25,7 +25,6 @@ from core.chat_template import (
     clean_message,
     closing_ids,
     ids_after_completion,
-    prompt_ids,
     with_system,
 )
 from core.context import Agent, Renderer
@@ -146,8 +145,7 @@ class Conversations:
         while end and key[: end + 1] not in self.known:
             end -= 1
         if not end:
-            ids = prompt_ids(tokenizer, full, schemas)
-            return Prompt(ids, full, chat, key)
+            return Prompt(self.renderer.opening_ids(full, schemas), full, chat, key)
         rendered = full
         known = self.best(self.known[key[: end + 1]], messages[end - 1])
         begun = whole[: len(whole) - len(chat) + end]
@@ -212,7 +210,9 @@ class Conversations:
             opening = opening_of_calls(tokenizer)
             content = content.partition(opening)[0].strip() if opening else ""
         reason = "tool_calls" if calls else completion.finish_reason
-        texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
+        texts = [""] * len(completion.token_ids)
+        if ask.body.get("logprobs"):
+            texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
         tokens = list(zip(texts, completion.logprobs, strict=True))
         return Choice(content, reason, tokens, calls, thought.strip())
 

@@ -38,9 +38,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 from environments.adapters import endpoint, remote
@@ -119,7 +118,7 @@ class Agent(Env):
         if run and not callable(self.function):
             raise UsageError(f"run={run}: it is no function")
         if run and "client" in _parameters(self.function):
-            client()  # raises UsageError where openai is missing
+            import_openai()
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on, self.timeout = {*ZERO_ON, *zero_on}, timeout
@@ -222,13 +221,17 @@ class Agent(Env):
         key, url = play.session.key, play.session.endpoint.url
         names = _parameters(self.function)
         given: dict[str, Any] = {"task": row, "base_url": url, "api_key": key}
-        if "client" in names:
-            given["client"] = client().with_options(api_key=key)
         first = next(iter(names), "task")  # the task, whatever its name
-        if first not in given:
+        if first not in (*given, "client"):
             given[first] = row
-        result = self.function(**{name: value for name, value in given.items() if name in names})
-        return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+        with ExitStack() as stack:
+            if "client" in names:  # with connections of its own: to interrupt it may break them
+                openai = import_openai()
+                http = openai.DefaultHttpxClient(verify=False)  # no certificates: quick to make
+                made = openai.OpenAI(base_url=url, api_key=key, http_client=http)
+                given["client"] = stack.enter_context(made)
+            result = self.function(**{k: value for k, value in given.items() if k in names})
+            return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
 
     def _run_command(self, play: Play, row: Row) -> Any:
         variables = {"OPENAI_BASE_URL": play.session.endpoint.url,
@@ -255,14 +258,13 @@ class Agent(Env):
         raise ValueError(f"the last line of {self.arguments[0]} is no reward as JSON: {last}"[:300])
 
 
-@cache
-def client() -> Any:
-    """The openai.OpenAI whose connections all programs share."""
+def import_openai() -> Any:
+    """Raises UsageError if it is not installed."""
     try:
         import openai
     except ImportError:
         raise UsageError('openai is not installed: pip install -e ".[openai]"') from None
-    return openai.OpenAI(base_url=endpoint.shared().url, api_key="none")
+    return openai
 
 
 async def _wait_for(result: Any) -> Any:

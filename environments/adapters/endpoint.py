@@ -53,7 +53,8 @@ class Refused(Exception):
 
 @dataclass
 class Choice:
-    """One answer to a request. `tokens`: the text and the log-prob of each sampled token."""
+    """One answer to a request. `tokens`: the log-prob of each sampled token, and its text, which is
+    "" unless the request wants log-probs."""
 
     content: str
     finish_reason: str  # stop, length or tool_calls
