@@ -78,6 +78,7 @@ class RolloutCollector:
         threads = Threads(env_workers, env_timeout)
         self.pool = Pool(self.renderer.prepare, threads, env_instances)
         self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
+        self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
 
     def collect(
         self,
@@ -178,12 +179,8 @@ class RolloutCollector:
         """`episode` in an environment of the pool; an exception costs only this episode."""
         env = episode.env = yield from self.pool.borrow(episode.task.env)
         try:
-            if is_program(episode.task.env):  # an agent that asks over HTTP
-                from core.extras.agents import play_program
-
-                yield from play_program(self, episode, answerer)
-            else:
-                yield from self.episode(episode, answerer)
+            play = self.play_program if is_program(episode.task.env) else self.episode
+            yield from play(episode, answerer)
         except (GeneratorExit, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -151,6 +152,7 @@ def write(tmp_path):
 
 def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, **options):
     collector = RolloutCollector(policy, max_turns, **options)
+    collector.play_program = partial(agents.play_program, collector)
     tasks = [Task(spec, seed, seed) for seed in range(num)]
     try:
         return collector.collect(tasks, sampler or TorchSampler(policy), SamplingParams(max_tokens))

@@ -128,7 +128,7 @@ from torch import Tensor
 from core.chat_template import Schema, clean_message
 from core.context import Agent
 from core.episodes import RolloutCollector
-from core.extras import tools
+from core.extras import agents, tools
 from core.loading import has_adapters
 from core.policy import Policy
 from core.report.summary import num_updates
@@ -249,20 +249,17 @@ def load_speakers(flags: Flags, cfg: Config) -> list[Speaker]:
         else:
             before = _load(cfg, base_model(run_dir, cfg.model_id))
         policies = {"before": before, **policies}
-    return [
-        Speaker(
-            label,
-            RolloutCollector(
-                p,
-                cfg.max_turns,
-                cfg.thinking == "drop",
-                cfg.env_timeout,
-                system_prompt=cfg.system_prompt,
-                renderer=tools.ToolRenderer,
-            ),
-        )
-        for label, p in policies.items()
-    ]
+    return [Speaker(label, collector_for(policy, cfg)) for label, policy in policies.items()]
+
+
+def collector_for(policy: Policy, cfg: Config) -> RolloutCollector:
+    """What plays the tasks of a run with a policy."""
+    collector = RolloutCollector(
+        policy, cfg.max_turns, cfg.thinking == "drop", cfg.env_timeout,
+        system_prompt=cfg.system_prompt, renderer=tools.ToolRenderer,
+    )  # fmt: skip
+    collector.play_program = partial(agents.play_program, collector)
+    return collector
 
 
 def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:

@@ -23,6 +23,7 @@ from core.metrics import UpdateStats, rollout_metrics
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
+from core.pool import is_program
 from core.report import write_pages
 from core.report.summary import final_lines
 from core.report.token_traces import trace_tokens
@@ -443,6 +444,10 @@ def _opened(
             env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
         )) as collector:  # fmt: skip
             collector.pool.threads.say, collector.opponents = display.say, opponents
+            if any(map(is_program, (*cfg.env, *cfg.eval_env))):
+                from core.extras import agents
+
+                collector.play_program = partial(agents.play_program, collector)
             yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
                       progress, forward, sft_step, history, older, notes)  # fmt: skip
 
