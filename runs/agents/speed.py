@@ -2,11 +2,11 @@
 
     python runs/agents/speed.py
 
-Both sample the same prompts, three answers an episode, seven times in turn; no episode waits for
-the others. Prints tokens per second, and the median of the ratios without the first.
+Both sample the same prompts, three answers an episode, six times in turn; no episode waits for the
+others. `tiny` answers with about 7 tokens, `tiny-random` with 64, `smollm2` with at most 16. Prints
+tokens per second, and the median of the ratios without the first.
 """
 
-import json
 import statistics
 import sys
 import tempfile
@@ -21,11 +21,12 @@ from core.episodes import RolloutCollector
 from core.extras import agents
 from core.loading import load_policy
 from core.pool import Pool
+from core.run.models import folder_of
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.tiny import PRETRAINED
 
-EPISODES, REPETITIONS = 64, 7
+EPISODES, REPETITIONS = 64, 6
+MAX_TOKENS = {"tiny": 64, "tiny-random": 64, "smollm2": 16}
 BOTH = """
 from environments.base import Env, Step
 
@@ -56,30 +57,35 @@ class Plain(Env):
 
 
 def main() -> None:
-    policy, speeds = load_policy(str(PRETRAINED), device="cpu"), dict[str, list[float]]()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        patch.object(Pool, "answers_late", lambda _: True),
-    ):
-        Path(folder, "both.py").write_text(BOTH)
-        rows = (json.dumps({"n": n}) + "\n" for n in range(200))
-        Path(folder, "rows.jsonl").write_text("".join(rows))
-        specs = {"agents": f"agent:run={folder}/both.py:run,data={folder}/rows.jsonl",
-                 "in Python": f"{folder}/both.py:Plain"}  # fmt: skip
-        for repetition in range(REPETITIONS):
-            for name, spec in specs.items():
-                collector = RolloutCollector(policy, max_turns=3)
-                collector.play_program = partial(agents.play_program, collector)
-                tasks = [Task(spec, repetition * EPISODES + n, n) for n in range(EPISODES)]
-                params, started = SamplingParams(64, seed=repetition), time.perf_counter()
+    for model_id in MAX_TOKENS:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(model_id, Path(folder))
+
+
+def compare(model_id: str, folder: Path) -> None:
+    """Plays both with a model; `folder` is for its files."""
+    policy = load_policy(folder_of(model_id, folder / "model"), device="cpu")
+    speeds: dict[str, list[float]] = {}
+    Path(folder, "both.py").write_text(BOTH)
+    Path(folder, "rows.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(200)))
+    specs = {"agents": f"agent:run={folder}/both.py:run,data={folder}/rows.jsonl",
+             "in Python": f"{folder}/both.py:Plain"}  # fmt: skip
+    collector = RolloutCollector(policy, max_turns=3)
+    collector.play_program = partial(agents.play_program, collector)
+    for repetition in range(REPETITIONS):
+        for name, spec in specs.items():
+            tasks = [Task(spec, repetition * EPISODES + n, n) for n in range(EPISODES)]
+            params = SamplingParams(MAX_TOKENS[model_id], seed=repetition)
+            started = time.perf_counter()
+            with patch.object(Pool, "answers_late", lambda _: True):
                 rollouts = collector.collect(tasks, TorchSampler(policy), params)
-                seconds = time.perf_counter() - started
-                collector.close()
-                assert not any(rollout.error for rollout in rollouts)
-                tokens = sum(rollout.num_tokens for rollout in rollouts)
-                speeds.setdefault(name, []).append(tokens / seconds)
+            seconds = time.perf_counter() - started
+            assert not any(rollout.error for rollout in rollouts)
+            tokens = sum(rollout.num_tokens for rollout in rollouts)
+            speeds.setdefault(name, []).append(tokens / seconds)
+    collector.close()
     for name, found in speeds.items():
-        print(f"{name}: {', '.join(f'{speed:.0f}' for speed in found)} tokens/s")
+        print(f"{model_id}, {name}: {', '.join(f'{speed:.0f}' for speed in found)} tokens/s")
     ratios = [a / b for a, b in zip(*speeds.values(), strict=True)][1:]
     print(f"ratio: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}")
 
