@@ -61,8 +61,11 @@ class Request:
     stream: int = 0  # another one for each agent
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
-    max_tokens: int | None = None  # a limit of its own, if that is below the one of `params`
+    max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
     alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
+
+    def __post_init__(self) -> None:
+        self.max_tokens = min(self.max_tokens or self.params.max_tokens, self.params.max_tokens)
 
 
 DrawFunction = Callable[[Tensor, SamplingParams, Tensor], tuple[Tensor, Tensor]]  # as `draw`
@@ -287,8 +290,7 @@ def completion_limit(policy: Policy, request: Request) -> int:
     if length >= limit:
         raise UsageError(f"a prompt of {length} tokens does not fit into {limit} tokens, the "
                          "smaller of --max-model-len and the model's context length")  # fmt: skip
-    own = request.params.max_tokens if request.max_tokens is None else request.max_tokens
-    return min(own, request.params.max_tokens, limit - length)
+    return min(request.max_tokens, limit - length)
 
 
 def to_completion(

@@ -10,6 +10,7 @@ import signal
 import sys
 from functools import cache
 from http.server import ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +41,9 @@ FAMILIES = {  # supported by both samplers
     "llama": (LlamaConfig, LlamaForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
+
+AGENTS = Path(__file__).parents[1] / "environments" / "agents"
+PROGRAM = f"agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl"
 
 
 def pytest_configure():

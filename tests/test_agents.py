@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from conftest import AGENTS
 
 from core.batching import to_rollout_batch
 from core.episodes import RolloutCollector
@@ -99,7 +99,6 @@ def run(task, client):
 CALL = '<tool_call>{"name": "look", "arguments": {"at":   "é"}}</tool_call>'
 
 
-AGENTS = Path(__file__).parents[1] / "environments/agents"
 NEEDS = {"plain": "openai", "typed": "pydantic_ai", "sdk": "agents", "small": "smolagents"}
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import PROGRAM
 
 from core import distributed
 from core.run import cli
@@ -61,13 +62,15 @@ CASES = {
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
     "optimizer not sharded": "--shard-optimizer off",
     "older weights sample": "--staleness 1 --num-updates 4",
+    "a program": f"--env {PROGRAM} --sft-steps 0 --max-turns 3",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.seeds)])
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.seeds if c != "grpo" else ()) for c in CASES]
+    "case",
+    [pytest.param(c, marks=() if c in ("grpo", "a program") else pytest.mark.seeds) for c in CASES],
 )
 def test_several_ranks_train_as_one(tmp_path, case, ranks):
     flags = [*SMALL, *CASES[case].split(), "--run-name", "a"]

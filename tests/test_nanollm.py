@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import save_small
+from conftest import PROGRAM, save_small
 from test_process_state import state
 from test_sampler import staggered, trainer_gap
 from test_train import metrics_of
@@ -437,3 +437,15 @@ def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
     assert "stopped and saved" in out
     assert command("--resume", "runs/stopped")[0] == 0
     assert metrics_of(Path("runs/stopped")) == records
+
+
+def test_a_program_is_trained_on_what_vllm_sampled(command, device):
+    flags = f"--env {PROGRAM} --sft-steps 0 --max-turns 3 --num-updates 2 --run-name program"
+    code, _, err = command("--device", device, *SMALL, *flags.split())
+    assert (code, err) == (0, "")
+    updates = [r for r in metrics_of(Path("runs/program")) if r.get("update", 0) > 0]
+    assert len(updates) == 2
+    for record in updates:
+        assert record["tokens/trained"] == record["tokens/sampled"] > 0
+        assert record["gap/logprob_max"] < 1e-4
+        assert record["episodes/failed"] == 0

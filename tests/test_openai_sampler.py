@@ -146,6 +146,10 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     }  # fmt: skip
     seeds = sorted(body["seed"] for _, body, _ in server.asked)
     assert seeds == sorted(derive_seed(7, i) for i in range(20))
+    limits = [5, 500]  # of a single request: at most that of the run
+    requests = [Request([], PARAMS, chat=chat("pear"), max_tokens=limit) for limit in limits]
+    complete(OpenAISampler(policy, server.url, "some-model"), requests)
+    assert sorted(body["max_tokens"] for _, body, _ in server.asked[-2:]) == [5, 32]
 
 
 def test_completion_at_a_limit_finishes_with_length(server, policy):

@@ -74,7 +74,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                     assert isinstance(request, Request)
                     for wanted in differences(ask, request.params):
                         say_once(collector.pool.threads.say, wanted)
-                    request.max_tokens = ask.max_tokens
+                    if ask.max_tokens:
+                        request.max_tokens = min(request.max_tokens, ask.max_tokens)
                     sampled.append((ask, prompt, request))
         completions = (yield [request for _, _, request in sampled]) if sampled else []
         choices: dict[Ask, list[Choice]] = defaultdict(list)

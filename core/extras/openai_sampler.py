@@ -156,7 +156,7 @@ class OpenAISampler(Sampler):
         thought = refusal = ""
         with self.client.chat.completions.create(
             model=self.model, messages=request.chat, stream=True,
-            seed=derive_seed(request.seed, request.stream), max_tokens=params.max_tokens,
+            seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
             temperature=params.temperature, top_p=params.top_p,
         ) as stream:  # fmt: skip
             kind = stream.response.headers.get("content-type", "no content type")

@@ -112,8 +112,8 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                 params = params_of(ask, cfg, policy.max_length)
                 for _ in range(ask.n):
                     stream = known.stream(cfg.seed, prompt.ids)
-                    request = Request(prompt.ids, params, cfg.seed, stream)
-                    request.max_tokens = ask.max_tokens or cfg.max_tokens
+                    limit = ask.max_tokens or cfg.max_tokens
+                    request = Request(prompt.ids, params, cfg.seed, stream, max_tokens=limit)
                     waiting.append(Waiting(ask, prompt, request))
             except (UsageError, TypeError) as error:
                 ask.refuse(400, str(error), "invalid_request")
