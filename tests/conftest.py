@@ -43,7 +43,7 @@ FAMILIES = {  # supported by both samplers
 }
 
 AGENTS = Path(__file__).parents[1] / "environments" / "agents"
-PROGRAM = f"agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl"
+PROGRAM = f"agent:run={Path(__file__).parent}/agent_program.py:run,data={AGENTS}/sums.jsonl"
 
 
 def pytest_configure():

@@ -54,7 +54,7 @@ def assert_alike(ours, theirs, tolerance=1e-4):
 
 
 CASES = {
-    "grpo": "--algo grpo --num-updates 10",
+    "grpo": "--algo grpo --num-updates 4",
     "several turns, filtered": "--env reverse:turns=2 --filter-groups 1 --max-turns 2",
     "ppo in minibatches": "--algo ppo --num-epochs 2 --num-minibatches 2 --sft-best 2",
     "kl, lora": "--algo reinforce --kl-coef 0.1 --lora-rank 4 --overlong-buffer 8",
@@ -62,7 +62,7 @@ CASES = {
     "older copies": "--env tic_tac_toe:opponent=older:1 --sft-steps 2 --max-turns 2",
     "optimizer not sharded": "--shard-optimizer off",
     "older weights sample": "--staleness 1 --num-updates 4",
-    "a program": f"--env {PROGRAM} --sft-steps 0 --max-turns 3",
+    "a program": f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --lr 1e-3",
 }
 
 

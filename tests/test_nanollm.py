@@ -440,7 +440,7 @@ def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
 
 
 def test_a_program_is_trained_on_what_vllm_sampled(command, device):
-    flags = f"--env {PROGRAM} --sft-steps 0 --max-turns 3 --num-updates 2 --run-name program"
+    flags = f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --num-updates 2 --run-name program"
     code, _, err = command("--device", device, *SMALL, *flags.split())
     assert (code, err) == (0, "")
     updates = [r for r in metrics_of(Path("runs/program")) if r.get("update", 0) > 0]
