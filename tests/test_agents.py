@@ -393,7 +393,8 @@ async def run(task, base_url, api_key):
 """)
     flags = f"""--model-id {qwen3_folder} --env {spec} --num-prompts 2 --group-size 4 --max-tokens 8
         --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
-    assert command(*flags, "--num-updates", "4", "--run-name", "whole")[0] == 0
+    code, _, err = command(*flags, "--num-updates", "4", "--run-name", "whole")
+    assert (code, err) == (0, "")
     assert command(*flags, "--num-updates", "2", "--run-name", "part")[0] == 0
     assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
     whole, part = (

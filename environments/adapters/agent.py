@@ -268,6 +268,14 @@ def import_openai() -> Any:
 
 
 async def _wait_for(result: Any) -> Any:
+    """Awaits it. Python ends clients that earlier programs left open in this loop; each would say
+    that its own loop is closed."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if str(context.get("exception")) != "Event loop is closed":
+            loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(handle)
     return await result
 
 
