@@ -6,7 +6,7 @@ padded on the right. Prompts are in `sequences`, the token ids that the model co
     rollout 0, one turn     prompt ids | completion ids                          1 sequence
     rollout 1, two turns    prompt ids | completion | new prompt ids | completion    1 sequence
 
-A turn continues the sequence of the turn before it if its prompt begins with that whole sequence;
+A turn continues the longest sequence of its rollout that its prompt begins with, the whole of it;
 otherwise it starts a new sequence. So each token is trained in the context that it was sampled in.
 
 `micro_batches` cuts sequences into micro-batches [b, T] and looks up the values [B, N] of their
@@ -50,6 +50,11 @@ class Sequence:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def begins(self, prompt: list[int]) -> bool:
+        """Whether `prompt` goes on with this whole sequence."""
+        end = len(self.token_ids)
+        return prompt[end - 1 : end] == self.token_ids[-1:] and prompt[:end] == self.token_ids
 
 
 # What a micro-batch looks up of its batch
@@ -111,13 +116,13 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
         reward_weights=reward_parts[..., 1],
     )
     for row, rollout in enumerate(rollouts):
-        column = 0
-        current: Sequence | None = None
+        column, begun = 0, list[Sequence]()
         for number, turn in enumerate(rollout.turns):
-            if current is None or turn.prompt_ids[: len(current.token_ids)] != current.token_ids:
-                current = Sequence(row, len(turn.prompt_ids))
-                batch.sequences.append(current)
-            context = turn.prompt_ids[len(current.token_ids) :]
+            prompt = turn.prompt_ids
+            current = max((s for s in begun if s.begins(prompt)), key=len, default=None)
+            if current is None:
+                begun.append(current := Sequence(row, len(prompt)))
+            context = prompt[len(current.token_ids) :]
             end = column + len(turn.completion_ids)
             current.token_ids += context + turn.completion_ids
             current.places += [-1] * len(context)
@@ -131,6 +136,7 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             for place, kept in enumerate(turn.kept_ids or [], row * width + column):
                 batch.kept_ids[place] = kept
             column = end
+        batch.sequences += begun
     return batch
 
 

@@ -116,14 +116,15 @@ class PooledEnv:
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         if self.env is None:
-            made = make(self.spec)
+            made: Any = make(self.spec)
             if isinstance(made, Env):
                 self.is_single, self.steps_together = True, has_step_batch(made)
                 made = self.pool.prepare(made)
             if not made.thread_safe:
                 self.pool.threads.alone.add(self.spec)
-            if is_program(self.spec):  # other programs draw at the same time
-                self.pool.threads.draws_freely.add(self.spec)
+            if is_program(self.spec):
+                made.waits = False  # no call takes longer than a moment
+                self.pool.threads.draws_freely.add(self.spec)  # programs draw at the same time
             self.env = as_multi(made)
         return self.env.reset(seed)
 

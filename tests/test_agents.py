@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
+import psutil
 import pytest
 from conftest import AGENTS
 
@@ -254,13 +256,17 @@ def run(task, client):
 
 
 FAILURES = {  # statement: the error of its episode, or the reward
-    "1 / 0": "ZeroDivisionError: division by zero (program.py, line 16)",
+    "1 / 0": "ZeroDivisionError: division by zero (program.py, line 18)",
     "return 'x'": "TypeError: the program returned 'x', not a number",
     "return None": "TypeError: the program returned None",
     "raise SystemExit(3)": "SystemExit: 3",
     "raise EnvFailure('no search')": "EnvFailure: no search",
     "return {'reward': 1, 'turns': [1, 1, 1]}": "ValueError: 3 rewards in `turns`, and 1 turns",
-    "while True: safe(client)": "TimeoutError: 100 requests beyond the limits",
+    "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
+    "return {'reward': 1, 'turns': [float('nan')]}": "ValueError: the program returned nan",
+    "while True: safe(client)": "TimeoutError: 100 requests got no answer",
+    "while True: safe(client, tool_calls=ODD)": "TimeoutError: 100 requests got no answer",
+    "while True: safe(client.with_options(timeout=.01))": "TimeoutError: 100 requests got",
     "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
     "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
@@ -279,15 +285,17 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
 import time
 from environments.base import EnvFailure
 class Odd(Exception): pass
-def ask(client):
-    messages = [{{"role": "user", "content": "?"}}]
+ODD = [{{"id": "a", "type": "function", "function": {{"name": "x", "arguments": {{"a": 1}}}}}}]
+def ask(client, **more):
+    messages = [{{"role": "user", "content": "?"}} | more]
     return client.chat.completions.create(model="m", messages=messages)
-def safe(client):
+def safe(client, **options):
     try:
-        ask(client)
+        ask(client, **options)
     except Exception:
         pass
 def run(task, client):
+    client = client.with_options(max_retries=0)
     ask(client)
     if task["fails"]:
         {statement}
@@ -310,6 +318,43 @@ def run(task, client):
         wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
 
 
+@pytest.mark.parametrize("num, pause", [(4, 0), (1, 4)])
+def test_a_program_may_wait_for_another_and_longer_than_a_call(policy, write, num, pause):
+    spec = write(f"""
+import threading, time
+gate = threading.Semaphore(2)
+def run(task, client):
+    with gate:
+        for _ in range(2):
+            client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+        time.sleep({pause})
+    return 1.0
+""", timeout=60)  # fmt: skip
+    rollouts = collect(policy, spec, num, env_timeout=3 if pause else 0)
+    assert [(r.error, r.episode_return, len(r.turns)) for r in rollouts] == [("", 1.0, 2)] * num
+
+
+def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
+    spec = write("""
+def run(task, client):
+    def ask(messages):
+        answer = client.chat.completions.create(model="m", messages=messages)
+        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
+    main = [{"role": "user", "content": "main"}]
+    ask(main)
+    ask([{"role": "user", "content": "another"}])
+    ask(main)
+    task["list"].append(1)
+    return {"reward": 100, "turns": [1, 2, 3], "length": len(task["list"])}
+""", [{"n": n, "list": []} for n in range(9)])  # fmt: skip
+    for rollout in collect(policy, spec, 12):
+        first, _, third = (turn.prompt_ids for turn in rollout.turns)
+        assert third[: len(first)] == first
+        assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
+        assert rollout.info["length"] == 1  # the change of the task stays in its episode
+        assert len(to_rollout_batch([rollout]).sequences) == 2
+
+
 def wait_for(condition):
     for _ in range(1000):
         if condition():
@@ -321,17 +366,19 @@ def wait_for(condition):
 COMMANDS = {  # program in Python, the error of its episode, or the reward
     "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
     "print('true')": 1.0,
+    "print(subprocess.Popen(['sleep', '600']).pid, file=open('child', 'a')); print(1)": 1.0,
     "pass": "ValueError: the last line of",
     "print('well done')": "ValueError: the last line of",
     "sys.exit('no wood')": "RuntimeError:",
-    "time.sleep(60)": "TimeoutError: the program did nothing for 5 seconds",
+    "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
 }
 
 
 @pytest.mark.parametrize("statement", COMMANDS)
-def test_a_command_of_any_language(policy, write, tmp_path, statement):
+def test_a_command_of_any_language(policy, write, tmp_path, monkeypatch, statement):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(f"""
-import json, os, sys, time, urllib.request
+import json, os, subprocess, sys, time, urllib.request
 task = json.load(sys.stdin)
 body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": str(task["n"])}}]}})
 headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
@@ -343,13 +390,19 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
     command = f"{sys.executable} {tmp_path}/agent.py"
     wanted = COMMANDS[statement]
     hangs = "did nothing" in str(wanted)
-    spec = write("", run="", command=command, timeout=[300, 5][hangs])
+    spec = write("", run="", command=command, timeout=[300, 1][hangs])
     for rollout in collect(policy, spec, 2):
         if isinstance(wanted, str):
             assert rollout.error.startswith(wanted) and (hangs or len(rollout.turns) == 1)
             assert ("no wood" in rollout.error) == ("no wood" in statement)
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
+    if "Popen" in statement:  # its children end with it
+        children = [int(line) for line in Path("child").read_text().split()]
+        assert len(children) == 2
+        for pid in children:
+            wait_for(lambda pid=pid: not psutil.pid_exists(pid)
+                     or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # fmt: skip
 
 
 @pytest.mark.parametrize("options, reason", [

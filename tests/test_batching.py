@@ -41,6 +41,17 @@ def test_a_changed_context_starts_a_new_sequence():
     assert [s.places for s in batch.sequences] == [[-1, -1, 0, 1], [-1, -1, -1, -1, 2, 3, 4]]
 
 
+def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
+    """Two contexts in turn, such as an agent and the one that it asks; then a branch."""
+    batch = to_rollout_batch([rollout(
+        ([1], [2], 0.0), ([5], [6], 0.0), ([1, 2, 3], [4], 0.0), ([5, 6, 7], [8], 0.0),
+        ([1, 2, 9], [4], 0.0), ([1, 2, 3, 4], [2], 1.0),
+    )])  # fmt: skip
+    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 2], [5, 6, 7, 8], [1, 2, 9, 4]]
+    places = [[-1, 0, -1, 2, 5], [-1, 1, -1, 3], [-1, -1, -1, 4]]
+    assert [s.places for s in batch.sequences] == places
+
+
 @pytest.mark.parametrize("episode", [TWO_TURNS, DROPPED])
 def test_tokens_trained_are_those_sampled_in_their_contexts_eos_included(episode):
     sampled = [

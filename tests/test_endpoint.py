@@ -140,6 +140,32 @@ def test_rubbish_is_refused_in_openais_form(session, change):
     assert caught.value.body["type"] == "invalid_request_error" and not session.asked
 
 
+def test_the_next_response_keeps_all_but_the_instructions(session):
+    client = client_of(session)
+    begun = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    answer = client.responses.create(model="x", instructions="Be brief.", input=begun)
+    client.responses.create(model="x", input="And?", previous_response_id=answer.id)
+    client.responses.create(model="x", input="And?", instructions="Be long.",
+                            previous_response_id=answer.id)  # fmt: skip
+    found = [[(m["role"], m["content"]) for m in ask.messages] for ask in session.asked]
+    kept = [("system", "Be kind."), ("user", "Hi")]
+    later = [*kept, ("assistant", "Hello"), ("user", "And?")]
+    assert found == [[("system", "Be brief."), *kept], later, [("system", "Be long."), *later]]
+
+
+def test_a_client_that_waits_for_100_continue_is_answered(session):
+    host, port = session.endpoint.url.split("/")[2].split(":")
+    body = json.dumps({"messages": CHAT}).encode()
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(
+            f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {session.key}\r\n"
+            f"Content-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("request_, status", [
     (("POST", "/v1/chat/completions", "{", {}), 400), (("POST", "/v1/nothing", "{}", {}), 404),
     (("POST", "/v1/chat/completions", "[]", {}), 400), (("GET", "/nothing", "", {}), 404),

@@ -58,4 +58,7 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
     with pytest.raises(openai.BadRequestError, match="does not fit"):
         ask()
     messages = [{"role": "user", "content": "Hi"}]
+    assert ask(max_tokens=4, temperature=1e-39).choices[0].message.content  # greedy
+    body = {"input": "Hi", "model": "m", "extra_body": {"n": 2}}  # which no response has
+    assert client.responses.create(**body, max_output_tokens=16).output_text
     assert ask(max_tokens=1).usage.completion_tokens == 1  # it still answers

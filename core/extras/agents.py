@@ -49,13 +49,14 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     refusal = "the client hung up"
-    while program.asks:
+    while program.play is not None:
         sampled: list[tuple[Ask, Prompt, Request]] = []
         for ask in program.asks:
             try:
                 prompt = known.prompt(ask)
             except (UsageError, TypeError) as error:
                 refusal = str(error)
+                program.num_refused += 1
                 ask.refuse(400, refusal, "invalid_request")
                 continue
             if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
@@ -82,7 +83,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
             if completion.error:
                 raise EnvFailure(completion.error)
-            if ask.is_waited_for():  # nobody has read the others: they are not trained on
+            if not ask.is_waited_for():  # nobody reads it: it is not trained on
+                program.num_refused += 1
+            else:
                 completion = cut_at(collector.policy, completion, ask.stop)
                 rollout.messages += prompt.new
                 choices[ask].append(known.add(ask, prompt, completion, rollout))
@@ -97,7 +100,6 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
         turn.reward = reward
-    rollout.turns = known.depth_first(rollout.turns)
     agent.prompt_ids = []
     agent.read(step)
 
@@ -110,7 +112,6 @@ class Prompt:
     chat: list[Message]  # as the template renders it, for a server
     new: list[Message]  # what the log has not seen
     key: Key
-    parent: int = -1  # number of the turn that it continues; -1: none
 
 
 @dataclass
@@ -121,7 +122,6 @@ class Known:
     call_ids: list[str]
     text: str  # of the answer, exactly
     thought: str
-    turn: int
 
 
 class Conversations:
@@ -130,7 +130,7 @@ class Conversations:
     def __init__(self, renderer: Renderer):
         self.renderer, self.policy = renderer, renderer.policy
         self.known: dict[Key, list[Known]] = defaultdict(list)
-        self.parents: list[int] = []  # of each turn
+        self.num_turns = 0
         self.asked = Counter[int]()  # prompts, by checksum
 
     def prompt(self, ask: Ask) -> Prompt:
@@ -158,7 +158,7 @@ class Conversations:
         if tools.num_results(full) == num_new:
             full = tools.without_calls(full)
         ids = context + ids_after_completion(tokenizer, full, closed, num_new, schemas)
-        return Prompt(ids, rendered, chat[end:], key, known.turn)
+        return Prompt(ids, rendered, chat[end:], key)
 
     def best(self, found: list[Known], answer: dict[str, Any]) -> Known:
         """Of answers that read alike the one that was sent back, by all that clients may keep."""
@@ -187,14 +187,14 @@ class Conversations:
 
     def add(self, ask: Ask, prompt: Prompt, completion: Completion, rollout: Rollout) -> Choice:
         """Makes a turn of a completion, and the answer to the request."""
-        choice = self.choice(ask, completion, f"{ask.id[:8]}{len(self.parents)}")
+        choice = self.choice(ask, completion, f"{ask.id[:8]}{self.num_turns}")
         turn = Turn(prompt.ids, completion.token_ids, completion.logprobs,
                     completion.finish_reason, kept_ids=completion.kept_ids)  # fmt: skip
         answer = {"role": "assistant", "content": choice.content, "calls": choice.calls}
         known = Known(prompt.ids + completion.token_ids, [i for i, _, _ in choice.calls],
-                      choice.content, choice.thought, len(rollout.turns))  # fmt: skip
+                      choice.content, choice.thought)  # fmt: skip
         self.known[*prompt.key, reads_like(answer)].append(known)
-        self.parents.append(prompt.parent)
+        self.num_turns += 1
         rollout.turns.append(turn)
         rollout.messages.append({"role": "assistant", "content": completion.text})
         return choice
@@ -216,19 +216,6 @@ class Conversations:
             texts = [str(tokenizer.decode([i])) for i in completion.token_ids]
         tokens = list(zip(texts, completion.logprobs, strict=True))
         return Choice(content, reason, tokens, calls, thought.strip())
-
-    def depth_first(self, turns: list[Turn]) -> list[Turn]:
-        """The turns, each followed by those that continue it: fewer sequences to train."""
-        children: dict[int, list[int]] = defaultdict(list)
-        for turn, parent in enumerate(self.parents):
-            children[parent].append(turn)
-        ordered: list[Turn] = []
-        waiting = children[-1][::-1]
-        while waiting:
-            turn = waiting.pop()
-            ordered.append(turns[turn])
-            waiting += children[turn][::-1]
-        return ordered
 
 
 def reads_like(message: dict[str, Any]) -> str:
@@ -257,7 +244,8 @@ def opening_of_calls(tokenizer: Tokenizer) -> str:
 
 def cut_at(policy: Policy, completion: Completion, stops: list[str]) -> Completion:
     """The completion up to the token that completes a stop sequence; its text without that."""
-    found = [place for s in stops if s and (place := completion.text.find(s)) >= 0]
+    stops = [s for s in stops if s]
+    found = [place for s in stops if (place := completion.text.find(s)) >= 0]
     if not found:
         return completion
     ids, count = completion.token_ids, 1

@@ -33,7 +33,8 @@ from environments.adapters.endpoint import Ask, Choice, Endpoint
 from environments.registry import make, short
 
 POLL = 0.1  # seconds
-MAX_CONVERSATIONS = 10_000  # whose ids are kept; then all are rendered again
+MAX_TURNS = 10_000  # whose ids are kept; then all are forgotten, and rendered again
+MIN_TEMPERATURE = 0.01  # below it: greedy
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
     while True:
         for ask in endpoint.only.receive(0 if running or waiting else POLL) or []:
             try:
-                if len(known.known) > MAX_CONVERSATIONS:
+                if known.num_turns > MAX_TURNS:
                     known = Conversations(renderer)
+                    endpoint.only.responses.clear()
                 prompt, choices[ask] = known.prompt(ask), []
                 params = params_of(ask, cfg, policy.max_length)
                 for _ in range(ask.n):
@@ -116,6 +118,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     request = Request(prompt.ids, params, cfg.seed, stream, max_tokens=limit)
                     waiting.append(Waiting(ask, prompt, request))
             except (UsageError, TypeError) as error:
+                choices.pop(ask, None)
                 ask.refuse(400, str(error), "invalid_request")
         while waiting and (not running or next(iter(running)).params == waiting[0].request.params):
             begun = waiting.popleft()
@@ -123,6 +126,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                 sampler.add(begun.request)
                 running[begun.request] = begun
             except UsageError as error:
+                choices.pop(begun.ask, None)
                 begun.ask.refuse(400, str(error), "context_length_exceeded")
         for request, completion in sampler.step() if running else []:
             ended = running.pop(request)
@@ -144,6 +148,7 @@ def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:
         return float(value)
 
     temperature, top_p = number("temperature", cfg.temperature, 100), number("top_p", cfg.top_p, 1)
+    temperature = temperature if temperature >= MIN_TEMPERATURE else 0.0
     return SamplingParams(max_tokens, temperature, max(top_p, 1e-6), cfg.top_k, cfg.seed)
 
 

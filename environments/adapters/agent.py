@@ -28,12 +28,14 @@ One row in eight is reserved for evaluation, decided by its content.
 """
 
 import asyncio
+import copy
 import ctypes
 import inspect
 import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -44,16 +46,26 @@ from typing import Any
 
 from environments.adapters import endpoint, remote
 from environments.adapters.endpoint import Ask, Choice, Session
-from environments.base import EVAL_SEEDS, MAX_MESSAGE, Env, EnvFailure, Message, Step, UsageError
+from environments.base import (
+    EVAL_SEEDS,
+    MAX_MESSAGE,
+    MAX_REWARD,
+    Env,
+    EnvFailure,
+    Message,
+    Step,
+    UsageError,
+)
 from environments.dataset import Row
 from environments.options import split_words
 from environments.registry import import_attribute
 from environments.rewarded import load
 from environments.tools import read_calls
 
-POLL = 1.0  # seconds; each look interrupts the sampling
+POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampling
 INTERVAL = 0.5  # seconds between interruptions of a program that must end
-MAX_REFUSED = 100  # requests of an episode beyond its limits; then the program is ended
+SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
+MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 MAX_OUTPUT = 100_000  # bytes of a command's output that are read, from its end
 # Exceptions of openai-agents, pydantic-ai and smolagents about what the model wrote
 ZERO_ON = (
@@ -63,6 +75,9 @@ ZERO_ON = (
     "smolagents.utils.AgentMaxStepsError", "smolagents.utils.AgentToolCallError",
     "smolagents.utils.AgentToolExecutionError",
 )  # fmt: skip
+
+
+STILL = {"role": "user", "content": "(the program has not asked yet)"}
 
 
 class Ended(SystemExit):
@@ -114,7 +129,10 @@ class Agent(Env):
         if not 0 < timeout <= remote.MAX_TIMEOUT:
             raise UsageError(f"timeout must be more than 0 and at most {remote.MAX_TIMEOUT:,} "
                              f"seconds, not {timeout:g}")  # fmt: skip
-        self.function: Any = import_attribute(*run.rpartition(":")[::2]) if run else None
+        self.function: Any = None
+        if run:
+            self.function = import_attribute(*run.rpartition(":")[::2])
+            sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
         if run and not callable(self.function):
             raise UsageError(f"run={run}: it is no function")
         if run and "client" in _parameters(self.function):
@@ -122,20 +140,23 @@ class Agent(Env):
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on, self.timeout = {*ZERO_ON, *zero_on}, timeout
-        self.play: Play | None = None
+        self.play: Play | None = None  # None: it has ended
+        self.waits = True  # whether reset and step wait for a request, however long that takes
+        self.since = 0.0  # of the latest request
         self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
         self.over_limit = False  # a request was refused: see `refuse`
         self.num_refused = 0
 
     def reset(self, seed: int) -> list[Message]:
-        """Starts the program. Returns the messages of its first request."""
+        """Starts the program. Returns the messages of its first request, if that comes at once."""
         self.close()
         if seed in EVAL_SEEDS:  # in their order, each once
             row = self.test[(seed - EVAL_SEEDS.start) % len(self.test)]
         else:
             row = random.Random(seed).choice(self.train)
         self.asks, self.turns, self.over_limit, self.num_refused = [], [], False, 0
+        self.since = time.monotonic()
         self.play = play = Play(endpoint.shared().open())
         work = self._run_function if self.function else self._run_command
         play.thread = threading.Thread(target=self._run, args=(work, play, row), daemon=True)
@@ -143,18 +164,17 @@ class Agent(Env):
         if not self._wait():
             self._outcome()  # raises its exception
             raise ValueError("the program ended without a request")
-        return [{"role": m["role"], "content": m["content"]} for m in self.asks[0].messages]
+        messages = self.asks[0].messages if self.asks else [STILL]
+        return [{"role": m["role"], "content": m["content"]} for m in messages]
 
     def step(self, response: str) -> Step:
-        """Goes on until the next requests; a single one that still waits is answered by `response`.
-
-        The step's message is the last one of the next request.
-        """
+        """Goes on until the next requests, or for a moment; one that still waits is answered by
+        `response`. The step's message is the last one of the next request."""
         for ask in self.asks:
             if not ask.done.is_set():
                 ask.reply([_choice(response)], 0)
         if self._wait():
-            last = self.asks[0].messages[-1]
+            last = self.asks[0].messages[-1] if self.asks else STILL
             message: Message = {"role": last["role"], "content": last["content"][:MAX_MESSAGE]}
             return Step(message, 0.0, False, {"correct": False, "agent_error": 0})
         return self._outcome()
@@ -170,19 +190,23 @@ class Agent(Env):
             self.play = None
 
     def _wait(self) -> bool:
-        """Waits for requests; False once the program has ended. Raises TimeoutError."""
+        """Waits for requests, or for a moment; False once the program has ended.
+
+        Raises TimeoutError.
+        """
         assert self.play
-        since = time.monotonic()
         try:
             while True:
                 found = self.play.session.receive(POLL)
                 self.asks = found or []
                 if self.num_refused > MAX_REFUSED:
-                    raise TimeoutError(f"{MAX_REFUSED} requests beyond the limits of the episode")
-                if found is None or found:
-                    return bool(found)
-                if time.monotonic() - since > self.timeout:
+                    raise TimeoutError(f"{MAX_REFUSED} requests got no answer")
+                if found:
+                    self.since = time.monotonic()
+                if time.monotonic() - self.since > self.timeout:
                     raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
+                if found is None or found or not self.waits:
+                    return found is not None
         except BaseException:  # that of --env-timeout, too
             self.close()
             raise
@@ -196,7 +220,9 @@ class Agent(Env):
             names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(play.error).__mro__}
             names |= {kind.__name__ for kind in type(play.error).__mro__}
             if not self.over_limit and not names & self.zero_on:
-                raise play.error
+                if isinstance(play.error, Exception | SystemExit):
+                    raise play.error
+                raise RuntimeError(type(play.error).__name__) from play.error  # not Ctrl-C's
             return self._last_step(0.0, {"correct": False, "agent_error": 1})
         info = dict(play.result) if isinstance(play.result, dict) else {"reward": play.result}
         reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
@@ -209,7 +235,7 @@ class Agent(Env):
     def _run(self, work: Any, play: Play, row: Row) -> None:
         """The thread of a program."""
         try:
-            play.result = work(play, dict(row))
+            play.result = work(play, copy.deepcopy(row))
         except Ended:
             pass
         except BaseException as error:  # SystemExit too
@@ -247,6 +273,10 @@ class Agent(Env):
                 )  # fmt: skip
             except OSError as error:
                 raise EnvFailure(f"can't start {self.arguments[0]!r}: {error.strerror}") from None
+            if hasattr(os, "waitid"):  # its children end with it, so before its id is free
+                with suppress(ChildProcessError):
+                    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+                remote._kill(process)
             code = process.wait()
             last = [line for line in _tail(out).splitlines() if line.strip()][-1:]
             if code:
@@ -284,9 +314,11 @@ def _parameters(function: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    """Raises TypeError if it is none."""
+    """Raises TypeError if it is none, and ValueError if it is too large, or NaN."""
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         raise TypeError(f"the program returned {value!r:.60}, not a number or a dict with `reward`")
+    if not abs(float(value)) <= MAX_REWARD:
+        raise ValueError(f"the program returned {value!r:.60}, not within ±{MAX_REWARD:g}")
     return float(value)
 
 

@@ -79,7 +79,7 @@ class Ask:
 
     @property
     def n(self) -> int:
-        return 1 if self.body.get("n") is None else self.body["n"]
+        return 1 if self.is_response or self.body.get("n") is None else self.body["n"]
 
     @property
     def stop(self) -> list[str]:
@@ -111,7 +111,8 @@ class Ask:
         if self.is_response:  # for `previous_response_id`
             message = {"role": "assistant", "content": choices[0].content, "call_id": "",
                        "calls": choices[0].calls, "thought": choices[0].thought}  # fmt: skip
-            self.session.responses[self.outcome["id"]] = [*self.messages, message]
+            first = 1 if self.body.get("instructions") else 0  # they are of this request alone
+            self.session.responses[self.outcome["id"]] = [*self.messages[first:], message]
         self.done.set()
 
     def refuse(self, status: int, message: str, code: str) -> None:
@@ -256,7 +257,7 @@ def conversation_of_responses(session: Session, body: Json) -> list[Json]:
     if previous := body.get("previous_response_id"):
         if previous not in session.responses:
             raise TypeError(f"there is no response {previous!r:.60}")
-        messages = [m for m in session.responses[previous] if m["role"] != "system"]
+        messages = [*session.responses[previous]]
     if body.get("instructions"):
         messages.insert(0, message_of_chat({"role": "system", "content": body["instructions"]}))
     items = body.get("input") or []
@@ -422,6 +423,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, 1 << 16
     timeout = IDLE
     server: _Server
+
+    def handle_expect_100(self) -> bool:
+        """Lets the client send its body."""
+        goes_on = super().handle_expect_100()
+        self.wfile.flush()
+        return goes_on
 
     def do_GET(self) -> None:
         try:

@@ -1,41 +1,33 @@
-"""An agent with a calculator, written with the openai package alone; it knows nothing of picoRL.
-
-It runs against any server that speaks OpenAI's API: `OPENAI_BASE_URL=.. python plain.py`.
-"""
+"""An agent with a calculator, written with the openai package alone, for any server that speaks
+OpenAI's API: `OPENAI_BASE_URL=.. OPENAI_API_KEY=.. python plain.py`."""
 
 import json
 import re
 
 import openai
 
-CALCULATE = {
-    "name": "calculate",
-    "description": "Compute an expression.",
-    "parameters": {
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "Such as (2 + 3) * 4."}},
-        "required": ["expression"],
-    },
-}
+PROPERTIES = {"expression": {"type": "string", "description": "Such as (2 + 3) * 4."}}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "required": ["expression"]}
+CALCULATE = {"name": "calculate", "description": "Compute an expression.", "parameters": PARAMETERS}
 
 
 def calculate(expression: str) -> str:
-    if not re.fullmatch(r"-?\d{1,9}( [-+*] -?\d{1,9})*", expression):
+    number = r"-?(0|[1-9]\d{0,8})"
+    if not re.fullmatch(f"{number}( [-+*] {number})*", expression):
         return "error: not an expression of integers with + - *"
     return str(eval(expression))  # noqa: S307  only digits and operators
 
 
 def run(task: dict, client: openai.OpenAI) -> float:
     messages: list = [{"role": "user", "content": task["question"]}]
+    tools: list = [{"type": "function", "function": CALCULATE}]
     for _ in range(3):
-        tools: list = [{"type": "function", "function": CALCULATE}]
         answer = client.chat.completions.create(model="picorl", messages=messages, tools=tools)
-        message = answer.choices[0].message
-        messages.append(message)
+        messages.append(message := answer.choices[0].message)
         for call in message.tool_calls or []:
             try:
                 result = calculate(**json.loads(call.function.arguments))
-            except TypeError as error:
+            except (TypeError, ValueError) as error:
                 result = f"error: {error}"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         if not message.tool_calls:
