@@ -50,6 +50,9 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 2], [5, 6, 7, 8], [1, 2, 9, 4]]
     places = [[-1, 0, -1, 2, 5], [-1, 1, -1, 3], [-1, -1, -1, 4]]
     assert [s.places for s in batch.sequences] == places
+    begun = [([1, 2, 3], [4], 0.0), ([1], [2], 0.0)]  # the next prompt begins with both
+    batch = to_rollout_batch([rollout(*begun, ([1, 2, 3, 4, 5], [6], 0.0))])
+    assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 5, 6], [1, 2]]
 
 
 @pytest.mark.parametrize("episode", [TWO_TURNS, DROPPED])
