@@ -8,6 +8,7 @@ from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,6 +23,7 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion
+from environments.adapters import agent
 from environments.base import EVAL_SEEDS, UsageError
 from environments.registry import make
 
@@ -332,6 +334,22 @@ def run(task, client):
 """, timeout=60)  # fmt: skip
     rollouts = collect(policy, spec, num, env_timeout=8 if pause else 0)
     assert [(r.error, r.episode_return, len(r.turns)) for r in rollouts] == [("", 1.0, 2)] * num
+
+
+def test_the_time_of_sampling_is_not_the_programs(policy, write, monkeypatch):
+    class Slow(TorchSampler):
+        def step(self):
+            monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: 1000 + now()))
+            return super().step()
+
+    now = time.monotonic
+    spec = write("""
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+""", timeout=300)  # fmt: skip
+    [rollout] = collect(policy, spec, 1, sampler=Slow(policy))
+    assert (rollout.error, rollout.episode_return) == ("", 1.0)
 
 
 def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):

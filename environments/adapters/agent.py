@@ -142,7 +142,7 @@ class Agent(Env):
         self.zero_on, self.timeout = {*ZERO_ON, *zero_on}, timeout
         self.play: Play | None = None  # None: it has ended
         self.waits = True  # whether reset and step wait for a request, however long that takes
-        self.since = 0.0  # of the latest request
+        self.since = 0.0  # when the program was started, or was last answered
         self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
         self.over_limit = False  # a request was refused: see `refuse`
@@ -170,6 +170,8 @@ class Agent(Env):
     def step(self, response: str) -> Step:
         """Goes on until the next requests, or for a moment; one that still waits is answered by
         `response`. The step's message is the last one of the next request."""
+        if self.asks:
+            self.since = time.monotonic()
         for ask in self.asks:
             if not ask.done.is_set():
                 ask.reply([_choice(response)], 0)
@@ -201,12 +203,12 @@ class Agent(Env):
                 self.asks = found or []
                 if self.num_refused > MAX_REFUSED:
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer")
-                if found:
-                    self.since = time.monotonic()
+                if found is None or found:
+                    return found is not None
                 if time.monotonic() - self.since > self.timeout:
                     raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
-                if found is None or found or not self.waits:
-                    return found is not None
+                if not self.waits:
+                    return True
         except BaseException:  # that of --env-timeout, too
             self.close()
             raise
