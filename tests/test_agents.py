@@ -1,5 +1,6 @@
 """Agent programs as environments: their requests, their rewards, and the ids that are trained."""
 
+import ctypes
 import json
 import sys
 import threading
@@ -371,6 +372,27 @@ def run(task, client):
         assert [turn.reward for turn in rollout.turns] == [1, 2, 103]
         assert rollout.info["length"] == 1  # the change of the task stays in its episode
         assert len(to_rollout_batch([rollout]).sequences) == 2
+
+
+def test_a_thread_that_has_ended_is_not_interrupted(write, monkeypatch):
+    """Its id may be that of another thread."""
+
+    def slowly(ident):
+        for _ in range(100):
+            if thread.is_alive():
+                time.sleep(0.01)
+        alive.append(thread.is_alive())
+        return ctypes.c_ulong(ident)
+
+    slow = SimpleNamespace(c_ulong=slowly, py_object=ctypes.py_object, pythonapi=ctypes.pythonapi)
+    monkeypatch.setattr(agent, "ctypes", slow)
+    env, alive = make(write("import time\ndef run(task): time.sleep(0.7)")), []
+    env.waits = False
+    env.reset(0)
+    thread = env.play.thread
+    env.close()
+    wait_for(lambda: not thread.is_alive() and alive)
+    assert all(alive)
 
 
 def wait_for(condition):

@@ -93,6 +93,8 @@ class Play:
     error: BaseException | None = None
     process: subprocess.Popen | None = None
     thread: threading.Thread = field(init=False)
+    running: bool = False  # else nothing must be raised in the thread: another may get its id
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of `running`
 
     def stop(self) -> None:
         """Ends the program, as far as possible: a thread is interrupted in Python code only."""
@@ -105,9 +107,20 @@ class Play:
     def _interrupt(self) -> None:
         """Raises Ended in the thread until it has ended: a program may catch it."""
         while self.thread.is_alive():
-            ident, error = ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Ended)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+            with self.lock:
+                if self.running:
+                    ident, error = ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Ended)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
             self.thread.join(INTERVAL)
+
+    def end(self) -> None:
+        """The last thing that the thread does."""
+        while self.running:
+            try:
+                with self.lock:
+                    self.running = False
+            except Ended:
+                pass
 
 
 class Agent(Env):
@@ -237,13 +250,16 @@ class Agent(Env):
     def _run(self, work: Any, play: Play, row: Row) -> None:
         """The thread of a program."""
         try:
-            play.result = work(play, copy.deepcopy(row))
-        except Ended:
-            pass
-        except BaseException as error:  # SystemExit too
-            play.error = error
-        finally:
+            play.running = True
+            try:
+                play.result = work(play, copy.deepcopy(row))
+            except Ended:
+                pass
+            except BaseException as error:  # SystemExit too
+                play.error = error
             play.session.end()
+        finally:
+            play.end()
 
     def _run_function(self, play: Play, row: Row) -> Any:
         key, url = play.session.key, play.session.endpoint.url
