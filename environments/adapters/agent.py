@@ -105,13 +105,14 @@ class Play:
             threading.Thread(target=self._interrupt, daemon=True).start()
 
     def _interrupt(self) -> None:
-        """Raises Ended in the thread until it has ended: a program may catch it."""
+        """Raises Ended in the thread while it goes on: a program may catch it, or have ended by the
+        refusal of its request before the first time."""
         while self.thread.is_alive():
+            self.thread.join(INTERVAL)
             with self.lock:
                 if self.running:
                     ident, error = ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Ended)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
-            self.thread.join(INTERVAL)
 
     def end(self) -> None:
         """The last thing that the thread does."""
