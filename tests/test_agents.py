@@ -374,25 +374,35 @@ def run(task, client):
         assert len(to_rollout_batch([rollout]).sequences) == 2
 
 
-def test_a_thread_that_has_ended_is_not_interrupted(write, monkeypatch):
+def test_a_thread_that_has_ended_is_not_interrupted(write, monkeypatch, tmp_path):
     """Its id may be that of another thread."""
+    end, thread, alive = tmp_path / "end", None, []
 
-    def slowly(ident):
+    def lets_it_end(ident):
+        if thread is None or ident != thread.ident:  # of a program of another test
+            return ctypes.c_ulong(ident)
+        end.touch()
         for _ in range(100):
             if thread.is_alive():
                 time.sleep(0.01)
         alive.append(thread.is_alive())
         return ctypes.c_ulong(ident)
 
-    slow = SimpleNamespace(c_ulong=slowly, py_object=ctypes.py_object, pythonapi=ctypes.pythonapi)
-    monkeypatch.setattr(agent, "ctypes", slow)
-    env, alive = make(write("import time\ndef run(task): time.sleep(0.7)")), []
+    program = f"""
+import pathlib
+def run(task):
+    while not pathlib.Path("{end}").exists():
+        pass
+"""
+    calls = {"py_object": ctypes.py_object, "pythonapi": ctypes.pythonapi}
+    monkeypatch.setattr(agent, "ctypes", SimpleNamespace(c_ulong=lets_it_end, **calls))
+    env = make(write(program))
     env.waits = False
     env.reset(0)
     thread = env.play.thread
     env.close()
-    wait_for(lambda: not thread.is_alive() and alive)
-    assert all(alive)
+    wait_for(lambda: not thread.is_alive())
+    assert alive and all(alive)
 
 
 def wait_for(condition):
