@@ -353,6 +353,46 @@ def run(task, client):
     assert (rollout.error, rollout.episode_return) == ("", 1.0)
 
 
+def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
+    text = "What is 1 + 1? It is 2, and no more."
+    ids = policy.tokenizer.encode(text)
+    logprobs, kept = [-float(n) for n in range(len(ids))], [[i] for i in ids]
+    whole = Completion(ids, logprobs, text, "length", kept)
+    cut = agents.cut_at(policy, whole, ["", "more", "is 2"])
+    n = len(cut.token_ids)
+    decoded = [policy.tokenizer.decode(ids[:end]) for end in (n - 1, n)]
+    assert [("is 2" in part) for part in decoded] == [False, True]
+    assert (cut.token_ids, cut.logprobs, cut.kept_ids) == (
+        ids[:n], whole.logprobs[:n], whole.kept_ids[:n]
+    )  # fmt: skip
+    assert (cut.text, cut.finish_reason) == ("What is 1 + 1? It ", "stop")
+    assert agents.cut_at(policy, whole, ["", "never"]) is whole
+
+
+def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy, write):
+    class Looking(Recorder):
+        def changed(self, completion):
+            ids = [*self.policy.tokenizer.encode(CALL), self.policy.end_of_turn_id]
+            return Completion(ids, [-0.5] * len(ids), CALL, "stop")
+
+    spec = write("""
+TOOL = {"type": "function", "function": {"name": "look"}}
+def run(task, client):
+    ask = lambda m: client.chat.completions.create(model="m", messages=m, tools=[TOOL])
+    answer = ask([{"role": "user", "content": "?"}]).choices[0].message
+    [call] = answer.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
+    ask([{"role": "user", "content": "? edited"}, answer, result])
+    call.function.arguments = '{"at": "b"}'
+    ask([{"role": "user", "content": "? edited"}, answer, result])
+    return 1.0
+""")
+    [rollout] = collect(policy, spec, 1, sampler=Looking(policy))
+    prompts = [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns]
+    assert not rollout.error and [CALL in prompt for prompt in prompts] == [False, True, False]
+    assert '"at": "b"' in prompts[2]
+
+
 def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
     spec = write("""
 def run(task, client):

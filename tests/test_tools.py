@@ -5,6 +5,7 @@ Each template is written after the public one of the family. The tokenizer has o
 
 import asyncio
 import json
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core.chat_template import prompt_ids, render, render_calls, with_system
 from core.episodes import RolloutCollector
-from core.extras import tools
+from core.extras import agents, tools
 from core.run.folder import read_config
 from core.run.log import read_records
 from core.sampler import SamplingParams
@@ -248,6 +249,7 @@ def with_template(policy, template):
 def play(policy, *texts, max_turns=9, env="adder", **options):
     sampler = Answers(policy, *texts)
     collector = RolloutCollector(policy, max_turns, renderer=tools.ToolRenderer, **options)
+    collector.play_program = partial(agents.play_program, collector)
     (rollout,) = collector.collect([Task(env, 1, 0)], sampler, PARAMS)
     return rollout, sampler
 
@@ -347,6 +349,44 @@ def test_two_results_are_appended_to_the_sampled_ids(policy, name):
     assert third[: len(second)] == second
     opening = decode(first)
     assert "The second." in opening and opening.count('"add"') == 1
+
+
+AGENT = """
+import json
+def run(task, client):
+    messages = [{"role": "user", "content": "Add."}]
+    while True:
+        asked = {"model": "m", "messages": messages, "tools": task["tools"]}
+        answer = client.chat.completions.create(**asked).choices[0].message
+        messages.append(answer)
+        if not answer.tool_calls:
+            return 1.0
+        for call in answer.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            sum = int(arguments["a"]) + int(arguments["b"])
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(sum)})
+"""
+
+
+@pytest.mark.parametrize("system_prompt", ["", "Be kind."])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_program_that_offers_the_tools_samples_after_the_same_ids(
+    policy, name, system_prompt, tmp_path
+):
+    if name == "mistral" and system_prompt:
+        pytest.skip("the template has no system messages")
+    family = FAMILIES[name]
+    with_template(policy, family.template)
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = [{"n": n, "tools": schemas(Adder())} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    spec = f"agent:run={tmp_path}/agent.py:run,data={tmp_path}/rows.jsonl"
+    played = [
+        play(policy, family.two, family.call, "ok", env=env, system_prompt=system_prompt)
+        for env in ("adder", spec)
+    ]
+    assert [(rollout.error, rollout.episode_return) for rollout, _ in played] == [("", 1.0)] * 2
+    assert played[0][1].prompts == played[1][1].prompts
 
 
 def test_a_rollout_with_calls_is_the_rendered_conversation(policy):

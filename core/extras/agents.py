@@ -130,6 +130,7 @@ class Conversations:
     def __init__(self, renderer: Renderer):
         self.renderer, self.policy = renderer, renderer.policy
         self.known: dict[Key, list[Known]] = defaultdict(list)
+        self.texts: dict[Key, str] = {}  # of answers with calls, as they were sampled
         self.num_turns = 0
         self.asked = Counter[int]()  # prompts, by checksum
 
@@ -171,7 +172,9 @@ class Conversations:
         return max(reversed(found), key=likeness)  # the latest of those that are equally like it
 
     def text(self, message: dict[str, Any]) -> str:
-        """The content, and calls as the template writes them."""
+        """The content, and calls as they were sampled, or else as the template writes them."""
+        if sampled := self.texts.get(with_ids(message)):
+            return sampled
         calls = [call_text(name, **as_dict(arguments)) for _, name, arguments in message["calls"]]
         text = "\n".join([message["content"]] * bool(message["content"]) + calls)
         return tools.in_format_of(self.policy.tokenizer, text) if calls else text
@@ -194,6 +197,8 @@ class Conversations:
         known = Known(prompt.ids + completion.token_ids, [i for i, _, _ in choice.calls],
                       choice.content, choice.thought)  # fmt: skip
         self.known[*prompt.key, reads_like(answer)].append(known)
+        if choice.calls:
+            self.texts[with_ids(answer)] = spoken(completion.text)
         self.num_turns += 1
         rollout.turns.append(turn)
         rollout.messages.append({"role": "assistant", "content": completion.text})
@@ -222,6 +227,11 @@ def reads_like(message: dict[str, Any]) -> str:
     """What stays of a message when a client sends it back; else it was edited."""
     calls = [(name, as_dict(arguments)) for _, name, arguments in message["calls"]]
     return json.dumps([message["role"], message["content"].strip(), calls], sort_keys=True)
+
+
+def with_ids(message: dict[str, Any]) -> Key:
+    """What the message reads like, and the ids of its calls."""
+    return reads_like(message), *(call_id for call_id, _, _ in message["calls"])
 
 
 def as_dict(arguments: str) -> dict[str, Any]:
