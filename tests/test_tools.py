@@ -355,24 +355,34 @@ AGENT = """
 import json
 def run(task, client):
     messages = [{"role": "user", "content": "Add."}]
-    while True:
-        asked = {"model": "m", "messages": messages, "tools": task["tools"]}
-        answer = client.chat.completions.create(**asked).choices[0].message
-        messages.append(answer)
-        if not answer.tool_calls:
-            return 1.0
-        for call in answer.tool_calls:
-            arguments = json.loads(call.function.arguments)
-            sum = int(arguments["a"]) + int(arguments["b"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(sum)})
+    for _ in range(3):
+        calls = True
+        while calls:
+            asked = {"model": "m", "messages": messages, "tools": task["tools"]}
+            answer = client.chat.completions.create(**asked).choices[0].message
+            messages.append(answer)
+            calls = answer.tool_calls or []
+            for call in calls:
+                arguments = json.loads(call.function.arguments)
+                sum = str(int(arguments["a"]) + int(arguments["b"]))
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": sum})
+        messages.append({"role": "user", "content": "Again."})
+    return 1.0
 """
 
 
 @pytest.mark.parametrize("system_prompt", ["", "Be kind."])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_program_that_offers_the_tools_samples_after_the_same_ids(
+def test_a_program_and_an_environment_of_the_same_tools_sample_after_the_same_ids(
     policy, name, system_prompt, tmp_path
 ):
+    @register("three sums")
+    class ThreeSums(Adder):
+        def step(self, response):
+            super().step(response)
+            done = len(self.responses) == 3
+            return Step(None if done else user("Again."), float(done), done)
+
     if name == "mistral" and system_prompt:
         pytest.skip("the template has no system messages")
     family = FAMILIES[name]
@@ -381,12 +391,12 @@ def test_a_program_that_offers_the_tools_samples_after_the_same_ids(
     rows = [{"n": n, "tools": schemas(Adder())} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     spec = f"agent:run={tmp_path}/agent.py:run,data={tmp_path}/rows.jsonl"
-    played = [
-        play(policy, family.two, family.call, "ok", env=env, system_prompt=system_prompt)
-        for env in ("adder", spec)
-    ]
-    assert [(rollout.error, rollout.episode_return) for rollout, _ in played] == [("", 1.0)] * 2
-    assert played[0][1].prompts == played[1][1].prompts
+    texts = [family.two, family.call, "5 and 5", family.call, "5", family.two, "5"]
+    (ours, sampled), (theirs, asked) = (
+        play(policy, *texts, env=env, system_prompt=system_prompt) for env in ("three sums", spec)
+    )
+    assert (ours.error, theirs.error, theirs.episode_return) == ("", "", 1.0)
+    assert sampled.prompts == asked.prompts and len(asked.prompts) == 7
 
 
 def test_a_rollout_with_calls_is_the_rendered_conversation(policy):

@@ -156,8 +156,7 @@ class Conversations:
         closed = [context[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
         if context[-1] in self.policy.stop_ids and not closed:
             context = context[:-1]
-        if tools.num_results(full) == num_new:
-            full = tools.without_calls(full)
+        full = tools.without_calls(full, num_new)
         ids = context + ids_after_completion(tokenizer, full, closed, num_new, schemas)
         return Prompt(ids, rendered, chat[end:], key)
 

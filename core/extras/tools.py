@@ -126,10 +126,9 @@ class ToolRenderer(Renderer):
     def next_ids(
         self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
     ) -> list[int]:
-        return ids_after_completion(
-            self.policy.tokenizer, without_calls(chat), turn_closed, max(1, num_results(chat)),
-            schemas,
-        )  # fmt: skip
+        num_new = max(1, num_results(chat))
+        chat = without_calls(chat, num_new)
+        return ids_after_completion(self.policy.tokenizer, chat, turn_closed, num_new, schemas)
 
     def demonstration(self, text: str) -> Completion:
         return super().demonstration(in_format_of(self.policy.tokenizer, text))
@@ -167,13 +166,14 @@ def num_results(messages: list[Message]) -> int:
     return count
 
 
-def without_calls(messages: list[Message]) -> list[Message]:
-    """The conversation without earlier answers that are calls, and their results.
+def without_calls(messages: list[Message], num_new: int) -> list[Message]:
+    """The conversation without calls and results before its last answer, which `num_new` messages
+    follow.
 
     Mistral's template wants user and assistant to alternate, and its record of calls apart from the
     text. What it writes after the last answer does not depend on them.
     """
-    end = len(messages) - num_results(messages) - 1  # the last answer
+    end = len(messages) - num_new - 1  # the last answer
     kept: list[Message] = []
     for message, after in itertools.pairwise(messages[: end + 1]):
         is_call = message["role"] == "assistant" and after["role"] == "tool"
