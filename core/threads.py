@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-POLL = 0.05  # seconds
+LEAVE = 1.0  # seconds that a thread stays whose call was given up
 SLOW = 0.01  # seconds; a kind of call that takes longer is made in many threads,
 PATIENCE = 0.1  # once its calls took this many seconds longer: one long call, or several
 
@@ -140,7 +140,7 @@ class _Worker(threading.Thread):
                 try:
                     _, since = self.current.pop()
                 except IndexError:  # given up; the working directory is no longer its business
-                    time.sleep(POLL)  # Overdue may be on its way
+                    time.sleep(LEAVE)  # Overdue may be on its way, and must not meet another thread
                     return
                 seconds = time.monotonic() - since
                 if not _stayed_in(threads.folder):
