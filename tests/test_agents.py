@@ -445,6 +445,44 @@ def run(task):
     assert alive and all(alive)
 
 
+def test_a_reset_ends_the_program_of_the_episode_before(write):
+    env = make(write("def run(task):\n    while True: pass"))
+    env.waits = False
+    env.reset(0)
+    first = env.play.thread
+    env.reset(1)
+    wait_for(lambda: not first.is_alive())
+    assert env.play.thread.is_alive()
+    env.close()
+
+
+def test_what_the_run_samples_otherwise_is_said_once(policy, write):
+    spec = write("""
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {}}
+def run(task, client):
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    for temperature in (0.25, 1):
+        client.chat.completions.create(
+            **body, temperature=temperature, top_p=temperature, tool_choice="required",
+            response_format={"type": "json_object"})
+    client.responses.create(model="m", input="?", temperature=0.5, text={"format": SCHEMA})
+    client.responses.create(model="m", input="?", top_p=1, tool_choice="auto",
+                            text={"format": {"type": "text"}})
+    return 1.0
+""")
+    said, collector = [], RolloutCollector(policy, 9)
+    collector.play_program = partial(agents.play_program, collector)
+    collector.pool.threads.say = said.append
+    tasks = [Task(spec, seed, seed) for seed in range(4)]
+    rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(4))
+    collector.close()
+    assert [(r.error, len(r.turns)) for r in rollouts] == [("", 4)] * 4
+    asked = ["response_format", "temperature 0.25", "temperature 0.5", "tool_choice", "top_p 0.25"]
+    assert sorted(said) == [
+        f"an agent asks for its own {name}: it is answered as the run samples" for name in asked
+    ]
+
+
 def wait_for(condition):
     for _ in range(6000):
         if condition():

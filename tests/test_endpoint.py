@@ -130,6 +130,7 @@ def test_many_asynchronous_clients(session):
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
     {"messages": [{"role": "user", "content": 3}]}, {"n": 0}, {"n": 9999}, {"n": "2"},
     {"max_tokens": 0}, {"max_tokens": "9"}, {"stop": [3]}, {"tools": [{"type": "function"}]},
+    {"text": "x"}, {"response_format": "json"}, {"stream_options": 3, "stream": True},
     {"tools": [3]}, {"tools": [{"type": "function", "function": {"name": None}}]},
 ])  # fmt: skip
 def test_rubbish_is_refused_in_openais_form(session, change):
@@ -138,6 +139,17 @@ def test_rubbish_is_refused_in_openais_form(session, change):
             "/chat/completions", body={"model": "x", "messages": CHAT} | change, cast_to=object
         )
     assert caught.value.body["type"] == "invalid_request_error" and not session.asked
+
+
+@pytest.mark.parametrize("change, reason", [
+    ({"previous_response_id": "resp_x"}, "there is no response"),
+    ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
+    ({"input": []}, "there are no messages"),
+])  # fmt: skip
+def test_rubbish_is_refused_by_the_responses_api_too(session, change, reason):
+    with pytest.raises(openai.BadRequestError, match=reason):
+        client_of(session).responses.create(**{"model": "x", "input": "Hi"} | change)
+    assert not session.asked
 
 
 def test_the_next_response_keeps_all_but_the_instructions(session):

@@ -214,6 +214,9 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
             tool["function"].setdefault("parameters", {"type": "object", "properties": {}})
         if not messages:
             raise TypeError("there are no messages")
+        for name in ("response_format", "stream_options", "text"):
+            if not isinstance(body.get(name) or {}, dict):
+                raise TypeError(f"{name} must be an object")
         if not isinstance(ask.n, int) or not 1 <= ask.n <= MAX_CHOICES:
             raise TypeError(f"n must be 1 to {MAX_CHOICES}")
         if not all(isinstance(text, str) for text in ask.stop):
