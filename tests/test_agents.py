@@ -367,6 +367,7 @@ def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
     )  # fmt: skip
     assert (cut.text, cut.finish_reason) == ("What is 1 + 1? It ", "stop")
     assert agents.cut_at(policy, whole, ["", "never"]) is whole
+    assert agents.cut_at(policy, whole, [text[0]]).token_ids == ids[:1]
 
 
 def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy, write):
