@@ -8,7 +8,8 @@ So a rollout is a tree of contexts, in which each sampled token stands once, aft
 that it was sampled after.
 
 Messages are compared as clients send them back: role, text without the spaces around it, calls as
-JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike.
+JSON. Ids of calls, thoughts and the exact text only choose between answers that read alike. In a
+new context, calls that come back unedited and with their ids are written as they were sampled.
 """
 
 import json

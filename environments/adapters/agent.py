@@ -105,8 +105,8 @@ class Play:
             threading.Thread(target=self._interrupt, daemon=True).start()
 
     def _interrupt(self) -> None:
-        """Raises Ended in the thread while it goes on: a program may catch it, or have ended by the
-        refusal of its request before the first time."""
+        """Raises Ended in the thread until it ends: a program may catch it. Most programs end
+        before the first time, by the refusal of their request."""
         while self.thread.is_alive():
             self.thread.join(INTERVAL)
             with self.lock:
