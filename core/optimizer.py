@@ -78,7 +78,7 @@ class MasterAdamW:
 
         def collect(p: Tensor) -> None:  # adds the gradients of micro-batches up in float32
             assert p.grad is not None
-            grad = _pinned_copy(p.grad, p.dtype) if self.offload else p.grad
+            grad = pinned_copy(p.grad, p.dtype) if self.offload else p.grad
             if master.grad is None:
                 master.grad = torch.empty_like(master).copy_(grad)
             else:
@@ -136,7 +136,7 @@ class MasterAdamW:
                 group["fused"] = all(p.is_contiguous() for p in group["params"])
         self.adamw.step()
         for weight, master in self.pairs:  # in place: the sampler may share the tensor
-            weight.copy_(_pinned_copy(master, weight.dtype) if self.offload else master)
+            weight.copy_(pinned_copy(master, weight.dtype) if self.offload else master)
 
     def clip_and_step(
         self, max_norm: float, finite_loss: bool = True, only_value_head: bool = False
@@ -236,7 +236,7 @@ def make_optimizer(
     return kind(groups, loss_scale, weight_decay=0.0, **options)
 
 
-def _pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+def pinned_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A short-lived copy in page-locked host memory, from and to which a GPU copies fast.
 
     PyTorch rounds page-locked memory up to powers of 2, so masters are in ordinary memory.

@@ -1,16 +1,26 @@
 """A checkpoint is complete or absent, and a damaged one is skipped."""
 
 import copy
+import os
 import shutil
 
 import pytest
 import torch
+from conftest import load_small
 from test_files import small_files
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.run import checkpoint
-from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
+from core.run.checkpoint import (
+    START,
+    export_model,
+    find_checkpoint,
+    has_names_of_model,
+    load_checkpoint,
+    save_checkpoint,
+)
 from core.types import UsageError
 
 
@@ -20,13 +30,20 @@ def run(tmp_path, policy):
     (tmp_path / "config.yaml").write_text("algo: grpo\n")
     optimizer = make_optimizer(policy, 0.1)
 
-    def save(update):
+    def save(update, writer=None):
         policy.to_logits(policy.hidden_states(torch.tensor([[65, 66]]))[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        return save_checkpoint(tmp_path, policy, optimizer, progress(update))
+        return save_checkpoint(tmp_path, policy, optimizer, progress(update), writer=writer)
 
     return tmp_path, policy, optimizer, save
+
+
+class Later:
+    """Stands for a Writer: notes what it is to write, in place of a thread."""
+
+    def start(self, write, part, num_bytes):
+        self.write, self.part, self.num_bytes = write, part, num_bytes
 
 
 def progress(update):
@@ -82,6 +99,95 @@ def test_the_two_newest_checkpoints_are_kept_and_what_others_add_is_no_damage(ru
     assert find_checkpoint(folder).progress == progress(10)
     names = sorted(path.name for path in (folder / "checkpoint").iterdir())
     assert names == ["000006-000003", "000006-000011", "2024-photos"]
+
+
+def test_what_is_written_later_is_the_state_when_it_was_saved(run, qwen3_folder):
+    folder, policy, optimizer, save = run
+    later = Later()
+    saved = save(3, later)
+    weights = {name: p.detach().clone() for name, p in policy.trainable().items()}
+    state = copy.deepcopy(optimizer.state_dict())
+    assert later.part == saved.with_name(f".part-{saved.name}") and not saved.exists()
+    moments = state["adamw"]["state"].values()  # each parameter has two, and a step
+    assert later.num_bytes == sum(3 * w.nbytes for w in weights.values()) + 4 * len(moments)
+    save(4, Later())  # a step later
+    assert not any(torch.equal(p, weights[name]) for name, p in policy.trainable().items())
+    later.write()
+    assert find_checkpoint(folder).folder == saved
+    other = load_policy(str(qwen3_folder), device="cpu")
+    other_optimizer = make_optimizer(other, 0.1)
+    load_checkpoint(saved, other, other_optimizer)
+    assert all(torch.equal(p, weights[name]) for name, p in other.trainable().items())
+    for key, moment in other_optimizer.state_dict()["adamw"]["state"].items():
+        for name in ("exp_avg", "exp_avg_sq", "step"):
+            assert torch.equal(moment[name], state["adamw"]["state"][key][name])
+
+
+@pytest.mark.parametrize("free", [0, None])
+def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(run, monkeypatch, free):
+    _, _, _, save = run
+    monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: free)
+    later = Later()
+    assert save(3, later).exists() == (free == 0)
+    assert hasattr(later, "write") == (free is None)  # a system that does not say
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_was_complete_begins_again(run):
+    """Its records go further: it trained on while the checkpoint was being written."""
+    folder, _, _, save = run
+    later = Later()
+    save(1, later)
+    (folder / "metrics.jsonl").write_text('{"update": 0}\n{"update": 1}\n{"update": 2}\n')
+    assert find_checkpoint(folder).progress == START  # it was killed
+    with pytest.raises(OSError, match="File too large"), small_files(100_000):
+        later.write()
+    assert find_checkpoint(folder).progress == START  # its disk was full
+    later.write()
+    assert find_checkpoint(folder).progress == progress(1)
+    shutil.rmtree(later.part.with_name(later.part.name.removeprefix(".part-")))
+    with pytest.raises(UsageError, match="restore"):  # somebody has removed it
+        find_checkpoint(folder)
+
+
+def test_the_model_is_a_link_to_the_weights_of_the_last_checkpoint(run, small_folder, monkeypatch):
+    folder, _, _, _ = run
+    policy, ids = load_small(small_folder), torch.tensor([[65, 66, 67]])
+    with torch.no_grad():
+        next(iter(policy.trainable().values())).mul_(1.1)
+    saved = save_checkpoint(folder, policy, make_optimizer(policy, 0.1), progress(1))
+    for links in (True, False):  # some disks have none
+        if not links:
+            monkeypatch.setattr(os, "link", no_link)
+        exported = export_model(folder, policy, saved)
+        weights = exported / "model.safetensors"
+        assert os.path.samefile(weights, saved / checkpoint.WEIGHTS) == links
+        model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+        assert not any(report.values())  # no weight is missing, none unexpected
+        assert torch.equal(model(ids).logits, policy.model(ids).logits)
+
+
+def no_link(*_):
+    raise OSError(95, "Operation not supported")
+
+
+@pytest.mark.parametrize("options", [{"lora_rank": 2}, {"value_head": True}])
+def test_adapters_and_a_value_head_are_not_the_file_of_a_model(run, qwen3_folder, options):
+    folder, _, _, _ = run
+    policy = load_small(qwen3_folder, **options)
+    assert not has_names_of_model(policy)
+    saved = save_checkpoint(folder, policy, make_optimizer(policy, 0.1), progress(1))
+    files = {
+        file.name: file.stat().st_nlink for file in export_model(folder, policy, saved).iterdir()
+    }
+    assert set(files.values()) == {1}
+    assert ("adapter_model.safetensors" in files) == ("lora_rank" in options)
+
+
+def test_weights_that_transformers_writes_by_other_names_are_not_the_file_of_a_model(policy):
+    assert has_names_of_model(policy)
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 2}
+    policy.model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))  # experts in one tensor
+    assert not has_names_of_model(policy)
 
 
 def test_a_failed_write_leaves_the_older_checkpoint(run):

@@ -6,16 +6,19 @@
         older.safetensors                with --staleness: those of the updates before
         state.json                       progress, settings, and checksums of the other files
 
-A checkpoint is written under another name, flushed to disk and renamed, so it is complete as soon
-as it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first
-is written after the warm start or after update 1: a run killed before that starts again. Random
-states are not saved: every update derives its seeds from --seed and its own number.
+A checkpoint is copied to the host's memory at once and written while training goes on
+(core/run/writer.py): under another name, flushed to disk and renamed, so it is complete as soon as
+it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first is of
+the warm start or of update 1: a run that is killed before it is written starts again. Random states
+are not saved: every update derives its seeds from --seed and its own number.
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +27,26 @@ import yaml
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from core import distributed
 from core.config import TINY
-from core.optimizer import MasterAdamW
+from core.optimizer import MasterAdamW, pinned_copy
 from core.policy import Policy
-from core.run.files import published, remove, sealed, unseal
+from core.run.files import PART, flush, published, remove, sealed, unseal
 from core.run.folder import train_command
 from core.run.log import METRICS, iter_records
+from core.run.memory import host_free_bytes
 from core.run.staleness import Weights
+from core.run.writer import Writer
 from core.types import UsageError
 
 KEEP = 2  # checkpoints
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
+MODEL = "model.safetensors"  # transformers' name
+FIRST = "the first checkpoint is not complete"  # an empty file, in the meantime
+COPIED = 0.5  # of the free memory, at most, for the copy of a checkpoint
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
          "best": []}  # fmt: skip
@@ -58,33 +67,76 @@ def save_checkpoint(
     optimizer: MasterAdamW,
     progress: dict[str, Any],
     older: Sequence[Weights] = (),
+    writer: Writer | None = None,
 ) -> Path:
     """Write a checkpoint of the run folder `run` and return its folder; delete old ones.
 
     `progress` has at least "sft_step" and "update"; `older`: see core/run/staleness.py. All ranks
-    call it, and rank 0 writes. Raises OSError if the disk is full or read-only; then the earlier
-    checkpoints are unchanged.
+    call it, and rank 0 writes. With a `writer`, which must not be writing, this returns once all
+    tensors are copied, unless the copy would take too much memory. Raises OSError, or the writer
+    does, if the disk is full or read-only; then the earlier checkpoints are unchanged.
     """
     optimizer_state = optimizer.state_dict()  # from all ranks
-    root = run / "checkpoint"
-    target = root / f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
+    target = folder_of(run, progress)
     if distributed.rank() > 0:
         return target
-    weights = policy.trainable()
-    root.mkdir(parents=True, exist_ok=True)
+    named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
+    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer_state, OLDER: named}
     settings = yaml.safe_load((run / "config.yaml").read_bytes())
-    facts = {"progress": progress, "settings": settings}
+    write = partial(_write, target, {"progress": progress, "settings": settings})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not _newest_first(target.parent):
+        (target.parent / FIRST).touch()
+        flush(target.parent)
+    num_bytes = sum(tensor.nbytes for tensor in _tensors(state))
+    free = host_free_bytes()
+    if writer is None or (free is not None and num_bytes > COPIED * free):
+        write(state)
+    else:
+        part = target.with_name(f"{PART}{target.name}")
+        writer.start(partial(write, _on_host(state)), part, num_bytes)
+    return target
+
+
+def folder_of(run: Path, progress: dict[str, Any]) -> Path:
+    """The folder of the checkpoint with this progress."""
+    name = f"{progress['sft_step']:06d}-{progress['update'] + 1:06d}"
+    return run / "checkpoint" / name
+
+
+def _write(target: Path, facts: dict[str, Any], state: dict[str, Any]) -> None:
     # a `target` that exists is damaged, or the run was stopped right after it was saved
     with sealed(target, facts) as part:
-        save_weights(part, weights)
-        if older:
-            named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
-            save_weights(part, named, OLDER)
+        save_weights(part, state[WEIGHTS])
+        if state[OLDER]:
+            save_weights(part, state[OLDER], OLDER)
         with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
-            torch.save(optimizer_state, file)
-    for old in _newest_first(root)[KEEP:]:
+            torch.save(state[OPTIMIZER], file)
+    remove(target.parent / FIRST)
+    for old in _newest_first(target.parent)[KEEP:]:
         remove(old)
-    return target
+
+
+def _on_host(state: Any) -> Any:
+    """`state` with copies of its tensors in the host's memory."""
+    if isinstance(state, dict):
+        return {key: _on_host(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(_on_host, state))
+    if not isinstance(state, Tensor):
+        return state
+    if state.device.type == "cpu":
+        return state.detach().clone()
+    return torch.empty(state.shape, dtype=state.dtype).copy_(pinned_copy(state, state.dtype))
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    for value in state.values() if isinstance(state, dict) else ():
+        yield from _tensors(value)
+    for value in state if isinstance(state, (list, tuple)) else ():
+        yield from _tensors(value)
 
 
 def find_checkpoint(run: Path) -> ResumePoint:
@@ -96,8 +148,10 @@ def find_checkpoint(run: Path) -> ResumePoint:
         raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
-        # the first one is written after update 1
-        if any(record.get("update") not in (None, 0, 1) for record in iter_records(run / METRICS)):
+        # the first one is that of update 1
+        begun = (run / "checkpoint" / FIRST).exists()
+        updates = (record.get("update") for record in iter_records(run / METRICS))
+        if not begun and any(update not in (None, 0, 1) for update in updates):
             raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
                              "start again with another --run-name")  # fmt: skip
         return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
@@ -180,7 +234,7 @@ def load_adapters(folder: Path, policy: Policy) -> None:
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
     """Write tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(tensors, folder / file)
+    save_file(tensors, folder / file, {"format": "pt"})  # without it transformers reads no file
 
 
 @torch.no_grad()
@@ -207,13 +261,35 @@ def copy_weights(
         weight.copy_(saved[name])
 
 
-def export_model(run: Path, policy: Policy) -> Path:
-    """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load."""
+def export_model(run: Path, policy: Policy, saved: Path | None = None) -> Path:
+    """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load.
+
+    `saved`: a checkpoint of the same weights. The model's file is a link to that of the checkpoint
+    if transformers would write the same tensors, and if the disk has links.
+    """
     target = run / "model"
     with published(target) as part:
-        policy.model.save_pretrained(part)
+        part.mkdir()
+        rest: dict[str, Any] = {}
+        if saved is not None and has_names_of_model(policy):
+            with suppress(OSError):
+                os.link(saved / WEIGHTS, part / MODEL)
+                rest = {"state_dict": {}}  # the weights are there
+        policy.model.save_pretrained(part, **rest)
         policy.tokenizer.save_pretrained(part)
     return target
+
+
+def has_names_of_model(policy: Policy) -> bool:
+    """Whether a checkpoint has the tensors that transformers would write, by the same names."""
+    weights, model = policy.trainable(), policy.causal_lm
+    if weights.keys() != dict(model.named_parameters()).keys():  # adapters, a value head
+        return False
+    on_meta = {name: weight.to("meta") for name, weight in weights.items()}
+    if revert_weight_conversion(model, on_meta).keys() != weights.keys():
+        return False
+    places = {weight.data_ptr() for weight in weights.values()}
+    return all(tensor.data_ptr() in places for tensor in model.state_dict().values())
 
 
 def base_model(run: Path, model_id: str) -> str:

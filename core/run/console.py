@@ -156,13 +156,14 @@ class Phase:
         self.display, self.name, self.total, self.done = display, name, total, done
         self.started = time.monotonic()
 
-    def advance(self, detail: str = "", quiet: bool = False) -> None:
-        """Counts one step and shows `detail`; a plain display prints PLAIN_LINES unless `quiet`."""
-        self.done += 1
+    def advance(self, detail: str = "", quiet: bool = False, steps: int = 1) -> None:
+        """Counts `steps` and shows `detail`; a plain display prints PLAIN_LINES unless `quiet`."""
+        before, self.done = self.done, self.done + steps
         detail = printable(" ".join(detail.split()))
         bar = self.display.bars[self.name]
         self.display.progress.update(bar, completed=self.done, detail=detail)
-        if self.display.plain and not quiet and self.done % max(1, self.total // PLAIN_LINES) == 0:
+        line = max(1, self.total // PLAIN_LINES)
+        if self.display.plain and not quiet and self.done // line > before // line:
             seconds = time.monotonic() - self.started
             self.display.say(f"{self.name} {self.done}/{self.total}  {detail}  {seconds:.0f} s")
 

@@ -1,5 +1,6 @@
 """Opens everything that a run needs, and closes it on exit: policy, optimizer, sampler, files."""
 
+import copy
 import shutil
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from core.run.interrupt import Interrupt
 from core.run.models import load_policy
 from core.run.reference import reference_bytes
 from core.run.staleness import Weights
+from core.run.writer import Writer
 from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
@@ -62,6 +64,7 @@ class Run:
     sampler: Sampler
     run_log: run_log.RunLog
     display: Display
+    writer: Writer
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     forward: Any  # of train.py
@@ -70,6 +73,7 @@ class Run:
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     stopped: bool = False  # ended before the last update
+    saved: Path | None = None  # the last checkpoint
     opened_at: float = field(default_factory=perf_counter)
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -95,6 +99,7 @@ class Run:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
                 break
             self.interrupt.check()
+            self.writer.check()
             self.started_at = perf_counter()
             rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
             yield self.next_update
@@ -229,14 +234,18 @@ class Run:
             raise UsageError(f"{error}; resume with: {self.resume_command()}") from None
 
     def save(self) -> bool:
-        """Writes a checkpoint, or keeps the last one after an update without a finite gradient.
+        """Saves a checkpoint, or keeps the last one after an update without a finite gradient.
 
-        Returns whether it wrote one. After update 1 it always does, as there is no earlier one.
+        It is written while the run goes on. Returns whether there is one. After update 1 there
+        always is, as there is no earlier one.
         """
         if self.progress["skipped_in_a_row"] and self.progress["update"] > 1:
             return False
-        progress = self.progress | self.run_log.sync()
-        checkpoint.save_checkpoint(self.folder, self.policy, self.optimizer, progress, self.older)
+        self.writer.wait()  # for the one before
+        progress = copy.deepcopy(self.progress) | self.run_log.sync()
+        self.saved = checkpoint.save_checkpoint(
+            self.folder, self.policy, self.optimizer, progress, self.older, self.writer
+        )
         return True
 
     def _write_pages(self) -> None:
@@ -344,7 +353,9 @@ def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterat
                 raise Stopped(f"stopped{what} with: {run.resume_command()}")
             if is_writer and not run.stopped:
                 if cfg.sampler != "openai":
-                    checkpoint.export_model(run.folder, run.policy)
+                    latest = checkpoint.folder_of(run.folder, run.progress)
+                    same = run.saved if run.saved == latest else None  # of the same weights
+                    checkpoint.export_model(run.folder, run.policy, same)
                 print(printable("\n".join(final_lines(run.folder, settings))))
 
 
@@ -427,6 +438,7 @@ def _opened(
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
         Display(title, None, log_dir != folder, meanings(cfg.env, trust=True)) as display,
+        Writer(display) as writer,
     ):
         sampler.say = interrupt.say = display.say
         resumed = f"changed at this resume: {', '.join(changed.values())}" if changed else ""
@@ -448,8 +460,8 @@ def _opened(
                 from core.extras import agents
 
                 collector.play_program = partial(agents.play_program, collector)
-            yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, interrupt,
-                      progress, forward, sft_step, history, older, notes)  # fmt: skip
+            yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, writer,
+                      interrupt, progress, forward, sft_step, history, older, notes)  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:

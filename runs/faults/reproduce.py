@@ -55,6 +55,7 @@ SETTINGS = {
 KILLS = ("kill", "write", "time")  # also of rank 0 of two
 WAYS = (*KILLS, "power", "signal", "full", "limit", "damage")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WRITERS = ("MainThread", "writer")  # threads: the run's own, and that of core/run/writer.py
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 TIMEOUT = 60  # seconds for one process, which takes one or two
 GRACE = 3  # seconds for the other rank to end after one was killed
@@ -256,10 +257,12 @@ def watch(death: Death) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     changes, synced = os.open("changes", flags), os.open("synced", flags)
     count, fsync = 0, os.fsync
+    if death.way == "write":
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
 
     def note(event: str, arguments: Any) -> None:
         nonlocal count
-        if event not in CHANGES or threading.current_thread() is not threading.main_thread():
+        if event not in CHANGES or threading.current_thread().name not in WRITERS:
             return
         path = str(arguments[0])
         in_run = path.startswith("runs") or "/runs/" in path
@@ -270,7 +273,6 @@ def watch(death: Death) -> None:
         if count == death.change and death.way in ("kill", "power"):
             os.kill(os.getpid(), signal.SIGKILL)
         if count == death.change and death.way == "write":
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
