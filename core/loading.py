@@ -89,6 +89,10 @@ def load_policy(
     if lora_rank > 0 or adapters:
         model = _with_adapters(base, lora_rank, lora_alpha, adapters)
     model.to(torch_device)
+    if torch_device.type == "cuda":
+        # cuDNN's attention plans anew for each shape, and micro-batches differ in theirs: a step of
+        # a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
         set_template_options(tokenizer, parse_template_options(template_options), template_date)
         closing_id = end_of_turn_id(tokenizer)
