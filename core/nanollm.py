@@ -127,6 +127,8 @@ class NanoLLM(Sampler):
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.running: dict[str, Request] = {}
         self.numbers = itertools.count()  # of the requests
+        # Model Runner V2, on GPUs: vLLM draws each token from the seed of its request
+        self.draws_by_seed = False
         self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
         self.weights = weight_sharing.EngineWeights(policy.causal_lm)
@@ -163,16 +165,17 @@ class NanoLLM(Sampler):
     def add(self, request: Request) -> None:
         """As `Sampler.add`. Raises RuntimeError outside `with sampler:`.
 
-        A request that is `alone` draws with a seed of its own, so its draws do not depend on what
-        else is being sampled, but for each token vLLM then loops over the requests. All others draw
-        from one generator; the first of them, when nothing is being sampled, seeds it.
+        On GPUs a request draws with a seed of its own: its draws do not depend on what else is
+        being sampled. Model Runner V1, of vLLM's CPU build, loops over such requests for each
+        token, so there only requests that are `alone` have seeds. All others draw from one
+        generator; the first of them, when nothing is being sampled, seeds it.
         """
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")
         import vllm
 
         params = self._vllm_params(request.params, completion_limit(self.policy, request))
-        if request.alone:
+        if self.draws_by_seed or request.alone:
             params.seed = derive_seed(request.seed, request.stream)
         elif not self.running:
             with preserve_random_state(derive_seed(request.seed, distributed.rank())):
@@ -195,10 +198,13 @@ class NanoLLM(Sampler):
         self.running.clear()
 
     def _step(self) -> list[Any]:
-        """A step of the engine, with generators of its own: environments draw from the process's.
+        """A step of the engine. Returns vllm.RequestOutput for each request that has ended.
 
-        Returns vllm.RequestOutput for each request that has ended.
+        Model Runner V1 draws from the process's generators, as environments do: here the engine
+        has states of its own for them.
         """
+        if self.draws_by_seed:
+            return self.engine.step()
         with preserve_random_state():
             set_random_state(self.random_state)
             outputs = self.engine.step()
@@ -330,6 +336,7 @@ class NanoLLM(Sampler):
             weight_sharing.undecorated(type(policy.causal_lm.get_decoder())),
         ):
             self.engine = LLMEngine.from_engine_args(arguments, UsageContext.LLM_CLASS)
+        self.draws_by_seed = self.engine.vllm_config.use_v2_model_runner
         [engine_model] = self.engine.apply_model(lambda model: model)
         weight_sharing.check_bound(engine_model, self.weights.shared)
         if policy.lora_rank:
