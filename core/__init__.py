@@ -1,6 +1,17 @@
 """What the loop in train.py calls: rollouts, sampler, model, batching and the files of a run."""
 
 import logging
+import os
+from time import perf_counter
+
+STARTED = perf_counter()
+
+# In an operation of torch each thread waits for the others in a loop before it sleeps. Beside busy
+# programs the loop takes the core that one of the others needs. A short loop costs nothing on a
+# quiet machine. OpenMP reads these when torch is imported, which this file therefore precedes
+if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set wins
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns of the loop: GNU's library, on Linux
+    os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms: LLVM's and Intel's, on macOS and Windows
 
 # transformers imports torchao wherever it is installed, which warns about kernels for other GPUs
 for _name in ("torchao", "torch.utils._pytree"):

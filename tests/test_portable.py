@@ -131,6 +131,48 @@ def test_exercises_are_checked(finished):
     assert "Next: exercise 1" in finished("scratch.py", code=1)
 
 
+WATCH = """
+import os, runpy, sys
+from importlib.machinery import PathFinder
+
+class Watch(PathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(*(os.environ.get(x) for x in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")))
+            sys.exit()
+
+sys.meta_path.insert(0, Watch())
+sys.argv = sys.argv[1:]
+if sys.argv[0] == "-m":
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "args", ["train.py", "scratch.py", "-m core.chat x", "-m core.workshop.one_update"]
+)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000 0"), ({"GOMP_SPINCOUNT": "7"}, "7 0"), ({"OMP_WAIT_POLICY": "x"}, "None None")],
+)
+def test_threads_wait_in_a_short_loop_unless_the_user_says_otherwise(args, given, expected):
+    """What OpenMP would find in the environment when a program imports torch."""
+    ours = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
+    variables = {k: v for k, v in os.environ.items() if k not in ours} | given
+    done = subprocess.run([sys.executable, "-c", WATCH, *args.split()], env=variables, cwd=ROOT,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.stdout.split("\n")[0] == expected, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP")
+def test_the_library_of_torch_reads_how_long_threads_wait():
+    variables = os.environ | {"OMP_DISPLAY_ENV": "verbose", "GOMP_SPINCOUNT": "1000"}
+    done = subprocess.run([sys.executable, "-c", "import torch"], env=variables,
+                          capture_output=True, text=True)  # fmt: skip
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
 @pytest.mark.parametrize("args", [["train.py", "--help"], ["-m", "environments"]])
 def test_output_in_ascii(args, tmp_path):
     variables = os.environ | {"PYTHONIOENCODING": "ascii"}
