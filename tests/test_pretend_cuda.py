@@ -21,6 +21,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from core import batching, prefix_sharing
+from core.loading import load_policy
 
 aten = torch.ops.aten
 COPIES = {aten.copy_}  # from one device to the other
@@ -229,6 +230,19 @@ def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, flags):
         # update 1 has also been evaluated where it was the last
         ours = {name: value for name, value in ours.items() if name in theirs}
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_a_policy_on_cuda_uses_no_attention_of_cudnn(qwen3_folder):
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        load_policy(str(qwen3_folder), device="cpu")
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        with pretend_cuda():
+            load_policy(str(qwen3_folder), device="cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def test_a_run_with_a_tensor_on_the_wrong_device_fails(command, monkeypatch):
