@@ -8,7 +8,9 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,8 +26,12 @@ from core import nanollm, weight_sharing
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
-from core.sampler import SamplingParams, TorchSampler
+from core.sampler import Request, SamplingParams, TorchSampler
+from core.seeds import derive_seed
 from core.types import UsageError
+
+sys.path.append(str(Path(__file__).parent.parent / "runs/benchmarks"))
+from between_steps import stub_sampler
 
 pytestmark = pytest.mark.vllm
 
@@ -258,6 +264,29 @@ class TestOneEngine:
         assert [c.token_ids for c in completions] == draws[0]
         assert state() != before
 
+    @pytest.mark.parametrize("alone", [False, True], ids=["one generator", "a seed per request"])
+    def test_draws_have_the_probabilities_of_the_policy(self, engine, device, alone):
+        """A χ² test of 2,000 first tokens: 16 tokens with the most, and all others."""
+        assert engine.draws_by_seed == (device == "cuda")  # then both cases are the second
+        prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=0.5)
+        requests = [Request(prompt, params, 3, i, alone=alone) for i in range(2000)]
+        drawn = Counter()
+        with engine:
+            for request in requests:
+                engine.add(request)
+            while sum(drawn.values()) < len(requests):
+                drawn.update(c.token_ids[0] for _, c in engine.step())
+        with torch.no_grad():
+            ids = torch.tensor([prompt], device=engine.policy.device)
+            logits = engine.policy.to_logits(engine.policy.hidden_states(ids)[0, -1:])[0]
+        likely, ids = (logits / params.temperature).softmax(-1).topk(16)
+        expected = [2000 * p for p in [*likely.tolist(), 1 - likely.sum().item()]]
+        found = [drawn[i] for i in ids.tolist()]
+        found.append(2000 - sum(found))
+        assert min(expected) > 5
+        chi2 = sum((f - e) ** 2 / e for f, e in zip(found, expected, strict=True))
+        assert chi2 < 39.3  # 16 degrees of freedom: exceeded once in 1,000 seeds
+
     def test_prefix_cache_serves_equal_prompts_until_sync(self, engine, monkeypatch):
         num_cached = []
         step = engine.engine.step
@@ -336,6 +365,30 @@ class TestOneEngine:
         greedy = SamplingParams(max_tokens=64, temperature=0)
         [completion] = sample(engine, [[65] * 156], greedy)
         assert len(completion.token_ids) <= 4
+
+
+@pytest.mark.parametrize("v2", [True, False], ids=["V2", "V1"])
+def test_with_model_runner_v2_a_request_draws_by_its_seed_and_no_generator_is_kept(
+    qwen3, load, monkeypatch, v2
+):
+    class Engine:
+        def add_request(self, request_id, prompt, params, lora_request):
+            seeds.append(params.seed)
+
+        def step(self):
+            torch.rand(1)
+            return []
+
+    sampler, seeds = stub_sampler(load(str(qwen3)), draws_by_seed=v2), []
+    sampler.engine = Engine()
+    for number in range(3):
+        sampler.add(Request([65], PARAMS, seed=7, stream=number, alone=number == 2))
+    own = [derive_seed(7, number) for number in range(3)]
+    assert seeds == (own if v2 else [None, None, own[2]])
+    calls, before = [], state()
+    monkeypatch.setattr(nanollm, "set_random_state", lambda _: calls.append(1))
+    sampler.step()
+    assert (len(calls), state() != before) == ((0, True) if v2 else (1, False))
 
 
 def test_a_model_that_vllm_computes_differently_is_refused_and_leaves_no_trace(qwen3, load):
