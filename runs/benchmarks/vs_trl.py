@@ -9,8 +9,8 @@ Both sides load the same model, use the same prompts, sample the same number of 
 train once on all of them, without a reference model or gradient checkpointing; on the CPU in
 float32. picoRL runs `train.main`, including its metrics and rollout files, without --microscope: a
 pass after the step for the report, which TRL does not have. TRL runs `GRPOTrainer.train` with its
-other defaults. A step lasts from the end of one step to the end of the next; the first step of a
-process is left out.
+other defaults. Neither saves a checkpoint. A step lasts from the end of one step to the end of the
+next; the first step of a process is left out.
 """
 
 import os
@@ -240,7 +240,7 @@ def picorl(
     from core.run.open import Run
 
     timer = StepTimer(gpu)
-    collect, log = train.collect_rollouts, Run.log
+    collect, log, save = train.collect_rollouts, Run.log, Run.save
 
     def collect_rollouts(*args: Any) -> Any:
         sampled, kept = collect(*args)
@@ -256,7 +256,7 @@ def picorl(
         return stop
 
     train.collect_rollouts = timer.time_sampling(collect_rollouts)
-    Run.log = end_step
+    Run.log, Run.save = end_step, lambda run: False
     here = os.getcwd()
     try:
         with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
@@ -272,7 +272,7 @@ def picorl(
             ))  # fmt: skip
     finally:
         os.chdir(here)
-        train.collect_rollouts, Run.log = collect, log
+        train.collect_rollouts, Run.log, Run.save = collect, log, save
     return timer.answer()
 
 

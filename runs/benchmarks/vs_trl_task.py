@@ -230,9 +230,14 @@ def run_picorl(name: str, seed: int, updates: int) -> Race:
             race.grad_norm = metrics["grad/norm"]
         return log(run, update, metrics, rollouts)
 
+    def save(run: Run, saved: Any = Run.save) -> bool:
+        done = saved(run)
+        run.writer.wait()
+        return done
+
     train.collect_rollouts, Run.updates, Run.log = collect_rollouts, until_reached, log_update
     Run.evaluate = race.evaluating(Run.evaluate)
-    Run.save = race.outside(Run.save)
+    Run.save = race.outside(save)
     Run._write_pages = race.outside(Run._write_pages)
     cfg = settings(name, seed, updates)
     here = os.getcwd()
