@@ -64,6 +64,7 @@ PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would h
 LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
 PLENTY = 1 << 50  # bytes; any KV cache fits
+MAX_GRAPH = 512  # requests in vLLM's largest CUDA graph by default
 CPU_BLOCK_SIZE = 32  # tokens; vLLM's default of 128 would not share shorter prompts
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process
@@ -81,6 +82,7 @@ def make_sampler(
     reserved_bytes: int = 0,
     eager: bool = False,
     with_kept_ids: bool = False,
+    num_rollouts: int = 0,
 ) -> Sampler:
     """Makes "torch", "vllm", or "auto": vllm on a GPU if it starts, otherwise torch.
 
@@ -89,7 +91,9 @@ def make_sampler(
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
         return TorchSampler(policy)
     try:
-        return NanoLLM(policy, gpu_memory_utilization, reserved_bytes, eager, with_kept_ids)
+        return NanoLLM(
+            policy, gpu_memory_utilization, reserved_bytes, eager, with_kept_ids, num_rollouts
+        )
     except UsageError as error:
         if name != "auto":
             raise
@@ -108,19 +112,22 @@ class NanoLLM(Sampler):
         reserved_bytes: int = 0,
         eager: bool = False,
         with_kept_ids: bool = False,
+        num_rollouts: int = 0,
     ):
         """Starts the engine in this process, on the policy's device.
 
         Training and the engine together use at most `gpu_memory_utilization` of the GPU's memory,
         less `reserved_bytes` for what training has yet to allocate. `eager`: without torch.compile
         and CUDA graphs, as always on a CPU. `with_kept_ids`: `Completion.kept_ids` is what top-k
-        and top-p kept. Raises UsageError if vLLM or memory is missing, the model cannot be shared,
-        the engine does not start, or its log-probs are further from the trainer's than MAX_GAP.
+        and top-p kept. `num_rollouts`: most completions that will be sampled at the same time; 0:
+        unknown. Raises UsageError if vLLM or memory is missing, the model cannot be shared, the
+        engine does not start, or its log-probs are further from the trainer's than MAX_GAP.
         """
         if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
             raise UsageError(obstacle)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy, self.with_kept_ids = policy, with_kept_ids
+        self.num_rollouts = num_rollouts
         self.engine: Any = None  # vllm.v1.engine.llm_engine.LLMEngine
         self.lora_request: Any = None
         self.slots: list[weight_sharing.AdapterSlot] = []
@@ -315,6 +322,8 @@ class NanoLLM(Sampler):
         arguments = _engine_arguments(policy, eager, memory_arguments)
         if self.with_kept_ids:
             arguments.return_sampling_mask = True
+        if policy.device.type == "cuda" and not eager:
+            arguments.max_cudagraph_capture_size = largest_graph(self.num_rollouts)
         use_memory_pool = CuMemAllocator.use_memory_pool
         get_kv_cache_configs = core_module.get_kv_cache_configs
 
@@ -427,6 +436,18 @@ def why_no_kept_ids(policy: Policy) -> str:
         return ""
     return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
             "that they kept: use --sampler torch, or neither of them")  # fmt: skip
+
+
+def largest_graph(num_rollouts: int) -> int | None:
+    """The largest batch with a CUDA graph; None: vLLM's default, for `num_rollouts` 0 or many.
+
+    A power of 2, because vLLM's cache of compiled code has other entries for each value.
+
+    >>> [largest_graph(n) for n in (0, 1, 96, 128, 300)]
+    [None, 1, 128, 128, None]
+    """
+    power = 1 << (num_rollouts - 1).bit_length()
+    return power if 0 < num_rollouts <= MAX_GRAPH // 2 else None
 
 
 def free_cached_memory() -> None:

@@ -97,6 +97,19 @@ def test_a_run_writes_all_its_files(whole_run):
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows if row and row[0].isdigit()] == ["1", "2", "3", "4"]
     AutoModelForCausalLM.from_pretrained(whole_run / "model")
+    saved = whole_run / "checkpoint/000006-000005/weights.safetensors"  # those of the last update
+    assert (whole_run / "model/model.safetensors").samefile(saved)
+
+
+def test_the_times_of_the_start_are_in_the_first_record_alone(command, whole_run):
+    def with_them(run):
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line).get("update") for line in lines if "time/start_sampler_s" in line]
+
+    assert with_them(whole_run) == [0]
+    shutil.copytree(whole_run, "runs/a")
+    assert command("--resume", "runs/a", "--num-updates", 6)[0] == 0
+    assert with_them(Path("runs/a")) == [0, 5]
 
 
 def test_another_seed_gives_other_metrics(command, whole_run):

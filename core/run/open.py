@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from core import config, distributed, evaluation, tasks
+from core import STARTED, config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of, title_of
 from core.batching import RolloutBatch
 from core.config import RUNS, Config
@@ -24,7 +24,7 @@ from core.metrics import UpdateStats, rollout_metrics
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
-from core.pool import is_program
+from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.summary import final_lines
 from core.report.token_traces import trace_tokens
@@ -33,7 +33,7 @@ from core.run import folder as run_dir
 from core.run import log as run_log
 from core.run.console import Display
 from core.run.files import scratch_folder
-from core.run.interrupt import Interrupt
+from core.run.interrupt import Interrupt, is_program
 from core.run.models import load_policy
 from core.run.reference import reference_bytes
 from core.run.staleness import Weights
@@ -42,8 +42,8 @@ from core.sampler import Sampler, SamplingParams, TorchSampler
 from core.selection import as_rollouts, drop_failed, keep_best
 from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
-from environments import rewarded
-from environments.registry import meanings, short, split_spec
+from environments import Env, rewarded
+from environments.registry import constructor, meanings, short, split_spec
 from environments.text import printable
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
@@ -78,6 +78,7 @@ class Run:
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
     page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
+    start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
 
     @property
     def next_update(self) -> int:
@@ -152,7 +153,8 @@ class Run:
         Returns whether the run has to stop: because of --stop-on, or because MAX_SKIPPED updates in
         a row had no finite gradient.
         """
-        record = {"update": update, **metrics}
+        record = {"update": update, **metrics, **self.start_seconds}
+        self.start_seconds = {}
         if update > 0:
             record["groups/level"] = self.progress["level"]
             if self.cfg.lora_rank:
@@ -389,6 +391,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 def _opened(
     cfg: Config, algorithm: Any, forward: Any, sft_step: Any, folder: Path, log_dir: Path, new: bool
 ) -> Iterator[Run]:
+    started = perf_counter()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
     advice = f"Use {smaller}--optimizer adamw8bit, a lower --max-model-len or a smaller model"
@@ -409,8 +412,12 @@ def _opened(
             checkpoint.load_checkpoint(found.folder, policy, optimizer)
             older.extend(checkpoint.load_older(found.folder))
         reserved = reference_bytes(cfg, policy)
+        loaded = perf_counter()
         sampler = _make_sampler(cfg, policy, algorithm, reserved)
         future_bytes = reserved + optimizer.gradient_bytes()
+        start_seconds = {"model": loaded - started, "sampler": perf_counter() - loaded}
+        if is_program():
+            start_seconds["import"] = started - STARTED
         remarks = memory.set_micro_batch_budget(policy, cfg, future_bytes)
     damage = distributed.broadcast_from_rank_0(
         lambda: run_log.rewind(log_dir, found.progress, cfg.trust)
@@ -456,12 +463,15 @@ def _opened(
             env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
         )) as collector:  # fmt: skip
             collector.pool.threads.say, collector.opponents = display.say, opponents
-            if any(map(is_program, (*cfg.env, *cfg.eval_env))):
+            if any(map(is_agent_program, (*cfg.env, *cfg.eval_env))):
                 from core.extras import agents
 
                 collector.play_program = partial(agents.play_program, collector)
-            yield Run(cfg, folder, policy, optimizer, collector, sampler, log, display, writer,
-                      interrupt, progress, forward, sft_step, history, older, notes)  # fmt: skip
+            yield Run(
+                cfg, folder, policy, optimizer, collector, sampler, log, display, writer, interrupt,
+                progress, forward, sft_step, history, older, notes,
+                start_seconds={f"time/start_{k}_s": v for k, v in start_seconds.items()},
+            )  # fmt: skip
 
 
 def _load_policy(cfg: Config, folder: Path) -> Policy:
@@ -504,5 +514,26 @@ def _make_sampler(cfg: Config, policy: Policy, algorithm: Any, reserved: int) ->
         return TorchSampler(policy, algorithm.draw)
     # the trainer has to know which tokens top-k and top-p kept
     drops_tokens = cfg.top_p < 1 or cfg.top_k > 0
-    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved,
-                        cfg.vllm_eager, with_kept_ids=drops_tokens)  # fmt: skip
+    return make_sampler(cfg.sampler, policy, cfg.gpu_memory_utilization, reserved, cfg.vllm_eager,
+                        drops_tokens, num_rollouts(cfg))  # fmt: skip
+
+
+def num_rollouts(cfg: Config) -> int:
+    """How many completions this rank samples at the same time, at most; 0: unknown, as for games.
+
+    >>> num_rollouts(Config(num_prompts=16, group_size=8, eval_num_tasks=100))
+    128
+    >>> num_rollouts(Config(env=("iterated_game",)))
+    0
+    """
+    if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
+        return 0
+    trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
+    evaluated = cfg.eval_num_tasks * max(1, cfg.eval_samples)
+    return -(-max(trained, evaluated) // distributed.num_ranks())
+
+
+def has_one_agent(spec: str) -> bool:
+    """Whether an episode never asks for several completions at the same time; False: unknown."""
+    made: Any = constructor(spec)
+    return isinstance(made, type) and issubclass(made, Env) and not is_agent_program(spec)
