@@ -134,7 +134,7 @@ class NanoLLM(Sampler):
         self.cpu_cache: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self.running: dict[str, Request] = {}
         self.numbers = itertools.count()  # of the requests
-        # Model Runner V2, on GPUs: vLLM draws each token from the seed of its request
+        # with Model Runner V2, for dense models on GPUs, vLLM draws from the seed of each request
         self.draws_by_seed = False
         self.random_state = random_state()  # of the engine, see `_step`
         self.awake = True
@@ -172,10 +172,10 @@ class NanoLLM(Sampler):
     def add(self, request: Request) -> None:
         """As `Sampler.add`. Raises RuntimeError outside `with sampler:`.
 
-        On GPUs a request draws with a seed of its own: its draws do not depend on what else is
-        being sampled. Model Runner V1, of vLLM's CPU build, loops over such requests for each
-        token, so there only requests that are `alone` have seeds. All others draw from one
-        generator; the first of them, when nothing is being sampled, seeds it.
+        With Model Runner V2 a request draws with a seed of its own: its draws do not depend on what
+        else is being sampled. V1, as on vLLM's CPU build, loops over such requests for each token,
+        so there only requests that are `alone` have seeds. All others draw from one generator; the
+        first of them, when nothing is being sampled, seeds it.
         """
         if not self.awake:
             raise RuntimeError("NanoLLM samples only inside `with sampler:`")

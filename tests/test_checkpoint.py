@@ -10,6 +10,7 @@ from conftest import load_small
 from test_files import small_files
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from core.extras.opponents import saved_updates
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.run import checkpoint
@@ -123,13 +124,29 @@ def test_what_is_written_later_is_the_state_when_it_was_saved(run, qwen3_folder)
             assert torch.equal(moment[name], state["adamw"]["state"][key][name])
 
 
-@pytest.mark.parametrize("free", [0, None])
-def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(run, monkeypatch, free):
+@pytest.mark.parametrize(
+    ("free", "limit", "at_once"), [(0, 10**9, True), (None, 0, True), (None, 10**9, False)]
+)
+def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
+    run, monkeypatch, free, limit, at_once
+):
+    """`free` None: a system that does not say."""
     _, _, _, save = run
     monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: free)
+    monkeypatch.setattr(checkpoint, "COPY_BYTES", limit)
     later = Later()
-    assert save(3, later).exists() == (free == 0)
-    assert hasattr(later, "write") == (free is None)  # a system that does not say
+    assert save(3, later).exists() == at_once
+    assert hasattr(later, "write") == (not at_once)
+
+
+def test_a_copy_that_finds_no_memory_is_done_without(run, monkeypatch):
+    _, _, _, save = run
+
+    def no_memory(state):
+        raise MemoryError
+
+    monkeypatch.setattr(checkpoint, "_on_host", no_memory)
+    assert save(3, Later()).exists()
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_was_complete_begins_again(run):
@@ -142,8 +159,10 @@ def test_a_run_that_ended_before_its_first_checkpoint_was_complete_begins_again(
     with pytest.raises(OSError, match="File too large"), small_files(100_000):
         later.write()
     assert find_checkpoint(folder).progress == START  # its disk was full
+    assert saved_updates(folder) == [1]  # older copies that it needs are kept
     later.write()
     assert find_checkpoint(folder).progress == progress(1)
+    assert saved_updates(folder) == [1]
     shutil.rmtree(later.part.with_name(later.part.name.removeprefix(".part-")))
     with pytest.raises(UsageError, match="restore"):  # somebody has removed it
         find_checkpoint(folder)
@@ -186,6 +205,8 @@ def test_adapters_and_a_value_head_are_not_the_file_of_a_model(run, qwen3_folder
 def test_weights_that_transformers_writes_by_other_names_are_not_the_file_of_a_model(policy):
     assert has_names_of_model(policy)
     shape = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_experts": 2}
+    policy.model.register_buffer("extra", torch.zeros(1))  # not in a checkpoint
+    assert not has_names_of_model(policy)
     policy.model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))  # experts in one tensor
     assert not has_names_of_model(policy)
 

@@ -1,16 +1,19 @@
 """Whole runs of a few small updates: files, repetition, resuming, skipped updates."""
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from conftest import save_small
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
@@ -238,6 +241,51 @@ def test_an_update_without_a_finite_loss_is_skipped_and_counted(command, poisone
     assert all((r["reward/mean"] is None) == bool(r["update/skipped"]) for r in records)
     model = AutoModelForCausalLM.from_pretrained("runs/a/model")
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_the_model_has_the_last_weights_though_their_update_was_not_saved(command, monkeypatch):
+    """Update 1 is saved, update 2 is not, and update 3 has no finite gradient."""
+    monkeypatch.setattr(base, "MAX_REWARD", math.inf)
+    known, resets = dict(registry.ENVIRONMENTS), itertools.count()
+
+    @register("late")
+    class Late(Env):
+        def reset(self, seed):
+            self.bad = next(resets) >= 2 * 12
+            return [{"role": "user", "content": f"{seed}"}]
+
+        def step(self, response):
+            return Step(None, 3e38 if self.bad else float(len(response) % 2), True, {})
+
+    flags = """--sft-steps 0 --env late --num-updates 3 --eval-num-tasks 0 --save-every 0 --lr 1e-3
+        --algo reinforce --reinforce.baseline none --max-tokens 4 --run-name a""".split()
+    code, _, err = command(*SMALL, *flags)
+    registry.ENVIRONMENTS.clear()
+    registry.ENVIRONMENTS.update(known)
+    assert code == 0, err
+    assert [r["update/skipped"] for r in metrics_of(Path("runs/a"))[1:]] == [0, 0, 1]
+    [saved] = Path("runs/a/checkpoint").iterdir()
+    weights = load_file(saved / "weights.safetensors")
+    model = load_file("runs/a/model/model.safetensors")
+    assert saved.name == "000000-000002" and weights.keys() == model.keys()
+    assert not all(torch.equal(weights[name], model[name]) for name in model)
+
+
+def test_a_full_disk_ends_a_run_though_training_does_not_wait_for_the_checkpoint(
+    command, monkeypatch
+):
+    names = []
+
+    def full(*_):
+        names.append(threading.current_thread().name)
+        raise OSError(28, "No space left on device", "weights.safetensors")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    flags = "--sft-steps 0 --num-updates 40 --eval-num-tasks 0 --save-every 0 --run-name a"
+    code, _, err = command(*SMALL, *flags.split())
+    assert code == 1 and "No space left on device" in err and err.count("\n") == 1
+    assert names == ["writer"]
+    assert len(metrics_of(Path("runs/a"))) < 1 + 40
 
 
 def test_many_skipped_updates_in_a_row_stop_the_run_and_keep_the_checkpoint(command, poisoned):

@@ -97,16 +97,23 @@ def test_the_error_that_ends_a_run_is_not_hidden_by_that_of_its_write(writer, sh
     assert "No space left on device" in shown.getvalue()
 
 
-def test_ctrl_c_while_a_write_is_waited_for_ends_at_once(writer, tmp_path, monkeypatch):
+@pytest.mark.parametrize("program", [True, False], ids=["command", "notebook"])
+def test_ctrl_c_while_a_write_is_waited_for_ends_a_command_at_once(
+    writer, tmp_path, monkeypatch, program
+):
+    """A notebook goes on, where another run could meet the files of the write."""
     go = Event()
+    monkeypatch.setattr(writer_module, "is_program", lambda: program)
 
-    def interrupted(*_):
+    def interrupted(thread):
+        monkeypatch.setattr(writer, "_show", lambda thread: (go.set(), thread.join()))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(writer, "_show", interrupted)
     with pytest.raises(KeyboardInterrupt), writer:
         writer.start(lambda: go.wait(60), tmp_path, 1)
+        thread = writer.thread
         writer.wait()
-    assert writer.thread.is_alive() and writer.thread.daemon
+    assert thread.daemon and thread.is_alive() == program
     go.set()
-    writer.thread.join()
+    thread.join()

@@ -33,7 +33,7 @@ from core.episodes import Ask, Episode
 from core.extras.openai_sampler import OpenAISampler
 from core.policy import Policy
 from core.pool import Call
-from core.run.checkpoint import copy_weights, save_weights
+from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
@@ -184,8 +184,9 @@ def copies_at(update: int, interval: int) -> list[int]:
 
 
 def saved_updates(run: Path) -> list[int]:
-    """The last finished update of each checkpoint."""
-    names = [p.name.rpartition("-")[2] for p in (run / "checkpoint").glob("[0-9]*-*")]
+    """The last finished update of each checkpoint, also of the one that is being written."""
+    files = (run / "checkpoint").glob("[0-9]*-*")
+    names = {p.name.removesuffix(UNFINISHED).rpartition("-")[2] for p in files}
     return [int(name) - 1 for name in names if name.isdecimal()]
 
 

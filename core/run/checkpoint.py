@@ -6,7 +6,7 @@
         older.safetensors                with --staleness: those of the updates before
         state.json                       progress, settings, and checksums of the other files
 
-A checkpoint is copied to the host's memory at once and written while training goes on
+A checkpoint is copied to the host's memory, if there is enough, and written while training goes on
 (core/run/writer.py): under another name, flushed to disk and renamed, so it is complete as soon as
 it exists. The two newest are kept, and a damaged one is skipped when a run resumes. The first is of
 the warm start or of update 1: a run that is killed before it is written starts again. Random states
@@ -16,7 +16,6 @@ are not saved: every update derives its seeds from --seed and its own number.
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,14 +38,15 @@ from core.run.log import METRICS, iter_records
 from core.run.memory import host_free_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
-from core.types import UsageError
+from core.types import UsageError, ran_out
 
 KEEP = 2  # checkpoints
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 MODEL = "model.safetensors"  # transformers' name
-FIRST = "the first checkpoint is not complete"  # an empty file, in the meantime
-COPIED = 0.5  # of the free memory, at most, for the copy of a checkpoint
+UNFINISHED = ".unfinished"  # ends the name of an empty file beside it while one is written
+COPY_SHARE = 0.5  # of the free memory, at most, for the copy of a checkpoint
+COPY_BYTES = 2 * 10**9  # the same where free memory cannot be measured
 # "update" is the last finished one; -1: not even evaluated
 START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
          "best": []}  # fmt: skip
@@ -80,21 +80,19 @@ def save_checkpoint(
     target = folder_of(run, progress)
     if distributed.rank() > 0:
         return target
-    named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
-    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer_state, OLDER: named}
+    state = {WEIGHTS: policy.trainable(), OPTIMIZER: optimizer_state}
     settings = yaml.safe_load((run / "config.yaml").read_bytes())
-    write = partial(_write, target, {"progress": progress, "settings": settings})
+    facts = {"progress": progress, "settings": settings}
     target.parent.mkdir(parents=True, exist_ok=True)
-    if not _newest_first(target.parent):
-        (target.parent / FIRST).touch()
-        flush(target.parent)
+    target.with_name(f"{target.name}{UNFINISHED}").touch()
+    flush(target.parent)
     num_bytes = sum(tensor.nbytes for tensor in _tensors(state))
-    free = host_free_bytes()
-    if writer is None or (free is not None and num_bytes > COPIED * free):
-        write(state)
+    copied = _copy_on_host(state, num_bytes) if writer is not None else None
+    write = partial(_write, target, facts, copied or state, list(older))
+    if writer is None or copied is None:
+        write()
     else:
-        part = target.with_name(f"{PART}{target.name}")
-        writer.start(partial(write, _on_host(state)), part, num_bytes)
+        writer.start(write, target.with_name(f"{PART}{target.name}"), num_bytes)
     return target
 
 
@@ -104,29 +102,49 @@ def folder_of(run: Path, progress: dict[str, Any]) -> Path:
     return run / "checkpoint" / name
 
 
-def _write(target: Path, facts: dict[str, Any], state: dict[str, Any]) -> None:
-    # a `target` that exists is damaged, or the run was stopped right after it was saved
-    with sealed(target, facts) as part:
-        save_weights(part, state[WEIGHTS])
-        if state[OLDER]:
-            save_weights(part, state[OLDER], OLDER)
-        with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
-            torch.save(state[OPTIMIZER], file)
-    remove(target.parent / FIRST)
+def _write(
+    target: Path, facts: dict[str, Any], state: dict[str, Any], older: list[Weights]
+) -> None:
+    try:
+        # a `target` that exists is damaged, or the run was stopped right after it was saved
+        with sealed(target, facts) as part:
+            save_weights(part, state[WEIGHTS])
+            if older:
+                named = {f"{i}:{name}": t for i, old in enumerate(older) for name, t in old.items()}
+                save_weights(part, named, OLDER)
+            with (part / OPTIMIZER).open("wb") as file:  # of Python, whose errors say what failed
+                torch.save(state[OPTIMIZER], file)
+    finally:
+        marks = target.parent.glob(f"*{UNFINISHED}") if _newest_first(target.parent) else ()
+        for mark in marks:  # a run without a complete checkpoint keeps them, and begins again
+            remove(mark)
     for old in _newest_first(target.parent)[KEEP:]:
         remove(old)
 
 
+def _copy_on_host(state: dict[str, Any], num_bytes: int) -> dict[str, Any] | None:
+    """`state` with copies of its tensors in the host's memory; None: they may not fit."""
+    free = host_free_bytes()
+    if num_bytes > (COPY_BYTES if free is None else COPY_SHARE * free):
+        return None
+    try:
+        return _on_host(state)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        return None
+
+
 def _on_host(state: Any) -> Any:
-    """`state` with copies of its tensors in the host's memory."""
     if isinstance(state, dict):
         return {key: _on_host(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
         return type(state)(map(_on_host, state))
     if not isinstance(state, Tensor):
         return state
-    if state.device.type == "cpu":
-        return state.detach().clone()
+    state = state.detach()
+    if state.device.type != "cuda":
+        return state.to("cpu", copy=True)
     return torch.empty(state.shape, dtype=state.dtype).copy_(pinned_copy(state, state.dtype))
 
 
@@ -149,7 +167,7 @@ def find_checkpoint(run: Path) -> ResumePoint:
     folders = _newest_first(run / "checkpoint")
     if not folders:
         # the first one is that of update 1
-        begun = (run / "checkpoint" / FIRST).exists()
+        begun = any((run / "checkpoint").glob(f"*{UNFINISHED}"))
         updates = (record.get("update") for record in iter_records(run / METRICS))
         if not begun and any(update not in (None, 0, 1) for update in updates):
             raise UsageError(f"--resume {run}: its checkpoint/ is empty or missing: restore it, or "
@@ -264,18 +282,20 @@ def copy_weights(
 def export_model(run: Path, policy: Policy, saved: Path | None = None) -> Path:
     """Write `<run>/model/`, which AutoModelForCausalLM or, with LoRA, PeftModel can load.
 
-    `saved`: a checkpoint of the same weights. The model's file is a link to that of the checkpoint
-    if transformers would write the same tensors, and if the disk has links.
+    `saved`: a checkpoint of the same weights. The model's file is a hard link to that of the
+    checkpoint if transformers would write the same tensors, and if the disk has links.
     """
     target = run / "model"
     with published(target) as part:
-        part.mkdir()
-        rest: dict[str, Any] = {}
-        if saved is not None and has_names_of_model(policy):
-            with suppress(OSError):
+        if saved is None or not has_names_of_model(policy):
+            policy.model.save_pretrained(part)
+        else:
+            policy.model.save_pretrained(part, state_dict={})  # all but the weights
+            remove(part / MODEL)  # should a release of transformers write an empty one
+            try:
                 os.link(saved / WEIGHTS, part / MODEL)
-                rest = {"state_dict": {}}  # the weights are there
-        policy.model.save_pretrained(part, **rest)
+            except OSError:
+                policy.model.save_pretrained(part)
         policy.tokenizer.save_pretrained(part)
     return target
 

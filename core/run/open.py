@@ -529,7 +529,7 @@ def num_rollouts(cfg: Config) -> int:
     if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
         return 0
     trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
-    evaluated = cfg.eval_num_tasks * max(1, cfg.eval_samples)
+    evaluated = cfg.eval_num_tasks * max(1, cfg.eval_samples) * len(cfg.eval_env or cfg.env)
     return -(-max(trained, evaluated) // distributed.num_ranks())
 
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from threading import Thread
 
 from core.run.console import Display
+from core.run.interrupt import is_program
 
 PATIENCE, POLL = 1.0, 0.1  # seconds of waiting before there is a line, and between its updates
 MB = 10**6
 
 
 class Writer:
-    """On exit from its context it waits for the write, but not after Ctrl-C to end the process."""
+    """On exit from its context it waits for the write, but not if Ctrl-C ends the process."""
 
     def __init__(self, display: Display) -> None:
         self.display = display
@@ -60,7 +61,9 @@ class Writer:
         with self.display.phase("checkpoint, MB", total) as phase:
             while thread.is_alive():
                 thread.join(POLL)
-                with suppress(OSError):  # the folder has got its name, or is removed
+                if phase.done == total:  # from now on the folder may get its name
+                    continue
+                with suppress(OSError):  # it does not exist yet, or is removed
                     written = sum(file.stat().st_size for file in self.part.iterdir()) // MB
                     phase.advance(steps=max(0, min(written, total) - phase.done))
 
@@ -70,7 +73,7 @@ class Writer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
-        elif not issubclass(kind, KeyboardInterrupt):
+        elif not (issubclass(kind, KeyboardInterrupt) and is_program()):  # a notebook goes on
             try:
                 self.wait()
             except OSError as error:  # the run has failed already
