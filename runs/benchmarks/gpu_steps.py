@@ -13,8 +13,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -110,32 +111,42 @@ def eager() -> Found:
 
 
 def sleep() -> Found:
-    """Sleep frees the KV cache; an optimizer step while asleep is seen after waking."""
-    policy = make_policy()
-    sampler = make_engine(policy, eager=True)
-    with sampler:
-        old, awake = sampler.sample(PROMPTS, PARAMS), memory()
-    asleep = memory()
-    assert awake - asleep > (0.05 if ON_CPU else 0.5), f"awake {awake:.2f}, asleep {asleep:.2f}"
-    train(policy, steps=3)
-    with sampler:
-        found = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
-    stale = sampling_gaps(policy, old, 0.7).mean().item()
-    assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
-    return found | {"awake_gib": awake, "asleep_gib": asleep, "gap_to_old_weights": stale}
+    """Sleep frees the KV cache, cycles keep no memory, and a step while asleep is seen after it.
+
+    Alone on the GPU, with two engines one after the other: all engines of other steps are small.
+    """
+    policy, closed = make_policy(), list[float]()
+    found: Found = {}
+    for number in ("first", "second"):
+        sampler, used = make_engine(policy, eager=True), list[float]()
+        for _ in range(4):
+            with sampler:
+                old, awake = sampler.sample(PROMPTS, PARAMS), memory()
+            used.append(round(memory(), 3))
+        assert awake - used[-1] > (0.05 if ON_CPU else 0.5), f"awake {awake}, asleep {used[-1]}"
+        assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
+        train(policy, steps=3)
+        with sampler:
+            found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+        stale = sampling_gaps(policy, old, 0.7).mean().item()
+        assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
+        sampler.close()
+        closed.append(round(memory(), 3))
+        found[number] = {"awake_gib": awake, "asleep_gib": used, "gap_to_old_weights": stale}
+    # what one process keeps of its first engine: compiled code, the context of CUDA
+    assert ON_CPU or closed[1] - closed[0] < 4 * GROWTH, f"GiB after each engine: {closed}"
+    return found | {"closed_gib": closed}
 
 
 def graphs() -> Found:
-    """Compiled, with CUDA graphs: five cycles without growth, and an interrupt in the middle."""
+    """Compiled, with CUDA graphs: five cycles, and an interrupt in the middle."""
     policy = make_policy()
     sampler = make_engine(policy)
     found: Found = engine_facts(sampler)
-    used = []
     for cycle in range(5):
         with sampler:
             found |= gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
         train(policy, steps=1)
-        used.append(round(memory(), 3))
         if cycle == 2:
             interrupt(sampler)
     with sampler:
@@ -144,8 +155,7 @@ def graphs() -> Found:
     with sampler:
         again = sampler.sample(PROMPTS, PARAMS)
     assert [c.token_ids for c in again] == [c.token_ids for c in first], "an interrupt had effects"
-    assert max(used[1:]) - used[1] < GROWTH, f"GiB asleep after each cycle: {used}"
-    return found | {"asleep_gib": used}
+    return found
 
 
 def lora() -> Found:
@@ -172,55 +182,42 @@ def lora() -> Found:
 
 def reopen() -> Found:
     """A sleeping engine is closed, and another one started on the same weights."""
-    policy = make_policy()
-    found, used = {}, [memory()]
+    policy, found = make_policy(), Found()
     for number in ("first", "second"):
         sampler = make_engine(policy)
         with sampler:
             found[number] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
         sampler.close()
-        used.append(round(memory(), 3))
         train(policy, steps=1)
-    # what one process keeps of its first engine: compiled code, the context of CUDA
-    assert ON_CPU or used[2] - used[1] < 4 * GROWTH, f"GiB after each engine: {used}"
-    return found | {"closed_gib": used}
+    return found
 
 
 def updates() -> Found:
-    """Three updates of `train.py` on a model of the shape of Qwen3-0.6B; with --cpu: of tiny."""
+    """Three updates of `train.py` on four layers of the shape of Qwen3-0.6B; with --cpu: of tiny.
+
+    All weights: a checkpoint has 3.9 GB, with all 28 layers it would have 10.7 GB.
+    """
+    shape = SHAPES["tiny"] if ON_CPU else replace(SHAPES["0.6B"], layers=4)
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        shape = SHAPES["tiny" if ON_CPU else "0.6B"]
-        save_model("model", shape, "float32" if ON_CPU else "bfloat16")
-        flags = """--model-id model --sampler vllm --num-updates 3 --num-prompts 4 --group-size 4
-            --max-tokens 64 --max-model-len 512 --eval-num-tasks 0 --run-name check --seed 1
-            --entropy-coef 0.01"""  # its gradient is never 0
-        flags += f" --device {'cpu' if ON_CPU else 'cuda'}"
-        flags += " --vllm-eager" * (VARIANT == "eager mode")
-        with in_variant():
-            code = run_command(flags.split())
-        assert code == 0, f"train.py ended with code {code}"
-        records = [json.loads(x) for x in Path("runs/check/metrics.jsonl").read_text().splitlines()]
+        save_model(folder, shape, "float32" if ON_CPU else "bfloat16")
+        records = run_of(f"""--model-id {folder} --num-updates 3 --num-prompts 4 --group-size 4
+            --max-tokens 64 --max-model-len 512 --eval-num-tasks 0 --seed 1
+            --entropy-coef 0.01""")  # its gradient is never 0
     last = records[-1]
     assert last["update"] == 3 and last["grad/norm"] > 0, last
     assert last["gap/logprob_mean"] < TOLERANCE, last
     shown = ("gap/", "time/", "tokens/sampled", "grad/norm")
-    return {name: value for name, value in last.items() if name.startswith(shown)}
+    found = {name: value for name, value in last.items() if name.startswith(shown)}
+    return found | {k: v for k, v in records[0].items() if k.startswith("time/start_")}
 
 
-def table() -> Found:
-    """The tables of nanollm.py for one model and one round."""
-    flags = "--sizes 0.6B --rounds 1"
-    if ON_CPU:
-        flags = "--sizes tiny --rounds 1 --num-prompts 2 --group-size 2 --prompt-tokens 16 "
-        flags += "--max-tokens 8"
-    command = [sys.executable, str(HERE / "nanollm.py"), *flags.split(), "--no-write"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    rows = [line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line]
-    assert done.returncode == 0 and rows, done.stderr[-800:]
-    failed = [row.strip("| ") for row in rows if "Error" in row or "exit code" in row]
-    assert not failed, f"failed: {'; '.join(failed)}"
-    return {"table": rows}
+def learns() -> Found:
+    """Ten updates of the default run: most of the held-out words are right after them."""
+    records = run_of("--num-updates 10 --eval-every 0")
+    name = "eval/letter_counting/accuracy"
+    accuracies = [record[name] for record in records if name in record]
+    assert accuracies[0] < 0.6 and accuracies[-1] > 0.9, accuracies
+    return {"accuracy": accuracies, "train_s": [r.get("time/train_s") for r in records[1:]]}
 
 
 # --- what the steps share -------------------------------------------------------------------------
@@ -240,24 +237,47 @@ def make_policy(lora_rank: int = 0) -> Policy:
     return policy
 
 
+def run_of(flags: str) -> list[Found]:
+    """The records of a run of train.py that samples with vLLM."""
+    flags += f" --sampler vllm --run-name check --device {'cpu' if ON_CPU else 'cuda'}"
+    flags += " --vllm-eager" * (VARIANT == "eager mode")
+    with tempfile.TemporaryDirectory() as folder, in_variant():
+        os.chdir(folder)
+        code = run_command(flags.split())
+        assert code == 0, f"train.py ended with code {code}"
+        lines = Path("runs/check/metrics.jsonl").read_text().splitlines()
+        os.chdir(HERE)
+    return [json.loads(line) for line in lines]
+
+
 def make_engine(policy: Policy, eager: bool = False) -> NanoLLM:
     with in_variant():
         ENGINES.append(NanoLLM(policy, 0.5, eager=eager or VARIANT == "eager mode"))
     return ENGINES[-1]
 
 
-def in_variant() -> AbstractContextManager[Any]:
-    """Inside, engines start with the Triton attention backend, if that is the variant."""
-    if VARIANT != "Triton attention":
-        return nullcontext()
+@contextmanager
+def in_variant() -> Iterator[None]:
+    """Inside, engines start with little memory, as several steps share the GPU, but for `sleep`.
+
+    In that variant they take the Triton attention backend.
+    """
     original = nanollm._engine_arguments
 
-    def with_triton(*arguments: Any) -> Any:
-        made = original(*arguments)
-        made.attention_backend = "TRITON_ATTN"
+    def arguments(*given: Any) -> Any:
+        made = original(*given)
+        if VARIANT == "Triton attention":
+            made.attention_backend = "TRITON_ATTN"
         return made
 
-    return patch.object(nanollm, "_engine_arguments", with_triton)
+    def memory_of(*given: Any) -> dict[str, Any]:
+        if ON_CPU or sys.argv[1] == "sleep":
+            return nanollm_memory(*given)
+        return {"kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.05}
+
+    nanollm_memory = nanollm._memory_arguments
+    with patch.multiple(nanollm, _engine_arguments=arguments, _memory_arguments=memory_of):
+        yield
 
 
 def engine_facts(sampler: NanoLLM) -> Found:
@@ -341,7 +361,7 @@ def memory() -> float:
 
 STEPS: dict[str, Callable[[], Found]] = {
     step.__name__: step
-    for step in (versions, attention, eager, sleep, graphs, lora, reopen, updates, table)
+    for step in (versions, attention, eager, sleep, graphs, lora, reopen, updates, learns)
 }
 
 if __name__ == "__main__":

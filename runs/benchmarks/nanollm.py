@@ -55,7 +55,10 @@ class Args:
     group_size: int = 8  # completions of each prompt
     prompt_tokens: int = 256
     max_tokens: int = 256  # tokens of every completion
+    samplers: tuple[str, ...] = ("nanollm", "vllm", "backend", "generate")
+    parts: tuple[str, ...] = ("full", "lora", "bfloat16", "float16")  # what else to measure
     write: bool = True  # save the results as JSON and write the table into README.md
+    out: str = ""  # also write the results so far as JSON to this file, after each round
     child: str = ""  # internal: the part of a child process
     folder: str = ""  # internal: the model of a child process
 
@@ -87,20 +90,26 @@ def main(args: Args) -> None:
 def measure(args: Args, size: str, folder: str) -> dict[str, Any]:
     """Returns all results for a model of one size."""
     results: dict[str, Any] = {"speed": measure_speed(args, folder)}
-    for part in ("full", "lora", "bfloat16", "float16"):
+    for part in args.parts:
         if part == "float16" and not on_gpu():
             continue  # vLLM's CPU build does not have float16 kernels for every CPU
         child = start(args, part, folder)
         results[part] = ask(child)
         stop(child)
         print(f"{size} {part}: {results[part]}", flush=True)
+        save_so_far(args, results)
     return results
+
+
+def save_so_far(args: Args, results: dict[str, Any]) -> None:
+    if args.out:
+        Path(args.out).write_text(json.dumps(results) + "\n")
 
 
 def measure_speed(args: Args, folder: str) -> dict[str, Any]:
     """Returns the tokens per second of every sampler, or the error if it could not run."""
     children, results = {}, {}
-    for name in LABELS:
+    for name in args.samplers:
         child = start(args, name, folder)
         first = ask(child)  # the start-up time, or an error
         if "error" in first:
@@ -118,6 +127,7 @@ def measure_speed(args: Args, folder: str) -> dict[str, Any]:
             rate = found["tokens_per_s"]
             results[name]["tokens_per_s"].append(rate)
             print(f"round {turn + 1}: {LABELS[name]:34} {rate:9.0f} tokens/s", flush=True)
+        save_so_far(args, {"speed": results})
     for child in children.values():
         stop(child)
     return results
@@ -173,18 +183,20 @@ def write_tables() -> None:
 
 def size_tables(results: dict[str, Any]) -> list[str]:
     """Speed, then sync and gap, then memory, as Markdown."""
-    ours = results["speed"]["nanollm"].get("tokens_per_s")
+    ours = results["speed"].get("nanollm", {}).get("tokens_per_s")
     lines = ["| sampler | tokens/s: median [lowest, highest] | NanoLLM / sampler |",
              "| --- | --- | --- |"]  # fmt: skip
-    for name, label in LABELS.items():
-        rates = results["speed"][name].get("tokens_per_s")
+    for name, found in results["speed"].items():
+        rates, label = found.get("tokens_per_s"), LABELS[name]
         if rates:
             ratio = f"{statistics.median(ours) / statistics.median(rates):.2f}" if ours else ""
             lines.append(f"| {label} | {spread(rates, ',.0f')} | {ratio} |")
         else:
-            lines.append(f"| {label} | {results['speed'][name]['error']} | |")
+            lines.append(f"| {label} | {found['error']} | |")
     lines += ["", "| sync, gap | |", "| --- | --- |"]
     for part, label in [("full", "sync, full fine-tuning"), ("lora", "sync, LoRA of rank 32")]:
+        if part not in results:
+            continue
         cost = results[part]
         value = cost.get("error") or f"{cost['sync_s'] * 1e3:.2f} ms, {cost['sync_bytes']:,} bytes"
         lines.append(f"| {label} | {value} |")
@@ -196,7 +208,8 @@ def size_tables(results: dict[str, Any]) -> list[str]:
             )
             lines.append(f"| gap to the trainer, {part} | {value} |")
     lines += ["", "| memory in use | GiB |", "| --- | --- |"]
-    return lines + [f"| {k} | {v:.2f} |" for k, v in results["full"].get("memory_gib", {}).items()]
+    stages = results.get("full", {}).get("memory_gib", {})
+    return lines + [f"| {name} | {used:.2f} |" for name, used in stages.items()]
 
 
 # --- child processes -----------------------------------------------------------------------------
@@ -242,7 +255,8 @@ def make_nanollm(args: Args, **options: Any) -> tuple[Any, Any]:
     policy = load_policy(args.folder, max_length=args.prompt_tokens + args.max_tokens, **options)
     free = torch.cuda.mem_get_info()[0] / torch.cuda.mem_get_info()[1] if on_gpu() else 1.0
     share = min(0.9, 1 - free + MEMORY_SHARE)
-    return policy, NanoLLM(policy, gpu_memory_utilization=share)
+    num_rollouts = args.num_prompts * args.group_size
+    return policy, NanoLLM(policy, share, num_rollouts=num_rollouts)
 
 
 def sample_with_nanollm(args: Args) -> Sample:

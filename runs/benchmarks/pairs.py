@@ -72,12 +72,19 @@ def run_child(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:
     return True
 
 
-def alternate(sides: dict[str, Side], rounds: int, key: str) -> dict[str, list[dict[str, Any]]]:
-    """Runs all sides in turn, A B A B .., and returns the results of each; prints results[key]."""
+def alternate(
+    sides: dict[str, Side], rounds: int, key: str, out: str = ""
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs all sides in turn, A B A B .., and returns the results of each; prints results[key].
+
+    Writes the results so far as JSON to the file `out`, if there is one, after each run.
+    """
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, run in sides.items():
             results[name].append(run())
+            if out:
+                Path(out).write_text(json.dumps(results) + "\n")
             value = results[name][-1][key]
             print(f"  round {turn + 1} of {rounds}: {name:12} {key} {value:.4g}", flush=True)
     return results

@@ -51,6 +51,8 @@ class Args(Workload):
     trl_rows: int = 16  # completions per micro-batch of TRL
     gpu: bool = False  # TRL with vLLM on a GPU: all models of --sizes, all weights and LoRA
     sizes: tuple[str, ...] = SIZES  # with --gpu
+    ranks: tuple[int, ...] = (0, RANK)  # with --gpu: of LoRA; 0: all weights
+    out: str = ""  # also write the results of the latest pair as JSON to this file, after each run
 
 
 def main(args: Args) -> None:
@@ -64,7 +66,7 @@ def main(args: Args) -> None:
             dtype = "bfloat16" if args.gpu else "float32"
             weights = in_child(__file__, "make", folder=folder, size=size, dtype=dtype)["weights"]
             for tokens in args.prompt_tokens:
-                for rank in (0, RANK) if args.gpu else (0,):
+                for rank in args.ranks if args.gpu else (0,):
                     case = pair(args, folder, tokenizer_of(size), tokens, rank)
                     cases.append({"size": size, "weights": weights} | case)
         publish(result_name("vs_trl", args), cases, table, args.write)
@@ -88,7 +90,7 @@ def pair(
     }
     if args.gpu:
         sides["TRL, sleep"] = side("trl", rows=args.trl_rows, sleep=True)
-    results = alternate(sides, args.rounds, "step_s")
+    results = alternate(sides, args.rounds, "step_s", args.out)
     budget = args.num_prompts * args.group_size * args.max_tokens
     for name, answers in results.items():
         for answer in answers:

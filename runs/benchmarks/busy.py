@@ -1,0 +1,89 @@
+"""The default run on a quiet machine, and beside as many busy programs as it has cores.
+
+    python runs/benchmarks/busy.py                   # 8 minutes on two cores
+    python runs/benchmarks/busy.py --rounds 1 --no-write
+    python runs/benchmarks/busy.py --preload FILE    # with LLVM's or Intel's OpenMP, as elsewhere
+
+Four updates of `python train.py` in a fresh process, with the setting of core/__init__.py for how
+long OpenMP's threads wait in a loop, and with the library's own. Both take turns. A busy program
+is an endless loop of Python. `--preload` replaces GNU's library, which Linux has, by that of macOS
+(libomp.so of LLVM) or Windows (libiomp5.so of Intel).
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tyro
+from pairs import ROOT, alternate, publish, spread, verdict
+
+# GNU's default of about 3 ms, LLVM's and Intel's of 200 ms
+LIBRARY = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
+SETTINGS = {"short loop": {}, "the library's": LIBRARY}
+GOAL = 1.7  # of the quiet time, at most
+
+
+@dataclass
+class Args:
+    """What to measure."""
+
+    rounds: int = 5  # runs of each kind, in turn
+    preload: str = ""  # the file of another OpenMP library
+    write: bool = True  # save the results as JSON and write the table into README.md
+
+
+def main(args: Args) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
+    for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", *LIBRARY):
+        os.environ.pop(name, None)
+    sides = {f"{name}, {'busy' if busy else 'quiet'}": partial(train, setting, busy, args.preload)
+             for busy in (False, True) for name, setting in SETTINGS.items()}  # fmt: skip
+    results = alternate(sides, args.rounds, "seconds")
+    case = {"preload": Path(args.preload).name, "sides": results}
+    name = f"busy_{case['preload'].partition('.')[0]}" if args.preload else "busy"
+    publish(name, [case], table, args.write)
+
+
+def table(cases: list[dict[str, Any]]) -> list[str]:
+    """One row per setting, as Markdown."""
+    lines = ["| threads wait for | quiet, s | beside busy programs, s | busy / quiet | goal |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for case in cases:
+        for name in SETTINGS:
+            quiet, busy = ([answer["seconds"] for answer in case["sides"][f"{name}, {load}"]]
+                           for load in ("quiet", "busy"))  # fmt: skip
+            ratio = statistics.median(busy) / statistics.median(quiet)
+            goal = verdict(ratio, GOAL) if name == "short loop" else ""
+            lines.append(f"| {name} | {spread(quiet, '.1f')} | {spread(busy, '.1f')} | "
+                         f"{ratio:.2f} | {goal} |")  # fmt: skip
+    return lines
+
+
+def train(setting: dict[str, str], busy: bool, preload: str) -> dict[str, Any]:
+    """The seconds of a run. Raises RuntimeError if it fails."""
+    variables = os.environ | setting | ({"LD_PRELOAD": preload} if preload else {})
+    command = [sys.executable, str(ROOT / "train.py"), "--num-updates", "4", "--run-name", "a"]
+    loop = [sys.executable, "-c", "while True: pass"]
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        for _ in range((os.cpu_count() or 1) if busy else 0):
+            stack.callback(subprocess.Popen(loop).kill)
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=folder, env=variables, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - started
+    if done.returncode:
+        raise RuntimeError(f"train.py ended with {done.returncode}")
+    return {"seconds": seconds}
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
