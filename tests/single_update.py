@@ -29,8 +29,8 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
         sampler = SimpleNamespace(sync=lambda: None)
         yield OneUpdate(
             cfg, folder=None, policy=policy, optimizer=optimizer, collector=None, sampler=sampler,
-            run_log=None, display=None, interrupt=None, progress=checkpoint.START.copy(),
-            forward=forward, sft_step=sft_step,
+            run_log=None, display=None, writer=None, interrupt=None,
+            progress=checkpoint.START.copy(), forward=forward, sft_step=sft_step,
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
