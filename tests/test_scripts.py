@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from core.loading import load_policy
+from core.optimizer import make_optimizer
 from environments.registry import ENVIRONMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -58,3 +61,25 @@ def test_episodes_that_share_only_their_first_question_count_each_in_the_table(a
     after = [answer(5, "ab", word, correct=True) for word in ("ef", "cd", "cd")]
     tables = answers["evaluations"](before + after)
     assert [[a["correct"] for a in table.values()] for table in tables] == [[0, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_random_model_of_the_benchmarks_never_ends_a_completion(tmp_path, monkeypatch, dtype):
+    """Not even after steps of ten times the learning rate of the benchmarks."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "runs/benchmarks"), *sys.path])
+    from workload import SHAPES, save_model
+
+    save_model(str(tmp_path), SHAPES["minute"], dtype)
+    policy = load_policy(str(tmp_path), device="cpu", dtype=dtype)
+    optimizer, ends, steps = make_optimizer(policy, lr=2e-5), list[float](), 0
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        ids = torch.randint(0, 256, (1, 40), generator=generator)
+        logits = policy.to_logits(policy.hidden_states(ids)[0, :-1])
+        logprobs = logits.log_softmax(-1)
+        advantages = torch.randn(39, generator=generator)
+        sampled = logprobs.gather(1, ids[0, 1:, None]).squeeze(1)
+        optimizer.backward(-(advantages * sampled).sum())
+        steps += optimizer.clip_and_step(1.0)[1]  # in float16 the first ones overflow
+        ends.append(logprobs[:, policy.causal_lm.config.eos_token_id].max().item())
+    assert steps > 80 and logits.isfinite().all() and max(ends) < -100

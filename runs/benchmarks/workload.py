@@ -3,8 +3,9 @@
 The model never ends a completion, on any engine. One coordinate of the residual stream is 1 in the
 embedding of every token, no layer writes to it, and the output row of the end token has `FAR`
 there, so the logit of the end token is over 100 below all others, in any dtype and also after
-thousands of small steps: its probability is 0 in float32. Both sides of a comparison therefore
-sample exactly the same number of tokens, and neither spends time on banning the end token.
+thousands of steps of a learning rate of 2e-5: its probability is 0 in float32. Both sides of a
+comparison therefore sample exactly the same number of tokens, and neither spends time on banning
+the end token.
 
     save_model("folder", SHAPES["4M"])           # picoRL, TRL, transformers and vLLM can load it
     make("speed:prompt_tokens=50").reset(seed=3)
