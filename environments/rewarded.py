@@ -14,8 +14,9 @@ returns a list with one number for each completion, or None where it does not ap
 
 So it may compare completions; with several ranks a group can lie in the batches of two. If the
 prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
-together. --env-timeout limits the call of all functions. An exception, anything but such a list, or
-only None from all functions fails every episode of the batch.
+together, and those of all batches in the same event loop. --env-timeout limits the call of all
+functions. An exception, anything but such a list, or only None from all functions fails every
+episode of the batch.
 
 As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
 `trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
@@ -42,6 +43,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from environments import event_loop
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
@@ -166,12 +168,14 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
             columns = ", ".join(row)
             raise UsageError(f"{data}, row {number}: no prompt in {prompt!r}; it has {columns}")
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        unique.setdefault(" ".join(text.split()), row)
+        unique.setdefault(text, row)
     if len(unique) < len(rows):
         duplicates = len(rows) - len(unique)
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
-    train, test = ([r for t, r in unique.items() if is_held_out(t) == use] for use in (False, True))
+    train, test = list[Row](), list[Row]()
+    for text, row in unique.items():  # those that differ in white space alone have the same use
+        (test if is_held_out(" ".join(text.split())) else train).append(row)
     if not train or not test:
         raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
                          "evaluation; add some")  # fmt: skip
@@ -188,7 +192,7 @@ def _call_all(functions: list[Function], arguments: dict[str, Any]) -> dict[str,
             returned[name] = function(**_accepted(function, arguments))
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
-        returned |= asyncio.run(_await_all(waiting))
+        returned |= event_loop.run(_await_all(waiting))
     return {name: returned[name] for name, _, _ in functions}
 
 

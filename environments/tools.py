@@ -15,10 +15,9 @@ only thinks about does not.
 This is the format of Hermes and Qwen. core/extras/tools.py finds that of other chat templates.
 """
 
-import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
+from environments import event_loop
 from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError, as_multi
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -164,10 +164,10 @@ def make_call(name: Any, arguments: Any) -> Call:
     return Call(name, arguments)
 
 
-def run(tools: Any, schemas: list[dict[str, Any]], call: Call, runner: asyncio.Runner) -> str:
+def run(tools: Any, schemas: list[dict[str, Any]], call: Call) -> str:
     """Calls a tool and returns its result as text; "error: .." for an invalid call or an exception.
 
-    `runner` awaits the result of an async tool. EnvFailure passes through: it fails the episode.
+    EnvFailure passes through: it fails the episode.
     """
     by_name = {name_of(schema): i for i, schema in enumerate(schemas)}
     if call.error:
@@ -187,8 +187,10 @@ def run(tools: Any, schemas: list[dict[str, Any]], call: Call, runner: asyncio.R
                 return f"error: {call.name}: {_reason(key[:100], wrong)}"[:MAX_RESULT]
         result = tool(**arguments)
         if inspect.isawaitable(result):
-            result = runner.run(_wait(result))
-        text = result if isinstance(result, str) else json.dumps(result, default=str)
+            result = event_loop.run(result)
+        if not isinstance(result, str):
+            result = json.dumps(result, default=str, ensure_ascii=False)
+        text: str = result
     except EnvFailure:
         raise
     except (Exception, SystemExit) as error:
@@ -208,8 +210,6 @@ class ToolEnv(Env):
         self.env, self.read_calls = env, read_calls
         self.tools, self.thread_safe, self.heavy = env.tools, env.thread_safe, env.heavy
         self.schemas: list[dict[str, Any]] = []
-        # one event loop for all calls: a connection that a tool keeps belongs to its loop
-        self.runner = asyncio.Runner()
 
     def reset(self, seed: int) -> list[Message]:
         """Starts an episode. Raises UsageError for a tool without type hints or a docstring."""
@@ -232,7 +232,7 @@ class ToolEnv(Env):
         for number, call in enumerate(calls[: MAX_CALLS + 1]):
             text = f"error: at most {MAX_CALLS} calls in one response"
             if number < MAX_CALLS:
-                text = run(self.tools, self.schemas, call, self.runner)
+                text = run(self.tools, self.schemas, call)
             self.num_calls += 1
             self.num_errors += text.startswith("error: ")
             results.append({"role": "tool", "content": text})
@@ -247,7 +247,6 @@ class ToolEnv(Env):
 
     def close(self) -> None:
         self.env.close()
-        self.runner.close()
 
     def _counts(self) -> dict[str, int]:
         return {"tool_calls": self.num_calls, "tool_errors": self.num_errors}
@@ -269,10 +268,6 @@ def hostile_calls(env: Env | MultiAgentEnv) -> list[str]:
         texts += [call_text(name), call_text(name, other=1), call_text(name) * 99]
         texts += [call_text(name)[:-20], OPENING * 9_000, f"{OPENING}{'[' * 90_000}", OPENING]
     return texts
-
-
-async def _wait(result: Awaitable[Any]) -> Any:
-    return await result
 
 
 def _as_type(value: Any, schema: dict[str, Any]) -> Any:
@@ -309,7 +304,7 @@ def _reason(key: str, error: ValidationError) -> str:
         return f"{where} must be of the type {' or '.join(kinds)}"
     if error.validator == "enum":
         return f"{where} must be one of {', '.join(map(str, wanted))}"
-    return f"{where} must fit {json.dumps({error.validator: wanted})}"
+    return f"{where} must fit {json.dumps({error.validator: wanted}, ensure_ascii=False)}"
 
 
 def _read_object(text: str, start: int, name_key: str, arguments_key: str) -> tuple[Call, int]:

@@ -468,6 +468,32 @@ def test_async_tools_are_awaited_in_one_event_loop(policy):
     assert rollout.info["tool_errors"] == 2 and not rollout.error
 
 
+def test_the_letters_of_a_result_are_those_that_the_tool_returned(policy):
+    """Escaped, as Krak\\u00f3w, they would be several tokens each."""
+
+    @register("towns")
+    class Towns(Adder):
+        def __init__(self):
+            super().__init__()
+            self.tools = (self.town,)
+
+        def town(self, place: int) -> dict:
+            """
+            Names a town.
+
+            Args:
+                place: Its number.
+            """
+            return {"name": ["Kraków", "東京"][place], "sizes": ["größer", place]}
+
+    calls = call_text("town", place=0) + call_text("town", place=1)
+    with_template(policy, FAMILIES["none"].template)
+    rollout, _ = play(policy, calls, "ok", env="towns")
+    assert results(rollout) == [
+        '{"name": "Kraków", "sizes": ["größer", 0]}', '{"name": "東京", "sizes": ["größer", 1]}'
+    ]  # fmt: skip
+
+
 def tag(
     words: list[str],
     counts: dict[str, int],

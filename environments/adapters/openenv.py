@@ -156,7 +156,9 @@ def describe(observation: dict[str, Any]) -> str:
     fields = {
         k: v for k, v in observation.items() if k not in HIDDEN_FIELDS and v not in (None, "")
     }
-    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in fields.items()}
+    texts = {
+        k: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for k, v in fields.items()
+    }
     if len(texts) == 1 and texts == fields:
         return next(iter(texts.values()))
     return "\n".join(f"{key}: {text}" for key, text in texts.items()) or "Your turn."

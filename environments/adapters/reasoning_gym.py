@@ -102,6 +102,6 @@ def is_safe(dataset: str, answer: str) -> bool:
 
 def _as_text(value: Any) -> str | None:
     try:
-        return value if isinstance(value, str) else json.dumps(value)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except RecursionError:
         return None

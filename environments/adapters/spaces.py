@@ -30,7 +30,10 @@ def describe(space: Any) -> str:
     if isinstance(space, spaces.Discrete):
         return f"{space.start} to {space.start + space.n - 1}"
     if isinstance(space, spaces.Dict):
-        parts = [f"{json.dumps(key)}: {describe(sub)}" for key, sub in space.spaces.items()]
+        parts = [
+            f"{json.dumps(key, ensure_ascii=False)}: {describe(sub)}"
+            for key, sub in space.spaces.items()
+        ]
         return "{" + ", ".join(parts) + "}"
     if isinstance(space, spaces.Tuple):
         return f"[{', '.join(describe(sub) for sub in space.spaces)}]"
@@ -98,7 +101,7 @@ def to_json(action: Any) -> str:
     def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
-    return json.dumps({"action": action}, default=plain)
+    return json.dumps({"action": action}, default=plain, ensure_ascii=False)
 
 
 def check_observations(space: Any, name: str) -> None:

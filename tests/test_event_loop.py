@@ -1,0 +1,68 @@
+"""One event loop for the coroutines of users: it outlives calls, threads and their errors."""
+
+import asyncio
+import concurrent.futures
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from environments import event_loop
+
+
+async def loop_after(seconds=0.0):
+    await asyncio.sleep(seconds)
+    return asyncio.get_running_loop()
+
+
+def test_calls_of_all_threads_share_a_loop():
+    with ThreadPoolExecutor(4) as pool:
+        loops = set(pool.map(lambda _: event_loop.run(loop_after(0.001)), range(16)))
+    assert loops == {event_loop.run(loop_after())}
+
+    async def inside():  # also of a thread whose own loop runs, as in a notebook
+        return event_loop.run(loop_after())
+
+    assert asyncio.run(inside()) in loops
+
+
+@pytest.mark.parametrize("error", [TimeoutError("late"), KeyError("key"), SystemExit(3)])
+def test_an_exception_of_a_coroutine_is_raised(error):
+    async def fail():
+        raise error
+
+    async def fail_beside():
+        await asyncio.gather(fail(), asyncio.sleep(0))
+
+    loop = event_loop.run(loop_after())
+    for failing in (fail, fail_beside):
+        with pytest.raises(type(error)):
+            event_loop.run(failing())
+    assert event_loop.run(loop_after()) is loop
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_call_that_is_interrupted_is_cancelled_or_left_behind(monkeypatch, hangs):
+    monkeypatch.setattr(event_loop, "PATIENCE", 0.2 if hangs else 60)
+    before, begun, free, cancelled = event_loop.run(loop_after()), Event(), Event(), Event()
+
+    async def work():
+        begun.set()
+        try:
+            if hangs:
+                free.wait(60)
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def interrupted(*_):
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(concurrent.futures, "wait", interrupted)
+        event_loop.run(work())
+    assert (event_loop.run(loop_after()) is before) != hangs
+    free.set()
+    assert cancelled.wait(60)
