@@ -20,6 +20,7 @@ from core.run.checkpoint import (
     find_checkpoint,
     has_names_of_model,
     load_checkpoint,
+    load_older,
     save_checkpoint,
 )
 from core.types import UsageError
@@ -122,6 +123,16 @@ def test_what_is_written_later_is_the_state_when_it_was_saved(run, qwen3_folder)
     for key, moment in other_optimizer.state_dict()["adamw"]["state"].items():
         for name in ("exp_avg", "exp_avg_sq", "step"):
             assert torch.equal(moment[name], state["adamw"]["state"][key][name])
+
+
+def test_older_weights_come_back_in_their_order(run):
+    """Twelve: as texts, "10" and "11" would come before "2"."""
+    folder, policy, optimizer, _ = run
+    older = [{"a": torch.full((2,), float(n)), "b": torch.tensor([n])} for n in range(12)]
+    saved = save_checkpoint(folder, policy, optimizer, progress(3), older)
+    loaded = load_older(saved)
+    assert [int(weights["b"]) for weights in loaded] == list(range(12))
+    assert all(torch.equal(x["a"], y["a"]) for x, y in zip(loaded, older, strict=True))
 
 
 @pytest.mark.parametrize(

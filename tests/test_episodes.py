@@ -107,6 +107,13 @@ def test_each_prompt_begins_with_the_ids_sampled_before(policy, closed):
     )
 
 
+def test_no_two_turns_of_an_episode_have_the_same_draws(policy):
+    sampler = Scripted(policy)
+    play(policy, [Task("countdown", 9, 0), Task("countdown", 9, 0)], sampler)
+    draws = [draw for batch in sampler.draws for draw in batch]
+    assert len(set(draws)) == len(draws) == 2 * 9
+
+
 def test_a_fresh_message_starts_a_context_without_earlier_turns(policy):
     (rollout,) = play(policy, [Task("forgetful", 3, 0)])
     assert [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns] == [

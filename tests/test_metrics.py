@@ -3,6 +3,7 @@
 import math
 import re
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -361,6 +362,21 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
     assert p_value(right=(0, 1, 3, 6), seeds=range(7)) == {"eval/e/p_value": 0.5}
     progress["first_correct"]["e"] = {f"{seed} player": seed < 4 for seed in range(6)}
     assert p_value(right=(2, 4), seeds=range(6)) == {"eval/e/p_value": 1.0}  # two lost, one won
+
+
+def test_the_paired_test_of_an_environment_is_of_its_own_tasks():
+    """The policy gets better at "b" alone, on the same seeds."""
+    progress = {"trivial": {"a": None, "b": None}}
+
+    def p_values(right_in_b):
+        rollouts = [replace(evaluated(s, s, 9, env == "b" and right_in_b), env=env)
+                    for env in ("a", "b") for s in range(6)]  # fmt: skip
+        tasks = [Task(env, s, s) for env in ("a", "b") for s in range(6)]
+        found = evaluation.comparisons(progress, rollouts, tasks, None)
+        return [found[f"eval/{env}/p_value"] for env in ("a", "b")]
+
+    assert p_values(False) == [1.0, 1.0]
+    assert p_values(True) == [1.0, pytest.approx(2 / 2**6)]
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
