@@ -5,7 +5,10 @@ episode whose environment failed counts as wrong, but one that raised EnvFailure
 of --sampler openai did not answer, is left out. core/README.md says what each metric means.
 """
 
+import itertools
+import json
 import statistics
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,12 +17,13 @@ from typing import Any
 from core import metrics
 from core.config import Config
 from core.metrics import Tasks
+from core.pool import is_program
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.selection import num_episodes
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
-from environments.base import Env
+from environments.base import PLAYER, Env
 from environments.registry import make, short
 
 
@@ -65,6 +69,16 @@ def left_out_lines(found: dict[str, float], k: int) -> list[str]:
     ]
 
 
+def changed_lines(found: dict[str, float]) -> list[str]:
+    """How many tasks are others than in the first evaluation, as text."""
+    return [
+        f"{name.split('/', 1)[1].rpartition('/')[0]}: {count} tasks begin otherwise than in the "
+        "first evaluation, as after a change of the data: the p-value compares the others"
+        for name, count in found.items()
+        if name.endswith("/changed")
+    ]
+
+
 def repeated_tasks(cfg: Config, tasks: list[Task]) -> tuple[list[Task], SamplingParams]:
     """The tasks of --eval-samples, and how to sample them: the same in every evaluation."""
     params = SamplingParams(
@@ -104,6 +118,12 @@ def comparisons(
             continue
         now = {f"{r.seed} {r.agent}": metrics.is_correct(r) for r in own}
         first = progress.setdefault("first_correct", {}).setdefault(env, now)
+        begins = {f"{r.seed} {r.agent}": c for r in own if (c := opening_checksum(r))}
+        begun = progress.setdefault("first_openings", {}).setdefault(env, begins)
+        changed = {key for key in begins if begun.get(key, begins[key]) != begins[key]}
+        if changed:
+            results[f"eval/{env}/changed"] = len(changed)
+        first = {key: correct for key, correct in first.items() if key not in changed}
         for seat, episodes in metrics.by_seat(own).items():
             results[f"eval/{seat}/p_value"] = p_value(episodes, first, distinct)
         if env not in trivial:
@@ -112,6 +132,17 @@ def comparisons(
         if trivial[env] is not None:
             results[f"eval/{env}/trivial"] = trivial[env]
     return results
+
+
+def opening_checksum(rollout: Rollout) -> int:
+    """Of the messages with which the environment opened the episode; 0: others had a part in them.
+
+    Other agents have, in games, and agent programs, which may write the time into a prompt.
+    """
+    if rollout.agent != PLAYER or is_program(rollout.env):
+        return 0
+    opening = itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)
+    return zlib.crc32(json.dumps([*opening], sort_keys=True).encode())
 
 
 def p_value(rollouts: list[Rollout], first: dict[str, bool], distinct: Tasks) -> float:

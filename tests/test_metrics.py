@@ -379,6 +379,29 @@ def test_the_paired_test_of_an_environment_is_of_its_own_tasks():
     assert p_values(True) == [1.0, pytest.approx(2 / 2**6)]
 
 
+def test_the_paired_test_leaves_out_tasks_that_have_changed():
+    """Of six wrong answers three tasks get other questions, and those alone are right then."""
+    progress = {"trivial": {"e": None}}
+
+    def found(questions, right):
+        rollouts = []
+        for seed, question in enumerate(questions):
+            rollout = evaluated(seed, 10 + seed, 9, seed in right)
+            rollout.messages = [{"role": "user", "content": question},
+                                {"role": "assistant", "content": str(seed in right)}]  # fmt: skip
+            rollouts.append(rollout)
+        tasks = [Task("e", seed, seed) for seed in range(len(questions))]
+        return evaluation.comparisons(progress, rollouts, tasks, None)
+
+    assert found("abcdef", ()) == {"eval/e/p_value": 1.0}
+    assert found("abcdef", (0, 1, 2)) == {"eval/e/p_value": 0.25}
+    changed = found("xyzdef", (0, 1, 2))
+    assert changed == {"eval/e/p_value": 1.0, "eval/e/changed": 3}
+    (line,) = evaluation.changed_lines(changed)
+    assert line.startswith("e: 3 tasks begin otherwise than in the first evaluation")
+    assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
+
+
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
     """Four tasks, greedy: right, wrong, failed, and one whose server did not answer. Then three
     samples of each at the temperature of training, one in three of them right."""

@@ -220,6 +220,8 @@ class Run:
             self.say(f"held-out accuracy at update {update}: {line}")
         for line in evaluation.few_tasks_lines(rollouts, results) if is_first else []:
             self.say(line)
+        for line in evaluation.changed_lines(results):
+            self.say(line)
         if stopped:
             self.log(update, results, [])
             raise Stopped
