@@ -10,7 +10,7 @@ STARTED = perf_counter()
 # programs the loop takes the core that one of the others needs. A short loop costs nothing on a
 # quiet machine. OpenMP reads these when torch is imported, which this file therefore precedes
 if "OMP_WAIT_POLICY" not in os.environ:  # what the user has set wins
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # turns of the loop: GNU's library, on Linux
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # turns of the loop: GNU's library, on Linux
     os.environ.setdefault("KMP_BLOCKTIME", "0")  # ms: LLVM's and Intel's, on macOS and Windows
 
 # transformers imports torchao wherever it is installed, which warns about kernels for other GPUs

@@ -140,7 +140,7 @@ class MathQA(Env):
         return answer if is_text or parse_number(answer) is not None else None
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache  # a run needs all its data until its end
 def load(data: str) -> tuple[list[Problem], list[Problem]]:
     """Returns the problems for training and for evaluation.
 

@@ -145,7 +145,7 @@ class Rewarded(Env):
         return Step(None, reward, True, {**logged, "correct": correct, **info})
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache  # a run needs all its data until its end
 def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 

@@ -132,6 +132,9 @@ def test_many_asynchronous_clients(session):
     {"max_tokens": 0}, {"max_tokens": "9"}, {"stop": [3]}, {"tools": [{"type": "function"}]},
     {"text": "x"}, {"response_format": "json"}, {"stream_options": 3, "stream": True},
     {"tools": [3]}, {"tools": [{"type": "function", "function": {"name": None}}]},
+    {"max_tokens": True}, {"max_completion_tokens": 1.5}, {"max_tokens": [9]}, {"n": True},
+    {"max_tokens": 5, "max_completion_tokens": True}, {"temperature": True}, {"temperature": "1"},
+    {"top_p": {}}, {"seed": "x"}, {"seed": False}, {"presence_penalty": [0]}, {"top_k": "all"},
 ])  # fmt: skip
 def test_rubbish_is_refused_in_openais_form(session, change):
     with pytest.raises(openai.BadRequestError) as caught:

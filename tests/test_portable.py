@@ -154,7 +154,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 )
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, "1000 0"), ({"GOMP_SPINCOUNT": "7"}, "7 0"), ({"OMP_WAIT_POLICY": "x"}, "None None")],
+    [({}, "3000 0"), ({"GOMP_SPINCOUNT": "7"}, "7 0"), ({"OMP_WAIT_POLICY": "x"}, "None None")],
 )
 def test_threads_wait_in_a_short_loop_unless_the_user_says_otherwise(args, given, expected):
     """What OpenMP would find in the environment when a program imports torch."""

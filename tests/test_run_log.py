@@ -173,8 +173,15 @@ def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):
         RunLog(tmp_path, CONFIG, track="wandb")
 
 
-def test_tensorboard_receives_an_event_file(tmp_path):
-    with RunLog(tmp_path, CONFIG, track="tensorboard") as log:
-        log.log({"update": 1, "reward/mean": 0.25})
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    assert b"reward/mean" in events.read_bytes()
+def test_tensorboard_shows_each_update_once_also_after_a_resume(tmp_path):
+    """The run was killed after update 3, and its checkpoint is that of update 1."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for updates in (range(4), (2, 3, 4)):
+        with RunLog(tmp_path, CONFIG, track="tensorboard") as log:
+            for update in updates:
+                log.log({"update": update, "reward/mean": 0.25 * update})
+        rewind(tmp_path, {"sft_step": 0, "update": 1})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert shown == [(update, 0.25 * update) for update in range(5)]

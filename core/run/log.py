@@ -39,7 +39,8 @@ class RunLog:
         self.run_dir = run_dir
         self.tracker: Any = None
         if track == "tensorboard":
-            self.tracker = _TensorBoard(run_dir / "tensorboard")
+            logged = [record.get("update", -1) for record in iter_records(run_dir / METRICS)]
+            self.tracker = _TensorBoard(run_dir / "tensorboard", max(logged, default=-1) + 1)
         elif track != "none":
             self.tracker = _start_tracker(track, run_dir, config)
         self.metrics_file = _open(run_dir / METRICS)
@@ -179,10 +180,11 @@ def _start_tracker(track: str, run_dir: Path, config: Record) -> Any:
 class _TensorBoard:
     """TensorBoard with the methods of a run of wandb or trackio."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, next_step: int) -> None:
+        """A run that was killed may have logged steps from `next_step` on: they are not shown."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(log_dir))
+        self.writer = SummaryWriter(str(log_dir), purge_step=next_step)
 
     def log(self, scalars: Record, step: int) -> None:
         for name, value in scalars.items():

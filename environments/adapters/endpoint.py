@@ -14,6 +14,7 @@ text)] of an answer, the `call_id` that a result belongs to, and the `thought` o
 """
 
 import json
+import math
 import queue
 import secrets
 import selectors
@@ -32,6 +33,8 @@ Call = tuple[str, str, str]  # id, name, arguments as JSON text
 HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
 MAX_CHOICES = 128  # `n` of a request
+WHOLE_NUMBERS = "n max_tokens max_completion_tokens max_output_tokens seed top_logprobs".split()
+NUMBERS = "temperature top_p top_k min_p presence_penalty frequency_penalty".split()
 PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and on
 IDLE = 600.0  # seconds until a connection without a request is closed
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
@@ -217,17 +220,28 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
         for name in ("response_format", "stream_options", "text"):
             if not isinstance(body.get(name) or {}, dict):
                 raise TypeError(f"{name} must be an object")
-        if not isinstance(ask.n, int) or not 1 <= ask.n <= MAX_CHOICES:
+        check_numbers(body)
+        if not 1 <= ask.n <= MAX_CHOICES:
             raise TypeError(f"n must be 1 to {MAX_CHOICES}")
         if not all(isinstance(text, str) for text in ask.stop):
             raise TypeError("stop must be a text or a list of texts")
-        limit = ask.max_tokens
-        if limit is not None and (not isinstance(limit, int) or limit < 1):
+        if ask.max_tokens is not None and ask.max_tokens < 1:
             raise TypeError("max_tokens must be at least 1")
     except (TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
         kind = "" if type(error) is TypeError else f"{type(error).__name__}: "
         raise Refused(400, f"{kind}{error}"[:300]) from None
     return ask
+
+
+def check_numbers(body: Json) -> None:
+    """Raises TypeError if a setting that has to be a number is none. In Python `true` is one."""
+    for name in (*WHOLE_NUMBERS, *NUMBERS):
+        value = body.get(name)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_whole or (isinstance(value, float) and math.isfinite(value))
+        if value is not None and not (is_whole if name in WHOLE_NUMBERS else is_number):
+            kind = "a whole number" if name in WHOLE_NUMBERS else "a number"
+            raise TypeError(f"{name} must be {kind}, not {value!r:.40}")
 
 
 def message_of_chat(message: Json) -> Json:

@@ -17,6 +17,7 @@ environment with such a table.
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from functools import cache, cached_property, partial
@@ -46,10 +47,13 @@ STICK_AT = {  # usable ace: {dealer's card (1: ace): lowest sum at which to stic
 
 
 def show_numbers(observation: Any) -> str:
-    """Returns the numbers of an observation in order, floats with two decimals.
+    """Returns the numbers of an observation in order, floats with two decimals; small ones with two
+    digits, up to six decimals.
 
     >>> show_numbers({"speed": 0.5, "board": np.array([[1, 0], [0, 2]])})
     'speed 0.50 board 1 0 / 0 2'
+    >>> show_numbers(np.array([0.0, 12.345, 0.07, -0.004, 1e-9]))
+    '0.00 12.35 0.070 -0.0040 0.000000'
     """
     if isinstance(observation, dict):
         return " ".join(f"{key} {show_numbers(value)}" for key, value in observation.items())
@@ -61,7 +65,14 @@ def show_numbers(observation: Any) -> str:
     if array.ndim > 1:
         return " / ".join(map(show_numbers, array))
     numbers = np.ravel(array).tolist()
-    return " ".join(f"{n:z.2f}" if isinstance(n, float) else str(int(n)) for n in numbers)
+    return " ".join(_decimal(n) if isinstance(n, float) else str(int(n)) for n in numbers)
+
+
+def _decimal(number: float) -> str:
+    places = 2
+    if number and math.isfinite(number):
+        places = min(6, max(places, 1 - math.floor(math.log10(abs(number)))))
+    return f"{number:z.{places}f}"
 
 
 class Game(NamedTuple):
