@@ -2,7 +2,7 @@
 
     python runs/benchmarks/busy.py                   # 8 minutes on two cores
     python runs/benchmarks/busy.py --rounds 1 --no-write
-    python runs/benchmarks/busy.py --preload FILE    # with LLVM's or Intel's OpenMP, as elsewhere
+    python runs/benchmarks/busy.py --preload FILE    # LLVM's or Intel's OpenMP; writes nothing
 
 Four updates of `python train.py` in a fresh process, with the setting of core/__init__.py for how
 long OpenMP's threads wait in a loop, and with the library's own. Both take turns. A busy program
@@ -49,9 +49,7 @@ def main(args: Args) -> None:
     sides = {f"{name}, {'busy' if busy else 'quiet'}": partial(train, setting, busy, args.preload)
              for busy in (False, True) for name, setting in SETTINGS.items()}  # fmt: skip
     results = alternate(sides, args.rounds, "seconds")
-    case = {"preload": Path(args.preload).name, "sides": results}
-    name = f"busy_{case['preload'].partition('.')[0]}" if args.preload else "busy"
-    publish(name, [case], table, args.write)
+    publish("busy", [{"sides": results}], table, args.write and not args.preload)
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
