@@ -90,8 +90,8 @@ def load_policy(
         model = _with_adapters(base, lora_rank, lora_alpha, adapters)
     model.to(torch_device)
     if torch_device.type == "cuda":
-        # cuDNN's attention plans anew for each shape, and micro-batches differ in theirs: a step of
-        # a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
+        # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
+        # step of a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
         torch.backends.cuda.enable_cudnn_sdp(False)
     with _one_line_errors(subject):
         set_template_options(tokenizer, parse_template_options(template_options), template_date)
