@@ -2,13 +2,14 @@
 
     python runs/benchmarks/gpu_session.py --out results --wheels wheels
     python runs/benchmarks/gpu_session.py --out results --only check learning   # five minutes
-    python runs/benchmarks/gpu_session.py --out results --cpu --only start      # tries the script
+    python runs/benchmarks/gpu_session.py --out results --cpu --only learning   # tries the script
 
 The machine needs PyTorch, and no network. The wheels, such as vLLM's, TRL's and those of tyro and
-rich, are unpacked into `--site` without their dependencies. Parts come in the order of their worth.
-Each is a process with a limit. Its result is a line of OUT/session.jsonl as soon as it has ended;
-OUT/<part>.json has what it has measured so far, and OUT/<part>.log what it printed, so that little
-is lost if the machine is taken away. Compiled code is kept in `--site`, so later parts start warm.
+rich, are unpacked into `--site` without their dependencies. Each part is a process with a limit;
+while it runs, the next one imports its libraries. Its result is a line of OUT/session.jsonl as soon
+as it has ended; OUT/<part>.json has what it has measured so far, and OUT/<part>.log what it
+printed, so that little is lost if the machine is taken away. Compiled code is kept in `--site`, so
+later parts start warm.
 """
 
 import argparse
@@ -21,15 +22,21 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = "runs/benchmarks"
-TRAIN = "train.py --device {device} --sampler {sampler} --run-name {name}"
-START = "--model-id {model} --num-updates 1 --num-prompts 8 --max-tokens 64 --eval-num-tasks 0"
-PAIR = f"{BENCHMARKS}/vs_trl.py --gpu --rounds 1 --steps 3 --no-write --out {{out}}"
+TRAIN = ("train.py --device {device} --sampler {sampler} --run-name {name}"
+         " --gpu-memory-utilization 0.7")  # so that parts can run side by side  # fmt: skip
+WITH_TORCH = TRAIN.replace("{sampler}", "torch")
+START = "--model-id {model}-0.6B --num-updates 1 --num-prompts 8 --max-tokens 64 --eval-num-tasks 0"
 COMPOSE = "--env compose:depth={depth},mixed=true --max-tokens 32 --max-turns 1"
+NANOLLM = f"{BENCHMARKS}/nanollm.py --no-write --out {{out}} --folder {{model}}"
+MODEL = f"{BENCHMARKS}/gpu_session.py --save-model {{model}}-"
 
 
 @dataclass
@@ -39,29 +46,42 @@ class Part:
     seconds: int  # at most
     command: str
     target: float = 0.0  # of train.py: the held-out accuracy whose time is noted
+    ahead: bool = False  # imports its libraries while the part before it runs
+
+
+def step(size: str, lora_rank: int, part: str, **options: Any) -> Part:
+    """Four steps of one side of vs_trl.py; the first one is not measured."""
+    settings = {"part": part, "folder": "{model}-" + size, "gpu": True, "lora_rank": lora_rank,
+                "num_prompts": 8, "group_size": 8, "prompt_tokens": 200, "max_tokens": 512,
+                "steps": 3} | options  # fmt: skip
+    text = json.dumps(settings, separators=(",", ":"))
+    return Part(120, f"{BENCHMARKS}/vs_trl.py --child {text}", ahead=True)
 
 
 PARTS = {  # correctness, then speed
     "check": Part(250, f"{BENCHMARKS}/gpu_check.py --minutes 4 --out {{out}}"),
     "learning": Part(90, TRAIN, target=0.9),
-    "tokens": Part(170, f"{BENCHMARKS}/nanollm.py --sizes 0.6B --samplers nanollm vllm --parts"
-                   " --no-write --out {out}"),
-    "model": Part(40, f"{BENCHMARKS}/gpu_session.py --save-model {{model}}"),
-    "start": Part(90, f"{TRAIN} {START}"),
+    "learning_torch": Part(90, WITH_TORCH, target=0.9),
+    "model_0.6B": Part(60, f"{MODEL}0.6B"),
+    "model_4B": Part(120, f"{MODEL}4B"),
+    "start": Part(120, f"{TRAIN} {START}"),
+    "attention": Part(60, f"{BENCHMARKS}/attention.py --out {{out}}", ahead=True),
+    "tokens": Part(200, f"{NANOLLM}-0.6B --sizes 0.6B --samplers nanollm vllm --parts"),
     "start_again": Part(60, f"{TRAIN} {START}"),
-    "step_0.6B": Part(200, f"{PAIR} --sizes 0.6B --ranks 0"),
-    "attention": Part(60, f"{BENCHMARKS}/attention.py --out {{out}}"),
     "smollm2": Part(120, f"{TRAIN} --config runs/smollm2/sums.yaml", target=0.7),
-    "sync_4B": Part(80, f"{BENCHMARKS}/nanollm.py --sizes 4B --samplers --parts lora"
-                    " --no-write --out {out}"),
-    "memory_0.6B": Part(80, f"{BENCHMARKS}/nanollm.py --sizes 0.6B --samplers --parts full"
-                        " --no-write --out {out}"),
-    "step_4B_LoRA": Part(230, f"{PAIR} --sizes 4B --ranks 32"),
-    "compose_base": Part(150, f"{TRAIN} {COMPOSE.format(depth=4)} --sft-steps 400 --sft-hasty 1"
-                         " --sft-batch-size 64 --num-updates 0"),
-    "compose_max_rl": Part(150, f"{TRAIN} {COMPOSE.format(depth=2)} --eval-env compose --lr 3e-4"
-                           " --model-id {runs}/compose_base/model --num-updates 60 --eval-every 10"
-                           " --grpo.loss-type max_rl"),
+    "step_0.6B": step("0.6B", 0, "picorl", tokens=8192),
+    "step_0.6B_trl": step("0.6B", 0, "trl", rows=8),
+    "step_0.6B_trl_sleep": step("0.6B", 0, "trl", rows=8, sleep=True),
+    "step_4B_LoRA": step("4B", 32, "picorl", tokens=8192),
+    "step_4B_LoRA_trl": step("4B", 32, "trl", rows=8),
+    "step_4B_LoRA_trl_sleep": step("4B", 32, "trl", rows=8, sleep=True),
+    "sync_4B": Part(80, f"{NANOLLM}-4B --sizes 4B --samplers --parts lora"),
+    "memory_0.6B": Part(80, f"{NANOLLM}-0.6B --sizes 0.6B --samplers --parts full"),
+    "compose_base": Part(150, f"{WITH_TORCH} {COMPOSE.replace('{depth}', '4')} --sft-steps 400"
+                              " --sft-hasty 1 --sft-batch-size 64 --num-updates 0"),
+    "compose_max_rl": Part(150, f"{WITH_TORCH} {COMPOSE.replace('{depth}', '2')} --eval-env compose"
+                                " --lr 3e-4 --model-id {runs}/compose_base/model --num-updates 60"
+                                " --eval-every 10 --grpo.loss-type max_rl"),
 }  # fmt: skip
 
 
@@ -72,9 +92,12 @@ def main(args: argparse.Namespace) -> int:
     site.mkdir(parents=True, exist_ok=True)
     if args.wheels:
         unpack(Path(args.wheels), site)
-    failed = 0
-    for name in args.only:
-        line = run_part(name, args.cpu, out, site, deadline)
+    failed, waiting = 0, dict[str, subprocess.Popen[str]]()
+    for name, following in zip_longest(args.only, args.only[1:]):
+        child = waiting.pop(name, None) or launch(name, args, out, site)
+        if following and PARTS[following].ahead:
+            waiting[following] = launch(following, args, out, site)
+        line = run_part(name, child, args, out, site, deadline)
         failed += line["code"] != 0
         print(json.dumps(line), flush=True)
         with (out / "session.jsonl").open("a") as file:
@@ -89,50 +112,83 @@ def unpack(wheels: Path, site: Path) -> None:
     subprocess.run([*command, "--no-compile", "--upgrade", "--target", site, *files], check=True)
 
 
-def run_part(name: str, cpu: bool, out: Path, site: Path, deadline: float) -> dict[str, Any]:
-    """Runs a part, and returns what it has found, also if it was stopped."""
-    part, started = PARTS[name], time.monotonic()
-    limit = min(part.seconds * (10 if cpu else 1), deadline - started)
-    line: dict[str, Any] = {"part": name, "code": -1, "seconds": 0.0}
-    if limit <= 0:
-        return line | {"error": "no time"}
-    result, runs = out / f"{name}.json", site / "runs"
+def launch(name: str, args: argparse.Namespace, out: Path, site: Path) -> subprocess.Popen[str]:
+    """Starts a part; one that imports its libraries ahead then waits for a line on stdin."""
+    part, runs = PARTS[name], site / "runs"
     shutil.rmtree(runs / name, ignore_errors=True)
-    text = part.command.format(
-        device="cpu" if cpu else "cuda", sampler="torch" if cpu else "vllm", name=name, out=result,
-        runs=runs, model="tiny" if cpu else site / "model",
-    )  # fmt: skip
+    text = part.command
+    values = {
+        "device": "cpu" if args.cpu else "cuda", "sampler": "torch" if args.cpu else "vllm",
+        "model": site / "model", "runs": runs, "name": name, "out": out / f"{name}.json",
+    }  # fmt: skip
+    for key, value in values.items():
+        text = text.replace("{" + key + "}", str(value))
     script, *flags = text.split()
     flags = [str(ROOT / flag) if flag.endswith(".yaml") else flag for flag in flags]
-    flags += ["--cpu"] * (cpu and "attention.py" in script)
+    flags += ["--cpu"] * (args.cpu and name == "attention")
+    if args.before and name == "tokens":
+        flags += ["--before", args.before]
+    command = [sys.executable, *[__file__, "--ahead"] * part.ahead, str(ROOT / script), *flags]
     with (out / f"{name}.log").open("w") as log:
-        child = subprocess.Popen(
-            [sys.executable, ROOT / script, *flags], stdout=log, stderr=subprocess.STDOUT, cwd=site,
-            env=os.environ | variables(site), start_new_session=True,
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, cwd=site,
+            env=os.environ | variables(site), start_new_session=True, text=True,
         )  # fmt: skip
-        metrics = runs / name / "metrics.jsonl"
-        while child.poll() is None and time.monotonic() < started + limit:
-            time.sleep(0.1)
-            seconds = time.monotonic() - started
-            for mark, reached in marks(records_of(metrics), part.target).items():
-                if reached:
-                    line.setdefault(mark, round(seconds, 1))
-        stopped = child.poll() is None
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        code = child.wait()
-    line |= {"code": code, "seconds": round(time.monotonic() - started, 1)}
+
+
+def run_part(
+    name: str, child: subprocess.Popen[str], args: argparse.Namespace, out: Path, site: Path,
+    deadline: float,
+) -> dict[str, Any]:  # fmt: skip
+    """Lets a part begin, and returns what it has found, also if it was stopped."""
+    part, started = PARTS[name], time.monotonic()
+    limit = max(0.0, min(part.seconds * (10 if args.cpu else 1), deadline - started))
+    line: dict[str, Any] = {"part": name}
+    assert child.stdin
+    with suppress(BrokenPipeError):
+        child.stdin.close()  # ends the wait of a part that has imported its libraries
+    metrics = site / "runs" / name / "metrics.jsonl"
+    while child.poll() is None and time.monotonic() < started + limit:
+        time.sleep(0.1)
+        seconds = time.monotonic() - started
+        for mark, reached in marks(records_of(metrics), part.target).items():
+            if reached:
+                line.setdefault(mark, round(seconds, 1))
+    stopped = child.poll() is None
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    line |= {"code": child.wait(), "seconds": round(time.monotonic() - started, 1)}
     if stopped:
         line["error"] = f"stopped after {limit:.0f} s"
-    if result.exists():
-        lines = result.read_text().splitlines()
-        line["result"] = [json.loads(x) for x in lines] if len(lines) > 1 else json.loads(lines[0])
+    if found := results_of(out / f"{name}.json", out / f"{name}.log"):
+        line["result"] = found
     if metrics.exists():
         shutil.copy(metrics, out / f"{name}.metrics.jsonl")
         shown = ("time/", "eval/", "gap/logprob_mean")
         line["records"] = [{k: v for k, v in record.items() if k == "update" or k.startswith(shown)}
                            for record in records_of(metrics)]  # fmt: skip
     return line
+
+
+def results_of(file: Path, log: Path) -> list[Any]:
+    """The JSON lines of a part's file, or of its log's lines that begin with "answer: "."""
+    lines = log.read_text(errors="replace").splitlines()
+    answers = [line.removeprefix("answer: ") for line in lines if line.startswith("answer: ")]
+    return [
+        json.loads(line) for line in (file.read_text().splitlines() if file.exists() else answers)
+    ]
+
+
+def run_ahead(script: str, *flags: str) -> None:
+    """Imports what a part needs, waits for the end of stdin, and runs the script."""
+    sys.path.insert(0, str(ROOT))
+    for module in ("core.nanollm", "transformers", "vllm", "peft", "trl"):
+        with suppress(ImportError):
+            import_module(module)
+    sys.stdin.read()
+    sys.argv = [script, *flags]
+    sys.path[0] = str(Path(script).parent)
+    run_path(script, run_name="__main__")
 
 
 def variables(site: Path) -> dict[str, str]:
@@ -161,23 +217,29 @@ def marks(records: list[dict[str, Any]], target: float) -> dict[str, bool]:
 
 
 def save_model(folder: str) -> None:
-    """Writes a model of the shape of Qwen3-0.6B with random weights in bfloat16."""
+    """Writes a model of the shape that the folder's name ends with, in bfloat16."""
     sys.path.append(str(ROOT / BENCHMARKS))
     from workload import SHAPES
     from workload import save_model as save
 
-    save(folder, SHAPES["0.6B"], "bfloat16")
+    save(folder, SHAPES[folder.rpartition("-")[2]], "bfloat16")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["--ahead"]:
+        run_ahead(*sys.argv[2:])
+        sys.exit()
     style = argparse.RawDescriptionHelpFormatter  # tyro may be among the wheels
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--out", default="results", help="folder of the results")
     parser.add_argument("--wheels", default="", help="folder of wheels to unpack first")
     parser.add_argument("--site", default="/tmp/picorl-site", help="where they are unpacked")
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--before", default="", help="a checkout that `tokens` measures too")
     parser.add_argument("--minutes", type=float, default=14.0, help="then a part is stopped")
-    parser.add_argument("--cpu", action="store_true", help="with --only start, learning, attention")
+    parser.add_argument(
+        "--cpu", action="store_true", help="only for learning, attention, compose"
+    )
     parser.add_argument("--save-model", default="", help="internal: a folder for a random model")
     arguments = parser.parse_args()
     if arguments.save_model:

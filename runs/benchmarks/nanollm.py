@@ -7,7 +7,8 @@
 Each sampler is a process of its own with a warm engine, and the samplers take turns, so that other
 load on the machine falls on all of them. The models have random weights in the shapes of
 runs/benchmarks/workload.py; nothing is downloaded. All engines run in the process that calls
-them. Results go to <machine>.json and to README.md.
+them. Results go to <machine>.json and to README.md. With `--before FOLDER` the NanoLLM of another
+checkout takes its turns too.
 """
 
 import json
@@ -37,6 +38,7 @@ from workload import SHAPES, save_model  # noqa: E402
 
 LABELS = {
     "nanollm": "NanoLLM",
+    "before": "NanoLLM before",
     "vllm": "plain vLLM",
     "backend": "vLLM's transformers backend, eager",
     "generate": "transformers generate",
@@ -59,8 +61,9 @@ class Args:
     parts: tuple[str, ...] = ("full", "lora", "bfloat16", "float16")  # what else to measure
     write: bool = True  # save the results as JSON and write the table into README.md
     out: str = ""  # also write the results so far as JSON to this file, after each round
+    before: str = ""  # another checkout, whose NanoLLM is measured too
     child: str = ""  # internal: the part of a child process
-    folder: str = ""  # internal: the model of a child process
+    folder: str = ""  # of a model of the one size, made by workload.py; none: it is made
 
 
 def main(args: Args) -> None:
@@ -69,7 +72,7 @@ def main(args: Args) -> None:
     result: dict[str, Any] = {
         "machine": machine,
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": commit() if args.write else "",
         "command": f"python runs/benchmarks/nanollm.py {' '.join(sys.argv[1:])}".strip(),
         "versions": versions(),
         "workload": {k: getattr(args, k) for k in
@@ -78,8 +81,9 @@ def main(args: Args) -> None:
     }  # fmt: skip
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            save_model(folder, SHAPES[size], "bfloat16" if on_gpu() else "float32")
-            result["sizes"][size] = measure(args, size, folder)
+            if not args.folder:
+                save_model(folder, SHAPES[size], "bfloat16" if on_gpu() else "float32")
+            result["sizes"][size] = measure(args, size, args.folder or folder)
         print("\n".join(["", f"{size} on {machine}", *size_tables(result["sizes"][size])]))
         if args.write:
             name = machine.lower().replace(" ", "-") if on_gpu() else "cpu"
@@ -108,9 +112,10 @@ def save_so_far(args: Args, results: dict[str, Any]) -> None:
 
 def measure_speed(args: Args, folder: str) -> dict[str, Any]:
     """Returns the tokens per second of every sampler, or the error if it could not run."""
+    names = [*args.samplers, *["before"] * bool(args.before)]
+    started = {name: start(args, name, folder) for name in names}  # they import their libraries
     children, results = {}, {}
-    for name in args.samplers:
-        child = start(args, name, folder)
+    for name, child in started.items():
         first = ask(child)  # the start-up time, or an error
         if "error" in first:
             results[name] = first
@@ -137,8 +142,11 @@ def start(args: Args, part: str, folder: str) -> subprocess.Popen[str]:
     """Starts a child process; `ask` makes it work."""
     numbers = {k: v for k, v in vars(args).items() if type(v) is int}
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in numbers.items()]
+    script = __file__
+    if part == "before":
+        part, script = "nanollm", str(Path(args.before, "runs/benchmarks/nanollm.py").resolve())
     return subprocess.Popen(
-        [sys.executable, __file__, f"--child={part}", f"--folder={folder}", *flags],
+        [sys.executable, script, f"--child={part}", f"--folder={folder}", *flags],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -218,6 +226,9 @@ def size_tables(results: dict[str, Any]) -> list[str]:
 def run_child(args: Args) -> None:
     """Waits for a line on stdin, does one piece of work, prints a JSON object; until stdin ends."""
     try:
+        if args.child != "generate":
+            with suppress(ImportError):
+                import vllm  # noqa: F401
         sys.stdin.readline()
         if args.child in PARTS:
             answer(PARTS[args.child](args))
