@@ -334,7 +334,7 @@ class NanoLLM(Sampler):
             vllm_config: Any, specs: list[dict[str, Any]], available: list[int], *groups: Any
         ) -> Any:
             [plenty] = get_kv_cache_configs(vllm_config, specs, [PLENTY], *groups)
-            num_bytes = _cache_bytes(policy, vllm_config, plenty, available[0])
+            num_bytes = _cache_bytes(policy, vllm_config, plenty, available[0], self.num_rollouts)
             return get_kv_cache_configs(vllm_config, specs, [num_bytes], *groups)
 
         # sleep(level=1) frees all tensors in vLLM's memory pool, and its shutdown frees the pool
@@ -515,11 +515,14 @@ def _memory_arguments(policy: Policy, utilization: float, reserved_bytes: int) -
     return {"gpu_memory_utilization": available / total}
 
 
-def _cache_bytes(policy: Policy, vllm_config: Any, plenty: Any, available: int) -> int:
+def _cache_bytes(
+    policy: Policy, vllm_config: Any, plenty: Any, available: int, num_rollouts: int
+) -> int:
     """How much memory vLLM's KV cache gets, from vLLM's own specification of each kind of layer.
 
-    `plenty`: vLLM's plan for PLENTY bytes. Raises UsageError if a sequence of full length does not
-    fit.
+    Of the `available` bytes no more than `num_rollouts` sequences of full length need, if known:
+    waking up takes a GPU longer the more it has to map. `plenty`: vLLM's plan for PLENTY bytes.
+    Raises UsageError if a sequence of full length does not fit.
     """
     specs = [group.kv_cache_spec for group in plenty.kv_cache_groups]
     blocks = 1  # that stays empty
@@ -538,4 +541,4 @@ def _cache_bytes(policy: Policy, vllm_config: Any, plenty: Any, available: int) 
             f"and values, {max(0, free) / 2**30:.1f} GiB are free: lower --max-model-len, or raise "
             "--gpu-memory-utilization"
         )
-    return max(needed, available)
+    return max(needed, min(available, needed * num_rollouts) if num_rollouts else available)

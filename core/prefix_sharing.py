@@ -193,18 +193,20 @@ def attend(
         )
     if kept is not None:
         kept[cast(int, module.layer_idx)] = key, value
-    if takes_varlen(query):
+    varlen = takes_varlen(query)
+    # on a GPU, with a mask, only the slowest kernel takes fewer heads of keys
+    if not VARLEN_TAKES_GQA if varlen else query.is_cuda:
+        heads_per_key = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
+    if varlen:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, d]
+        options: dict[str, Any] = {"enable_gqa": True} if VARLEN_TAKES_GQA else {}
         # causal: the last query of each sequence is at its last key
         output = varlen_attn(
             q, k[tree.key_index], v[tree.key_index], tree.query_ends, tree.key_ends,
-            tree.max_queries, tree.max_keys, scale=scaling, window_size=(-1, 0),
-            enable_gqa=True,
+            tree.max_queries, tree.max_keys, scale=scaling, window_size=(-1, 0), **options,
         )  # fmt: skip
         return cast(Tensor, output)[None], None
-    if query.is_cuda:  # with a mask, only the slowest kernel takes fewer heads of keys
-        heads_per_key = query.shape[1] // key.shape[1]
-        key, value = (x.repeat_interleave(heads_per_key, 1) for x in (key, value))
     keys, mask = tree.keys_and_mask(query.dtype)
     q = pad(query[0], (0, 0, 0, len(keys) * tree.block - len(tree)))
     q = q.unflatten(1, (-1, tree.block)).transpose(0, 1)  # [K, H, block, d]
@@ -223,7 +225,7 @@ def look_up(nodes: Tensor, x: Tensor) -> Tensor:
 
 def takes_varlen(query: Tensor) -> bool:
     """Whether FlashAttention for parts of different lengths can compute on `query` [.., d]."""
-    if not query.is_cuda or query.dtype.itemsize != 2 or not VARLEN_TAKES_GQA:
+    if not query.is_cuda or query.dtype.itemsize != 2:
         return False
     return query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
 

@@ -77,8 +77,8 @@ def start():
     """Start NanoLLM for a policy; the test's end closes it."""
     samplers = []
 
-    def start_one(policy):
-        samplers.append(NanoLLM(policy))
+    def start_one(policy, **options):
+        samplers.append(NanoLLM(policy, **options))
         return samplers[-1]
 
     yield start_one
@@ -430,6 +430,28 @@ def test_cache_has_the_bytes_that_vllm_specifies_for_each_layer(tmp_path, start,
     assert sum(num_bytes for _, num_bytes in sampler.cpu_cache) == expected
     [completion] = sample(sampler, [[65] * 4096], SamplingParams(max_tokens=4))
     assert len(completion.token_ids) <= 4
+
+
+@pytest.mark.parametrize("num_rollouts", [3, 10**6])
+def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(
+    qwen3, start, load, num_rollouts
+):
+    """A token of qwen3 has 2 layers, 2 heads of keys and values, and 32 numbers per head."""
+    policy = load(str(qwen3))
+    if policy.device.type == "cuda":
+        pytest.skip("on a GPU vLLM rounds to the size of its pages")
+    sampler = start(policy, num_rollouts=num_rollouts)
+    config = policy.causal_lm.config
+    per_token = 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
+    blocks = policy.max_length // nanollm.CPU_BLOCK_SIZE + 1  # one stays empty
+    needed = num_rollouts * blocks * nanollm.CPU_BLOCK_SIZE * per_token
+    found = sum(num_bytes for _, num_bytes in sampler.cpu_cache)
+    assert found == min(needed, nanollm.CPU_CACHE_BYTES // per_token // 32 * 32 * per_token)
+    greedy = SamplingParams(max_tokens=8, temperature=0)
+    expected = TorchSampler(policy).sample(PROMPTS, greedy)
+    assert [c.token_ids for c in sample(sampler, PROMPTS, greedy)] == [
+        c.token_ids for c in expected
+    ]  # also of more prompts than were announced
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,11 @@ UNLIMITED = 10**9
 
 def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **options):
     """varlen_attn, which needs a GPU, part by part: the last query is at the last key."""
-    assert options["enable_gqa"] and options["window_size"] == (-1, 0)
+    assert options["window_size"] == (-1, 0)
+    if prefix_sharing.VARLEN_TAKES_GQA:
+        assert options["enable_gqa"]
+    else:
+        assert "enable_gqa" not in options and q.shape == (len(q), *k.shape[1:])
     query_counts, key_counts = query_ends.diff().tolist(), key_ends.diff().tolist()
     assert (max(query_counts), max(key_counts)) == (max_queries, max_keys)
     outputs = []
@@ -86,8 +90,13 @@ def norm_in_float64(module, x):
     return rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["blocks", "flash_attention"])
-def test_random_trees_give_the_results_of_separate_sequences(tmp_path, monkeypatch, varlen):
+@pytest.mark.parametrize(
+    ("varlen", "takes_gqa"), [(False, True), (True, True), (True, False)],
+    ids=["blocks", "flash_attention", "flash_attention_of_torch_2.11"],
+)  # fmt: skip
+def test_random_trees_give_the_results_of_separate_sequences(
+    tmp_path, monkeypatch, varlen, takes_gqa
+):
     policy = load_small(save_small("qwen3", tmp_path, num_hidden_layers=2))
     policy.model.double()
     for module in policy.model.modules():
@@ -96,6 +105,7 @@ def test_random_trees_give_the_results_of_separate_sequences(tmp_path, monkeypat
     if varlen:
         monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
         monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
+        monkeypatch.setattr(prefix_sharing, "VARLEN_TAKES_GQA", takes_gqa)
     for seed in range(20 if varlen else 60):
         assert relative_gap(policy, random_sequences(seed)) < 1e-12, seed
 

@@ -8,9 +8,8 @@ lengths. Forward and backward pass of one layer of the shape of Qwen3-0.6B, in b
 time that a kernel sees a shape, and the second. Kernels:
 
     masked, cuDNN     blocks of queries with a mask, where PyTorch may take cuDNN's attention
-    masked            the same without cuDNN, as a policy on CUDA computes it
-    varlen            FlashAttention for parts of different lengths; where it takes as many heads of
-                      keys as of queries (torch 2.11), the keys are repeated
+    masked            the same without cuDNN, as a policy in float32 computes it
+    varlen            FlashAttention for parts of different lengths, as a policy in 16 bits does
 """
 
 import json
@@ -23,13 +22,13 @@ from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import tyro
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from core import prefix_sharing
 from core.prefix_sharing import PrefixTree, attend, make_tree
@@ -58,12 +57,17 @@ def main(args: Args) -> None:
             torch.backends.cuda.enable_cudnn_sdp(cudnn)
             for when in ("first_ms", "second_ms"):
                 results[name][when].append(milliseconds(kernel, tree, device))
+        if not args.cpu:
+            results.setdefault("gap", []).append(gap(tree, device))
         if args.out:
             Path(args.out).write_text(json.dumps(results) + "\n")
     for name in kernels(args):
         first, second = (statistics.median(results[name][w]) for w in ("first_ms", "second_ms"))
         print(f"{name:14} first {first:8.2f} ms   second {second:8.2f} ms   medians of "
               f"{args.shapes} shapes")  # fmt: skip
+    if not args.cpu:
+        largest = max(results["gap"])
+        print(f"outputs of varlen and masked differ by up to {largest:.1e} of the largest one")
 
 
 def kernels(args: Args) -> dict[str, tuple[Kernel, bool]]:
@@ -86,15 +90,16 @@ def random_tree(rng: random.Random, small: bool) -> PrefixTree:
     return make_tree(sequences)
 
 
+def gap(tree: PrefixTree, device: str) -> float:
+    """Largest difference between the outputs of both kernels, as a part of the largest output."""
+    q, k, v = random_qkv(tree, device)
+    expected = masked(q, k, v, tree)
+    return ((varlen(q, k, v, tree) - expected).abs().max() / expected.abs().max()).item()
+
+
 def milliseconds(kernel: Kernel, tree: PrefixTree, device: str) -> float:
     """Of a forward and a backward pass."""
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-
-    def random_heads(heads: int) -> Tensor:
-        shape = (1, heads, len(tree), HEAD_DIM)
-        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-    q, k, v = random_heads(HEADS), random_heads(KV_HEADS), random_heads(KV_HEADS)
+    q, k, v = random_qkv(tree, device)
     synchronize(device)
     started = perf_counter()
     kernel(q, k, v, tree).sum().backward()
@@ -102,27 +107,25 @@ def milliseconds(kernel: Kernel, tree: PrefixTree, device: str) -> float:
     return 1000 * (perf_counter() - started)
 
 
+def random_qkv(tree: PrefixTree, device: str) -> list[Tensor]:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    shapes = [(1, heads, len(tree), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    return [torch.randn(s, device=device, dtype=dtype, requires_grad=True) for s in shapes]
+
+
 def masked(q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree) -> Tensor:
-    """core/prefix_sharing.py without FlashAttention."""
-    takes_varlen = prefix_sharing.takes_varlen
-    prefix_sharing.takes_varlen = lambda query: False
-    try:
-        module: Any = SimpleNamespace(layer_idx=0)
-        return attend(module, q, k, v, None, HEAD_DIM**-0.5, tree)[0]
-    finally:
-        prefix_sharing.takes_varlen = takes_varlen
+    return with_varlen(False, q, k, v, tree)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree) -> Tensor:
-    options: dict[str, Any] = {"enable_gqa": True}
-    if not prefix_sharing.VARLEN_TAKES_GQA:
-        options, repeats = {}, HEADS // KV_HEADS
-        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    queries, keys, values = (x[0].transpose(0, 1) for x in (q, k, v))
-    return varlen_attn(
-        queries, keys[tree.key_index], values[tree.key_index], tree.query_ends, tree.key_ends,
-        tree.max_queries, tree.max_keys, scale=HEAD_DIM**-0.5, window_size=(-1, 0), **options,
-    )  # fmt: skip
+    return with_varlen(True, q, k, v, tree)
+
+
+def with_varlen(varlen: bool, q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree) -> Tensor:
+    """core/prefix_sharing.py with and without FlashAttention."""
+    module: Any = SimpleNamespace(layer_idx=0)
+    with patch.object(prefix_sharing, "takes_varlen", lambda query: varlen):
+        return attend(module, q, k, v, None, HEAD_DIM**-0.5, tree)[0][0]
 
 
 def synchronize(device: str) -> None:

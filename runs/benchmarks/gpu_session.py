@@ -237,9 +237,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--before", default="", help="a checkout that `tokens` measures too")
     parser.add_argument("--minutes", type=float, default=14.0, help="then a part is stopped")
-    parser.add_argument(
-        "--cpu", action="store_true", help="only for learning, attention, compose"
-    )
+    parser.add_argument("--cpu", action="store_true", help="only for learning, attention, compose")
     parser.add_argument("--save-model", default="", help="internal: a folder for a random model")
     arguments = parser.parse_args()
     if arguments.save_model:
