@@ -284,11 +284,7 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    ("program", "comment"),
-    [("core.chat", "Sampling temperature"), ("core.league", "Game of two agents")],
-)
-def test_help_explains_the_settings(program, comment):
-    command = [sys.executable, "-m", program, "--help"]
+def test_help_explains_the_settings():
+    command = [sys.executable, "-m", "core.chat", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and comment in done.stdout
+    assert done.returncode == 0 and "Sampling temperature" in done.stdout

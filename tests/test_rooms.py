@@ -11,7 +11,7 @@ MODULES = {
     for folder in ("algorithms", "environments", "core")
     for file in (ROOT / folder).rglob("*.py")
 }
-ENTRIES = {"core.chat", "core.league"}  # two lines each, for `python -m`
+ENTRIES = {"core.chat"}  # two lines, for `python -m`
 OPENS = {"core.run.open", "core.run.models"}  # open a run and its models, so they name extras
 
 

@@ -24,7 +24,7 @@ from test_openai_sampler import Server
 from test_wikipedia_maze import visit
 
 from core import config
-from core.extras import chat, league
+from core.extras import chat
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.run import cli
@@ -276,11 +276,9 @@ def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
     settings = {"env": ["my.py:Maze:opponent=./model"], "env_path": str(evil)}
     (evil / "config.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match="--trust"):
-        league.main(league.Flags((str(evil),)))
+    assert chat.run(play_first_task, [str(evil)]) == 2
     Path("my.py").write_text("from environments.snake import Snake as Maze\n")
     chat.run(play_first_task, [str(evil), "--env", "my.py:Maze"])
-    league.run([str(evil), "guess", "--env", "my.py:Maze"])
     assert not marker.exists()
 
 

@@ -232,7 +232,6 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
             for name, updates, message in logged_warnings(records)
         ],
         "curves": curves,
-        "league": _league(run_dir / "league.json"),
         "meanings": meanings(config["env"]),
         "held_out": _num_held_out(config),
         "loss": loss_settings(config),
@@ -240,20 +239,6 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     data["batches"], left_out = pack_rollouts(run_dir, room - len(to_json(data)) - 4000)
     data["left_out"] = ([f"{num_dropped} metrics"] if num_dropped else []) + left_out
     return data
-
-
-def _league(file: Path) -> Record | None:
-    """The table of core/extras/league.py; None if the run has none, or one that cannot be read."""
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-        rows = [
-            [shorten(str(row["name"]), 100)]
-            + [_number(row[key]) for key in ("elo", "low", "high", "won", "drawn", "lost")]
-            for row in table["players"][:50]
-        ]
-        return {"env": shorten(str(table["env"]), 200), "rows": rows}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def _num_held_out(config: dict[str, Any]) -> int | None:
