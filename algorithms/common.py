@@ -96,9 +96,9 @@ def token_logprobs(
     float32 tensors [b, T-1] in nats, 0 off the mask. Gradients flow through the log-probs, and with
     `entropy_grad` through the entropy.
 
-    Logits exist only where the next token was sampled, once for all tokens that were sampled after
-    the same prefix. If there are more than `chunk` such prefixes, `chunk` at a time exist, and the
-    backward pass computes them again. `kept_ids`: see `only_kept`; None: all ids.
+    There is one row of logits for each distinct prefix after which a token was sampled. If these
+    are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
+    `kept_ids`: see `only_kept`; None: all ids.
     """
     # causal shift: the prefix that ends at t predicts the token at t+1
     predictors = nodes[:, :-1][completion_mask]  # [n]

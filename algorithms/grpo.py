@@ -4,10 +4,9 @@
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
 R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
-update. The std is that of a sample (n-1), plus 1e-4. Gradients flow through the policy ratio ρ_t
-only; at ρ_t = 1 the gradient of a term is -A_i ∇ log π(x_t), so that descent follows the policy
-gradient. In the first step of an update every ratio is 1, though its gradient is not 0, and nothing
-is clipped; by default there is only that step.
+update. The std is that of a sample (n-1), plus 1e-4. In the first step of an update, by default the
+only one, every ratio ρ_t equals 1 and nothing is clipped. The ratio carries the gradient all the
+same: that of a term is -A_i ∇ log π(x_t), the policy gradient.
 
 The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
 by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).

@@ -95,5 +95,5 @@ def compute_loss(
     ratio = (logprobs.detach() - micro.old_logprobs).exp()
     per_token = -micro.importance_weights * ratio * advantages * logprobs
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()
-    # clips that no ratio reaches
+    # no clip: bounds that no ratio reaches
     return loss, common.surrogate_metrics(ratio, logprobs, micro, 1.0, float("inf"))

@@ -6,8 +6,8 @@ padded on the right. Prompts are in `sequences`, the token ids that the model co
     rollout 0, one turn     prompt ids | completion ids                          1 sequence
     rollout 1, two turns    prompt ids | completion | new prompt ids | completion    1 sequence
 
-A turn continues the longest sequence of its rollout that its prompt begins with, the whole of it;
-otherwise it starts a new sequence. So each token is trained in the context that it was sampled in.
+A turn is appended to the longest sequence of its rollout that its prompt starts with. If there is
+none, it begins one. So each token is trained in the context that it was sampled in.
 
 `micro_batches` cuts sequences into micro-batches [b, T] and looks up the values [B, N] of their
 tokens: `micro.advantages` is [b, T-1], aligned with the next token. It finds a token by its place
@@ -100,9 +100,9 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
     shape = (max(1, len(rollouts)), max(1, width))
     logprobs = torch.zeros(shape)
     named = [rollout.reward_parts for rollout in rollouts]
-    names = sorted({name for parts in named for name in parts})
-    parts = [[parts.get(name, (math.nan, 0.0)) for name in names] for parts in named]
-    reward_parts = torch.tensor(parts, dtype=torch.float64).view(shape[0], len(names), 2)
+    names = sorted({name for row in named for name in row})
+    values = [[row.get(name, (math.nan, 0.0)) for name in names] for row in named]
+    reward_parts = torch.tensor(values, dtype=torch.float64).view(shape[0], len(names), 2)
     batch = RolloutBatch(
         sequences=[],
         completion_mask=torch.zeros(shape, dtype=torch.bool),
@@ -183,11 +183,11 @@ def minibatches(
     >>> list(minibatches(4, num_epochs=2, num_minibatches=1, seed=0))
     [(0, [0, 1, 2, 3]), (1, [0, 1, 2, 3])]
     """
-    rng, parts = random.Random(seed), min(num_minibatches, num_rollouts)
-    edges = [round(i * num_rollouts / parts) for i in range(parts + 1)] if parts else []
+    rng, count = random.Random(seed), min(num_minibatches, num_rollouts)
+    edges = [round(i * num_rollouts / count) for i in range(count + 1)] if count else []
     for epoch in range(num_epochs):
         rows = list(range(num_rollouts))
-        if parts > 1:
+        if count > 1:
             rng.shuffle(rows)
         for start, end in itertools.pairwise(edges):
             yield epoch, sorted(rows[start:end])

@@ -89,10 +89,10 @@ class RolloutCollector:
     ) -> list[Rollout]:
         """Plays each task with completions of `sampler`; rollouts are in the order of the tasks.
 
-        The opponent that a task names plays all agents but one; only that one has a rollout, unless
-        the opponent ends the episode before it acts. An agent's draws depend only on `params.seed`,
-        its task's place in `tasks`, its place among the agents of its episode, and how often these
-        were asked to act.
+        The policy plays one agent of a task that names an opponent, which plays the rest. Only that
+        one has a rollout, unless the opponent ends the episode before it acts. An agent's draws
+        depend only on `params.seed`, its task's place in `tasks`, its place among the agents of its
+        episode, and how often these were asked to act.
         """
 
         def from_policy(episode: Episode, agent: Agent) -> Ask:
@@ -195,8 +195,8 @@ class RolloutCollector:
     def run(self, plays: list[Play], on_progress: Callable[[], None] = lambda: None) -> None:
         """The loop around all episodes: lets each one continue until it has ended.
 
-        In rounds nobody continues before everything that was asked for has ended, and requests
-        begin when no call is open.
+        A round waits for all answers: nobody continues before everything that was asked for has
+        ended, and requests begin when no call is open.
         """
         waits: dict[Play, Sequence[Ask]] = {play: [] for play in plays}  # what each one waits for
         calls: list[Call] = []  # asked for, and not begun
