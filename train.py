@@ -57,8 +57,10 @@ from core.batching import (
     shape_rewards,
     to_rollout_batch,
 )
-from core.metrics import UpdateStats
+from core.metrics import UpdateStats, rollout_metrics
 from core.policy import Policy
+from core.report.token_traces import trace_tokens
+from core.run.memory import probe_peak_memory
 from core.run.open import Run, is_due, open_run, optimizer_for
 from core.run.reference import freeze_reference, load_teacher
 from core.run.staleness import older_weights
@@ -74,7 +76,8 @@ def main(cfg: Config) -> int:
     algorithm, options = start_algorithm(cfg), cfg.options
 
     # policy, optimizer, sampler, environments, log
-    with open_run(cfg, algorithm, forward, sft_step) as run:
+    with open_run(cfg, algorithm) as run:
+        probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
         if run.progress["sft_step"] < cfg.sft_steps:
             warm_start(cfg, run)
         reference = load_reference(cfg, run)
@@ -127,11 +130,15 @@ def main(cfg: Config) -> int:
                 if not take_step(cfg, run, stats, epoch, update):
                     break
 
-            # 5. Give the sampler the new weights; nothing to send if it shares them
+            # 5. What the steps did to each token, for the report; with --sft-best a supervised
+            #    step. Then the sampler gets the new weights: nothing to send if it shares them
+            metrics = rollout_metrics(cfg, sampled) | stats.means()
+            trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
+            metrics |= imitate_best(cfg, run, rollouts)
             run.sampler.sync()
 
-            # 6. Evaluate, log, save
-            run.finish_update(update, sampled, rollouts, batch, stats)
+            # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier
+            run.finish_update(update, sampled, metrics, next_level(cfg, run, metrics))
         return 1 if run.stopped else 0
 
 
@@ -327,6 +334,24 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     total = distributed.all_reduce_metrics({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
+
+
+def imitate_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> dict[str, float]:
+    """With --sft-best: one supervised step on the best rollouts of the run so far. Its loss."""
+    if not cfg.sft_best:
+        return {}
+    best = selection.keep_best(run.progress["best"], rollouts, cfg.sft_best)
+    run.progress["best"] = best
+    return {"sft/best_loss": sft_step(cfg, run, selection.as_rollouts(best))} if best else {}
+
+
+def next_level(cfg: Config, run: Run, metrics: dict[str, float]) -> int:
+    """The level of the next update's tasks; with --curriculum it follows their accuracy."""
+    level: int = run.progress["level"]
+    if not cfg.curriculum or "reward/correct" not in metrics:
+        return level
+    envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
+    return tasks.next_level(envs, level, metrics["reward/correct"], cfg.curriculum)
 
 
 def run(cfg: Config, env: Any = None) -> int:

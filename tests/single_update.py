@@ -25,18 +25,19 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
             pass
 
     @contextmanager
-    def open_run(cfg, algorithm, forward, sft_step):
+    def open_run(cfg, algorithm):
         sampler = SimpleNamespace(sync=lambda: None)
         yield OneUpdate(
             cfg, folder=None, policy=policy, optimizer=optimizer, collector=None, sampler=sampler,
             run_log=None, display=None, writer=None, interrupt=None,
-            progress=checkpoint.START.copy(), forward=forward, sft_step=sft_step,
+            progress=checkpoint.START.copy(),
         )  # fmt: skip
 
     cfg = replace(cfg, num_updates=update, sft_steps=0, eval_num_tasks=0)
     with patch.multiple(
         train,
         open_run=open_run,
+        probe_peak_memory=lambda *args: None,
         collect_rollouts=lambda cfg, run, update: (rollouts, rollouts),
         freeze_reference=lambda *args: reference,
     ):

@@ -16,18 +16,15 @@ import torch
 
 from core import STARTED, config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of, title_of
-from core.batching import RolloutBatch
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
-from core.metrics import UpdateStats, rollout_metrics
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
 from core.pool import is_program as is_agent_program
 from core.report import write_pages
 from core.report.summary import final_lines
-from core.report.token_traces import trace_tokens
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
@@ -39,7 +36,7 @@ from core.run.reference import reference_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
 from core.sampler import Sampler, SamplingParams, TorchSampler
-from core.selection import as_rollouts, drop_failed, keep_best
+from core.selection import drop_failed
 from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
 from environments import Env, rewarded
@@ -67,8 +64,6 @@ class Run:
     writer: Writer
     interrupt: Interrupt
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
-    forward: Any  # of train.py
-    sft_step: Any  # of train.py
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
@@ -106,30 +101,13 @@ class Run:
             yield self.next_update
 
     def finish_update(
-        self,
-        update: int,
-        sampled: list[Rollout],
-        rollouts: list[Rollout],
-        batch: RolloutBatch,
-        stats: UpdateStats,
+        self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
     ) -> None:
         """Evaluates, logs and saves, each where it is due.
 
-        `sampled`: all rollouts of the update; `rollouts`: those in `batch`, which were trained on.
-        With --sft-best a supervised step on the best rollouts so far comes first.
+        `sampled`: all rollouts of the update; `next_level`: of the tasks of the next one.
         """
         cfg = self.cfg
-        if batch.old_logprobs is None:  # of the only step, collected for the gap and the report
-            batch.old_logprobs = stats.old_logprobs
-        metrics = rollout_metrics(cfg, sampled) | stats.means()
-        # the tokens that report.html shows one by one, with their new log-probs
-        trace_tokens(self.policy, rollouts, batch, cfg.microscope, self.forward, cfg.temperature)
-        if cfg.sft_best:
-            best = keep_best(self.progress["best"], rollouts, cfg.sft_best)
-            self.progress["best"] = best
-            if best:
-                metrics["sft/best_loss"] = self.sft_step(cfg, self, as_rollouts(best))
-                self.sampler.sync()
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
@@ -140,6 +118,7 @@ class Run:
             metrics |= self.evaluate(update)
         self.progress["sampled_tokens"] = tokens
         stop = self.log(update, metrics, sampled)
+        self.progress["level"] = next_level
         if stop or is_last or update == 1 or is_due(update, cfg.save_every):
             self.save()
 
@@ -163,11 +142,6 @@ class Run:
                 record["time/sync_s"] = self.sampler.sync_seconds
             self.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
-            if self.cfg.curriculum and "reward/correct" in record:
-                envs = tasks.training_envs(self.cfg.env, self.cfg.train_difficulty)
-                self.progress["level"] = tasks.next_level(
-                    envs, self.progress["level"], record["reward/correct"], self.cfg.curriculum
-                )
         self.history.append(diagnostics.warning_inputs(record))
         by_group = "groups" in config.needs(self.cfg)
         advice = diagnostics.advice_without_reward(self.cfg)
@@ -313,10 +287,8 @@ def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> l
 
 
 @contextmanager
-def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterator[Run]:
+def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
-
-    `forward` and `sft_step` are those of train.py.
 
     Ctrl-C, SIGTERM and SIGHUP save the run and raise Stopped. On exit, writes report.html,
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
@@ -336,12 +308,10 @@ def open_run(cfg: Config, algorithm: Any, forward: Any, sft_step: Any) -> Iterat
             distributed.check_shared(folder)
             # ranks other than 0 write into a folder that is thrown away
             log_dir = folder if is_writer else scratch_dir
-            functions = algorithm, forward, sft_step
-            with _opened(cfg, *functions, folder, log_dir, is_new) as run:
+            with _opened(cfg, algorithm, folder, log_dir, is_new) as run:
                 interrupted = saved = False
                 try:
                     with memory.out_of_memory_as_one_line(run.command_with_less_memory):
-                        memory.probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
                         yield run
                 except Stopped:
                     interrupted = True
@@ -390,9 +360,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
 
 
 @contextmanager
-def _opened(
-    cfg: Config, algorithm: Any, forward: Any, sft_step: Any, folder: Path, log_dir: Path, new: bool
-) -> Iterator[Run]:
+def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool) -> Iterator[Run]:
     started = perf_counter()
     found = checkpoint.ResumePoint() if new else checkpoint.find_checkpoint(folder)
     smaller = memory.smaller_weights(cfg.lora_rank, cfg.quantize != "none")
@@ -471,7 +439,7 @@ def _opened(
                 collector.play_program = partial(agents.play_program, collector)
             yield Run(
                 cfg, folder, policy, optimizer, collector, sampler, log, display, writer, interrupt,
-                progress, forward, sft_step, history, older, notes,
+                progress, history, older, notes,
                 start_seconds={f"time/start_{k}_s": v for k, v in start_seconds.items()},
             )  # fmt: skip
 
