@@ -86,6 +86,17 @@ def test_the_budget_is_that_of_most_runs_or_given():
         board([(Path("never"), CONFIG, [])])
 
 
+@pytest.mark.parametrize("budget", [0, 100])
+def test_the_terms_are_those_of_the_runs_that_set_a_budget(budget):
+    """A room has more other runs, such as those of the first steps of the workshop."""
+    first = [run(f"grpo-{i}", 0.4, 0.9, model_id="tiny", max_sampled_tokens=0) for i in range(3)]
+    base = run("base", 0.2, sft_steps=400, max_sampled_tokens=0)
+    contest = [run("alice", 0, 0.5), run("bob", 0, 0.8)]
+    _, rows, left_out = board([*first, base, *contest], budget)
+    assert ranks(rows) == [("1", "bob"), ("2", "alice")]
+    assert left_out[0] == "grpo-0, grpo-1, grpo-2: from tiny, not base"
+
+
 def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
     for folder, config, records in (run("a", 0, 0.9), run("b", 0, 0.5)):
         (tmp_path / folder).mkdir()
@@ -99,5 +110,8 @@ def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
     assert out.splitlines()[0].startswith("adding, 256 held-out tasks")
     assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["1", "a"], ["2", "b"]]
     assert "1 of the folders are not runs" in out and not (tmp_path / "compare.png").exists()
+    for pattern in ("*", "[ab]"):  # PowerShell expands none
+        assert compare.main(["--board", str(tmp_path / pattern)]) == 0
+        assert capsys.readouterr().out.splitlines()[:4] == out.splitlines()[:4]
     assert compare.main(["--board", folders[2]]) == 2
     assert compare.main([*folders[:2], "--budget", "5"]) == 2

@@ -259,6 +259,17 @@ def test_compare_ranks_runs_by_the_tokens_that_they_sampled_until_the_target(tmp
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("other", "rank"), [((0.4, 0.85, 0.95), "1"), ((0.4, 0.75, 0.95), "2")])
+def test_compare_gives_runs_that_do_not_differ_the_same_rank(tmp_path, other, rank):
+    """After as many tokens 0.92 and 0.85 differ by less than √(0.1² + 0.1²), 0.92 and 0.75 do."""
+    runs = [
+        (tmp_path / name, CONFIG, [
+            evaluated(u, a) | {"tokens/sampled": 100 * (u > 0)} for u, a in enumerate(values)
+        ]) for name, values in {"a": (0.4, 0.92), "b": other}.items()
+    ]  # fmt: skip
+    assert [row[:2] for row in compare.table_rows(runs)] == [["1", "a"], [rank, "b"]]
+
+
 def test_compare_rejects_what_is_not_a_run(tmp_path, capsys):
     run = write_run(tmp_path / "a", trained(1))
     for args in ([run, tmp_path / "gone"], []):

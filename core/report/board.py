@@ -1,6 +1,6 @@
 """A board for a room: who gets the most out of the same number of sampled tokens?
 
-    python -m core.report.compare --board runs/*
+    python -m core.report.compare --board "runs/*"
 
 The runs of a board start from the same model and are evaluated on the same held-out tasks. A run
 counts with its last evaluation within the budget, the tokens of --max-sampled-tokens. Such a run
@@ -37,10 +37,6 @@ class Entry:
     tokens: int  # sampled until then
     minutes: float
 
-    def accuracy(self, env: str, key: str = "accuracy") -> float:
-        value: float = self.evaluation[f"eval/{env}/{key}"]
-        return value
-
 
 def board(
     runs: list[tuple[Path, dict[str, Any], list[Record]]], budget: int = 0
@@ -48,28 +44,30 @@ def board(
     """Returns the terms, a row as in HEADERS for each run, best first, and a line for each reason
     why runs are not on the board.
 
-    `runs`: folder, settings and metrics of each. The terms are those of most runs. `budget`:
-    sampled tokens; 0: the --max-sampled-tokens of most runs.
+    `runs`: folder, settings and metrics of each. The terms are those of most runs that set
+    --max-sampled-tokens; a room has others too. `budget`: sampled tokens; 0: that of most runs.
 
     Raises UsageError if there is no run to rank, or no budget.
     """
     terms = [terms_of(config, records) for _, config, records in runs]
-    known = [term for term in terms if term[0]]
+    known = [(term, run[1]["max_sampled_tokens"])
+             for term, run in zip(terms, runs, strict=True) if term[0]]  # fmt: skip
     if not known:
         raise UsageError("no run with an evaluation: python train.py evaluates, and "
                          "--max-sampled-tokens sets the budget")  # fmt: skip
-    common = Counter(known).most_common(1)[0][0]
+    with_budget = [(term, tokens) for term, tokens in known if tokens]
+    if not budget and not with_budget:
+        raise UsageError("no run has --max-sampled-tokens: give the budget, such as --budget 50000")
+    common = Counter(term for term, _ in with_budget or known).most_common(1)[0][0]
+    budgets = Counter(tokens for term, tokens in with_budget if term == common)
+    budget = budget or budgets.most_common(1)[0][0]
     env, tasks, model = common[:3]
     compared = [run for run, term in zip(runs, terms, strict=True) if term == common]
-    budgets = Counter(c["max_sampled_tokens"] for _, c, _ in compared if c["max_sampled_tokens"])
-    if not budget and not budgets:
-        raise UsageError("no run has --max-sampled-tokens: give the budget, such as --budget 50000")
-    budget = budget or budgets.most_common(1)[0][0]
     entries = [entry_of(*run, env, budget) for run in compared]
-    entries.sort(key=lambda entry: -entry.accuracy(env))
+    entries.sort(key=lambda entry: -entry.evaluation[f"eval/{env}/accuracy"])
     rows, first, rank = list[list[str]](), entries[0], 1
     for place, entry in enumerate(entries, 1):
-        if is_better(first, entry, env):
+        if is_better(first.evaluation, entry.evaluation, env):
             first, rank = entry, place
         rows.append([str(rank), entry.name, entry.algorithm, describe(env, entry.evaluation),
                      f"{entry.tokens:,}", f"{entry.minutes:.1f}"])  # fmt: skip
@@ -126,9 +124,11 @@ def entry_of(
     return entry
 
 
-def is_better(one: Entry, other: Entry, env: str) -> bool:
+def is_better(one: Record, other: Record, env: str) -> bool:
     """Whether the 95% interval of the difference of two accuracies excludes 0, from the Wilson
     interval of each; as for different tasks, which is cautious, as the tasks are the same."""
-    below = one.accuracy(env) - one.accuracy(env, "ci_low")
-    above = other.accuracy(env, "ci_high") - other.accuracy(env)
-    return one.accuracy(env) - other.accuracy(env) > math.hypot(below, above)
+    name = f"eval/{env}"
+    below = one[f"{name}/accuracy"] - one[f"{name}/ci_low"]
+    above = other[f"{name}/ci_high"] - other[f"{name}/accuracy"]
+    difference: float = one[f"{name}/accuracy"] - other[f"{name}/accuracy"]
+    return difference > math.hypot(below, above)

@@ -1,12 +1,14 @@
 """Compares runs: which one needs the fewest sampled tokens?
 
     python -m core.report.compare runs/a runs/b
-    python -m core.report.compare --board runs/*      # the runs of a room: core/report/board.py
+    python -m core.report.compare --board "runs/*"    # the runs of a room: core/report/board.py
 
 Prints a table with the best run first. Beside the first run, writes `compare.png`, the held-out
 accuracy by sampled tokens, and `compare.html`, one page with the reports of all runs.
 """
 
+import glob
+import itertools
 import math
 import sys
 from contextlib import suppress
@@ -29,6 +31,7 @@ from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
+    accuracy_by_tokens,
     algorithm_title,
     minutes,
     sampled_tokens,
@@ -42,6 +45,7 @@ from environments.text import printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
+TIES = "Equal ranks: the 95% interval of the difference to the first of them includes 0."
 TEXTS = 5  # the first columns; the others are numbers
 
 
@@ -62,8 +66,9 @@ def compare(
         )
     if budget < 0 or (budget and not board):
         raise UsageError(f"--budget {budget}: a number of tokens, with --board")
+    runs = tuple(dict.fromkeys(itertools.chain(*map(matching, runs))))
     if board:
-        print_board(tuple(dict.fromkeys(runs)), budget)
+        print_board(runs, budget)
         return
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
@@ -83,6 +88,7 @@ def compare(
             console.print(Text(printable(narrow(cells))))
     else:
         console.print(table)
+    print(TIES)
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
@@ -102,11 +108,16 @@ def print_board(folders: tuple[Path, ...], budget: int) -> None:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(Text(printable(title), style="bold"))
     console.print(table)
-    print("Equal ranks: the 95% interval of the difference to the first of them includes 0.")
+    print(TIES)
     for line in left_out:
         console.print(Text(printable(f"Not on this board: {line}")))
     if others := len(folders) - len(runs):
         print(f"{others} of the folders are not runs.")
+
+
+def matching(run: Path) -> list[Path]:
+    """The folders that a pattern such as runs/* stands for, which PowerShell does not expand."""
+    return [run] if run.exists() else [*map(Path, sorted(glob.glob(str(run))))] or [run]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
@@ -130,9 +141,10 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
 
     `runs`: folder, settings and metrics of each. Within an environment, runs are ranked by the
     tokens that they sampled until the target accuracy; those that did not reach it follow, without
-    a rank, by their final accuracy.
+    a rank, by their final accuracy. Runs that cannot be told apart share a rank, as on the board:
+    a run has a rank of its own if the first of the rank above was better after as many tokens.
     """
-    found: list[tuple[str, float, float, list[str]]] = []
+    found: list[tuple[str, float, float, list[Record], list[str]]] = []
     for run_dir, config, records in runs:
         envs = " ".join(map(short, config["env"]))
         for env, first, last in before_after(records) or [(envs, {}, {})]:
@@ -143,14 +155,28 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
                 f"{sampled_tokens(records):,}", "not reached" if tokens is None else f"{tokens:,}",
                 f"{minutes(records):.1f}",
             ]  # fmt: skip
-            found.append((env, math.inf if tokens is None else tokens, final, row))
+            found.append((env, math.inf if tokens is None else tokens, final, records, row))
     rows = []
     for env in dict.fromkeys(env for env, *_ in found):
-        entries = [entry[1:] for entry in found if entry[0] == env]
-        for needed, _, row in sorted(entries, key=lambda entry: (entry[0], -entry[1])):
-            rank = 1 + sum(other < needed for other, *_ in entries)
-            rows.append(["-" if math.isinf(needed) else str(rank), *row])
+        entries = sorted((entry[1:] for entry in found if entry[0] == env),
+                         key=lambda entry: (entry[0], -entry[1]))  # fmt: skip
+        rank, (best, _, of_best, _) = 1, entries[0]
+        for place, (needed, _, records, row) in enumerate(entries, 1):
+            if math.isinf(needed):
+                rows.append(["-", *row])
+                continue
+            one, other = (evaluation_at(env, its, best) for its in (of_best, records))
+            if boards.is_better(one, other, env):
+                rank, best, of_best = place, needed, records
+            rows.append([str(rank), *row])
     return rows
+
+
+def evaluation_at(env: str, records: list[Record], tokens: float) -> Record:
+    """The first evaluation after so many sampled tokens, or else the last."""
+    evaluations = [record for record in records if f"eval/{env}/accuracy" in record]
+    points = zip(accuracy_by_tokens(env, records), evaluations, strict=True)
+    return next((record for (at, _), record in points if at >= tokens), evaluations[-1])
 
 
 def narrow(row: list[str]) -> str:
