@@ -164,11 +164,11 @@ def test_where_there_is_no_run_the_message_lists_those_that_there_are(tmp_path, 
 
 
 def test_printed_commands_are_quoted_for_the_shell_of_the_system(monkeypatch):
-    words = ["python", "train.py", "--resume", "my run"]
+    words = ["train.py", "--resume", "my run", "--env", "compose:depth=2,mixed=true"]
     monkeypatch.setattr(os, "name", "posix")
-    assert quoted(words) == "python train.py --resume 'my run'"
+    assert quoted(words) == "train.py --resume 'my run' --env compose:depth=2,mixed=true"
     monkeypatch.setattr(os, "name", "nt")
-    assert quoted(words) == 'python train.py --resume "my run"'
+    assert quoted(words) == 'train.py --resume "my run" --env "compose:depth=2,mixed=true"'
 
 
 def test_run_returns_the_exit_code_and_prints_one_line(capsys):

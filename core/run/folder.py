@@ -208,7 +208,11 @@ def train_command(*flags: str) -> str:
 
 def quoted(words: list[str]) -> str:
     """A command for the shell of this system."""
-    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
+    if os.name != "nt":
+        return shlex.join(words)
+    texts = [subprocess.list2cmdline([word]) for word in words]
+    # PowerShell reads a,b as two words
+    return " ".join(f'"{text}"' if "," in text and text[0] != '"' else text for text in texts)
 
 
 def new_folder(runs: Path, name: str, stem: str) -> Path:
