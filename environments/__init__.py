@@ -1,5 +1,6 @@
 """Tasks with a text interface: one file per task. `python -m environments` lists them."""
 
+from environments import installed  # noqa: F401  (first: it says what this Python lacks)
 from environments.base import Env, Message, MultiAgentEnv, Step
 from environments.registry import list_envs, make, register
 

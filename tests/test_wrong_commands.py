@@ -8,6 +8,10 @@ import math
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -17,7 +21,9 @@ from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
 from core.types import UsageError
+from environments.installed import NEEDED
 
+ROOT = Path(__file__).parent.parent
 SETTINGS = [  # invalid settings, and the flag that the message names
     ({"num_prompts": 0}, "--num-prompts"),
     ({"lr": math.nan}, "--lr"),
@@ -181,3 +187,22 @@ def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, 
 def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda name: None)
     check_rejected(command, place, ["--sampler", "vllm"], "pip install")
+
+
+@pytest.mark.parametrize("program", [
+    "train.py", "scratch.py", "-m environments", "-m core.chat", "-m core.report.compare",
+    "-m core.workshop.one_update",
+])  # fmt: skip
+def test_a_python_without_the_packages_gets_one_sentence(program):
+    """-S: without site-packages."""
+    found = subprocess.run([sys.executable, "-S", *program.split()], cwd=ROOT, text=True,
+                           capture_output=True)  # fmt: skip
+    assert found.returncode == 1 and found.stderr.count("\n") == 1
+    assert re.search(r"^torch, .* tyro, .*not installed in this Python, ", found.stderr)
+    assert found.stderr.count(sys.executable) == 2
+
+
+def test_every_dependency_is_looked_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split("[<>=]", package)[0] for package in project["dependencies"]}
+    assert {"pyyaml" if name == "yaml" else name for name in NEEDED} == names
