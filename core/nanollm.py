@@ -1,6 +1,7 @@
 """NanoLLM: a vLLM engine that samples from the weights of the training model, without a copy.
 
-    pip install -e ".[vllm]" && python train.py --sampler vllm
+    pip install -e ".[vllm]"
+    python train.py --sampler vllm
 
 core/weight_sharing.py lays out the weights once for both models, before vLLM captures CUDA graphs.
 After `optimizer.step()` vLLM reads the new weights. `sync` copies the weights that vLLM keeps in

@@ -15,7 +15,7 @@ functions, in their order: 13 of them are for `pairs=unseen`, 30 for `pairs=seen
 
 After careless demonstrations the policy answers no task greedily, and a few when it samples:
 
-    python train.py --env compose:depth=4,mixed=true,pairs=all --sft-steps 400 --sft-hasty 1 \
+    python train.py --env "compose:depth=4,mixed=true,pairs=all" --sft-steps 400 --sft-hasty 1 \
         --sft-batch-size 64 --num-updates 0 --run-name base
     python train.py --model-id runs/base/model --lr 3e-4 --num-updates 60 --max-tokens 32 \
         --env compose --eval-env compose compose:pairs=unseen

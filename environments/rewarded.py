@@ -1,8 +1,8 @@
 """Prompts from a data set, and reward functions with TRL's signature: a task without a class.
 
-    --env rewarded:data=rows.jsonl,reward=rewards.py:accuracy
+    --env "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
     --env "rewarded:data=rows.jsonl,reward=rewards.py:accuracy rewards.py:brief,weights=1 0.2"
-    --env rewarded:data=openai/gsm8k,config=main,prompt=question,reward=my_rewards:accuracy
+    --env "rewarded:data=openai/gsm8k,config=main,prompt=question,reward=my_rewards:accuracy"
 
 Each row has a prompt, a text or a list of messages, and any other columns. All completions that a
 rank samples at the same time are a batch; in training, groups lie side by side. Each function is

@@ -1,8 +1,8 @@
 """Run `python train.py FLAGS`, or a sweep over any of its flags, on a Flyte 2 cluster or locally.
 
     python runs/on_flyte.py --algo ppo --num-updates 20                     # one run on the cluster
-    python runs/on_flyte.py --sweep seed=0,1,2 algo=grpo,ppo -- --lr 5e-5   # six runs
-    python runs/on_flyte.py --local --sweep seed=0,1,2 -- --num-updates 10  # without Flyte
+    python runs/on_flyte.py --sweep "seed=0,1,2" "algo=grpo,ppo" -- --lr 5e-5   # six runs
+    python runs/on_flyte.py --local --sweep "seed=0,1,2" -- --num-updates 10  # without Flyte
 
 A sweep runs all combinations of the values. Separate values that contain commas by semicolons:
 'env=reverse;gymnasium:id=CartPole-v1,repeat=3'. Switches take true or false. The cluster is that

@@ -32,8 +32,17 @@ SMALL = """--sft-steps 2 --sft-batch-size 2 --num-updates 1 --num-prompts 2 --gr
 
 def commands_of(page, program):
     """The arguments of each indented `program` line of a page, without its comment."""
-    lines = re.findall(rf"^ +(?:.*&& )?{program}(.*?)(?:  +#.*)?$", (ROOT / page).read_text(), re.M)
+    lines = re.findall(rf"^ +{program}(.*?)(?:  +#.*)?$", (ROOT / page).read_text(), re.M)
     return [line.strip() for line in lines]
+
+
+@pytest.mark.parametrize("page", [*PAGES, "environments/agents/README.md"])
+def test_every_command_of_a_page_works_in_powershell(page):
+    """It expands no pattern, reads a,b as two words, and in Windows has no &&."""
+    programs = "python|pip|uv|torchrun|git|ruff|mypy|pytest"
+    for line in re.findall(rf"^ +(?:{programs}) .*", (ROOT / page).read_text(), re.M):
+        bare = re.sub('"[^"]*"', "", line.partition(" #")[0])
+        assert not re.search(r"[,*&';$`]", bare), line
 
 
 @pytest.mark.parametrize("flags", commands_of("README.md", r"python train\.py"))

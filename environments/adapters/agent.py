@@ -1,6 +1,6 @@
 """An agent program, unchanged, as an environment: it asks the policy for answers over HTTP.
 
-    --env agent:run=my_agent.py:run,data=tasks.jsonl                a function, or async function
+    --env "agent:run=my_agent.py:run,data=tasks.jsonl"              a function, or async function
     --env "agent:command=node agent.mjs,data=tasks.jsonl"           any program
 
     def run(task, client, base_url, api_key):        # those of the four that it wants
