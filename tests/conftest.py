@@ -10,6 +10,7 @@ import signal
 import sys
 from functools import cache
 from http.server import ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,12 @@ def pytest_configure():
         number = getattr(signal, name, None)  # Windows has no SIGHUP
         if number and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def needs(extra, *modules):
+    """Skips a test, and names the extra, if one of its modules is not installed."""
+    absent = any(find_spec(module) is None for module in modules)
+    return pytest.mark.skipif(absent, reason=f"needs picorl[{extra}]")
 
 
 class LoopbackServer(ThreadingHTTPServer):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from conftest import needs
 
 from core.types import UsageError
 from environments.base import EVAL_SEEDS
@@ -58,7 +59,8 @@ MULTI_AGENT = {  # demonstrations of one agent; the others guess
     "connect4:opponent=self": Facts(-1, 1, 1, "valid"),
     "iterated_game:opponent=self": Facts(-1, 1, 5, "valid"),
 }
-SLOW = {"remote:env=letter_counting", "gymnasium", "reasoning_gym", "textarena"}
+LIBRARIES = {"gymnasium", "reasoning_gym", "textarena"}
+SLOW = {"remote:env=letter_counting", *LIBRARIES}
 TOOLS = {"calculator", "wiki_search"}  # import transformers, for seconds
 FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
 # games have few openings: their evaluation seeds start other games from the same positions
@@ -70,7 +72,8 @@ RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 
 
 @pytest.mark.parametrize("spec", [
-    pytest.param(spec, marks=pytest.mark.slow if spec.startswith("remote") else [])
+    pytest.param(spec, marks=pytest.mark.slow if spec.startswith("remote") else
+                 needs("envs", *LIBRARIES & {spec}))
     for spec in [*SPECS, *MULTI_AGENT]
 ])  # fmt: skip
 def test_check_env_finds_nothing_wrong_with_our_environments(spec):

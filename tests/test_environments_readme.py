@@ -73,6 +73,8 @@ def test_table_lists_every_environment_with_its_options_and_defaults():
 @pytest.mark.parametrize("row", [row for row in ROWS if row[5]], ids=lambda row: row[0].strip("`"))
 def test_player_without_skill_reaches_the_stated_value(row):
     name, value = row[0].strip("`"), row[5].partition(":")[0]
+    if name == "gymnasium":
+        pytest.importorskip(name, reason="needs picorl[envs]")
     env, correct, total = make(name), 0, 0.0
     for i in range(256):
         text, done, rng = env.reset(EVAL_SEEDS[i])[-1]["content"], False, random.Random(i)
@@ -98,8 +100,8 @@ def test_a_template_has_no_problem_outside_the_repository(name, command):
 
 
 def test_environments_work_in_gymnasium_and_pettingzoo_code():
-    pytest.importorskip("gymnasium")
-    pytest.importorskip("pettingzoo")
+    pytest.importorskip("gymnasium", reason="needs picorl[envs]")
+    pytest.importorskip("pettingzoo", reason="needs picorl[envs]")
     variables = {}
     exec(block("as_gymnasium"), variables)
     assert variables["env"].action_space.contains("x")
@@ -107,7 +109,7 @@ def test_environments_work_in_gymnasium_and_pettingzoo_code():
 
 
 def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatch):
-    pytest.importorskip("gymnasium")
+    pytest.importorskip("gymnasium", reason="needs picorl[envs]")
     (tmp_path / "my_words.py").write_text(block("Swing the pole up"))
     monkeypatch.syspath_prepend(tmp_path)
     env = make("gymnasium:id=Pendulum-v1,words=my_words:GAME")
@@ -126,7 +128,7 @@ def test_the_environments_of_the_commands_exist(command):
 
 
 def test_the_game_for_those_who_come_from_llamagym_plays(command):
-    pytest.importorskip("gymnasium")
+    pytest.importorskip("gymnasium", reason="needs picorl[envs]")
     Path("blackjack.py").write_text(block("BLACKJACK = Game"))
     env = make("gymnasium:id=Blackjack-v1,words=blackjack.py:BLACKJACK")
     rules, total = env.reset(3)[0]["content"].split("\n")

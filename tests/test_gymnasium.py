@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 
-pytest.importorskip("gymnasium")
+pytest.importorskip("gymnasium", reason="needs picorl[envs]")
 
 import gymnasium
 import numpy as np

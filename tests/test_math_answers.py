@@ -3,6 +3,7 @@
 from fractions import Fraction
 
 import pytest
+from conftest import needs
 
 from environments.math_answers import find_answer, is_equal, parse_number
 
@@ -45,6 +46,7 @@ def test_a_percent_sign_on_one_side_is_a_unit_or_a_hundredth():
     assert not is_equal("5000%", r"50\%") and not is_equal("0.5%", "50")
 
 
+@needs("envs", "math_verify")
 @pytest.mark.parametrize("answer, solution, equal", [
     ("0.333333", "1/3", False),  # rounded
     ("12 + 6", "18", False),  # not evaluated

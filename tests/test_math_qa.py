@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import datasets
 import pytest
+from conftest import needs
 
 import environments.math_qa
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
@@ -105,6 +106,7 @@ def test_gsm8k_is_evaluated_on_its_test_split_and_demonstrated_with_its_solution
     assert abs(parse_number(env.demonstrate(hasty=True)[8:-9]).value - 2 * n) <= 10
 
 
+@needs("envs", "math_verify")
 def test_math500_trains_on_the_training_splits_of_math_alone_and_accepts_equal_formulas(hub):
     env = make("math_qa:data=math500")
     assert {split for path, _, split in hub if path == "EleutherAI/hendrycks_math"} == {"train"}

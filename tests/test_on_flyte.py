@@ -9,7 +9,6 @@ from core.metrics import describe
 from core.run import cli
 from core.run.log import read_records
 
-MISSING = 'Flyte is not installed: pip install -e ".[flyte]"'
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "runs"))
 import on_flyte  # noqa: E402
@@ -42,7 +41,7 @@ def test_sweep_runs_all_combinations(folder):
 
 @pytest.mark.slow
 def test_a_sweep_trains_and_evaluates_each_run_in_flytes_local_mode(folder):
-    pytest.importorskip("flyte", reason=MISSING)
+    pytest.importorskip("flyte", reason="needs picorl[flyte]")
     assert on_flyte.main(["--flyte-local", "--sweep", "group-size=1,2", "--", *TINY]) == 1
     rows = table_of("sweep-1")
     assert [row[0] for row in rows] == ["group-size=1", "group-size=2"]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-pytest.importorskip("openenv")
+pytest.importorskip("openenv", reason="needs picorl[envs]")
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import needs
 
 from core.algorithm import algorithm_names, load_algorithm
 from core.run.folder import read_settings
@@ -91,6 +92,7 @@ def test_the_example_of_the_readme_trains(command):
     assert code == 0 and "best: clip_low=0.2 clip_high=0.28" in out, err
 
 
+@needs("envs", "gymnasium")
 def test_its_warnings_are_those_of_any_algorithm(command):
     Path("mine.py").write_text(MINE)
     algo = [*SHORT, "--algo", "mine.py"]

@@ -181,7 +181,7 @@ GAME = Game("Cut the cards.", ("low", "high"), show=str)
     ("remote:env=games.py:Maze:size=4", "go 7 4"),
 ])  # fmt: skip
 def test_code_that_options_name_is_found_from_another_folder(place, monkeypatch, spec, opening):
-    pytest.importorskip("gymnasium")
+    pytest.importorskip("gymnasium", reason="needs picorl[envs]")
     (place / "cuts.py").write_text(GYM)
     spec = absolute(spec)
     other = place.parent / "other"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pettingzoo")
+pytest.importorskip("pettingzoo", reason="needs picorl[envs]")
 
 import pettingzoo
 from gymnasium import spaces

@@ -8,7 +8,7 @@ import torch
 from core.extras import piecewise_adamw
 from core.optimizer import MasterAdamW
 
-pytest.importorskip("torchao")
+pytest.importorskip("torchao", reason="needs picorl[memory]")
 KINDS = ("adamw8bit", "adamw_bf16_sr")
 KINDS_WITH_MASTERS = ("adamw", "adamw8bit")
 LR = 1e-3

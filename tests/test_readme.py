@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from conftest import needs
 
 from core import config
 from core.extras import chat
@@ -61,12 +62,19 @@ def test_every_train_command_of_the_readme_runs(command, qwen3_folder, flags):
     assert code == 0, err
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_train_command_has_valid_settings(page):
-    for flags in commands_of(page, r"(?:python|torchrun [-\w ]+) train\.py"):
-        own = "--algo best.py" in flags  # tests/test_own_algorithm.py runs it
-        if "<name>" not in flags and "--help" not in flags and not own:
-            config.validate(config.resolve(cli.parse(shlex.split(flags))))
+@pytest.mark.parametrize("flags", [
+    pytest.param(flags, marks=needs("quantize", "bitsandbytes") if "--quantize" in flags else ())
+    for page in PAGES for flags in commands_of(page, r"(?:python|torchrun [-\w ]+) train\.py")
+    # tests/test_own_algorithm.py runs best.py
+    if not any(part in flags for part in ("<name>", "--help", "--algo best.py"))
+])  # fmt: skip
+def test_every_train_command_has_valid_settings(flags):
+    config.validate(config.resolve(cli.parse(shlex.split(flags))))
+
+
+def test_ci_runs_the_tests_with_the_line_of_the_readme():
+    (line,) = re.findall(r"^    (pip install [^#]+; pytest .*?) +#", README, re.MULTILINE)
+    assert f"\n{line}\n" in (ROOT / ".ci/run").read_text()
 
 
 def test_the_environment_commands_of_the_readme_run(capsys, monkeypatch):

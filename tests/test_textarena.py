@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-pytest.importorskip("textarena")
+pytest.importorskip("textarena", reason="needs picorl[envs]")
 
 import numpy as np
 

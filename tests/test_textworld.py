@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("textworld")
+pytest.importorskip("textworld", reason="needs picorl[envs]")
 
 from environments.adapters.textworld import LEVELS, TextWorld, read_command
 from environments.registry import make

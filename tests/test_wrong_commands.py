@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from conftest import needs
 from safetensors.torch import load_file, save_file
 
 import train
@@ -64,7 +65,11 @@ COMMANDS = [  # a command line, and what its message names
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
     ("--env letter_counting:difficulty=hard", "'hard'"),
-    ("--sft-steps 1 --env gymnasium:id=Acrobot-v1", "--sft-steps 0"),
+    pytest.param(
+        "--sft-steps 1 --env gymnasium:id=Acrobot-v1",
+        "--sft-steps 0",
+        marks=needs("envs", "gymnasium"),
+    ),
     ("--env math_qa:data=shape.jsonl", "line 1"),
     ("--config none.yaml", "none.yaml"),
     ("--resume runs/none", "runs/none"),
@@ -147,7 +152,7 @@ def test_a_run_that_only_evaluates_needs_no_groups():
     assert train.prepare(Config(group_size=1, num_updates=0)).group_size == 1
 
 
-@pytest.mark.parametrize(("line", "named"), COMMANDS, ids=[line for line, _ in COMMANDS])
+@pytest.mark.parametrize(("line", "named"), COMMANDS)
 def test_an_invalid_command_is_one_line_and_code_2(command, place, line, named):
     check_rejected(command, place, shlex.split(line), named)
 

@@ -1,13 +1,10 @@
 """Gymnasium's spaces as text: what an action may be, and a JSON value as an action.
 
->>> from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
->>> space = Dict({"steer": Box(-1, 1, (2,)), "gear": Discrete(3)})
->>> describe(space)
-'{"gear": 0 to 2, "steer": [-1 to 1, -1 to 1]}'
->>> read_json_action(space, 'Slowly. {"action": {"gear": 1, "steer": [0.5, 0]}}')
-{'gear': 1, 'steer': array([0.5, 0. ], dtype=float32)}
->>> read_json_action(MultiDiscrete([3, 2]), '{"action": [3, 0]}') is None
-True
+The actions of Dict({"steer": Box(-1, 1, (2,)), "gear": Discrete(3)}) are described as
+
+    {"gear": 0 to 2, "steer": [-1 to 1, -1 to 1]}
+
+and `Slowly. {"action": {"gear": 1, "steer": [0.5, 0]}}` is a response with one of them.
 """
 
 import json
