@@ -16,6 +16,7 @@ import pytest
 from conftest import AGENTS
 
 from core.batching import to_rollout_batch
+from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents
 from core.loading import load_policy
@@ -368,6 +369,22 @@ def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
     assert (cut.text, cut.finish_reason) == ("What is 1 + 1? It ", "stop")
     assert agents.cut_at(policy, whole, ["", "never"]) is whole
     assert agents.cut_at(policy, whole, [text[0]]).token_ids == ids[:1]
+
+
+@pytest.mark.parametrize(
+    ("call_ids", "text", "thought", "latest"),
+    [("a", "x", "t", 1), ("a", "y", "u", 3), ("a", "x", "u", 1), ("b", "x", "t", 4)],
+)
+def test_of_answers_that_read_alike_the_latest_of_the_likest_is_continued(
+    policy, call_ids, text, thought, latest
+):
+    """Ids of calls count more than the text, and the text more than the thought."""
+    answers = [("a", "x", "t"), ("a", "x", "t"), ("a", "y", "t"), ("a", "y", "u"),
+               ("b", "y", "u")]  # fmt: skip
+    found = [agents.Known([n], [i], x, t) for n, (i, x, t) in enumerate(answers)]
+    answer = {"calls": [(call_ids, "look", "{}")], "content": text, "thought": thought}
+    conversations = agents.Conversations(Renderer(policy))
+    assert conversations.best(found, answer).ids == [latest]
 
 
 def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy, write):

@@ -88,3 +88,6 @@ def test_rejected_tokens_have_weight_0_and_are_counted():
     assert band == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
     assert weights(limit=1.5) == (pytest.approx([2.0, 0.5, 0, 0, 0]), 3)
     assert weights(limit=2.5) == (pytest.approx(capped), 0)
+    for away, rejected in ((0.06, 3), (0.04, 0)):  # the default limit: 0.05 nats
+        logprobs = sampler - away
+        assert weights()[1] == rejected

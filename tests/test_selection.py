@@ -1,9 +1,12 @@
 """Which rollouts are trained on: filtering by the spread of returns, and the best so far."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
+import train
 from core.config import Config
 from core.metrics import rollout_metrics
 from core.selection import (
@@ -113,6 +116,30 @@ def test_in_self_play_a_task_is_kept_if_the_returns_of_one_agent_differ():
     # X and O have different returns, but each agent is compared with itself
     assert len(with_spread(Config(), [x[0], o[0], x[1], o[1]])) == 4
     assert with_spread(Config(), [x[0], o[0], x[1], rollout(0.0, agent="O", group=1)]) == []
+
+
+def test_with_several_agents_each_task_without_spread_is_replaced():
+    """Three tasks of X and O: one of the first round has a spread, and both of the second."""
+    rounds = []
+
+    def collect(drawn, *_):
+        rounds.append([*dict.fromkeys(task.seed for task in drawn)])
+        spread = 1 if len(rounds) == 1 else 2
+        return [
+            rollout(float(member and n < spread), seed, 2 * n + (agent == "O"), agent)
+            for n, seed in enumerate(rounds[-1]) for member in (0, 1) for agent in "XO"
+        ]  # fmt: skip
+
+    phase = SimpleNamespace(tick_and=lambda check: check)
+    run = SimpleNamespace(
+        display=SimpleNamespace(phase=lambda *_: nullcontext(phase)), sampler=nullcontext(),
+        interrupt=SimpleNamespace(check_alone=None), collector=SimpleNamespace(collect=collect),
+        drop_failed=lambda rollouts: rollouts, progress={"level": 0},
+    )  # fmt: skip
+    cfg = Config(num_prompts=3, group_size=2, filter_groups=2)
+    sampled, kept = train.collect_rollouts(cfg, run, 2)
+    assert [len(seeds) for seeds in rounds] == [3, 2]
+    assert (len(sampled), len(by_task(kept)), len(kept)) == (20, 3, 12)
 
 
 def test_the_best_have_the_highest_return_one_per_task_newer_first_among_equals():
