@@ -67,7 +67,7 @@ from core.run.staleness import older_weights
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
-from environments import registry
+from environments import registry, rewarded
 
 
 def main(cfg: Config) -> int:
@@ -149,6 +149,7 @@ def prepare(cfg: Config) -> Config:
     """
     cfg = config.resolve(cfg)
     config.validate(cfg)
+    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)
     tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)  # raises for unknown names
     train_envs = tasks.training_envs(cfg.env, cfg.train_difficulty)
     if cfg.sft_steps:

@@ -1,8 +1,9 @@
-"""Rows of data for environments: JSONL files and data sets of the Hugging Face hub."""
+"""Rows of data for environments: local files and data sets of the Hugging Face hub."""
 
 import importlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,21 @@ Row = dict[str, Any]
 
 
 def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
-    """Returns the number and the object of each line that is not empty.
+    """Returns the number and the object of each line that is not empty; of a JSON array, of each
+    entry.
 
     Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError for a pipe or a
     device and, naming the line, for anything but one JSON object per line.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise UsageError(f"{path} is not a file")
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+    rows, text = [], Path(path).read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        with suppress(ValueError, RecursionError):
+            entries = json.loads(text)
+            if entries and all(isinstance(entry, dict) for entry in entries):
+                return list(enumerate(entries, start=1))
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
             row = json.loads(line) if line.strip() else None
         except (ValueError, RecursionError):
@@ -32,9 +39,15 @@ def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
 
 
 def read_hub(path: str, configuration: str | None, split: str) -> list[Row]:
-    """Returns the rows of a split. Raises UsageError if it cannot be loaded."""
+    """Returns the rows of a split, or those of a local file, as `datasets` reads its kind.
+
+    Raises UsageError if they cannot be loaded.
+    """
     datasets = import_for("datasets", path)
     try:
+        if os.path.isfile(path):
+            folder, name = os.path.split(os.path.abspath(path))
+            return list(datasets.load_dataset(folder, data_files=name, split="train"))
         return list(datasets.load_dataset(path, configuration, split=split))
     except Exception as error:  # network, disk, data set moved: any kind of error
         reason = " ".join(str(error).split())[:200]

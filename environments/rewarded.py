@@ -26,7 +26,8 @@ adds the mean of the values that the functions log to the info of all.
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
 returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` its
 weight if that is not 1. Of rows with the same prompt only the first one is kept. One prompt in
-eight is reserved for evaluation, decided by its text.
+eight is reserved for evaluation, decided by its text; where --eval-env names other data, both are
+used whole, and prompts that occur in both are not trained on.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ from environments import event_loop
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
-from environments.registry import find_file, import_attribute
+from environments.registry import find_file, import_attribute, options_of, split_spec
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
@@ -61,12 +62,15 @@ class TrainerState:
 
 
 STATE = TrainerState()  # of this process
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
+Source = tuple[str, str, str, str]  # data, config, split, and the column with the prompt
+TRAINED, EVALUATED = set[Source](), set[Source]()  # of this process's run
 
 
 class Rewarded(Env):
-    """`data`: FILE.jsonl, a data set of the hub or a folder with one, with its `config` and
-    `split`; `prompt`: the column with the prompt; `reward`: functions as FILE.py:name or
-    module:name; `weights`: of the functions, by default 1."""
+    """`data`: FILE.jsonl, .json, .csv, .parquet, a data set of the hub or a folder with one, with
+    its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
+    FILE.py:name or module:name; `weights`: of the functions, by default 1."""
 
     def __init__(
         self,
@@ -145,42 +149,94 @@ class Rewarded(Env):
         return Step(None, reward, True, {**logged, "correct": correct, **info})
 
 
+def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
+    """Tells `load` on which data a run trains and evaluates, by the specs of its environments."""
+    for sources, specs in ((TRAINED, trained), (EVALUATED, evaluated)):
+        sources.clear()
+        for spec in specs:
+            if split_spec(spec)[0] in ("rewarded", "agent"):
+                o = options_of(spec)
+                sources.add((o["data"], o["config"], o["split"], o.get("prompt", "")))
+    read.cache_clear()
+    load.cache_clear()
+
+
 @functools.cache  # a run needs all its data until its end
 def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
-    `prompt`: the column that tells rows apart; "": all columns together.
+    Data on which the run both trains and evaluates is divided. Other data is used whole, but rows
+    of training that the run evaluates on, as those of another file, are left out; prints how many.
+    Raises as `read`, and UsageError if there are no rows for one of both uses.
+    """
+    rows, names = read(data, config, split, prompt)
+    trained, evaluated = ({source[:3] for source in each} for each in (TRAINED, EVALUATED))
+    here = data, config, split
+    is_divided = (here in trained) == (here in evaluated)  # both, or neither: no run has begun
+    elsewhere = {
+        words
+        for source in EVALUATED
+        if here in trained and source[:3] != here
+        for words in map(_words, read(*source)[0])
+        if source[:3] not in trained or is_held_out(words)
+    }
+    train, test, num_evaluated = list[Row](), list[Row](), 0
+    for text, row in rows.items():
+        words = _words(text)
+        held_out = is_divided and is_held_out(words)
+        if held_out or not is_divided:
+            test.append(row)
+        if not held_out and words not in elsewhere:
+            train.append(row)
+        num_evaluated += not held_out and words in elsewhere
+    if num_evaluated:
+        print(f"{data}: left out {num_evaluated} rows of training, which the run evaluates on",
+              file=sys.stderr)  # fmt: skip
+    if not train or not test:
+        raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
+                         "evaluation; add some, or name other data with --eval-env")  # fmt: skip
+    return train, test, names
+
+
+@functools.cache
+def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row], list[str]]:
+    """Returns the rows by what tells them apart, and the names of the columns but `prompt`.
+
+    `prompt`: the column that tells rows apart; "": all columns together, as JSON.
 
     Prints how many rows have the prompt of an earlier one. Raises UsageError if the data cannot be
-    loaded, a row has no prompt, or there are no rows for one of both uses.
+    loaded, a row has no prompt, or a column that tells rows apart is no JSON.
     """
-    if data.endswith((".jsonl", ".json")):
-        try:
-            rows = read_jsonl(find_file(data))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"data={data}: {error}") from None
-    else:
-        rows = list(enumerate(read_hub(os.path.expanduser(data), config or None, split), start=1))
+    try:
+        path = str(find_file(data)) if data.endswith(FILES) else os.path.expanduser(data)
+        lines = data.endswith((".jsonl", ".json"))
+        rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"data={data}: {error}") from None
     unique: dict[str, Row] = {}
     for number, row in rows:
-        value = row.get(prompt) if prompt else json.dumps(row, sort_keys=True)
-        if not isinstance(value, str | list) or not value:
+        value = row.get(prompt) if prompt else row
+        if prompt and not (isinstance(value, str | list) and value):
             columns = ", ".join(row)
             raise UsageError(f"{data}, row {number}: no prompt in {prompt!r}; it has {columns}")
+        for key, part in ({prompt: value} if prompt else row).items():
+            try:
+                json.dumps(part)
+            except (TypeError, ValueError) as error:
+                place = f"{data}, row {number}: column {key!r}"
+                raise UsageError(f"{place} is no JSON: {error}") from None
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         unique.setdefault(text, row)
     if len(unique) < len(rows):
         duplicates = len(rows) - len(unique)
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
-    train, test = list[Row](), list[Row]()
-    for text, row in unique.items():  # those that differ in white space alone have the same use
-        (test if is_held_out(" ".join(text.split())) else train).append(row)
-    if not train or not test:
-        raise UsageError(f"{data} has {len(train)} rows for training and {len(test)} for "
-                         "evaluation; add some")  # fmt: skip
-    names = dict.fromkeys(key for _, values in rows for key in values)
-    return train, test, [name for name in names if name != prompt]
+    return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+
+
+def _words(text: str) -> str:
+    """The text with one space between words: what differs in white space alone has one use."""
+    return " ".join(text.split())
 
 
 def _call_all(functions: list[Function], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def command(tmp_path, monkeypatch, capsys):
     imports from its folder is forgotten afterwards.
     """
     monkeypatch.chdir(tmp_path)
-    rewarded.load.cache_clear()  # of another test's file of the same relative name
+    rewarded.set_sources((), ())  # forgets another test's file of the same relative name
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(curves, "draw_curves", lambda path, records, title: None)
 

@@ -3,6 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def place(tmp_path, monkeypatch, command):
     """A folder with rows.jsonl and rewards.py."""
     Path("rewards.py").write_text(FUNCTIONS)
     write("rows.jsonl", ROWS)
-    rewarded.load.cache_clear()
+    rewarded.set_sources((), ())
     return tmp_path
 
 
@@ -134,6 +135,38 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
     report = check_env(spec, 3, other_process=False)
     assert not report.problems and report.shared == 0
+
+
+@pytest.mark.parametrize("kind", ["rewarded", "agent"])
+def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training(kind, capsys):
+    """Rows of both are left out of training, even if their white space differs."""
+    write("train.jsonl", [*ROWS, {"prompt": "Say  100.", "answer": "100"}])
+    write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 190)])
+    options = {"rewarded": "reward=rewards.py:accuracy", "agent": "command=true"}[kind]
+    if kind == "agent":  # whole rows are compared
+        write("train.jsonl", [*ROWS, {"answer": "100", "prompt": "Say 100."}])
+    trained, evaluated = (absolute(f"{kind}:data={x}.jsonl,{options}") for x in ("train", "test"))
+    rewarded.set_sources([trained], [evaluated])
+    assert len(make(evaluated).test) == 100
+    assert [row["prompt"] for row in make(trained).train] == [row["prompt"] for row in ROWS]
+    assert capsys.readouterr().err.count("left out 1 rows of training, which the run eval") == 1
+    # data of both uses is divided, and what is held out of it is not trained on as other data
+    write("again.jsonl", ROWS[::-1])
+    again = absolute(f"{kind}:data=again.jsonl,{options}")
+    rewarded.set_sources([trained, again], [trained, "letter_counting"])
+    held_out = [row["prompt"] for row in make(trained).test]
+    assert 3 < len(held_out) < 20 and len(make(trained).train) == 61 - len(held_out)
+    assert {row["prompt"] for row in make(again).train} == {r["prompt"] for r in ROWS} - {*held_out}
+
+
+def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
+    write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(100, 120)])
+    specs = [f"rewarded:data={x}.jsonl,reward=rewards.py:accuracy" for x in ("rows", "test")]
+    options = "--eval-num-tasks", 20, "--num-updates", 0, "--max-tokens", 2, "--run-name", "a"
+    assert command("--env", specs[0], "--eval-env", specs[1], *options)[0] == 0
+    rollouts = map(json.loads, Path("runs/a/rollouts.jsonl").read_text().splitlines())
+    opened = [rollout["messages"][0]["content"] for rollout in rollouts]
+    assert opened == [f"Say {n}." for n in range(100, 108)]  # the first eight of an evaluation
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -198,7 +231,34 @@ configs:
     assert env.step(message["content"]).reward == 1.0
 
 
+def test_local_files_of_other_kinds_are_rows_too(place, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    table = datasets.Dataset.from_list(ROWS)
+    for name, save in (("a.csv", table.to_csv), ("a.parquet", table.to_parquet)):
+        save(name)
+    Path("b.csv").write_bytes(b"\xef\xbb\xbf" + Path("a.csv").read_bytes())  # as Excel writes it
+    Path("a.json").write_text(json.dumps(ROWS, indent=1))
+    Path("a.jsonl").write_text(Path("rows.jsonl").read_text(), encoding="utf-8-sig")
+    expected = make("rewarded:data=rows.jsonl,reward=rewards.py:two").train
+    for file in ("a.csv", "b.csv", "a.parquet", "a.json", "a.jsonl"):
+        found = make(f"rewarded:data={file},reward=rewards.py:two").train
+        assert [row["prompt"] for row in found] == [row["prompt"] for row in expected]
+        assert [row["n"] for row in found] == [row["n"] for row in expected]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(datetime(2026, 1, 2), "datetime"), (b"a", "bytes")])
+def test_a_column_that_is_no_json_is_named(place, monkeypatch, value, kind):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
+    datasets.Dataset.from_list([{**row, "when": value} for row in ROWS]).to_parquet("a.parquet")
+    with pytest.raises(UsageError, match=f"row 1: column 'when' is no JSON: .* {kind} "):
+        make("agent:command=true,data=a.parquet")
+    assert make("rewarded:data=a.parquet,reward=rewards.py:two").train[0]["when"] == value
+
+
 @pytest.mark.parametrize(("options", "words"), [
+    ("data=none.csv,reward=rewards.py:two", "there is no file none.csv"),
     ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py:acuracy", "has no acuracy; did you mean accuracy?"),

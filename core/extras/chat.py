@@ -36,6 +36,7 @@ from core.config import Config
 from core.run.files import scratch_folder
 from core.run.folder import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError
+from environments import rewarded
 from environments.registry import short
 from environments.text import one_line, printable
 
@@ -105,6 +106,7 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
     if flags.env:
         cfg = replace(cfg, eval_env=(flags.env,))
     cfg = config.resolve(cfg)
+    rewarded.set_sources(cfg.env, cfg.eval_env or cfg.env)
     if flags.env:
         tasks.held_out_envs(cfg.eval_env, (), 0)  # raises for an unknown name
     return flags, replace(

@@ -24,7 +24,8 @@ context, refuses further requests; if that raises, the reward is 0, too. Any oth
 the episode, and so does a command that ends with another code than 0 or prints no reward. Raise
 environments.base.EnvFailure where something of the program's own fails, such as a search engine.
 
-One row in eight is reserved for evaluation, decided by its content.
+One row in eight is reserved for evaluation, decided by its content; where --eval-env names other
+data, both are used whole, and rows that occur in both are not trained on.
 """
 
 import asyncio
