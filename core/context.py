@@ -66,6 +66,14 @@ class Renderer:
             self.openings[key] = prompt_ids(self.policy.tokenizer, chat, schemas)
         return self.openings[key]
 
+    def first_prompt(self, messages: list[Message], schemas: Sequence[Schema] = ()) -> list[int]:
+        """The ids of a prompt that begins with these messages. Raises UsageError or TypeError if
+        they cannot be rendered, or exceed the context."""
+        agent = Agent(self, Rollout("", "", 0, 0), schemas=schemas)
+        agent.begin(messages)
+        agent.set_prompt()
+        return agent.prompt_ids
+
     def next_ids(
         self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
     ) -> list[int]:

@@ -16,9 +16,10 @@ exceeds its time limit, changes the working directory or returns something inval
 own episode: `Rollout.error` gives the reason.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from core import distributed
@@ -29,11 +30,12 @@ from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
-from core.types import Rollout
-from environments.base import PLAYER, EnvFailure
+from core.types import Message, Rollout, UsageError
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EnvFailure
 from environments.registry import place_of, short, split_opponent
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
+MAX_DRAWS = 10  # tasks whose prompt cannot be rendered, until their episode fails
 STREAMS_PER_EPISODE = 1000  # random streams reserved for the agents of one episode
 
 
@@ -45,6 +47,7 @@ class Episode:
     task: Task
     env: PooledEnv = field(init=False)
     agents: dict[str, Agent] = field(default_factory=dict)
+    draws: int = 0  # tasks whose prompt could not be rendered
     rounds: int = 0  # how often its agents were asked to act
     seat: str = ""  # in games with opponents: the policy's agent, whose rollout alone is kept
 
@@ -77,6 +80,7 @@ class RolloutCollector:
         self.renderer = renderer(policy, drop_thinking, system_prompt)
         threads = Threads(env_workers, env_timeout)
         self.pool = Pool(self.renderer.prepare, threads, env_instances)
+        self.refused = set[str]()  # environments of which tasks were replaced
         self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
         self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
 
@@ -150,13 +154,10 @@ class RolloutCollector:
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""
         agents, env = episode.agents, episode.env  # env: one agent, too, is a dict with PLAYER
-        [openings] = yield [Call(env, env.reset, (episode.task.seed,))]
-        for name, messages in openings.items():
-            agent = self.new_agent(episode, name)
-            agent.begin(messages)
-            if messages:
-                agent.set_prompt()  # prompt_ids: the messages in the chat template
-            agents[name] = agent
+        opened = False
+        while not opened:
+            [openings] = yield [Call(env, env.reset, (episode.task.seed,))]
+            opened = self.open(episode, openings)
         if not any(agent.chat for agent in agents.values()):
             raise ValueError("reset() returned no message")
 
@@ -243,6 +244,34 @@ class RolloutCollector:
                 sampler.clear()
             if waits:
                 self.pool.abandon()
+
+    def open(self, episode: Episode, openings: dict[str, list[Message]]) -> bool:
+        """Renders the first prompts. If that fails, replaces the task, and returns False.
+
+        The seed decides the task that takes its place, so a group has the same one. Raises
+        UsageError for a held-out task, and after MAX_DRAWS tasks.
+        """
+        seed, env = episode.task.seed, short(episode.task.env)
+        try:
+            for name, messages in openings.items():
+                agent = self.new_agent(episode, name)
+                agent.begin(messages)
+                if messages:
+                    agent.set_prompt()  # prompt_ids: the messages in the chat template
+                episode.agents[name] = agent
+        except UsageError as error:
+            episode.draws += 1
+            if seed in EVAL_SEEDS or episode.draws > MAX_DRAWS:
+                raise
+            if env not in self.refused:
+                self.refused.add(env)
+                self.pool.threads.say(f"{env} with seed {seed}: {error}; another task takes its "
+                                      "place, and that of others like it")  # fmt: skip
+            seeds = DEMO_SEEDS if seed in DEMO_SEEDS else TRAIN_SEEDS
+            episode.task = replace(episode.task, seed=random.Random(seed).choice(seeds))
+            episode.agents.clear()
+            return False
+        return True
 
     def asked_to_act(self, episode: Episode) -> list[Agent]:
         """The agents that have a prompt; none if one of them has had all its turns."""

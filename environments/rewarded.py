@@ -31,6 +31,7 @@ used whole, and prompts that occur in both are not trained on.
 """
 
 import asyncio
+import copy
 import functools
 import inspect
 import json
@@ -100,8 +101,7 @@ class Rewarded(Env):
             self.row = self.test[(seed - EVAL_SEEDS.start) % len(self.test)]
         else:
             self.row = random.Random(seed).choice(self.train)
-        prompt = self.row[self.prompt]
-        return [user(prompt)] if isinstance(prompt, str) else [dict(m) for m in prompt]  # type: ignore[misc]
+        return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
         return self.step_batch([self], [response])[0]
@@ -232,6 +232,43 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
     return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+
+
+def leave_out(spec: str, render: Callable[[list[Message]], list[int]], length: int) -> str:
+    """Leaves out of all instances of `spec` the rows that `render` refuses, or that are too long.
+
+    `render`: messages to token ids; raises UsageError or TypeError. `length`: tokens of a context.
+    Messages like others that were rendered fit without that if they have fewer bytes: a token has
+    at least one. Returns how many rows were left out, with the first reason; "" if none were.
+    Raises UsageError if that leaves none.
+    """
+    o = options_of(spec)
+    train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
+    rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
+    refused: dict[int, str] = {}  # id of a row: why
+    for row in [*train, *test]:
+        messages = _messages(row[o["prompt"]])
+        kind = str([m | {"content": type(m.get("content"))} if isinstance(m, dict) else m
+                    for m in messages])  # fmt: skip
+        if kind not in rendered or rendered[kind] + len(json.dumps(messages)) >= length:
+            try:
+                rendered.setdefault(kind, len(render(messages)))
+            except (UsageError, TypeError) as error:
+                refused[id(row)] = str(error)
+    for rows in (train, test):
+        rows[:] = [row for row in rows if id(row) not in refused]
+    if not refused:
+        return ""
+    found = f"{o['data']}: left out {len(refused)} rows that cannot be a prompt"
+    reason = f"the first one: {next(iter(refused.values()))}"
+    if not train or not test:
+        raise UsageError(f"{found}, which leaves {len(train)} for training and {len(test)} for "
+                         f"evaluation; {reason}")  # fmt: skip
+    return f"{found}; {reason}"
+
+
+def _messages(prompt: str | list[Message]) -> list[Message]:
+    return [user(prompt)] if isinstance(prompt, str) else [copy.copy(m) for m in prompt]
 
 
 def _words(text: str) -> str:

@@ -19,7 +19,16 @@ from core.selection import drop_failed
 from core.tasks import Task
 from core.types import UsageError
 from environments import registry
-from environments.base import Env, EnvFailure, MultiAgentEnv, Step, checked_step
+from environments.base import (
+    DEMO_SEEDS,
+    EVAL_SEEDS,
+    TRAIN_SEEDS,
+    Env,
+    EnvFailure,
+    MultiAgentEnv,
+    Step,
+    checked_step,
+)
 
 
 class OneTurn(Env):
@@ -105,6 +114,27 @@ def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn, reset, erro
     one_turn(reset=lambda self, seed: reset())
     (rollout,) = play(policy, Task("one", 1, 0))
     assert error in rollout.error and not rollout.messages
+
+
+def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_group(
+    policy, one_turn
+):
+    """A held-out one is not: each is played once."""
+
+    def reset(self, seed):
+        return [message("read! " * 1_000 if seed in (3, EVAL_SEEDS[3]) else f"task {seed}")]
+
+    one_turn(reset=reset)
+    tasks = [Task("one", seed, g) for g, seed in enumerate((3, 4, DEMO_SEEDS[0], EVAL_SEEDS[3]))]
+    collector, said = RolloutCollector(policy, 1), []
+    collector.pool.threads.say = said.append
+    rollouts = collector.collect([t for t in tasks for _ in range(3)], Scripted(policy), PARAMS)
+    [drawn], *others = ({r.seed for r in rollouts[i : i + 3]} for i in (0, 3, 6, 9))
+    assert drawn != 3 and drawn in TRAIN_SEEDS
+    assert others == [{4}, {DEMO_SEEDS[0]}, {EVAL_SEEDS[3]}]
+    assert [bool(r.error) for r in rollouts] == [False] * 9 + [True] * 3
+    [line] = said
+    assert line.startswith("one with seed 3: one message has 6")
 
 
 def test_numbers_of_numpy_are_those_of_python(policy, one_turn):

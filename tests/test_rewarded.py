@@ -41,6 +41,8 @@ def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
         log_metric("share", ord(text) - 97)
     log_metric(name="seen", value=torch.tensor(len(calls)))
     return [1.0 for _ in completions]
+def zero(completions):
+    return [0.0 for _ in completions]
 def needs(completions, wanted):
     return [1.0]
 def never(completions, **columns):
@@ -167,6 +169,23 @@ def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
     rollouts = map(json.loads, Path("runs/a/rollouts.jsonl").read_text().splitlines())
     opened = [rollout["messages"][0]["content"] for rollout in rollouts]
     assert opened == [f"Say {n}." for n in range(100, 108)]  # the first eight of an evaluation
+
+
+@pytest.mark.parametrize("prompt", [
+    "read! " * 2_000, [{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"],
+    [{"role": "user", "content": "read! " * 2_000}, {"role": "user", "content": "a"}],
+])  # fmt: skip
+def test_a_row_that_cannot_be_rendered_is_left_out_before_the_run_begins(command, prompt):
+    write("some.jsonl", [{"prompt": prompt}, *ROWS[:30]])
+    write("none.jsonl", [{"prompt": prompt}])
+    some, none, rows = (f"rewarded:data={x}.jsonl,reward=rewards.py:zero"
+                        for x in ("some", "none", "rows"))  # fmt: skip
+    options = "--num-prompts", 1, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 2
+    code, out, err = command("--env", some, *options)
+    assert code == 0 and out.count("some.jsonl: left out 1 rows that cannot be a prompt; the") == 1
+    assert "failed" not in out + err
+    code, _, err = command("--env", none, "--eval-env", rows, *options)
+    assert code == 2 and "left out 1 rows" in err and "leaves 0 for training and" in err
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -380,7 +399,7 @@ def test_async_functions_are_awaited_together():
     ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
-     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 59)", False),
+     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 61)", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]

@@ -381,13 +381,11 @@ def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[li
     """The policy as a player of environments/web.py: from a conversation to the next response."""
 
     def respond(chat: list[Message]) -> str:
-        agent = Agent(speaker.collector.renderer, Rollout("", "", 0, 0), schemas=schemas)
-        agent.begin(chat)
-        agent.set_prompt()
+        ids = speaker.collector.renderer.first_prompt(chat, schemas)
         seed = derive_seed(cfg.seed, len(chat))
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with speaker.policy.adapters():
-            return TorchSampler(speaker.policy).sample([agent.prompt_ids], params)[0].text
+            return TorchSampler(speaker.policy).sample([ids], params)[0].text
 
     return respond
 

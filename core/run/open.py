@@ -433,6 +433,11 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
         )) as collector:  # fmt: skip
             collector.pool.threads.say, collector.opponents = display.say, opponents
+            for spec in dict.fromkeys((*cfg.env, *cfg.eval_env)):
+                if split_spec(spec)[0] == "rewarded":
+                    render, length = collector.renderer.first_prompt, policy.max_length
+                    if line := rewarded.leave_out(spec, render, length):
+                        display.say(line)
             if any(map(is_agent_program, (*cfg.env, *cfg.eval_env))):
                 from core.extras import agents
 
