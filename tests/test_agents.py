@@ -484,8 +484,15 @@ def run(task, client):
             **body, temperature=temperature, top_p=temperature, tool_choice="required",
             response_format={"type": "json_object"})
     client.responses.create(model="m", input="?", temperature=0.5, text={"format": SCHEMA})
-    client.responses.create(model="m", input="?", top_p=1, tool_choice="auto",
-                            text={"format": {"type": "text"}})
+    client.responses.create(
+        model="m", input="?", top_p=1, tool_choice="auto", text={"format": {"type": "text"}},
+        temperature=1, parallel_tool_calls=True, extra_body={"min_p": 0, "logit_bias": {}})
+    tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    body["messages"] += [{"role": "assistant", "content": "I"}]
+    client.chat.completions.create(
+        **body, seed=task["n"], frequency_penalty=0.5, logit_bias={"5": 9}, logprobs=True,
+        top_logprobs=2, parallel_tool_calls=False, tools=[{"type": "function", "function": tool}],
+        extra_body={"top_k": 5, "min_p": 0.1, "enable_thinking": True})
     return 1.0
 """)
     said, collector = [], RolloutCollector(policy, 9)
@@ -494,11 +501,39 @@ def run(task, client):
     tasks = [Task(spec, seed, seed) for seed in range(4)]
     rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(4))
     collector.close()
-    assert [(r.error, len(r.turns)) for r in rollouts] == [("", 4)] * 4
-    asked = ["response_format", "temperature 0.25", "temperature 0.5", "tool_choice", "top_p 0.25"]
+    assert [(r.error, len(r.turns)) for r in rollouts] == [("", 5)] * 4
+    asked = ["a prefill", "enable_thinking", "format", "frequency_penalty", "logit_bias", "min_p",
+             "parallel_tool_calls", "response_format", "seed", "strict", "temperature 0.25",
+             "temperature 0.5", "tool_choice", "top_k 5", "top_logprobs", "top_p 0.25"]  # fmt: skip
     assert sorted(said) == [
-        f"an agent asks for its own {name}: it is answered as the run samples" for name in asked
+        f"a request of an agent sets {name}: it is answered as the run samples" for name in asked
     ]
+
+
+def test_the_schema_of_an_answer_is_in_the_prompt(policy, write):
+    spec = write("""
+SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"né": {"type": "number"}}}}
+def run(task, client):
+    body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    wanted = {"type": "json_schema", "json_schema": SCHEMA}
+    answer = client.chat.completions.create(**body, response_format=wanted)
+    body["messages"] += [answer.choices[0].message, {"role": "user", "content": "And?"}]
+    client.chat.completions.create(**body, response_format=wanted)
+    client.chat.completions.create(**body, response_format={"type": "text"})
+    client.responses.create(
+        model="m", input="?", instructions="Hm.", text={"format": SCHEMA | {"type": "json_schema"}})
+    return 1.0
+""")
+    [rollout] = collect(policy, spec, num=1)
+    assert not rollout.error
+    first, second, without, response = (turn.prompt_ids for turn in rollout.turns)
+    begun = first + rollout.turns[0].completion_ids
+    assert second[: len(begun)] == begun and without[: len(first)] != first
+    schema = '{"type": "object", "properties": {"né": {"type": "number"}}}'
+    found = [
+        policy.tokenizer.decode(ids).count(schema) for ids in (first, second, without, response)
+    ]
+    assert found == [1, 1, 0, 1]
 
 
 def wait_for(condition):

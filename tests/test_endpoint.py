@@ -134,6 +134,12 @@ def test_many_asynchronous_clients(session):
     {"tools": [3]}, {"tools": [{"type": "function", "function": {"name": None}}]},
     {"max_tokens": True}, {"max_completion_tokens": 1.5}, {"max_tokens": [9]}, {"n": True},
     {"max_tokens": 5, "max_completion_tokens": True}, {"temperature": True}, {"temperature": "1"},
+    {"tools": [{"type": "custom", "custom": {"name": "look"}}]}, {"audio": {"voice": "x"}},
+    {"tools": [{"type": "web_search"}]},
+    {"functions": [TOOL]}, {"function_call": {"name": "look"}}, {"web_search_options": {"a": 1}},
+    {"messages": [*CHAT, {"role": "assistant", "function_call": {"name": "look"}}]},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
+    {"response_format": {"type": "json_schema", "json_schema": 3}},
     {"top_p": {}}, {"seed": "x"}, {"seed": False}, {"presence_penalty": [0]}, {"top_k": "all"},
 ])  # fmt: skip
 def test_rubbish_is_refused_in_openais_form(session, change):
@@ -148,6 +154,9 @@ def test_rubbish_is_refused_in_openais_form(session, change):
     ({"previous_response_id": "resp_x"}, "there is no response"),
     ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
     ({"input": []}, "there are no messages"),
+    ({"tools": [{"type": "web_search"}]}, "'web_search': the policy can call functions only"),
+    ({"tools": [{"type": "custom", "name": "look"}]}, "of the type 'custom'"),
+    ({"background": True}, "background is not supported: wait for the answer"),
 ])  # fmt: skip
 def test_rubbish_is_refused_by_the_responses_api_too(session, change, reason):
     with pytest.raises(openai.BadRequestError, match=reason):

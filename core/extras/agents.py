@@ -40,7 +40,18 @@ from environments.adapters.endpoint import Ask, Choice
 from environments.base import PLAYER, EnvFailure
 from environments.tools import END_OF_THOUGHT, OPENING, call_text, spoken
 
-Key = tuple[str, ...]  # of a conversation: its tools, and what each message reads like
+Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
+SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
+# Settings that are followed, or that change no token of the answer
+FOLLOWED = set(
+    "model messages input instructions previous_response_id tools stream stream_options text n "
+    "stop max_tokens max_completion_tokens max_output_tokens logprobs include user store metadata "
+    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction".split()
+)
+COMPARED = "temperature", "top_p", "top_k"
+USUAL = {"tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled",
+         "modalities": ["text"], "format": {"type": "text"}, "response_format": {"type": "text"},
+         "repetition_penalty": 1}  # fmt: skip
 
 
 def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
@@ -138,11 +149,14 @@ class Conversations:
     def prompt(self, ask: Ask) -> Prompt:
         """The token ids up to the answer. Raises UsageError if the template refuses them."""
         tokenizer, messages = self.policy.tokenizer, ask.messages
-        key = (json.dumps(ask.tools, sort_keys=True), *map(reads_like, messages))
+        key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, messages))
         chat = [clean_message({"role": m["role"], "content": self.text(m)}) for m in messages]
         whole = chat
+        if ask.schema:
+            schema = SCHEMA.format(json.dumps(ask.schema, ensure_ascii=False))
+            whole = with_system(tokenizer, whole, schema, last=True)
         if self.renderer.system_prompt:
-            whole = with_system(tokenizer, chat, self.renderer.system_prompt)
+            whole = with_system(tokenizer, whole, self.renderer.system_prompt)
         full, schemas = tools.for_template(tokenizer, whole, ask.tools)
         end = len(messages) - 1  # at least one message is new
         while end and key[: end + 1] not in self.known:
@@ -268,18 +282,19 @@ def cut_at(policy: Policy, completion: Completion, stops: list[str]) -> Completi
 
 def differences(ask: Ask, params: SamplingParams) -> list[str]:
     """What the request wants in another way than the run samples."""
-    body = ask.body
-    numbers = {name: body[name] for name in ("temperature", "top_p")
-               if isinstance(body.get(name), int | float)}  # fmt: skip
-    wanted = [f"{k} {x:g}" for k, x in numbers.items() if x != getattr(params, k)]
-    if body.get("tool_choice") not in (None, "auto"):
-        wanted.append("tool_choice")
-    formats = [body.get("response_format"), (body.get("text") or {}).get("format")]
-    if any(f and f.get("type") != "text" for f in formats):
-        wanted.append("response_format")
+    body = ask.body | (ask.body.get("text") or {})
+    numbers = {name: body.pop(name, None) for name in COMPARED}
+    wanted = [f"{k} {x:g}" for k, x in numbers.items()
+              if x is not None and max(x, 0) != getattr(params, k)]  # fmt: skip
+    others = {k: x for k, x in body.items() if k not in FOLLOWED and x is not None}
+    wanted += [k for k, x in others.items() if (x != USUAL[k] if k in USUAL else x)]
+    if any(tool["function"].get("strict") for tool in ask.tools):
+        wanted.append("strict")
+    if ask.messages[-1]["role"] == "assistant":
+        wanted.append("a prefill")
     return wanted
 
 
 @cache
 def say_once(say: Callable[[str], None], wanted: str) -> None:
-    say(f"an agent asks for its own {wanted}: it is answered as the run samples")
+    say(f"a request of an agent sets {wanted}: it is answered as the run samples")

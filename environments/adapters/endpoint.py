@@ -35,6 +35,13 @@ MAX_BODY = 16_000_000  # bytes of a request
 MAX_CHOICES = 128  # `n` of a request
 WHOLE_NUMBERS = "n max_tokens max_completion_tokens max_output_tokens seed top_logprobs".split()
 NUMBERS = "temperature top_p top_k min_p presence_penalty frequency_penalty".split()
+# What the policy cannot do, and what to do instead
+UNSUPPORTED = {
+    "functions": "offer them as tools", "function_call": "use tools",
+    "web_search_options": "offer a function that searches", "audio": "ask for text",
+    "conversation": "send all messages", "prompt": "send the messages",
+    "background": "wait for the answer",
+}  # fmt: skip
 PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and on
 IDLE = 600.0  # seconds until a connection without a request is closed
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
@@ -95,6 +102,13 @@ class Ask:
         names = "max_completion_tokens", "max_tokens", "max_output_tokens"
         limits = [self.body[name] for name in names if self.body.get(name) is not None]
         return min(limits, default=None)
+
+    @property
+    def schema(self) -> Json | None:
+        """The JSON schema that the answer is to have."""
+        text = self.body.get("text") or {}
+        wanted: Json = self.body.get("response_format") or text.get("format") or {}
+        return wanted.get("json_schema", wanted).get("schema")
 
     def is_waited_for(self) -> bool:
         """Whether the client still holds the connection."""
@@ -205,12 +219,18 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
     try:
         if path.endswith("/chat/completions"):
             messages = [message_of_chat(m) for m in body.get("messages") or []]
-            tools = [t for t in body.get("tools") or [] if t["type"] == "function"]
+            tools = [*(body.get("tools") or [])]
         else:
             messages, tools = conversation_of_responses(session, body), tools_of_responses(body)
         ask = Ask(session, body, connection, in_order_of_calls(messages), tools,
                   path.endswith("/responses"))  # fmt: skip
+        for name, instead in UNSUPPORTED.items():
+            if body.get(name):
+                raise TypeError(f"{name} is not supported: {instead}")
         for tool in tools:
+            if tool["type"] != "function":
+                raise TypeError(f"a tool of the type {tool['type']!r:.40}: the policy can call "
+                                "functions only")  # fmt: skip
             if not isinstance(tool["function"]["name"], str):
                 raise TypeError("a tool needs a name")
             tool["function"].setdefault("description", "")
@@ -220,6 +240,8 @@ def read_ask(session: Session, path: str, body: Json, connection: Any) -> Ask:
         for name in ("response_format", "stream_options", "text"):
             if not isinstance(body.get(name) or {}, dict):
                 raise TypeError(f"{name} must be an object")
+        if not isinstance(ask.schema or {}, dict):
+            raise TypeError("a JSON schema must be an object")
         check_numbers(body)
         if not 1 <= ask.n <= MAX_CHOICES:
             raise TypeError(f"n must be 1 to {MAX_CHOICES}")
@@ -249,6 +271,8 @@ def message_of_chat(message: Json) -> Json:
     role = ROLES.get(message.get("role", ""))
     if role is None:
         raise TypeError(f"a message with the role {message.get('role')!r:.40}")
+    if message.get("function_call"):
+        raise TypeError(f"function_call is not supported: {UNSUPPORTED['function_call']}")
     calls = [(c.get("id") or "", c["function"]["name"], c["function"].get("arguments") or "{}")
              for c in message.get("tool_calls") or []]  # fmt: skip
     thought = message.get("reasoning_content") or ""
@@ -301,10 +325,9 @@ def conversation_of_responses(session: Session, body: Json) -> list[Json]:
 
 
 def tools_of_responses(body: Json) -> list[Json]:
-    """The functions of a request of the Responses API, in the form of chat completions."""
-    functions = [tool for tool in body.get("tools") or [] if tool["type"] == "function"]
-    return [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-            for tool in functions]  # fmt: skip
+    """The tools of a request of the Responses API, in the form of chat completions."""
+    return [{"type": tool["type"], "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in body.get("tools") or []]  # fmt: skip
 
 
 def in_order_of_calls(messages: list[Json]) -> list[Json]:
