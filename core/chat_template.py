@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 from jinja2 import Environment, TemplateError
@@ -119,16 +119,23 @@ def set_template_options(tokenizer: Tokenizer, options: Mapping[str, Any], date:
     """
     if not tokenizer.chat_template or not (options or date):
         return
-    template = cast(str, tokenizer.get_chat_template())
-    names = {text for _, kind, text in Environment().lex(template) if kind == "name"}
+    found: Any = tokenizer.chat_template  # or several, by name
+    templates = list(found.values()) if isinstance(found, dict) else [found]
+    lexed = (token for template in templates for token in Environment().lex(template))
+    names = {text for _, kind, text in lexed if kind == "name"}
     for name in options:
         if name not in names - RESERVED:
             raise UsageError(f"--template-options {name}: the chat template has no such option")
-    if date:  # transformers accepts no other function strftime_now
-        now = datetime.fromisoformat(date)
-        template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
-    render = partial(tokenizer.apply_chat_template, chat_template=template, **options)
-    tokenizer.apply_chat_template = render  # type: ignore[method-assign]
+    apply: Any = tokenizer.apply_chat_template
+
+    def apply_with_options(*args: Any, tools: Any = None, **kwargs: Any) -> Any:
+        template = tokenizer.get_chat_template(tools=tools)
+        if date:  # transformers accepts no other function strftime_now
+            now = datetime.fromisoformat(date)
+            template = NOW.sub(lambda call: repr(now.strftime(call[2])), template)
+        return apply(*args, tools=tools, chat_template=template, **options, **kwargs)
+
+    tokenizer.apply_chat_template = apply_with_options  # type: ignore[method-assign]
 
 
 def end_of_turn_id(tokenizer: Tokenizer) -> int:

@@ -4,6 +4,7 @@ KNOWN has chat templates with the structure of well-known models', each written 
 one, without its tools. The tokenizer has a token per byte, and "▁" for a space if `pieces`.
 """
 
+from datetime import datetime
 from functools import cache
 from typing import NamedTuple
 
@@ -15,10 +16,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from core.chat_template import (
+    TOOL,
     check_template,
     end_of_turn_id,
     ids_after_completion,
     prompt_ids,
+    render,
     set_template_options,
     without_opened_thought,
     without_thinking,
@@ -443,6 +446,18 @@ def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
 def test_an_option_that_the_template_does_not_read_is_refused(option):
     with pytest.raises(UsageError, match=f"--template-options {option}"):
         set_template_options(tokenizer_of("smollm 3"), {option: True}, "")
+
+
+@pytest.mark.parametrize("date", ["", "2025-03-09"])
+@pytest.mark.parametrize("level", [{}, {"level": "low"}])
+def test_a_template_for_tools_keeps_its_place_with_a_date_and_options(date, level):
+    tokenizer, known = tokenizer_of("qwen 2.5", date=""), KNOWN["qwen 2.5"].template
+    own = "{{ strftime_now('%Y') }}{{ level }}{{ tools[0].function.name }}" + known
+    tokenizer.chat_template = {"default": known, "tool_use": own}
+    set_template_options(tokenizer, level, date)
+    plain, with_tools = (render(tokenizer, [HI], tools=tools) for tools in ([], [TOOL]))
+    year = date[:4] or f"{datetime.now():%Y}"
+    assert with_tools == year + "".join(level.values()) + "lookup" + plain
 
 
 def test_values_of_template_options_are_booleans_numbers_or_text():
