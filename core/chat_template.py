@@ -64,6 +64,13 @@ def prompt_ids(
     return _encode(tokenizer, render(tokenizer, chat, tools=tools))
 
 
+def with_prefill(tokenizer: Tokenizer, prompt: list[int], text: str) -> list[int]:
+    """The ids of a prompt and of the beginning of its answer, which is given."""
+    if text.lstrip().startswith(THOUGHT):
+        prompt = without_opened_thought(tokenizer, prompt)
+    return prompt + _encode(tokenizer, _split(tokenizer, text, with_tools=False))
+
+
 def ids_after_completion(
     tokenizer: Tokenizer,
     messages: list[Message],

@@ -19,6 +19,7 @@ from core.chat_template import (
     closing_ids,
     ids_after_completion,
     prompt_ids,
+    with_prefill,
     with_system,
     without_opened_thought,
     without_thinking,
@@ -115,7 +116,8 @@ class Agent:
         self._extend(messages)
 
     def add(self, answer: Completion | str | None) -> str:
-        """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns its text.
+        """Appends a completion, sampled after `prompt_ids`, or a demonstration. Returns the answer:
+        its text, after the prefill if the prompt had one.
 
         Raises EnvFailure if the sampler failed, TypeError if there is no demonstration.
         """
@@ -127,13 +129,16 @@ class Agent:
         prompt, ids = self.prompt_ids, found.token_ids
         turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
         self.rollout.turns.append(turn)
-        self._extend([{"role": "assistant", "content": found.text}])
+        text = self.prefill + found.text
+        if self.prefill:
+            del self.chat[-1], self.rollout.messages[-1]
+        self._extend([{"role": "assistant", "content": text}])
         if self.renderer.drop_thinking:
             tokenizer = self.renderer.policy.tokenizer
             prompt = without_opened_thought(tokenizer, prompt)
             ids = without_thinking(tokenizer, ids)
         self.context_ids, self.prompt_ids = prompt + ids, []
-        response = Response(found.text)
+        response = Response(text)
         response.token_ids = found.token_ids
         return response
 
@@ -153,6 +158,12 @@ class Agent:
         if not step.done and not self.context_full:
             self.set_prompt()
 
+    @property
+    def prefill(self) -> str:
+        """The beginning of the answer, where an environment's opening messages end with it."""
+        opening = [] if self.context_ids else self.chat[-1:]
+        return "".join(m["content"] for m in opening if m["role"] == "assistant")
+
     def set_prompt(self) -> None:
         """Renders the new messages, unless the context is full: then sets `context_full`.
 
@@ -167,6 +178,9 @@ class Agent:
                 # the template writes another token there, such as gpt-oss <|end|> for <|return|>
                 self.context_ids = self.context_ids[:-1]
             new_ids = self.renderer.next_ids(chat, schemas, turn_closed)
+        elif prefill := self.prefill:
+            new_ids = self.renderer.opening_ids(chat[:-1], schemas)
+            new_ids = with_prefill(policy.tokenizer, new_ids, prefill)
         else:
             new_ids = self.renderer.opening_ids(chat, schemas)
         is_result = self.chat[-1]["role"] == "tool"  # its length may be the policy's doing

@@ -32,6 +32,7 @@ from core.policy import Policy
 from core.sampler import to_completion
 from core.tiny import tiny_tokenizer
 from core.types import Rollout, UsageError
+from environments.base import Step
 
 FEW = settings(max_examples=25, derandomize=True, deadline=None)
 HI, SO = ({"role": "user", "content": text} for text in ("Hi", "So?"))
@@ -297,6 +298,29 @@ def test_without_thinking_keeps_the_sampled_ids_after_the_last_thought(text, res
         ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
         kept = without_thinking(tokenizer, ids)
         assert tokenizer.decode(kept) == rest and kept == ids[len(ids) - len(kept) :]
+
+
+@pytest.mark.parametrize(("name", "prefill", "opening"), [
+    *((name, "Yes, né", known.opening) for name, known in KNOWN.items()),
+    ("deepseek r1", "<think>\nHm", KNOWN["deepseek r1"].opening.removesuffix("<think>\n")),
+])  # fmt: skip
+def test_an_answer_that_an_environment_begins_is_continued(name, prefill, opening):
+    tokenizer, known = tokenizer_of(name), KNOWN[name]
+    stop = end_of_turn_id(tokenizer)
+    policy = Policy(None, tokenizer, torch.device("cpu"), [stop], stop, max_length=4096)
+    agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
+    agent.begin([HI, {"role": "assistant", "content": prefill}])
+    agent.set_prompt()
+    begun = prompt_ids(tokenizer, [HI])
+    assert tokenizer.decode(agent.prompt_ids) == opening + prefill
+    assert prefill[0] == "<" or agent.prompt_ids[: len(begun)] == begun
+    said = agent.add(to_completion(policy, tokenizer.encode("!", add_special_tokens=False), []))
+    assert said == prefill + "!" and said.token_ids == agent.rollout.turns[0].completion_ids
+    answer = {"role": "assistant", "content": said}
+    assert agent.chat == agent.rollout.messages == [HI, answer]
+    agent.read(Step(SO, 0.0, False, {}))
+    text = tokenizer.decode(agent.prompt_ids)
+    assert text.startswith(opening + said) and text.endswith(known.after)
 
 
 @pytest.mark.parametrize("name", ["glm 4", "phi 3"])
