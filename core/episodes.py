@@ -143,7 +143,7 @@ class RolloutCollector:
         self.run([self.guarded(episode, answerer) for episode in episodes], on_progress)
         rollouts = [rollout for episode in episodes for rollout in own_rollouts(episode)]
         kept = [rollout for rollout in rollouts if rollout.turns or rollout.error]
-        return group_by_agent(distributed.all_gather(kept))
+        return group_by_agent(with_lowest_return(distributed.all_gather(kept)))
 
     def close(self) -> None:
         """Closes all environments, and ends the threads."""
@@ -351,6 +351,14 @@ def own_rollouts(episode: Episode) -> list[Rollout]:
     for rollout in own:
         rollout.opponents = others
     return own
+
+
+def with_lowest_return(rollouts: list[Rollout]) -> list[Rollout]:
+    """Lowers the return of agent programs that the policy broke to the lowest of their batch."""
+    for broken in [r for r in rollouts if r.turns and r.info.get("agent_error")]:
+        lowest = min(r.episode_return for r in rollouts if r.env == broken.env and not r.error)
+        broken.turns[-1].reward -= broken.episode_return - lowest
+    return rollouts
 
 
 def group_by_agent(rollouts: list[Rollout]) -> list[Rollout]:

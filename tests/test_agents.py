@@ -155,8 +155,9 @@ def write(tmp_path):
     return write
 
 
-def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, **options):
+def collect(policy, spec, num=4, max_turns=40, max_tokens=16, sampler=None, say=None, **options):
     collector = RolloutCollector(policy, max_turns, **options)
+    collector.pool.threads.say = say or collector.pool.threads.say
     collector.play_program = partial(agents.play_program, collector)
     tasks = [Task(spec, seed, seed) for seed in range(num)]
     try:
@@ -260,21 +261,30 @@ def run(task, client):
 
 
 FAILURES = {  # statement: the error of its episode, or the reward
-    "1 / 0": "ZeroDivisionError: division by zero (program.py, line 18)",
-    "return 'x'": "TypeError: the program returned 'x', not a number",
-    "return None": "TypeError: the program returned None",
-    "raise SystemExit(3)": "SystemExit: 3",
-    "raise EnvFailure('no search')": "EnvFailure: no search",
+    "1 / 0": 0.0,
+    "return 'x'": 0.0,
+    "return {'reward': 1, 'score': {1, 2}}": 0.0,
+    "return {'reward': 1, 'turns': [float('nan')]}": 0.0,
+    "raise SystemExit(3)": 0.0,
+    "raise KeyboardInterrupt": 0.0,
+    "raise LengthFinishReasonError(completion=ask(client))": 0.0,
     "return {'reward': 1, 'turns': [1, 1, 1]}": "ValueError: 3 rewards in `turns`, and 1 turns",
-    "raise KeyboardInterrupt": "RuntimeError: KeyboardInterrupt",
-    "return {'reward': 1, 'turns': [float('nan')]}": "ValueError: the program returned nan",
+    "raise EnvFailure('no search')": "EnvFailure: no search",
+    "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
+    "after(EnvFailure('no search'))": "EnvFailure: no search",
+    "[safe(client) for _ in range(9)]; raise EnvFailure('late')": "EnvFailure: late",
+    "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge (program.py,",
+    "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 24); "
+    "if the policy's answers cause it: zero_on=TimeoutError",
+    "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "while True: safe(client)": "TimeoutError: 100 requests got no answer",
     "while True: safe(client, tool_calls=ODD)": "TimeoutError: 100 requests got no answer",
     "while True: safe(client.with_options(timeout=.01))": "TimeoutError: 100 requests got",
     "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
     "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
-    "from agents.exceptions import ModelBehaviorError as E; raise E('x')": 0.0,
+    "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
+    "raise ExceptionGroup('tools', [httpx.ConnectError('x')])": 0.0,
     "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,
 }
@@ -286,9 +296,10 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
     hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
     rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 1 if hangs else 300
     spec = write(f'''
-import time
+import time, httpx
 from environments.base import EnvFailure
-class Odd(Exception): pass
+from openai import LengthFinishReasonError
+class Odd(ConnectionError): pass
 ODD = [{{"id": "a", "type": "function", "function": {{"name": "x", "arguments": {{"a": 1}}}}}}]
 def ask(client, **more):
     messages = [{{"role": "user", "content": "?"}} | more]
@@ -298,13 +309,18 @@ def safe(client, **options):
         ask(client, **options)
     except Exception:
         pass
+def after(error):
+    try:
+        raise error
+    except Exception:
+        raise RuntimeError("the tool failed")
 def run(task, client):
     client = client.with_options(max_retries=0)
     ask(client)
     if task["fails"]:
         {statement}
     return 1.0
-''', rows, zero_on="Odd", timeout=timeout)  # fmt: skip
+''', rows, zero_on="Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
     threads = threading.active_count()
     rollouts = collect(policy, spec, 8, max_turns=4)
     failing = [r for r in rollouts if r.episode_return != 1]
@@ -320,6 +336,24 @@ def run(task, client):
             assert rollout.episode_truncated == ("range(9)" in statement)
     if "sleep" not in statement:  # which Python cannot interrupt
         wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
+
+
+@pytest.mark.parametrize("options, wanted", [({}, -1.5), ({"error_reward": -3}, -3)])
+def test_breaking_the_program_does_not_pay(policy, write, options, wanted):
+    """It earns the lowest return of the batch, turns included, and the cause is said once."""
+    spec = write("""
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    if task["n"] % 2:
+        raise KeyError(task["n"])
+    return {"reward": -0.5 - (task["n"] % 4) / 4, "turns": [-0.5]}
+""", **options)  # fmt: skip
+    said = []
+    rollouts = collect(policy, spec, 12, say=said.append)
+    assert {r.episode_return for r in rollouts if r.info["agent_error"]} == {wanted}
+    assert {r.episode_return for r in rollouts if not r.info["agent_error"]} == {-1.0, -1.5}
+    [line] = said
+    assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
 
 
 @pytest.mark.parametrize("num, pause", [(4, 0), (1, 9)])
@@ -548,9 +582,10 @@ COMMANDS = {  # program in Python, the error of its episode, or the reward
     "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
     "print('true')": 1.0,
     "print(subprocess.Popen(['sleep', '600']).pid, file=open('child', 'a')); print(1)": 1.0,
-    "pass": "ValueError: the last line of",
-    "print('well done')": "ValueError: the last line of",
-    "sys.exit('no wood')": "RuntimeError:",
+    "pass": 0.0,
+    "print('well done')": 0.0,
+    "sys.exit('no wood')": 0.0,
+    "print('no wood', file=sys.stderr); sys.exit(75)": "EnvFailure: ",
     "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
 }
 
@@ -575,7 +610,7 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
     for rollout in collect(policy, spec, 2):
         if isinstance(wanted, str):
             assert rollout.error.startswith(wanted) and (hangs or len(rollout.turns) == 1)
-            assert ("no wood" in rollout.error) == ("no wood" in statement)
+            assert ("code 75: no wood" in rollout.error) == ("no wood" in statement)
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
     if "Popen" in statement:  # its children end with it
@@ -589,7 +624,9 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 @pytest.mark.parametrize("options, reason", [
     ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"timeout": 0}, "timeout must"),
     ({"command": "true"}, "name either run"), ({"data": "no.jsonl"}, "there is no file no.jsonl"),
-    ({"run": "no.py:run"}, "there is no file"),
+    ({"run": "no.py:run"}, "there is no file"), ({"zero_on": "Typo"}, "zero_on=Typo: that is no"),
+    ({"zero_on": "ValueError httpx.Typo"}, "httpx has no Typo"), ({"zero_on": "os.sep"}, "no exc"),
+    ({"error_reward": "nan"}, "nan"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(write, options, reason):
     with pytest.raises(UsageError, match=reason):

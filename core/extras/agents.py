@@ -17,7 +17,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -29,7 +29,7 @@ from core.chat_template import (
     with_system,
 )
 from core.context import Agent, Renderer
-from core.episodes import Answerer, Episode, Play, RolloutCollector
+from core.episodes import Answerer, Episode, Play, RolloutCollector, describe
 from core.extras import tools
 from core.policy import Policy
 from core.pool import Call
@@ -38,8 +38,10 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.adapters.endpoint import Ask, Choice
 from environments.base import PLAYER, EnvFailure
+from environments.registry import place_of
 from environments.tools import END_OF_THOUGHT, OPENING, call_text, spoken
 
+SAID = set[tuple[Any, Any]]()  # what was said to whom
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
 SCHEMA = "Answer with JSON of this schema, and nothing else:\n{}"
 # Settings that are followed, or that change no token of the answer
@@ -60,24 +62,21 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     program: Any = episode.env.env.env
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
-    refusal = "the client hung up"
     while program.play is not None:
         sampled: list[tuple[Ask, Prompt, Request]] = []
         for ask in program.asks:
             try:
                 prompt = known.prompt(ask)
             except (UsageError, TypeError) as error:
-                refusal = str(error)
-                program.num_refused += 1
-                ask.refuse(400, refusal, "invalid_request")
+                ask.refuse(400, str(error), "invalid_request")
                 continue
             if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
-                refusal = f"the episode has had its {collector.max_turns} turns (--max-turns)"
-                program.refuse(ask, refusal, "max_turns")
+                limit = f"the episode has had its {collector.max_turns} turns (--max-turns)"
+                program.refuse(ask, limit, "max_turns")
             elif len(prompt.ids) >= collector.policy.max_length:
                 limit = f"{collector.policy.max_length} (--max-model-len)"
-                refusal = f"{len(prompt.ids)} tokens do not fit into {limit}"
-                program.refuse(ask, refusal, "context_length_exceeded")
+                limit = f"{len(prompt.ids)} tokens do not fit into {limit}"
+                program.refuse(ask, limit, "context_length_exceeded")
             else:
                 for _ in range(ask.n):
                     stream = known.stream(agent.stream, prompt.ids)
@@ -86,7 +85,10 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                     request = answerer(episode, asking)
                     assert isinstance(request, Request)
                     for wanted in differences(ask, request.params):
-                        say_once(collector.pool.threads.say, wanted)
+                        line = (
+                            f"an agent's request sets {wanted}: it is answered as the run samples"
+                        )
+                        say_once(collector.pool.threads.say, line, wanted)
                     if ask.max_tokens:
                         request.max_tokens = min(request.max_tokens, ask.max_tokens)
                     sampled.append((ask, prompt, request))
@@ -96,7 +98,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
             if completion.error:
                 raise EnvFailure(completion.error)
             if not ask.is_waited_for():  # nobody reads it: it is not trained on
-                program.num_refused += 1
+                ask.refuse(400, "the client hung up", "invalid_request")
             else:
                 completion = cut_at(collector.policy, completion, ask.stop)
                 rollout.messages += prompt.new
@@ -106,8 +108,11 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                     ask.reply(choices[ask], len(prompt.ids))
         [steps] = yield [Call(episode.env, episode.env.step, ({PLAYER: ""},))]
         step = steps[PLAYER]
-    if not rollout.turns:
-        raise ValueError(f"no request of the program could be answered: {refusal}")
+    if broken := program.error:
+        line = (f"an agent ended with {describe(broken)}; such episodes earn the lowest reward. If "
+                "the policy is not the cause, correct it, or raise environments.base.EnvFailure"
+                )  # fmt: skip
+        say_once(collector.pool.threads.say, line, (type(broken), place_of(broken)))
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
@@ -295,6 +300,7 @@ def differences(ask: Ask, params: SamplingParams) -> list[str]:
     return wanted
 
 
-@cache
-def say_once(say: Callable[[str], None], wanted: str) -> None:
-    say(f"a request of an agent sets {wanted}: it is answered as the run samples")
+def say_once(say: Callable[[str], None], line: str, key: Any) -> None:
+    if (say, key) not in SAID:
+        SAID.add((say, key))
+        say(line)

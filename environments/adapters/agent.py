@@ -18,11 +18,14 @@ Reward: what the program returns, a number or a dict with `reward`, `turns`, a r
 answer, in the order in which they were asked for, and any other numbers, which become metrics.
 `info["correct"]`: `correct` of the dict, else whether the reward is 1 or more.
 
-0, and the episode counts: the program raises an exception that the policy's answers caused. Those
-of three frameworks are known (`ZERO_ON`); `zero_on` names others. A limit, --max-turns or the
-context, refuses further requests; if that raises, the reward is 0, too. Any other exception fails
-the episode, and so does a command that ends with another code than 0 or prints no reward. Raise
-environments.base.EnvFailure where something of the program's own fails, such as a search engine.
+Breaking the program does not pay: whatever goes wrong after an answered request counts as the
+policy's doing, be it an exception, a result that is no reward, or a command that ends with another
+code than 0. Such an episode earns `error_reward`, or the lowest return of its batch if that is
+lower. Not the policy's doing, so that the episode fails: EnvFailure of environments.base, which a
+program raises where something of its own fails, such as a search engine (a command ends with code
+75); a connection that fails, a deadline, and an HTTP status that says so (401, 403, 429, from 500).
+`zero_on` names exceptions of these kinds that are the policy's doing, such as httpx.ConnectError
+where it chooses the addresses. A limit, --max-turns or the context, refuses further requests.
 
 One row in eight is reserved for evaluation, decided by its content; where --eval-env names other
 data, both are used whole, and rows that occur in both are not trained on.
@@ -56,10 +59,11 @@ from environments.base import (
     Message,
     Step,
     UsageError,
+    checked_step,
 )
 from environments.dataset import Row
 from environments.options import split_words
-from environments.registry import import_attribute
+from environments.registry import import_attribute, place_of
 from environments.rewarded import load
 from environments.tools import read_calls
 
@@ -68,15 +72,9 @@ INTERVAL = 0.5  # seconds between interruptions of a program that must end
 SWITCH = 5e-4  # seconds until another thread's turn: a program may compute without an end
 MAX_REFUSED = 100  # requests of an episode that get no answer; then the program is ended
 MAX_OUTPUT = 100_000  # bytes of a command's output that are read, from its end
-# Exceptions of openai-agents, pydantic-ai and smolagents about what the model wrote
-ZERO_ON = (
-    "agents.exceptions.ModelBehaviorError", "agents.exceptions.MaxTurnsExceeded",
-    "pydantic_ai.exceptions.UnexpectedModelBehavior", "pydantic_ai.exceptions.UsageLimitExceeded",
-    "smolagents.utils.AgentParsingError", "smolagents.utils.AgentExecutionError",
-    "smolagents.utils.AgentMaxStepsError", "smolagents.utils.AgentToolCallError",
-    "smolagents.utils.AgentToolExecutionError",
-)  # fmt: skip
-
+EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructure fails
+# What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
+CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
 
 STILL = {"role": "user", "content": "(the program has not asked yet)"}
 
@@ -127,15 +125,16 @@ class Play:
 
 class Agent(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
-    with one, with its `config` and `split`; `zero_on`: exceptions that are reward 0, by class name;
-    `timeout`: seconds between two requests, and until the program ends after its last one."""
+    with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, by
+    class name; `error_reward`: what they earn at most; `timeout`: seconds between two requests, and
+    until the program ends after its last one."""
 
     is_program = True  # core/extras/agents.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
 
     def __init__(
         self, run: str = "", command: str = "", data: str = "", zero_on: tuple[str, ...] = (),
-        timeout: float = 300.0, config: str = "", split: str = "train",
+        error_reward: float = 0.0, timeout: float = 300.0, config: str = "", split: str = "train",
     ):  # fmt: skip
         if bool(run) == bool(command):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
@@ -154,14 +153,15 @@ class Agent(Env):
             import_openai()
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
-        self.zero_on, self.timeout = {*ZERO_ON, *zero_on}, timeout
+        self.zero_on = tuple(kind for name in zero_on for kind in _exceptions(name))
+        self.error_reward, self.timeout = _number(error_reward), timeout
+        self.error: BaseException | None = None  # why the episode earned `error_reward`
         self.play: Play | None = None  # None: it has ended
         self.waits = True  # whether reset and step wait for a request, however long that takes
         self.since = 0.0  # when the program was started, or was last answered
         self.asks: list[Ask] = []  # that wait for an answer
         self.turns: list[float] = []  # the rewards of single answers, at the end
         self.over_limit = False  # a request was refused: see `refuse`
-        self.num_refused = 0
 
     def reset(self, seed: int) -> list[Message]:
         """Starts the program. Returns the messages of its first request, if that comes at once."""
@@ -170,15 +170,14 @@ class Agent(Env):
             row = self.test[(seed - EVAL_SEEDS.start) % len(self.test)]
         else:
             row = random.Random(seed).choice(self.train)
-        self.asks, self.turns, self.over_limit, self.num_refused = [], [], False, 0
+        self.asks, self.turns, self.over_limit, self.error = [], [], False, None
         self.since = time.monotonic()
         self.play = play = Play(endpoint.shared().open())
         work = self._run_function if self.function else self._run_command
         play.thread = threading.Thread(target=self._run, args=(work, play, row), daemon=True)
         play.thread.start()
         if not self._wait():
-            self._outcome()  # raises its exception
-            raise ValueError("the program ended without a request")
+            self._outcome()  # raises: nothing was answered
         messages = self.asks[0].messages if self.asks else [STILL]
         return [{"role": m["role"], "content": m["content"]} for m in messages]
 
@@ -198,7 +197,7 @@ class Agent(Env):
 
     def refuse(self, ask: Ask, reason: str, code: str) -> None:
         """Refuses a request beyond a limit, which cuts the episode."""
-        self.over_limit, self.num_refused = True, self.num_refused + 1
+        self.over_limit = True
         ask.refuse(400, reason, code)
 
     def close(self) -> None:
@@ -216,8 +215,8 @@ class Agent(Env):
             while True:
                 found = self.play.session.receive(POLL)
                 self.asks = found or []
-                if self.num_refused > MAX_REFUSED:
-                    raise TimeoutError(f"{MAX_REFUSED} requests got no answer")
+                if len(refusals := self.play.session.refusals) > MAX_REFUSED:
+                    raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
                 if found is None or found:
                     return found is not None
                 if time.monotonic() - self.since > self.timeout:
@@ -229,22 +228,53 @@ class Agent(Env):
             raise
 
     def _outcome(self) -> Step:
-        """The last step. Raises the program's exception, unless the policy caused it."""
+        """The last step. Raises what went wrong, unless the policy caused it."""
         assert self.play
         play, self.play = self.play, None
         play.session.close()
-        if play.error is not None:
-            names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(play.error).__mro__}
-            names |= {kind.__name__ for kind in type(play.error).__mro__}
-            if not self.over_limit and not names & self.zero_on:
-                if isinstance(play.error, Exception | SystemExit):
-                    raise play.error
-                raise RuntimeError(type(play.error).__name__) from play.error  # not Ctrl-C's
-            return self._last_step(0.0, {"correct": False, "agent_error": 1})
-        info = dict(play.result) if isinstance(play.result, dict) else {"reward": play.result}
+        error = play.error
+        if error is None and not play.session.has_answer:
+            reason = [*play.session.refusals, "it sent none, or the client hung up"]
+            error = ValueError(f"no request of the program was answered: {reason[-1]}")
+        try:
+            if error is None:
+                return self._scored(play.result)
+        except Exception as wrong:  # the result is no reward
+            error = wrong
+        if (failure := self._failure(error)) is not None:
+            raise failure from error
+        if not play.session.has_answer:
+            if isinstance(error, Exception | SystemExit):
+                raise error
+            raise RuntimeError(type(error).__name__) from error  # not Ctrl-C's
+        self.error, self.turns = error, []
+        return self._last_step(self.error_reward, {"correct": False, "agent_error": 1})
+
+    def _failure(self, error: BaseException) -> EnvFailure | None:
+        """What an exception says of the infrastructure that failed; None: it is not the cause."""
+        causes = _causes(error)
+        for cause in causes:
+            if isinstance(cause, EnvFailure):
+                return cause
+        if self.over_limit or any(isinstance(cause, self.zero_on) for cause in causes):
+            return None
+        for cause in causes:
+            kinds = {kind.__name__ for kind in type(cause).__mro__}
+            if isinstance(cause, TimeoutError) or kinds & CONNECTION or _status_failed(cause):
+                name = f"{type(cause).__module__}.{type(cause).__qualname__}"
+                name = name.removeprefix("builtins.")
+                where = place_of(error)
+                return EnvFailure(f"{type(cause).__name__}: {cause}"[:300] + f"{where}; if the "
+                                  f"policy's answers cause it: zero_on={name}")  # fmt: skip
+        return None
+
+    def _scored(self, result: Any) -> Step:
+        """The last step of a program that ended well. Raises an exception if it returned none."""
+        info = dict(result) if isinstance(result, dict) else {"reward": result}
         reward, turns = _number(info.pop("reward", None)), info.pop("turns", [])
         self.turns = [_number(value) for value in turns]
-        return self._last_step(reward, {"correct": reward >= 1, "agent_error": 0} | info)
+        info = {"correct": reward >= 1, "agent_error": 0} | info
+        return checked_step(self._last_step(reward, info), "the program", is_single=True)
 
     def _last_step(self, reward: float, info: dict[str, Any]) -> Step:
         return Step(None, reward, True, info, truncated=self.over_limit)
@@ -301,8 +331,9 @@ class Agent(Env):
             last = [line for line in _tail(out).splitlines() if line.strip()][-1:]
             if code:
                 lines = [line.strip() for line in _tail(err).splitlines() if line.strip()]
-                raise RuntimeError(f"{self.arguments[0]} ended with code {code}: "
-                                   f"{' | '.join(lines[-3:])}"[:500])  # fmt: skip
+                kind = EnvFailure if code == EX_TEMPFAIL else RuntimeError
+                raise kind(f"{self.arguments[0]} ended with code {code}: "
+                           f"{' | '.join(lines[-3:])}"[:500])  # fmt: skip
         with suppress(ValueError, RecursionError):
             return json.loads(last[0] if last else "")
         raise ValueError(f"the last line of {self.arguments[0]} is no reward as JSON: {last}"[:300])
@@ -331,6 +362,44 @@ async def _wait_for(result: Any) -> Any:
 
 def _parameters(function: Any) -> dict[str, Any]:
     return dict(inspect.signature(function).parameters)
+
+
+def _exceptions(name: str) -> list[type[BaseException]]:
+    """The exceptions of that name, `Name` or `module.Name`. Raises UsageError if there is none."""
+    module, _, bare = name.rpartition(".")
+    found = [import_attribute(module, bare)] if module else _kinds(BaseException)
+    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseException)]
+    if not module:
+        kinds = [kind for kind in kinds if kind.__name__ == bare]
+    if not kinds:
+        raise UsageError(f"zero_on={name}: that is no exception; write where it is, such as "
+                         "zero_on=httpx.ConnectError")  # fmt: skip
+    return kinds
+
+
+def _kinds(kind: type[BaseException]) -> list[type[BaseException]]:
+    """The class, and all that derive from it."""
+    return [kind, *(below for child in type.__subclasses__(kind) for below in _kinds(child))]
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The exception, those of its group, and those that it was raised from or after."""
+    found = [error]
+    for one in found:  # which grows
+        group = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
+        more = [one.__cause__ or one.__context__, *group]
+        found += [cause for cause in more if cause is not None and cause not in found]
+    return found
+
+
+def _status_failed(error: BaseException) -> bool:
+    """Whether an exception has the status of a server that failed, or refuses the program."""
+    for place in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            status = getattr(place, name, None)
+            if isinstance(status, int) and (status in (401, 403, 429) or 500 <= status < 600):
+                return True
+    return False
 
 
 def _number(value: Any) -> float:

@@ -123,6 +123,7 @@ class Ask:
 
     def reply(self, choices: list[Choice], num_prompt_tokens: int) -> None:
         """Sends the answer."""
+        self.session.has_answer = True
         make = response_object if self.is_response else chat_completion
         self.outcome = make(self, choices, num_prompt_tokens)
         if self.is_response:  # for `previous_response_id`
@@ -146,6 +147,8 @@ class Session:
         self.inbox = queue.SimpleQueue[Ask | None]()
         self.waiting = set[Ask]()  # in server threads
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
+        self.has_answer = False  # whether a request was answered
+        self.refusals: list[str] = []  # why requests were refused
 
     def receive(self, timeout: float) -> list[Ask] | None:
         """What has been asked, after at most `timeout` seconds; None after `end`."""
@@ -482,6 +485,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_json(200, {"object": "list", "data": [model]} if is_list else model)
 
     def do_POST(self) -> None:
+        session = None
         try:
             body = self._read_body()
             session = self.server.endpoint.session_of(self.headers)
@@ -489,6 +493,8 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
             answer = self._answer(read_ask(session, self.path, body, self.connection))
         except Refused as refused:
+            if session is not None:
+                session.refusals.append(str(refused))
             return self._send_json(refused.status, refused.body())
         if not body.get("stream"):
             return self._send_json(200, answer)
