@@ -85,9 +85,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                     request = answerer(episode, asking)
                     assert isinstance(request, Request)
                     for wanted in differences(ask, request.params):
-                        line = (
-                            f"an agent's request sets {wanted}: it is answered as the run samples"
-                        )
+                        line = (f"a request of an agent sets {wanted}: "
+                                "it is answered as the run samples")  # fmt: skip
                         say_once(collector.pool.threads.say, line, wanted)
                     if ask.max_tokens:
                         request.max_tokens = min(request.max_tokens, ask.max_tokens)
