@@ -31,7 +31,7 @@ from core.seeds import derive_seed
 from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Message, Rollout, UsageError
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EnvFailure
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
 from environments.registry import place_of, short, split_opponent
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
@@ -182,7 +182,7 @@ class RolloutCollector:
         try:
             play = self.play_program if is_program(episode.task.env) else self.episode
             yield from play(episode, answerer)
-        except (GeneratorExit, KeyboardInterrupt):
+        except (GeneratorExit, KeyboardInterrupt, EndRun):
             raise
         except BaseException as error:  # SystemExit too: an environment must not end the run
             self.fail(episode, error)

@@ -76,6 +76,10 @@ class EnvFailure(Exception):
     """
 
 
+class EndRun(UsageError):
+    """Ends the run with its message, not one episode: the numbers of the others are wrong, too."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The result of one response.

@@ -26,7 +26,7 @@ from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion
 from environments.adapters import agent
-from environments.base import EVAL_SEEDS, UsageError
+from environments.base import EVAL_SEEDS, EndRun, UsageError
 from environments.registry import make
 
 CHAOS = """
@@ -354,6 +354,35 @@ def run(task, client):
     assert {r.episode_return for r in rollouts if not r.info["agent_error"]} == {-1.0, -1.5}
     [line] = said
     assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
+
+
+MIXED_UP = {
+    "the default of a library": "DEFAULT = OpenAI(base_url=base_url, api_key=api_key); gate.wait()",
+    "made once by the module": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key)",
+    "os.environ": "os.environ['OPENAI_API_KEY'] = api_key; gate.wait(); "
+    "DEFAULT = OpenAI(base_url=base_url)",
+    "a copy of one client": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key); "
+    "DEFAULT.with_options(timeout=60)",
+    "it does not ask": "return 1.0",
+}
+
+
+@pytest.mark.parametrize("how", MIXED_UP)
+def test_a_client_of_another_episode_ends_the_run(policy, write, monkeypatch, how):
+    monkeypatch.setenv("OPENAI_API_KEY", "")
+    spec = write(f"""
+import os, threading
+from openai import OpenAI
+DEFAULT, gate = None, threading.Barrier(4)
+def run(task, base_url, api_key):
+    global DEFAULT
+    {MIXED_UP[how]}
+    for _ in range(2):
+        DEFAULT.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+    return 1.0
+""")
+    with pytest.raises(EndRun, match="share one process"):
+        collect(policy, spec, 4)
 
 
 @pytest.mark.parametrize("num, pause", [(4, 0), (1, 9)])

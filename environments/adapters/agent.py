@@ -54,6 +54,7 @@ from environments.base import (
     EVAL_SEEDS,
     MAX_MESSAGE,
     MAX_REWARD,
+    EndRun,
     Env,
     EnvFailure,
     Message,
@@ -76,6 +77,12 @@ EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructu
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
 
+SHARED = (
+    "the copies of a program share one process: its global variables, os.environ, its folder. Make"
+    " each client in the function, with the base_url and the api_key that this gets: a client of"
+    " the module, the default client of a library and variables such as OPENAI_API_KEY are those of"
+    " all copies. A command= shares nothing"
+)
 STILL = {"role": "user", "content": "(the program has not asked yet)"}
 
 
@@ -215,6 +222,8 @@ class Agent(Env):
             while True:
                 found = self.play.session.receive(POLL)
                 self.asks = found or []
+                if self.play.session.used_other_key:
+                    raise EndRun(f"an agent asked with the API key of another episode: {SHARED}")
                 if len(refusals := self.play.session.refusals) > MAX_REFUSED:
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
                 if found is None or found:
@@ -233,6 +242,8 @@ class Agent(Env):
         play, self.play = self.play, None
         play.session.close()
         error = play.error
+        if self.function and not play.session.has_asked and (not error or _status_failed(error)):
+            raise EndRun(f"an agent ended without a request with its own API key: {SHARED}")
         if error is None and not play.session.has_answer:
             reason = [*play.session.refusals, "it sent none, or the client hung up"]
             error = ValueError(f"no request of the program was answered: {reason[-1]}")
@@ -283,6 +294,7 @@ class Agent(Env):
         """The thread of a program."""
         try:
             play.running = True
+            endpoint.PROGRAM.set(play.session)
             try:
                 play.result = work(play, copy.deepcopy(row))
             except Ended:

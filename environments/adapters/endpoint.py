@@ -9,6 +9,9 @@ The API key says whose request it is: `Endpoint.open` makes a session with a key
 HTTP; who answers is not their business. An answer is complete before any of it is sent, so a stream
 has all its events at once. Errors have OpenAI's form and status.
 
+Copies of a program share a process, and so may mix up their clients. `PROGRAM` is the session of
+the program whose code runs; a connection that it opens must begin with the key of this session.
+
 Messages are normalized: dicts with a role, a content of text, `calls` [(id, name, arguments as JSON
 text)] of an answer, the `call_id` that a result belongs to, and the `thought` of an answer.
 """
@@ -19,10 +22,13 @@ import queue
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,6 +52,9 @@ PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and
 IDLE = 600.0  # seconds until a connection without a request is closed
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool"}  # fmt: skip
+
+
+PROGRAM = ContextVar["Session | None"]("PROGRAM", default=None)
 
 
 class Refused(Exception):
@@ -147,7 +156,9 @@ class Session:
         self.inbox = queue.SimpleQueue[Ask | None]()
         self.waiting = set[Ask]()  # in server threads
         self.responses: dict[str, list[Json]] = {}  # conversations, by the id of their last answer
-        self.has_answer = False  # whether a request was answered
+        self.has_asked = self.has_answer = False  # whether a request came, and was answered
+        self.used_other_key = False  # whether its program did: see `PROGRAM`
+        self.sockets: list[weakref.ref[socket.socket]] = []  # that its program connected to here
         self.refusals: list[str] = []  # why requests were refused
 
     def receive(self, timeout: float) -> list[Ask] | None:
@@ -191,12 +202,25 @@ class Endpoint:
         self.sessions[session.key] = session
         return session
 
-    def session_of(self, headers: Any) -> Session:
-        """Raises Refused for an unknown key, and for a page in a browser."""
+    def opener(self, address: Any) -> Session | None:
+        """The session whose program has opened the connection from an address, if that is known."""
+        for session in [*self.sessions.values()]:
+            for opened in [*session.sockets]:
+                with suppress(OSError):  # it is closed
+                    if (found := opened()) is not None and found.getsockname() == address:
+                        return session
+        return None
+
+    def session_of(self, headers: Any, opener: Session | None = None) -> Session:
+        """Raises Refused for an unknown key, for that of another program than the one that opened
+        the connection, and for a page in a browser."""
         if headers.get("origin"):
             raise Refused(403, "web pages may not ask", "forbidden")
         key = (headers.get("authorization") or "").removeprefix("Bearer ").strip()
         session = self.only or self.sessions.get(key)
+        if opener is not None and session is not opener:
+            opener.used_other_key = True
+            raise Refused(403, "this API key is that of another episode", "other_key")
         if session is None:
             time.sleep(PAUSE)
             raise Refused(401, "this API key is that of no running episode", "invalid_api_key")
@@ -211,7 +235,15 @@ class Endpoint:
 @cache
 def shared() -> Endpoint:
     """The endpoint of this process, whose sessions are episodes."""
+    sys.addaudithook(_note_connection)
     return Endpoint()
+
+
+def _note_connection(event: str, args: tuple[Any, ...]) -> None:
+    """Python calls this before each connection, in the context of the code that asks for it."""
+    session = PROGRAM.get() if event == "socket.connect" else None
+    if session is not None and args[1] == session.endpoint.server.server_address:
+        session.sockets.append(weakref.ref(args[0]))
 
 
 # Requests
@@ -466,6 +498,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, 1 << 16
     timeout = IDLE
     server: _Server
+    has_session = False  # whether the session of the connection's first request is known
 
     def handle_expect_100(self) -> bool:
         """Lets the client send its body."""
@@ -475,7 +508,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         try:
-            self.server.endpoint.session_of(self.headers)
+            self._session()
             if not self.path.startswith("/v1/models"):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
         except Refused as refused:
@@ -488,7 +521,8 @@ class _Handler(BaseHTTPRequestHandler):
         session = None
         try:
             body = self._read_body()
-            session = self.server.endpoint.session_of(self.headers)
+            session = self._session()
+            session.has_asked = True
             if self.path not in ("/v1/chat/completions", "/v1/responses"):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
             answer = self._answer(read_ask(session, self.path, body, self.connection))
@@ -508,6 +542,14 @@ class _Handler(BaseHTTPRequestHandler):
             chunks = chat_chunks(answer, bool(options.get("include_usage")))
             texts = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
         self._send(200, "text/event-stream", "".join(texts))
+
+    def _session(self) -> Session:
+        """Whose request it is. Later requests of a connection may be of others: they share it."""
+        endpoint = self.server.endpoint
+        opener = None if self.has_session else endpoint.opener(self.client_address)
+        session = endpoint.session_of(self.headers, opener)
+        self.has_session = True
+        return session
 
     def _read_body(self) -> Json:
         """Raises Refused for anything but a JSON object of a bounded size."""
