@@ -13,7 +13,7 @@ JSON schemas for a template with a tool format; core/extras/tools.py says which 
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, cast
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.types import Message, UsageError
 from environments.text import one_line
+from environments.tools import call_text
 
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -48,6 +49,7 @@ NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a call in a temp
 RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}
 # Mistral's template wants an id of nine characters in the result of a call
 CALL_ID: dict[str, Any] = {"name": "tool", "tool_call_id": "call00001"}
+TOOL_CALL: dict[str, Any] = {"type": "function", "id": CALL_ID["tool_call_id"]}
 SPLIT = "\ufdd0"  # text on either side of it is tokenized separately
 Schema = dict[str, Any]
 NONCHARACTERS = {ord(COMPLETION): "\ufffd", ord(SPLIT): "\ufffd"}
@@ -172,16 +174,24 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def clean_message(message: Message) -> Message:
-    """Keeps role and content; replaces invalid characters by U+FFFD.
+    """Keeps role, content and calls of tools; replaces invalid characters by U+FFFD.
 
-    Raises TypeError if the role is not one of ROLES, or the content no text.
+    Raises TypeError if the role is not one of ROLES, or the content no text. Beside calls it may
+    be None.
 
     >>> clean_message({"role": "user", "content": "\\ud83d\\ude00 \\ud83d", "name": "Ann"})
     {'role': 'user', 'content': '😀 �'}
     """
+    calls: list[dict[str, Any]] = []
     try:
-        texts = [message[key].encode("utf-16", "surrogatepass") for key in ("role", "content")]
-    except (TypeError, KeyError, AttributeError):
+        for function in (call["function"] for call in message.get("tool_calls") or ()):
+            values = function.get("arguments") or {}
+            values = json.loads(values if isinstance(values, str) else json.dumps(values))
+            named = {"name": f"{function['name']}", "arguments": {**values}}
+            calls.append(TOOL_CALL | {"function": named})
+        found = "" if calls and message.get("content") is None else message["content"]
+        texts = [text.encode("utf-16", "surrogatepass") for text in (message["role"], found)]
+    except (TypeError, KeyError, AttributeError, ValueError):
         raise TypeError(
             f"a message needs a role and a content of text, not {message!r:.200}"
         ) from None
@@ -189,7 +199,8 @@ def clean_message(message: Message) -> Message:
         raise TypeError(f"a message has one of the roles {', '.join(ROLES)}, not "
                         f"{message['role']!r:.80}")  # fmt: skip
     role, content = (t.decode("utf-16", "replace").translate(NONCHARACTERS) for t in texts)
-    return {"role": role, "content": content}
+    cleaned: Message = {"role": role, "content": content}
+    return cleaned | {"tool_calls": calls} if calls else cleaned
 
 
 def with_system(
@@ -220,10 +231,47 @@ def _split_turn_tokens(
     tokenizer: Tokenizer, messages: list[Message], tools: Sequence[Schema] = ()
 ) -> list[Message]:
     """Clean messages with a SPLIT inside every turn token that they quote."""
-    cleaned, with_tools = map(clean_message, messages), bool(tools)
-    return [
-        {"role": m["role"], "content": _split(tokenizer, m["content"], with_tools)} for m in cleaned
-    ]
+    chat, with_tools = [clean_message(message) for message in messages], bool(tools)
+    for m in chat:
+        m["content"] = _split(tokenizer, m["content"], with_tools)
+        if "tool_calls" in m:
+            m["tool_calls"] = _split_schemas(tokenizer, m["tool_calls"])
+    return _with_calls(tokenizer, chat, tools)
+
+
+def _with_calls(
+    tokenizer: Tokenizer, chat: list[Message], tools: Sequence[Schema]
+) -> list[Message]:
+    """The chat with its calls as the template writes them: with the arguments as an object or as
+    text; if it writes none, as a part of the content."""
+    if not any("tool_calls" in m for m in chat):
+        return chat
+
+    def each(change: Callable[[Any, list[Any]], Any]) -> list[Message]:
+        functions = [[call["function"] for call in m.get("tool_calls", ())] for m in chat]
+        return [change(m, f) if f else m for m, f in zip(chat, functions, strict=True)]
+
+    def with_json(m: Any, functions: list[Any]) -> Any:
+        texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
+        pairs = zip(functions, texts, strict=True)
+        calls = [TOOL_CALL | {"function": f | {"arguments": text}} for f, text in pairs]
+        return m | {"tool_calls": calls}
+
+    def as_text(m: Any, functions: list[Any]) -> Any:
+        calls = [call_text(f["name"], **f["arguments"]) for f in functions]
+        return {"role": m["role"], "content": "\n".join(filter(None, [m["content"], *calls]))}
+
+    def written(chat: list[Message]) -> str:
+        try:
+            return render(tokenizer, chat, open_turn=False, tools=tools)
+        except UsageError:
+            return ""
+
+    without = written(each(lambda m, _: {"role": m["role"], "content": m["content"]}))
+    for found in (chat, each(with_json)):
+        if written(found) not in ("", without):
+            return found
+    return each(as_text)
 
 
 def _split_schemas(tokenizer: Tokenizer, tools: Sequence[Schema]) -> list[Schema]:
@@ -333,8 +381,7 @@ def render_calls(
     reason = "it has no tool format"
     for encode in (dict, json.dumps):  # DeepSeek's template wants the arguments as text
         functions = [{"name": name, "arguments": encode(values)} for name, values in calls]
-        ids = CALL_ID["tool_call_id"]
-        tool_calls = [{"type": "function", "id": ids, "function": f} for f in functions]
+        tool_calls = [TOOL_CALL | {"function": f} for f in functions]
         message: Any = {"role": "assistant", "content": content, "tool_calls": tool_calls}
         try:
             return render(tokenizer, [QUESTION, message, *after], open_turn=False, tools=[TOOL])

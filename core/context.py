@@ -162,6 +162,8 @@ class Agent:
     def prefill(self) -> str:
         """The beginning of the answer, where an environment's opening messages end with it."""
         opening = [] if self.context_ids else self.chat[-1:]
+        if any("tool_calls" in message for message in opening):
+            raise UsageError("a prompt ends with a call of a tool: add its result, or leave it out")
         return "".join(m["content"] for m in opening if m["role"] == "assistant")
 
     def set_prompt(self) -> None:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 TRAIN_SEEDS = range(0, 1_000_000_000)
 DEMO_SEEDS = range(1_000_000_000, 1_500_000_000)
@@ -31,10 +31,14 @@ MAX_INFO_NUMBER = 3.4e38  # the largest of float32; float64, JSON's number, can 
 
 
 class Message(TypedDict):
-    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result."""
+    """One chat message. `role` is "system", "user", "assistant" or "tool", a tool's result.
+
+    `tool_calls`: of an assistant's message in the history, in OpenAI's form.
+    """
 
     role: str
     content: str
+    tool_calls: NotRequired[list[dict[str, Any]]]
 
 
 def is_held_out(text: str) -> bool:

@@ -14,14 +14,15 @@ from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from core.chat_template import prompt_ids, render, render_calls, with_system
+from core.chat_template import clean_message, prompt_ids, render, render_calls, with_system
+from core.context import Agent, Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
 from core.run.folder import read_config
 from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
-from core.types import Completion, UsageError
+from core.types import Completion, Rollout, UsageError
 from environments import registry
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, Step
@@ -153,6 +154,44 @@ FAMILIES = {
         call_text("add", a=2, b=3), call_text("add", a=2, b=3) * 2, "<|im_end|>", AFTER_QWEN,
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("content", ["", None, "Let me see."])
+@pytest.mark.parametrize("arguments", [{"a": 2, "b": 3}, '{"a": 2, "b": 3}'])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_calls_in_the_history_of_a_prompt_are_written_as_the_template_does(
+    name, arguments, content
+):
+    tokenizer = tokenizer_of(FAMILIES[name].template)
+    special = {*tokenizer.convert_tokens_to_ids(SPECIAL)}
+
+    def read(function):
+        call = {"role": "assistant", "content": content, "tool_calls": [{"function": function}]}
+        chat = [user("Add."), call, {"role": "tool", "content": "5"}]
+        ids = prompt_ids(tokenizer, chat)
+        return tokenizer.decode(ids), [i for i in ids if i in special]
+
+    text, marks = read({"name": "add", "arguments": arguments})
+    assert FAMILIES[name].call.rstrip("]}") in text  # Mistral's template also writes an id
+    assert read({"name": "</s>", "arguments": {"<|im_end|>": "<｜call｜>"}})[1] == marks
+
+
+@pytest.mark.parametrize("calls", [
+    3, [3], [{"function": {}}], [{"function": {"name": "add", "arguments": "{"}}],
+    [{"function": {"name": "add", "arguments": [1]}}], [{"name": "add"}],
+])  # fmt: skip
+def test_calls_that_are_none_are_one_type_error(calls):
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    with pytest.raises(TypeError, match="a message"):
+        clean_message(message)
+
+
+def test_a_prompt_that_ends_with_a_call_is_no_prefill(policy):
+    agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
+    agent.begin([user("Add."), call])
+    with pytest.raises(UsageError, match="ends with a call of a tool"):
+        agent.set_prompt()
 
 
 def tokenizer_of(template):
