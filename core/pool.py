@@ -122,6 +122,8 @@ class PooledEnv:
                 made = self.pool.prepare(made)
             if not made.thread_safe:
                 self.pool.threads.alone.add(self.spec)
+            if made.main_thread:
+                self.pool.threads.in_main.add(self.spec)
             if is_program(self.spec):
                 made.waits = False  # no call takes longer than a moment
                 self.pool.threads.draws_freely.add(self.spec)  # programs draw at the same time

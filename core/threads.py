@@ -6,13 +6,19 @@ call of a kind that has proved slow gets a thread.
 
 A call that exceeds the limit is given up: its outcome is a TimeLimit. An endless loop in Python is
 interrupted; what a library does goes on, so the environment must not be used any more.
+
+Reward functions, and environments with `main_thread = True`, are called in the main thread, since
+`signal.alarm` works nowhere else. SIGALRM ends such a call at the limit, unless the call sets an
+alarm of its own. Windows has no SIGALRM, nor what would need the main thread for it.
 """
 
+import asyncio
 import ctypes
 import math
 import os
 import queue
 import random
+import signal
 import threading
 import time
 from collections import defaultdict, deque
@@ -22,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from environments.base import restored_torch
 
 LEAVE = 1.0  # seconds that a thread stays whose call was given up
 SLOW = 0.01  # seconds; a kind of call that takes longer is made in many threads,
@@ -53,6 +61,8 @@ class Threads:
         self.slow = set[Kind]()
         self.longer = defaultdict[Kind, float](float)  # seconds beyond SLOW of the calls of a kind
         self.alone = set[str]()  # specs that one thread calls, however slow they are
+        self.in_main = set[str]()  # specs that the main thread calls
+        self.here: list[Any] = []  # calls that it is to make
         self.draws_freely = set[str]()  # specs whose draws from shared generators say nothing
         self.one, self.many = queue.SimpleQueue[Any](), queue.SimpleQueue[Any]()  # to be called
         self.done = deque[tuple[Any, Outcome, float]]()
@@ -64,20 +74,25 @@ class Threads:
         """Makes a call once a thread is free; `ended` returns its outcome with the key."""
         if not self.workers:
             self.folder = os.getcwd()
+        is_main = threading.current_thread() is threading.main_thread()
+        if kind[0] in self.in_main and is_main and hasattr(signal, "SIGALRM"):
+            self.here.append((key, function))
+            return
         inbox = self.many if self.is_parallel(kind) else self.one
         inbox.put((key, kind, function, self.done))
         self._hire()
 
     def ended(self, wait: float) -> list[tuple[Any, Outcome, float]]:
         """Key, outcome and seconds of the calls that have ended, after at most `wait` seconds."""
-        if wait:
+        here, self.here = self.here, []
+        made = [self._call_here(*call) for call in here]
+        if wait and not made:
             self.wake.wait(wait)
             self.wake.clear()
-        found = [self.done.popleft() for _ in range(len(self.done))]
+        found = made + [self.done.popleft() for _ in range(len(self.done))]
         for key in [worker.give_up(self.limit) for worker in self.workers]:
             if key is not None:
-                error = TimeLimit(f"no answer in {self.limit:g} seconds ({self.flag})")
-                found.append((key, (None, error), self.limit))
+                found.append((key, (None, self._time_limit()), self.limit))
                 os.chdir(self.folder)
                 torch.set_default_dtype(self.dtype)
         self._hire()
@@ -89,6 +104,7 @@ class Threads:
             with suppress(queue.Empty):
                 while True:
                     inbox.get_nowait()
+        self.here = []
         self.done = deque()  # an outcome that still comes goes to the old one
         keys = [worker.give_up(0.0) for worker in self.workers]
         return [key for key in keys if key is not None]
@@ -101,6 +117,34 @@ class Threads:
     def is_parallel(self, kind: Kind) -> bool:
         """Whether calls of this kind are made at the same time."""
         return kind in self.slow and kind[0] not in self.alone
+
+    def _call_here(self, key: Any, function: Callable[[], Any]) -> tuple[Any, Outcome, float]:
+        """Makes a call in this thread, the main one."""
+
+        def end(number: int, frame: Any) -> None:
+            raise Overdue
+
+        since, before = time.monotonic(), signal.signal(signal.SIGALRM, end)
+        outcome: Outcome = None, self._time_limit()
+        loop = asyncio._get_running_loop()  # of a notebook, where `asyncio.run` would raise
+        try:
+            asyncio._set_running_loop(None)
+            with suppress(Overdue), restored_torch():
+                torch.set_grad_enabled(True)
+                signal.setitimer(signal.ITIMER_REAL, 0 if math.isinf(self.limit) else self.limit)
+                outcome = _outcome(function)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:
+            asyncio._set_running_loop(loop)
+            signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+        if isinstance(outcome[1], KeyboardInterrupt):
+            raise outcome[1]
+        if not _stayed_in(self.folder):
+            outcome = None, RuntimeError("the environment changed the working directory")
+        return key, outcome, time.monotonic() - since
+
+    def _time_limit(self) -> TimeLimit:
+        return TimeLimit(f"no answer in {self.limit:g} seconds ({self.flag})")
 
     def _hire(self) -> None:
         """Starts the threads that are missing."""

@@ -187,6 +187,8 @@ class Instance:
     `thread_safe`: whether several instances may be called at the same time, from any thread. Set it
     to False for a class that shares state between instances, or whose library does: then one
     thread, which is not the main one, makes all its calls.
+    `main_thread`: whether the main thread makes the calls after the first `reset`, one at a time,
+    because they need it, such as for `signal.alarm`.
     `heavy`: whether each instance has a process, a container or a connection of its own. Then at
     most --env-instances of them exist at the same time.
     `meanings`: for a number in `Step.info`, what its mean over rollouts is. Screen, picture and
@@ -194,6 +196,7 @@ class Instance:
     """
 
     thread_safe: bool = True
+    main_thread: bool = False
     heavy: bool = False
     meanings: Mapping[str, str] = {}
 

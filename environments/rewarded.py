@@ -73,6 +73,8 @@ class Rewarded(Env):
     its `config` and `split`; `prompt`: the column with the prompt; `reward`: functions as
     FILE.py:name or module:name; `weights`: of the functions, by default 1."""
 
+    main_thread = True  # as in TRL: functions may use `signal.alarm`, as math-verify does
+
     def __init__(
         self,
         data: str = "",

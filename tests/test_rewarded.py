@@ -1,6 +1,7 @@
 """`rewarded`: rows of a file or of the hub, and reward functions with TRL's signature."""
 
 import json
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
@@ -21,6 +22,8 @@ from environments.registry import absolute, make
 
 FUNCTIONS = """
 import asyncio
+import signal
+import threading
 import torch
 from environments.base import EnvFailure
 calls, here = [], []
@@ -43,6 +46,23 @@ def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     return [1.0 for _ in completions]
 def zero(completions):
     return [0.0 for _ in completions]
+def alarmed(completions, **columns):
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
+        return [1.0 for _ in completions]
+    except ValueError:
+        return [0.0 for _ in completions]
+    finally:
+        signal.alarm(0)
+def verified(completions, **columns):
+    from math_verify import parse, verify
+    return [float(verify(parse("$1/2$"), parse("$0.5$"))) for _ in completions]
+def hangs(completions, **columns):
+    threading.Event().wait()
+def loops(completions, **columns):
+    while True:
+        pass
 def needs(completions, wanted):
     return [1.0]
 def never(completions, **columns):
@@ -327,6 +347,26 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert not any(r.error for r in rollouts)
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no alarm")
+@pytest.mark.parametrize("name", ["alarmed", "verified"])
+def test_functions_may_need_the_main_thread(policy, name):
+    """Both catch what Python raises in other threads: the reward would be 0 for ever."""
+    if name == "verified":
+        pytest.importorskip("math_verify")
+    rollouts, _ = play(policy, f"rewards.py:{name}", others=["letter_counting"])
+    assert [r.episode_return for r in rollouts[:3]] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["hangs", "loops", "meets"])
+def test_a_call_ends_at_its_limit(policy, name):
+    before = signal.getsignal(signal.SIGALRM)
+    rollouts, _ = play(policy, f"rewards.py:{name}", ["letter_counting"], env_timeout=0.3)
+    assert [r.error for r in rollouts[:3]] == [
+        "TimeLimit: no answer in 0.3 seconds (--env-timeout)"
+    ] * 3
+    assert not rollouts[3].error and signal.getsignal(signal.SIGALRM) == before
+
+
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
     rewarded.STATE.global_step, rewarded.STATE.max_steps = 3, 7
     rollouts, module = play(policy, "rewards.py:trl rewards.py:array")
@@ -399,7 +439,7 @@ def test_async_functions_are_awaited_together():
     ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
-     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 61)", False),
+     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 80)", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -95,8 +96,11 @@ def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
     assert len(seen) > 2
 
 
-def test_environments_may_run_asyncio_in_a_notebook(policy, register):
+@pytest.mark.parametrize("in_main", [False, True])
+def test_environments_may_run_asyncio_in_a_notebook(policy, register, in_main):
     class Asks(Slow):
+        main_thread = in_main
+
         def step(self, response):
             asyncio.run(asyncio.sleep(0))
             return Step(None, 1.0, True)
@@ -106,6 +110,27 @@ def test_environments_may_run_asyncio_in_a_notebook(policy, register):
 
     register(Asks)
     assert [r.error for r in asyncio.run(cell())] == ["", ""]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows has no alarm")
+def test_the_main_thread_calls_an_environment_that_needs_it(policy, register, monkeypatch):
+    """Ctrl-C is not taken for an error of the environment."""
+    seen = []
+
+    class Alarmed(Slow):
+        main_thread = True
+
+        def step(self, response):
+            seen.append(threading.current_thread())
+            if len(seen) > 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().step(response)
+
+    register(Alarmed)
+    collector = RolloutCollector(policy, 4)
+    with pytest.raises(KeyboardInterrupt):
+        collector.collect(tasks(2), Scripted(policy), PARAMS)
+    assert {*seen} == {threading.main_thread()}
 
 
 def test_process_wide_generators_draw_as_if_the_environments_were_alone(

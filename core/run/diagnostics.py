@@ -56,8 +56,10 @@ WARNINGS = {
     ),
     "no_reward": (
         "no rollout has earned a reward, so there is nothing that training could make likelier",
-        "reading in report.html what the model answers and what the environment rewards, a reward"
-        " for a part of the task, easier tasks, a warm start with --sft-steps, or a better model",
+        "reading in report.html what the model answers and what the environment rewards; if right"
+        " answers earn nothing, an error that the reward's code catches (signal.alarm raises in all"
+        " threads but the main one); else a reward for a part of the task, easier tasks, a warm"
+        " start with --sft-steps, or a better model",
     ),
 }
 ADVICE = {  # what to try with these models if no reward was earned
