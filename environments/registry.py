@@ -529,13 +529,29 @@ def _add_to_path(folder: str) -> None:
         sys.path.insert(0, folder)  # the modules of the same name elsewhere are other ones
 
 
+def _finds(file: Path) -> bool:
+    """Whether Python imports this file by its name alone."""
+    if "." in file.stem:
+        return False
+    if file.stem in sys.modules:
+        found = getattr(sys.modules[file.stem], "__file__", "")
+    else:
+        importlib.invalidate_caches()
+        found = getattr(importlib.util.find_spec(file.stem), "origin", "")
+    return bool(found and os.path.exists(found) and os.path.samefile(found, file))
+
+
 def import_file(file: Path) -> ModuleType:
-    """Imports a file once. It can import the other modules of its folder."""
-    name = str(file).replace(".", "_")
+    """Imports a file once. It can import the other modules of its folder.
+
+    Its module is called like the file, so that processes which it starts can import it, too, unless
+    Python finds another module of that name.
+    """
+    _add_to_path(str(file.parent))
+    name = file.stem if _finds(file) else str(file).replace(".", "_")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec and spec.loader
-        _add_to_path(str(file.parent))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

@@ -149,7 +149,7 @@ def write(tmp_path):
         rows = rows or [{"n": n} for n in range(64)]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         options = {"run": f"{tmp_path}/program.py:run", "data": f"{tmp_path}/rows.jsonl"} | options
-        sys.modules.pop(f"{tmp_path}/program.py".replace(".", "_"), None)
+        sys.modules.pop("program", None)
         return "agent:" + ",".join(f"{k}={v}" for k, v in options.items() if v != "")
 
     return write

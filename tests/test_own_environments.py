@@ -1,6 +1,7 @@
 """Environments of the user: of files, modules and installed packages, in every command."""
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from environments.registry import (
     ENVIRONMENTS,
     absolute,
     constructor,
+    import_attribute,
     list_envs,
     make,
     options_of,
@@ -195,6 +197,39 @@ def test_code_that_options_name_is_found_from_another_folder(place, monkeypatch,
     assert env.reset(7)[0]["content"].startswith(opening)
     if hasattr(env, "close"):
         env.close()
+
+
+POOLED = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+@dataclass
+class Judge:
+    factor: int
+    def __call__(self, text):
+        return float(self.factor * len(text))
+def in_pool(kind, texts):
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(kind)) as pool:
+        return list(pool.map(Judge(2), texts))
+"""
+
+
+@pytest.mark.parametrize("kind", ["spawn", "forkserver"])
+def test_a_file_may_start_processes_that_import_it(place, kind):
+    if kind not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {kind} on this system")
+    (place / f"pooled_{kind}.py").write_text(POOLED)
+    in_pool = import_attribute(f"{place}/pooled_{kind}.py", "in_pool")
+    assert in_pool(kind, ["a", "abc"]) == [2.0, 6.0]
+
+
+def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
+    (place / "other").mkdir()
+    files = [place / "judges.py", place / "other" / "judges.py", place / "numpy.py"]
+    for number, file in enumerate(files):
+        file.write_text(f"NUMBER = {number}")
+    assert [import_attribute(str(file), "NUMBER") for file in files * 2] == [0, 1, 2] * 2
+    assert sys.modules["judges"].NUMBER == 0 and hasattr(sys.modules["numpy"], "array")
 
 
 @pytest.mark.parametrize(("spec", "words"), [
