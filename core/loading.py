@@ -56,6 +56,7 @@ def load_policy(
     dtype: str = "auto",
     lora_rank: int = 0,
     lora_alpha: float = 0.0,
+    adapters: str = "",
     value_head: bool = False,
     max_length: int | None = None,
     seed: int = 0,
@@ -69,18 +70,21 @@ def load_policy(
     """Loads `model_id`: a Hub id or a folder.
 
     `lora_rank` 0 trains all weights; `lora_alpha` 0 means twice the rank. The `model/` of a run
-    with LoRA is its base model with its adapters, which are trained on. `max_length` lowers the
-    model's own limit. `seed` determines all random weights. `fp32_head` computes the logits in
-    float32. `template_options` and `template_date` are those of `Config`. `from_pretrained` loads
-    the weights (core/extras/quantize.py has another one). Raises UsageError, in one line that names
-    `flag`, if the model cannot be loaded, and if the device does not exist.
+    with LoRA is its base model with its adapters, which are trained on: of any kind of LoRA that
+    PEFT has, without their dropout. `adapters` is the folder of others for the same base model.
+    `max_length` lowers the model's own limit. `seed` determines all random weights. `fp32_head`
+    computes the logits in float32. `template_options` and `template_date` are those of `Config`.
+    `from_pretrained` loads the weights (core/extras/quantize.py has another one). Raises
+    UsageError, in one line that names `flag`, if the model cannot be loaded, and if the device does
+    not exist.
     """
     torch_device = pick_device(device)
     policy_dtype = _pick_dtype(dtype, torch_device)
-    subject, adapters = f"{flag} {model_id}", ""
+    subject = f"{flag} {model_id}"
     if has_adapters(model_id):
-        train = flag == "--model-id"
-        adapters, model_id = model_id, _base_of(model_id, subject, lora_rank, lora_alpha, train)
+        train, folder = flag == "--model-id", model_id
+        model_id = _base_of(folder, subject, lora_rank, lora_alpha, train)
+        adapters = adapters or folder
     base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, from_pretrained)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
@@ -88,7 +92,7 @@ def load_policy(
     model: Any = base
     if lora_rank > 0 or adapters:
         model = _with_adapters(base, lora_rank, lora_alpha, adapters)
-    model.to(torch_device)
+    model.to(torch_device).eval()  # without the dropout of adapters that were trained elsewhere
     if torch_device.type == "cuda":
         # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
         # step of a small model on an H200 took 0.15 to 3 s, and 0.08 s without it (runs/benchmarks)
@@ -333,11 +337,11 @@ def _sharing_gap(policy: Policy) -> float:
 
 @contextmanager
 def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
-    """Turns every exception into a UsageError of one line, and silences transformers' warnings."""
+    """Turns every exception into a UsageError of one line, and silences warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        with warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:
         name = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
@@ -353,12 +357,15 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
 def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train: bool) -> str:
     """The model of which `folder` has the LoRA adapters.
 
-    Raises UsageError if they cannot be read or, to `train` them, have another rank or alpha.
+    Raises UsageError if they cannot be read, are not LoRA's or, to `train` them, have another rank
+    or alpha.
     """
     from peft import LoraConfig  # takes a second
 
     with _one_line_errors(f"{subject}: can't be loaded"):
-        saved = LoraConfig.from_pretrained(folder)
+        saved: Any = LoraConfig.from_pretrained(folder)
+    if saved.peft_type != "LORA":  # PEFT returns the kind that the folder has
+        raise UsageError(f"{subject}: its adapters are {saved.peft_type.value}, not LoRA")
     if train and (lora_rank != saved.r or lora_alpha not in (0, saved.lora_alpha)):
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
@@ -368,18 +375,29 @@ def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train
 
 
 def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str) -> Any:
-    """The model with new adapters, or with those in `folder`."""
-    from peft import LoraConfig, PeftModel, get_peft_model  # takes a second
+    """The model with new adapters, or with those in `folder`.
 
-    if folder:
-        with _one_line_errors(f"{folder}: can't be loaded"):
-            return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    Raises UsageError if these cannot be read, or are of another model.
+    """
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # takes a second
+    from peft.utils import load_peft_weights
+
     scale: Any = alpha or 2 * rank  # annotated as int, but PEFT accepts a float
-    config = LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
-    )
-    with _one_line_errors(f"--lora-rank {rank}"):
-        return get_peft_model(model, config)
+    with _one_line_errors(f"{folder}: can't be loaded" if folder else f"--lora-rank {rank}"):
+        if not folder:
+            config = LoraConfig(
+                task_type="CAUSAL_LM", r=rank, lora_alpha=scale, target_modules="all-linear"
+            )
+            return get_peft_model(model, config)
+        config = LoraConfig.from_pretrained(folder)
+        config.inference_mode = False  # saved as True, with which nothing is trained
+        adapted = get_peft_model(model, config)
+        read: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
+    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
+    if others := {*read.unexpected_keys} | (trained & {*read.missing_keys}):
+        raise UsageError(f"{folder}: its adapters are of another model: {len(others)} differ, such "
+                         f"as {min(others)}")  # fmt: skip
+    return adapted
 
 
 def _make_value_head(base: PreTrainedModel, device: torch.device) -> nn.Linear:

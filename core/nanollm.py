@@ -27,6 +27,7 @@ import importlib.util
 import itertools
 import os
 import random
+import re
 import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -408,6 +409,9 @@ def why_not_shareable(policy: Policy) -> str:
                 f"not quantized, {alternative}")  # fmt: skip
     if policy.lora_rank > LORA_RANKS[-1]:
         return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
+    others = r"lora_(?![AB]\.\w+\.weight$)|modules_to_save|trainable_tokens"  # PEFT's names
+    if unknown := [name for name in policy.trainable() if re.search(others, name)]:
+        return f"vLLM takes only A and B of LoRA adapters, not {unknown[0]}: take --sampler torch"
     if policy.dtype == torch.float64:
         return f"vLLM has no kernels for float64: choose another --dtype, {alternative}"
     if policy.lora_rank and policy.dtype == torch.float32 and policy.device.type == "cuda":

@@ -6,6 +6,7 @@
 core/loading.py loads one.
 """
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -66,8 +67,11 @@ class Policy:
 
     @property
     def lora_rank(self) -> int:
-        """Rank of the LoRA adapters; 0 without adapters."""
-        return self.model.peft_config["default"].r if hasattr(self.model, "peft_config") else 0
+        """The highest rank of a layer's LoRA adapters; 0 without adapters."""
+        if not hasattr(self.model, "peft_config"):
+            return 0
+        config = self.model.peft_config["default"]
+        return max(config.r, *config.rank_pattern.values(), 0)
 
     @property
     def quantized(self) -> bool:
@@ -127,7 +131,7 @@ class Policy:
 
     def zero_adapters(self) -> float:
         """Fraction of the LoRA adapters that change nothing yet, because their B is 0."""
-        adapters = [p for name, p in self.trainable().items() if "lora_B" in name]
+        adapters = [p for name, p in self.trainable().items() if re.search("lora_.*B", name)]
         return sum(not p.any() for p in adapters) / len(adapters)
 
     def size(self) -> str:

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from core.chat_template import prompt_ids
+from core.config import Config
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
 from core.run.checkpoint import export_model
-from core.run.models import folder_of
+from core.run.models import folder_of, load_exported
 from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
 from core.types import UsageError
 
@@ -206,6 +207,63 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path):
         with pytest.raises(UsageError, match="--lora-rank 2 --lora-alpha 3"):
             load_policy(folder, device="cpu", **wrong)
     assert load_policy(folder, device="cpu", flag="opponent").lora_rank == 2  # not trained
+
+
+ADAPTERS = {  # what people train elsewhere: settings of PEFT's LoraConfig
+    "dropout": {"lora_dropout": 0.5},
+    "dora": {"use_dora": True},
+    "saved_head": {"modules_to_save": ["lm_head"]},
+    "saved_norms": {"modules_to_save": ["norm"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "tokens": {"trainable_token_indices": [65, 66]},
+    "ranks": {"rank_pattern": {"q_proj": 4}, "use_rslora": True},
+    "bias": {"target_modules": ["q_proj"], "lora_bias": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_run(
+    qwen3_folder, tmp_path, kind
+):
+    from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+
+    own = {"task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": "all-linear"}
+    base = AutoModelForCausalLM.from_pretrained(qwen3_folder)
+    get_peft_model(base, LoraConfig(**own | ADAPTERS[kind])).save_pretrained(tmp_path / "given")
+    given = str(tmp_path / "given")
+    policy = load_policy(given, device="cpu", lora_rank=2, lora_alpha=4)
+    assert policy.lora_rank == (4 if kind == "ranks" else 2) and policy.zero_adapters() in (0, 1)
+    policy.to_logits(policy.hidden_states(IDS)[0]).logsumexp(-1).sum().backward()
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    export_model(tmp_path / "run", policy)
+    (tmp_path / "run/config.yaml").write_text(f"model_id: {given}\nlora_rank: 2\n")
+    exported = load_exported(Config(device="cpu", max_model_len=512), tmp_path / "run", "model")
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
+    with torch.no_grad():
+        expected = policy.to_logits(policy.hidden_states(IDS)[0])
+        found = [exported.to_logits(exported.hidden_states(IDS)[0]), theirs(IDS).logits[0]]
+    assert torch.equal(found[0], expected) and torch.allclose(found[1], expected, atol=1e-5)
+
+
+def test_adapters_that_are_not_of_this_model_are_refused(qwen3_folder, tmp_path):
+    from peft import IA3Config, get_peft_model
+
+    folder, base = tmp_path / "a/model", AutoModelForCausalLM.from_pretrained(qwen3_folder)
+    export_model(tmp_path / "a", load_small(qwen3_folder, lora_rank=2))
+    weights = load_file(folder / "adapter_model.safetensors")
+    name, tensor = min(weights.items())
+    more = {name.replace("layers.0", "layers.9"): tensor.clone()}
+    for damaged in ({k: w for k, w in weights.items() if k != name}, weights | more):
+        save_file(damaged, folder / "adapter_model.safetensors")
+        with pytest.raises(UsageError, match=r"of another model: 1 differ, such as .*lora_A"):
+            load_policy(str(folder), device="cpu", lora_rank=2)
+    get_peft_model(base, IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "b")
+    with pytest.raises(UsageError, match="its adapters are IA3, not LoRA"):
+        load_policy(str(tmp_path / "b"), device="cpu", lora_rank=2)
 
 
 def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):

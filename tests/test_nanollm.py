@@ -459,14 +459,21 @@ def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "leave --quantize out"),
         ({"lora": 257}, "--lora-rank 257: vLLM's limit is 256"),
+        ({"adapters": {"use_dora": True}}, "not .*lora_magnitude_vector"),
+        ({"adapters": {"modules_to_save": ["lm_head"]}}, "not .*lm_head.modules_to_save"),
+        ({"adapters": {"trainable_token_indices": [5]}}, "not .*trainable_tokens_delta"),
         ({"lora": 4, "device": "cuda"}, "no LoRA kernels for float32 on a GPU"),
         ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
     ],
 )
 def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message, load):
+    from peft import LoraConfig, get_peft_model
+
     policy = load(str(qwen3), lora_rank=change.get("lora", 0), dtype="float32")
     if "quantization_config" in change:
         policy.causal_lm.config.quantization_config = change["quantization_config"]
+    if "adapters" in change:
+        policy.model = get_peft_model(policy.model, LoraConfig(r=2, **change["adapters"]))
     policy.device = torch.device(change.get("device", policy.device))
     with pytest.raises(UsageError, match=message):
         NanoLLM(policy)

@@ -239,16 +239,6 @@ def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
     copy_weights(folder, policy.trainable(), same_dtype)
 
 
-def load_adapters(folder: Path, policy: Policy) -> None:
-    """Copy the LoRA adapters that `export_model` wrote to `folder` into the policy.
-
-    Raises UsageError as `copy_weights` does; PEFT would leave out adapters with other names.
-    """
-    adapters = {name.replace(".default.weight", ".weight"): weight
-                for name, weight in policy.trainable().items() if "lora_" in name}  # fmt: skip
-    copy_weights(folder, adapters, same_dtype=False, file=ADAPTERS)
-
-
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
     """Write tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -256,9 +246,7 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHT
 
 
 @torch.no_grad()
-def copy_weights(
-    folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True, file: str = WEIGHTS
-) -> None:
+def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
     """Copy what `save_weights` wrote to `folder` into `weights`.
 
     Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ, and if the file cannot
@@ -269,9 +257,9 @@ def copy_weights(
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
     try:
-        saved = load_file(folder / file)
+        saved = load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise UsageError(f"{folder / file} cannot be read: {error}") from error
+        raise UsageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
     if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
         raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
                          "that has changed")  # fmt: skip

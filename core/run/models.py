@@ -11,7 +11,7 @@ from typing import Any
 from core import loading
 from core.config import SMOLLM2, TINY, Config
 from core.policy import Policy
-from core.run.checkpoint import ADAPTERS, base_model, load_adapters
+from core.run.checkpoint import ADAPTERS, base_model
 from core.run.files import sealed, unseal
 from core.run.folder import read_config
 from core.tiny import PRETRAINED, write_tiny
@@ -52,12 +52,8 @@ def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
     if not is_run or not (model / ADAPTERS).exists():
         return load_policy(cfg, str(model), flag=flag)
     trained = read_config(folder / "config.yaml")
-    loaded = load_policy(
-        cfg, base_model(folder, trained.model_id), quantize=trained.quantize,
-        lora_rank=trained.lora_rank, lora_alpha=trained.lora_alpha, flag=flag,
-    )  # fmt: skip
-    load_adapters(model, loaded)
-    return loaded
+    base = base_model(folder, trained.model_id)
+    return load_policy(cfg, base, quantize=trained.quantize, adapters=str(model), flag=flag)
 
 
 def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> str:
