@@ -8,7 +8,7 @@
                slow step because of a response; demonstrations that never succeed; single-turn tasks
                that training and evaluation share
     warnings   multi-turn openings that they share; no info["correct"]; guesses that never succeed;
-               episodes that unreadable responses never end
+               the same reward for every response; episodes that unreadable responses never end
 
 and the range of the rewards, the number of distinct openings, and times.
 
@@ -24,6 +24,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -88,6 +89,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     rewards: tuple[float, float] = (math.inf, -math.inf)  # lowest and highest of a step
+    returns: set[float] = field(default_factory=set)  # of the episodes that ended
     # return and info["correct"] of each demonstrated episode; empty: no demonstrations
     demonstrations: list[tuple[float, bool]] = field(default_factory=list)
     openings: int = 0  # distinct first prompts of training and demonstrations
@@ -136,6 +138,9 @@ def check_env(
             check()
         except (Exception, SystemExit) as error:
             report.problems.append(f"{name}: {_text_of(error)}")
+    if len(report.returns) == 1 and min(report.returns) > 0:
+        report.warnings.append(f"every episode earned {min(report.returns):g}, whatever the "
+                               "response: nothing can be learned from such a reward")  # fmt: skip
     env.close()
     if os.getcwd() != folder:
         report.problems.append("the environment changed the working directory")
@@ -221,9 +226,10 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
         unended += not ended
         is_scored = all(isinstance(value, bool) for value in correct.values())
         outcomes.append(any(correct.values()) if is_scored or not ended else None)
+        returns = _returns(turns)
+        report.returns.update(returns.values() if ended else ())
         for agent in demonstrated & {*correct}:
-            total = sum(steps[agent].reward for _, steps in turns if agent in steps)
-            report.demonstrations.append((total, bool(correct[agent])))
+            report.demonstrations.append((returns[agent], bool(correct[agent])))
     if unscored := outcomes.count(None):
         report.warnings.append(f'{unscored} of {num_seeds} episodes ended without a bool '
                                'info["correct"]: they count as wrong')  # fmt: skip
@@ -240,6 +246,7 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
 def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:
     """Plays the texts one after another; after the end of an episode, and an error, a new one."""
     started, waiting, seed, failures = time.monotonic(), set[str](), 0, 0
+    turns: Turns = []
     texts = [*hostile_calls(env), *hostile_texts(report.spec)]
     for number, text in enumerate(texts):
         if time.monotonic() - started > seconds:
@@ -248,12 +255,15 @@ def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> 
         try:
             if not waiting:
                 seed += 1
-                waiting = set(_reset(report, env, seed))
+                waiting, turns = set(_reset(report, env, seed)), []
             cpu = time.process_time()
             steps = _step(report, env, dict.fromkeys(sorted(waiting), text))
+            turns.append(({}, steps))
             if (cpu := time.process_time() - cpu) > MAX_STEP_SECONDS:
                 raise Problem(f"step took {cpu:.1f} s")
             waiting = _asked(steps)
+            if not waiting:
+                report.returns.update(_returns(turns).values())
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
             report.problems.append(f"{response}: {_text_of(error)}")
@@ -329,6 +339,15 @@ def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict
         low, high = report.rewards
         report.rewards = min(low, step.reward), max(high, step.reward)
     return steps
+
+
+def _returns(turns: Turns) -> dict[str, float]:
+    """The return of each agent."""
+    returns: dict[str, float] = defaultdict(float)
+    for _, steps in turns:
+        for agent, step in steps.items():
+            returns[agent] += step.reward
+    return returns
 
 
 def _asked(steps: dict[str, Step]) -> set[str]:

@@ -57,6 +57,22 @@ Clock = variant(Echo, "Clock", reset=repeat(lambda seed: time.perf_counter_ns())
 Shared = variant(Echo, "Shared", reset=repeat(lambda seed: random.Random(seed).randrange(1000)))
 Raising = variant(Echo, "Raising", step=ends(lambda response: float(response or 0)))
 NotJson = variant(Echo, "NotJson", step=ends(object=object()))
+Generous = variant(Echo, "Generous", step=ends(lambda response: 1.0))
+Always = variant(Echo, "Always", step=ends(lambda response: 0.5, correct=False),
+                 demonstrate=lambda self, hasty=False: None)  # fmt: skip
+
+
+class TwoTurns(Echo):
+    def reset(self, seed):
+        self.turn = 0
+        return super().reset(seed)
+
+    def step(self, response):
+        self.turn += 1
+        done = self.turn == 2
+        return Step(None if done else user("Again."), float(done), done, {"correct": True})
+
+
 Hopeless = variant(Echo, "Hopeless", step=ends(lambda response: 1.0, correct=False))
 Unscored = variant(Echo, "Unscored", step=lambda self, response: Step(None, 0.0, True))
 
@@ -126,6 +142,8 @@ PROBLEMS = [
 ]  # fmt: skip
 WARNINGS = [
     (Unscored, 'without a bool info["correct"]'), (Endless, "never end an episode"),
+    (Generous, "every episode earned 1,"), (Always, "every episode earned 0.5,"),
+    (TwoTurns, "every episode earned 1,"),
     (Endless, "none of 3 episodes of guesses succeeds"), (Duel, "none of 3 demonstrations"),
 ]  # fmt: skip
 

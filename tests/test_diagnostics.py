@@ -48,11 +48,25 @@ def test_recorded_failures_raise_their_warnings_and_a_run_that_learns_none():
     for name, warning in expected.items():
         found = raised(read_records(RUNS / "what_goes_wrong" / f"{name}.jsonl"))
         assert warning in [name for name, _ in found]
-    assert raised(read_records(RUNS / "what_goes_wrong/healthy.jsonl")) == []
+    high_rate = raised(read_records(RUNS / "what_goes_wrong/high_rate.jsonl"))
+    assert high_rate[0] == ("below_start", 3) and "dead_groups" not in dict(high_rate)
+    assert raised(read_records(RUNS / "smollm2/coin-seed0.jsonl"))[1] == ("below_start", 10)
+
+
+@pytest.mark.parametrize("pattern", [
+    "what_goes_wrong/healthy", "letter_counting_tiny/grpo-seed*", "smollm2/sums*-seed*",
+    "tools_tiny/*-seed*", "own_environments/*-seed*", "environments_tiny/[cimrtw]*-seed*",
+])  # fmt: skip
+def test_healthy_runs_end_without_a_warning(pattern):
+    files = [file for file in RUNS.glob(f"{pattern}.jsonl") if "answers" not in file.name]
+    assert files and {file.name: raised(read_records(file)) for file in files} == {
+        file.name: [] for file in files
+    }
 
 
 NO_SPREAD, RIGHT = "groups__zero_std_fraction", "groups__all_right"
 ENTROPY, CORRECT = "policy__entropy", "reward__correct"
+LOW = {ENTROPY: 0.01, CORRECT: 0.5, RIGHT: 0.5}
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,7 @@ ENTROPY, CORRECT = "policy__entropy", "reward__correct"
         ("sampler_gap", {"gap__logprob_max": 4.9}, {"gap__logprob_max": 5.1}),
         ("entropy_collapse", {ENTROPY: 0.021, CORRECT: 0.5}, {ENTROPY: 0.019, CORRECT: 0.5}),
         ("entropy_collapse", {ENTROPY: 0.01, CORRECT: 0.91}, {ENTROPY: 0.01, CORRECT: 0.89}),
+        ("entropy_collapse", {**LOW, NO_SPREAD: 0.64}, {**LOW, NO_SPREAD: 0.66}),  # 0.7 of a half
         ("dead_groups", {NO_SPREAD: 0.874, RIGHT: 0.5}, {NO_SPREAD: 0.876, RIGHT: 0.5}),
         ("dead_groups", {NO_SPREAD: 1.0, RIGHT: 0.91}, {NO_SPREAD: 1.0, RIGHT: 0.89}),
     ],
@@ -88,7 +103,7 @@ def test_rising_reward_with_falling_accuracy_is_a_warning():
     assert raised(run_of(25, fell, reward__mean=lambda u: 2 - reward(u))) == []  # both fall
     noise = run_of(25, fell, reward__mean=lambda u: 0.5 + 0.01 * (u > 10) + 0.1 * (-1) ** u)
     assert raised(noise) == []
-    too_close = {10: 0.9, 19: 0.1}  # fewer than two windows apart
+    too_close = {0: 0.1, 10: 0.9, 19: 0.1}  # fewer than two windows apart
     assert raised(run_of(25, too_close, reward__mean=reward)) == []
 
 
@@ -105,7 +120,7 @@ def test_warning_is_repeated_only_after_ten_updates_without_it():
 @pytest.mark.parametrize("value", [None, math.nan, math.inf])
 def test_missing_and_non_finite_values_raise_no_warning(value):
     metrics = {name.replace("/", "__"): value for name in diagnostics.INPUTS if name != "update"}
-    records = run_of(15, {0: 0.5, 10: 0.1, 15: 0.1}, **metrics)
+    records = run_of(15, {0: 0.1, 5: 0.5, 15: 0.1}, **metrics)
     assert raised(records) == []
 
 
@@ -191,3 +206,67 @@ def test_adapters_that_stay_0_raise_a_warning_unless_no_step_was_taken():
     assert raised(run_of(4, **still)) == []
     assert raised(run_of(5, **still)) == [("adapters_unchanged", 5)]
     assert raised(run_of(9, **still | {"update__steps": 0})) == []
+
+
+def reward_of(update, low=0.1):
+    return 0.62 if update == 1 else low
+
+
+@pytest.mark.parametrize(
+    ("changes", "updates"),
+    [
+        ({}, 4),
+        ({"reward__std": 0.7}, None),  # 0.52 of 0.7
+        ({"reward__mean": lambda u: reward_of(u, 0.1 if u != 3 else 0.5)}, 6),  # back for a moment
+        ({"groups__level": lambda u: u}, None),  # a curriculum
+        ({"reward__mean": math.nan}, None),
+    ],
+)
+def test_a_reward_that_falls_below_its_start_names_the_learning_rate(changes, updates):
+    records = run_of(8, **{"reward__mean": reward_of, "reward__std": 0.44} | changes)
+    assert raised(records) == ([("below_start", updates)] if updates else [])
+    if updates:
+        cfg = Config(lr=5e-3)
+        found = diagnostics.new_warnings(records[: updates + 1], cfg=cfg)["below_start"]
+        assert "from 0.62 in update 1 to at most 0.10" in found and "--lr than 0.005" in found
+        few = Config(lr=5e-3, num_prompts=4)  # whose mean is too uncertain
+        assert diagnostics.new_warnings(records[: updates + 1], cfg=few) == {}
+
+
+@pytest.mark.parametrize(("later", "found"), [(0.39, "below_start"), (0.41, None), (0.6, None)])
+def test_a_held_out_accuracy_below_its_start_is_a_warning(later, found):
+    records = run_of(9, {0: 0.5, 5: later})
+    assert raised(records) == ([(found, 5)] if found else [])
+
+
+@pytest.mark.parametrize("reward", [1.0, 0.5])
+def test_a_reward_that_is_always_the_same_is_not_blamed_on_the_policy(reward):
+    equal = {NO_SPREAD: 1.0, "reward__min": reward, "reward__max": reward}
+    for right in (0.0, 1.0):
+        assert raised(run_of(9, **equal, **{RIGHT: right})) == [("dead_groups", 3)]
+    found = diagnostics.new_warnings(run_of(3, **equal, **{RIGHT: 0.0}))["dead_groups"]
+    assert f"has earned {reward:g};" in found and "check" in found and "warm start" not in found
+    varied = equal | {"reward__max": lambda update: reward + 0.1 * (update == 2)}
+    found = diagnostics.new_warnings(run_of(3, **varied, **{RIGHT: 0.0}))["dead_groups"]
+    assert "warm start" in found
+
+
+@pytest.mark.parametrize(
+    ("losses", "accuracy", "memorized"),
+    [([0.3, 0.02], 0.02, False), ([0.02, 0.02], 0.0, True), ([0.02, 0.02], 0.6, False),
+     ([0.02, 0.02, 0.3], 0.0, False), ([], 0.0, False)],
+)  # fmt: skip
+def test_a_warm_start_that_knows_only_its_demonstrations_is_a_warning(losses, accuracy, memorized):
+    """exp(-0.02 · 20) = 0.67: half of it is more than 0.05 and less than 0.65."""
+    steps = [{"sft_step": 20 * (i + 1), "sft/loss": loss} for i, loss in enumerate(losses)]
+    records = run_of(5, {0: accuracy})
+    records[0]["eval/e:k=1/tokens_mean"] = 20
+    inputs = [diagnostics.warning_inputs(record) for record in steps + records]
+    found = diagnostics.new_warnings(inputs[: len(steps) + 1])
+    assert [*found] == ["memorized"] * memorized
+    assert diagnostics.new_warnings(inputs[: len(steps) + 2]) == {}
+
+
+def test_a_warning_about_dead_groups_says_how_many():
+    found = diagnostics.new_warnings(run_of(5, **{NO_SPREAD: 0.9, RIGHT: 0.2}))["dead_groups"]
+    assert "in 88% of the groups that are not all right, all 8 answers earned the same" in found

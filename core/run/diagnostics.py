@@ -1,4 +1,4 @@
-"""Ten warnings about training that goes wrong, computed from the metrics alone.
+"""Twelve warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those of runs/what_goes_wrong raise theirs.
@@ -11,6 +11,7 @@ from core.config import Config
 from core.run.log import Record
 from core.tiny import KNOWN
 
+CONFIG = Config(lr=5e-5)  # where no settings are given
 # name: (what it means, what to try)
 WARNINGS = {
     "entropy_collapse": (
@@ -61,7 +62,17 @@ WARNINGS = {
         " threads but the main one); else a reward for a part of the task, easier tasks, a warm"
         " start with --sft-steps, or a better model",
     ),
+    "below_start": (
+        "the policy has become clearly worse than it was before the first gradient step",
+        "a lower --lr than {lr:g}, from an earlier checkpoint or from the start",
+    ),
+    "memorized": (
+        "the policy knows the demonstrations by heart but not how to solve other tasks",
+        "demonstrations of more different tasks, or fewer --sft-steps",
+    ),
 }
+EQUAL_REWARDS = ("reading what the reward depends on (python -m environments check SPEC), or harder"
+                 " tasks if all answers are right")  # fmt: skip
 ADVICE = {  # what to try with these models if no reward was earned
     "tiny": "what tiny was pretrained on, which is all that it can do (--env "
     f"{' '.join(KNOWN)}); for other tasks a warm start with --sft-steps 200, where the environment"
@@ -76,14 +87,17 @@ QUIET_UPDATES = 10  # updates without a warning after which it may be raised aga
 LONG_WINDOW = 10  # updates at the start and at the end that reward and accuracy are compared over
 MAX_EVALUATIONS = 20  # how many earlier evaluations the latest one is compared with
 SOLVED = 0.9  # fraction correct above which low entropy is no problem
-MIN_ENTROPY, MIN_ENTROPY_RATIO = 0.02, 0.1  # nats per token; ratio to the first updates
+MIN_ENTROPY, ENOUGH_DIFFERING = 0.02, 0.7  # nats per token; unsolved groups whose returns differ
 MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
 MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_TRUNCATED = 0.2  # fraction of episodes
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
-INPUTS = """update reward/mean reward/min reward/max reward/correct policy/entropy weights/capped
+MIN_FALL, CERTAIN_FALL = 0.75, 3.0  # standard deviations of a return; standard errors of its mean
+MAX_SFT_LOSS = 0.05  # nats per token, of a policy that knows its demonstrations
+INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/max reward/correct
+    policy/entropy weights/capped groups/level
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max length/hit_token_limit episodes/truncated lora/zero_fraction
     update/steps""".split()
@@ -95,7 +109,10 @@ def advice_without_reward(cfg: Config) -> str:
 
 
 def new_warnings(
-    records: list[Record], by_group: bool = True, advice: str = WARNINGS["no_reward"][1]
+    records: list[Record],
+    by_group: bool = True,
+    advice: str = WARNINGS["no_reward"][1],
+    cfg: Config = CONFIG,
 ) -> dict[str, str]:
     """Returns the warnings to raise at the last record: name -> message.
 
@@ -104,21 +121,24 @@ def new_warnings(
 
     `records` are those of the run so far, or their `warning_inputs`. Set `by_group` to False if
     the algorithm does not compare the rollouts of a group; then dead groups are no problem.
-    `advice`: see `advice_without_reward`.
+    `advice`: see `advice_without_reward`. `cfg`: its learning rate and the size of its groups.
     """
-    active = active_warnings(records, by_group, advice)
+    active = active_warnings(records, by_group, advice, cfg)
     if not active:
         return {}
     before = range(len(records) - 1, 0, -1)  # the number of records at each update before
     ends = [*before[:QUIET_UPDATES]]
     if _is_evaluation(records[-1]):
         ends += [end for end in before if _is_evaluation(records[end - 1])][:1]
-    held = {name for end in ends for name in active_warnings(records[:end], by_group, advice)}
+    held = {name for end in ends for name in active_warnings(records[:end], by_group, advice, cfg)}
     return {name: message for name, message in active.items() if name not in held}
 
 
 def active_warnings(
-    records: list[Record], by_group: bool = True, advice: str = WARNINGS["no_reward"][1]
+    records: list[Record],
+    by_group: bool = True,
+    advice: str = WARNINGS["no_reward"][1],
+    cfg: Config = CONFIG,
 ) -> dict[str, str]:
     """Returns the warnings that hold at the last record: name -> message.
 
@@ -129,20 +149,26 @@ def active_warnings(
         return {}
     recent = [r for r in records[-WINDOW:] if "update" in r]
     no_reward = _no_reward(records) if advice else ""
-    dead_groups = (_never_spread(records) or _dead_groups(recent)) if by_group else ""
+    equal = _equal_rewards(records)
+    dead_groups = equal or _never_spread(records) or _dead_groups(recent, cfg.group_size)
+    exploited = _accuracy_fell(records) or _training_accuracy_fell(records)
+    below_start = "" if exploited else _below_start(records) or _reward_fell(records, cfg)
     findings = {
-        "entropy_collapse": _entropy_collapse(_first_updates(records, WINDOW), recent),
-        "reward_without_accuracy": _accuracy_fell(records) or _training_accuracy_fell(records),
+        "entropy_collapse": _entropy_collapse(recent),
+        "reward_without_accuracy": exploited,
         "weights_at_cap": _weights_at_cap(recent),
-        "dead_groups": "" if no_reward else dead_groups,
+        "dead_groups": "" if no_reward or below_start or not by_group else dead_groups,
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
         "never_stops": _never_stops(recent),
         "episodes_cut": _episodes_cut(recent),
         "adapters_unchanged": _adapters_unchanged(recent),
         "no_reward": no_reward,
+        "below_start": below_start,
+        "memorized": _memorized(records),
     }
-    tries = {name: advice if name == "no_reward" else WARNINGS[name][1] for name in WARNINGS}
+    tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what) in WARNINGS.items()}
+    tries |= {"no_reward": advice} | ({"dead_groups": EQUAL_REWARDS} if equal else {})
     return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
 
 
@@ -158,15 +184,14 @@ def warning_inputs(record: Record) -> Record:
     return {k: v for k, v in record.items() if k in INPUTS or _is_accuracy(k)}
 
 
-def _entropy_collapse(first: list[Record], recent: list[Record]) -> str:
-    start, now = _values(first, "policy/entropy"), _values(recent, "policy/entropy")
-    correct = _mean(recent, "reward/correct")
-    if not (start and now and correct < SOLVED):
+def _entropy_collapse(recent: list[Record]) -> str:
+    """Returns that differ in the unsolved groups show that the policy explores all the same."""
+    values, correct = _values(recent, "policy/entropy"), _mean(recent, "reward/correct")
+    entropy = statistics.median(values) if values else math.nan
+    differing, unsolved = _differing(recent)
+    if not (entropy < MIN_ENTROPY and correct < SOLVED) or differing > ENOUGH_DIFFERING * unsolved:
         return ""
-    initial, entropy = statistics.median(start), statistics.median(now)
-    if entropy >= max(MIN_ENTROPY, MIN_ENTROPY_RATIO * initial):
-        return ""
-    return f"entropy {entropy:.2g} nats per token (at first {initial:.2g}), {correct:.0%} correct"
+    return f"entropy {entropy:.2g} nats per token, {correct:.0%} correct"
 
 
 def _accuracy_fell(records: list[Record]) -> str:
@@ -211,13 +236,68 @@ def _weights_at_cap(recent: list[Record]) -> str:
     return ""
 
 
-def _dead_groups(recent: list[Record]) -> str:
+def _dead_groups(recent: list[Record], size: int) -> str:
     """Solved groups need no gradient; of the others, too few have differing returns."""
-    differing = 1 - _mean(recent, "groups/zero_std_fraction")
-    unsolved = 1 - _mean(recent, "groups/all_right")
+    differing, unsolved = _differing(recent)
     if unsolved > MAX_UNSOLVED and differing <= MIN_DIFFERING * unsolved:
-        return (f"{unsolved:.0%} of groups are unsolved; returns differ in only "
-                f"{differing / unsolved:.0%} of them")  # fmt: skip
+        return (f"in {1 - differing / unsolved:.0%} of the groups that are not all right, all "
+                f"{size} answers earned the same")  # fmt: skip
+    return ""
+
+
+def _differing(recent: list[Record]) -> tuple[float, float]:
+    """The fractions of groups whose returns differ, and of those that are not all right."""
+    return 1 - _mean(recent, "groups/zero_std_fraction"), 1 - _mean(recent, "groups/all_right")
+
+
+def _equal_rewards(records: list[Record]) -> str:
+    """Since the first update all rollouts have earned the same, and more than nothing."""
+    updates = _first_updates(records, len(records))
+    returns = {_finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
+    if len(updates) < MIN_UPDATES or len(returns) > 1 or not min(returns) > 0:
+        return ""
+    return f"every rollout of all {len(updates)} updates so far has earned {min(returns):g}"
+
+
+def _below_start(records: list[Record]) -> str:
+    """Held-out accuracy is below that of the first evaluation, beyond both 95% intervals."""
+    first, now = next(filter(_is_evaluation, records), {}), records[-1]
+    for env in (key.removesuffix("/ci_low") for key in first if key.endswith("/ci_low")):
+        if _finite(now, f"{env}/ci_high") < _finite(first, f"{env}/ci_low"):
+            before, after = _finite(first, f"{env}/accuracy"), _finite(now, f"{env}/accuracy")
+            return (f"accuracy on {env.removeprefix('eval/')} has fallen from {before:.2f} at the "
+                    f"start to {after:.2f}")  # fmt: skip
+    return ""
+
+
+def _reward_fell(records: list[Record], cfg: Config) -> str:
+    """Each of the last updates earned clearly less than the first, on tasks of the same level."""
+    first, last = _first_updates(records, 1), records[-MIN_UPDATES:]
+    if not first or last[0].get("update", 0) <= first[0]["update"]:
+        return ""
+    if len({_finite(r, "groups/level") for r in first + last if "groups/level" in r}) > 1:
+        return ""
+    rewards, spreads = ([_finite(r, f"reward/{key}") for r in first + last]
+                        for key in ("mean", "std"))  # fmt: skip
+    start, highest = rewards[0], max(rewards[1:])
+    clear = max(spreads) * max(MIN_FALL, CERTAIN_FALL / math.sqrt(cfg.num_prompts))
+    if math.isnan(sum(rewards + spreads)) or start - highest <= clear:
+        return ""
+    return (f"reward has fallen from {start:.2f} in update {first[0]['update']} to at most "
+            f"{highest:.2f} in the last {len(last)}")  # fmt: skip
+
+
+def _memorized(records: list[Record]) -> str:
+    """After the warm start a policy that gives the whole of a demonstration the probability p, that
+    is exp(-loss · tokens), should be right on about as many held-out tasks."""
+    now, losses = records[-1], [_finite(r, "sft/loss") for r in records if "sft_step" in r][-3:]
+    if now["update"] > 0 or not losses or not max(losses) < MAX_SFT_LOSS:
+        return ""
+    for env in (key.removesuffix("/ci_high") for key in now if key.endswith("/ci_high")):
+        expected = math.exp(-losses[-1] * _finite(now, f"{env}/tokens_mean"))
+        if _finite(now, f"{env}/ci_high") < expected / 2:
+            return (f"the loss of the warm start is {losses[-1]:.2g} nats per token, but accuracy "
+                    f"on {env.removeprefix('eval/')} {now[f'{env}/accuracy']:.2f}")  # fmt: skip
     return ""
 
 
@@ -314,4 +394,6 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _is_accuracy(key: str) -> bool:
-    return key.startswith("eval/") and key.endswith(("/accuracy", "/ci_low", "/ci_high"))
+    return key.startswith("eval/") and key.endswith(
+        ("/accuracy", "/ci_low", "/ci_high", "/tokens_mean")
+    )

@@ -90,6 +90,8 @@ class Run:
         if self.next_update == 0:
             if self.cfg.sft_steps:
                 self.save()
+                of_warm_start = run_log.read_records(self.folder / run_log.METRICS)
+                self.history = [*map(diagnostics.warning_inputs, of_warm_start)]
             self.log(0, self.evaluate(0), [])
         while self.next_update <= self.cfg.num_updates and not self.stopped:
             if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
@@ -146,7 +148,7 @@ class Run:
         by_group = "groups" in config.needs(self.cfg)
         advice = diagnostics.advice_without_reward(self.cfg)
         warnings = distributed.broadcast_from_rank_0(
-            lambda: diagnostics.new_warnings(self.history, by_group, advice)
+            lambda: diagnostics.new_warnings(self.history, by_group, advice, self.cfg)
         )
         if self.cfg.staleness:
             warnings.pop("sampler_gap", None)  # the sampler has older weights
