@@ -26,6 +26,11 @@ SELECT += "logprobs[mask], old_logprobs[mask], advantages[mask]\n"
 ROWS = "    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()\n"
 DRAWN = f"    ids = {DRAW}\n    return ids, {PICK}\n"
 K3 = "return log_r.exp() - 1 - log_r"
+SUM = "returns = (rewards * mask).sum(1)"
+REINFORCE = "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()"
+DELTA = "delta = rewards[t] + gamma * next_value - values[t]"
+FLAGS = "torch.tensor(sampled[1:], dtype=torch.bool)"
+MEAN = "return -objective.sum() / mask.sum()"
 GAE_AS_LIST = """    result, next_value, later = [], 0.0, 0.0
     for t in reversed(range(len(rewards))):
         later = rewards[t] + gamma * next_value - values[t] + gamma * lam * later
@@ -70,8 +75,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("next token but one", "", "input_ids[:, 1:, None]", "input_ids.roll(-2, 1)[:, :-1, None]"),
         ("log of softmax + 1e-8", "small number was added", ".log_softmax(-1)",
          ".softmax(-1).add(1e-8).log()"),
-        ("log of a clamped softmax", "small number was added", ".log_softmax(-1)",
-         ".softmax(-1).clamp(min=1e-8).log()"),
         ("cross_entropy with its mean", "one number for all tokens",
          "    import torch.nn.functional as F\n"
          "    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())\n"),
@@ -96,14 +99,11 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
     "completion_mask": [
         ("not shifted", "not shifted", "sampled[1:]", "sampled"),
         ("last id dropped", "dropped the last id", "sampled[1:]", "sampled[:-1]"),
-        ("shifted by roll", "roll", "torch.tensor(sampled[1:], dtype=torch.bool)",
-         "torch.tensor(sampled).roll(-1)"),
+        ("shifted by roll", "roll", FLAGS, "torch.tensor(sampled).roll(-1)"),
         ("shift within each turn", "within each turn",
          "sampled += [False] * len(context) + [True] * len(completion)",
          "sampled += ([False] * len(context) + [True] * len(completion))[1:]", "sampled[1:]",
          "sampled"),
-        ("one False fewer in each turn", "within each turn", "len(context)", "(len(context) - 1)",
-         "sampled[1:]", "sampled"),
         ("inverted", "inverted", "[False]", "[0]", "[True]", "[False]", "[0]", "[True]"),
         ("only the last turn", "only the last turn", "        sampled += [False]",
          "        sampled = [False] * len(sampled) + [False]"),
@@ -122,21 +122,17 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("0 and 1 instead of bool", "integer tensor", "[False]", "[0]", "[True]", "[1]",
          "dtype=torch.bool", "dtype=torch.int64"),
         ("floats instead of bool", "a float tensor", "dtype=torch.bool", "dtype=torch.float32"),
-        ("a list", "a list", "torch.tensor(sampled[1:], dtype=torch.bool)", "sampled[1:]"),
+        ("a list", "a list", FLAGS, "sampled[1:]"),
         ("only the last token of a completion", "", "[True] * len(completion)",
          "[False] * (len(completion) - 1) + [True]"),
         ("two entries dropped", "", "sampled[1:]", "sampled[2:]"),
-        ("filled up with False", "filled up at the end",
-         "torch.tensor(sampled[1:], dtype=torch.bool)",
+        ("filled up with False", "filled up at the end", FLAGS,
          "torch.tensor(sampled[1:] + [False], dtype=torch.bool)"),
-        ("filled up with True", "filled up at the end",
-         "torch.tensor(sampled[1:], dtype=torch.bool)",
+        ("filled up with True", "filled up at the end", FLAGS,
          "torch.tensor(sampled[1:] + [True], dtype=torch.bool)"),
-        ("filled up in front", "filled up to T entries in front",
-         "torch.tensor(sampled[1:], dtype=torch.bool)",
+        ("filled up in front", "filled up to T entries in front", FLAGS,
          "torch.tensor([False] + sampled[1:], dtype=torch.bool)"),
-        ("one False more in front", "shifted the wrong way",
-         "torch.tensor(sampled[1:], dtype=torch.bool)",
+        ("one False more in front", "shifted the wrong way", FLAGS,
          "torch.tensor([False] + sampled, dtype=torch.bool)"),
         ("shifted one token later", "shifted the wrong way", "sampled[1:]",
          "[False] + sampled[:-2]"),
@@ -159,10 +155,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "return torch.cat(advantages)"),
         ("view(-1, G) with G of the first group", "neighbors",
          "    G = int((group_ids == group_ids[0]).sum())\n    r = returns.view(-1, G)\n" + ROWS),
-        ("view(-1, 2)", "neighbors",
-         "    r = returns.view(-1, 2)\n" + ROWS),
-        ("view(-1, 8)", "neighbors",
-         "    r = returns.view(-1, 8)\n" + ROWS),
         ("reshape(number of groups, -1)", "neighbors",
          "    r = returns.reshape(len(group_ids.unique()), -1)\n" + ROWS),
         ("range(number of groups)", "another number", "group_ids.unique()",
@@ -190,19 +182,15 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("1e-4 is 0.1", "larger than 1e-4", "1e-4", "0.1"),
         ("square root of the standard deviation", "", ".std()", ".std().sqrt()"),
         ("clamped to -1/2..1/2", "", "return advantages", "return advantages.clamp(-0.5, 0.5)"),
-        ("1e-4 under the root", "under the square root",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("1e-4 under the root", "under the square root", MEMBERS,
          "advantages[members] = centered / (returns[members].var() + 1e-4).sqrt()"),
-        ("mean / std first", "only the mean is divided",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("mean / std first", "only the mean is divided", MEMBERS,
          "advantages[members] = returns[members] - returns[members].mean() / "
          "(returns[members].std() + 1e-4)"),
-        ("1e-4 added to the quotient", "0 divided by 0",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("1e-4 added to the quotient", "0 divided by 0", MEMBERS,
          "advantages[members] = centered / returns[members].std() + 1e-4"),
         ("1e-3", "larger than 1e-4", "1e-4", "1e-3"),
-        ("divided by the norm", "root of the sum of squares",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("divided by the norm", "root of the sum of squares", MEMBERS,
          "advantages[members] = centered / (centered.norm() + 1e-4)"),
         ("mean of the batch", "mean of the whole batch", "returns[members].mean()",
          "returns.mean()"),
@@ -273,13 +261,11 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "(advantages[mask] * logprobs[mask])", "(advantages * logprobs * mask)"),
         ("product before the mask", "product was formed before",
          "(advantages[mask] * logprobs[mask])", "(advantages * logprobs)[mask]"),
-        ("where after the product", "product was formed before",
-         "(advantages[mask] * logprobs[mask])", "torch.where(mask, advantages * logprobs, 0)"),
         ("probability", "probability instead", "logprobs[mask]", "logprobs[mask].exp()"),
         ("no advantages", "advantages are missing", "advantages[mask] * ", ""),
         ("no log-probs", "log-probs are missing", " * logprobs[mask]", ""),
         ("detach", "detached", "logprobs[mask]", "logprobs[mask].detach()"),
-        ("a float", "a float", "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("a float", "a float", REINFORCE,
          "return float(-(advantages[mask] * logprobs[mask]).sum() / mask.sum())"),
         ("squared advantages", "", "(advantages[mask]", "(advantages[mask] ** 2"),
         ("half the loss", "", "return -", "return -0.5 * "),
@@ -287,22 +273,17 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("abs of the advantages", "abs took the sign of the advantages", "advantages[mask]",
          "advantages[mask].abs()"),
         ("abs of the log-probs", "abs of the log-probs", "logprobs[mask]", "logprobs[mask].abs()"),
-        ("abs of the loss", "abs took the sign of the loss",
-         "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("abs of the loss", "abs took the sign of the loss", REINFORCE,
          "return ((advantages[mask] * logprobs[mask]).sum() / mask.sum()).abs()"),
-        ("advantage times the sum of a rollout", "one advantage is used",
-         "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("advantage times the sum of a rollout", "one advantage is used", REINFORCE,
          "return -(advantages[:, 0] * torch.where(mask, logprobs, 0).sum(1)).mean()"),
         ("last advantage of each rollout", "one advantage is used", "advantages[mask]",
          "advantages[:, -1:].expand_as(mask)[mask]"),
-        ("product of means", "means, or the sums",
-         "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("product of means", "means, or the sums", REINFORCE,
          "return -advantages[mask].mean() * logprobs[mask].mean()"),
-        ("no sum", "observed: the shape",
-         "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("no sum", "observed: the shape", REINFORCE,
          "return -(advantages[mask] * logprobs[mask]) / mask.sum()"),
-        ("only log-probs filled", "",
-         "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()",
+        ("only log-probs filled", "", REINFORCE,
          "return -(advantages * logprobs.masked_fill(~mask, 0)).sum() / mask.sum()"),
     ],
     "clipped_loss": [
@@ -331,30 +312,24 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("a sum", "a sum", " / mask.sum()", ""),
         ("divided by all positions", "number of positions", "mask.sum()", "mask.numel()"),
         ("divided by the rollouts", "number of rollouts", "mask.sum()", "len(mask)"),
-        ("mean of means", "each rollout's mean", SELECT, "",
-         "return -objective.sum() / mask.sum()",
+        ("mean of means", "each rollout's mean", SELECT, "", MEAN,
          "return -(torch.where(mask, objective, 0).sum(1) / mask.sum(1)).mean()"),
         ("clip always 0.2", "always 0.2", "clamp(1 - clip, 1 + clip)", "clamp(0.8, 1.2)"),
         ("multiplied by the mask", "multiplied by the mask", SELECT, "", "objective.sum()",
          "(objective * mask).sum()"),
         ("mask at the end", "mask was applied last", SELECT, "", "objective.sum()",
          "objective[mask].sum()"),
-        ("where at the end", "mask was applied last", SELECT, "", "objective.sum()",
-         "torch.where(mask, objective, 0).sum()"),
         ("ratio detached", "detached", ".exp()", ".exp().detach()"),
-        ("a float", "a float", "return -objective.sum() / mask.sum()",
-         "return (-objective.sum() / mask.sum()).item()"),
+        ("a float", "a float", MEAN, "return (-objective.sum() / mask.sum()).item()"),
         ("upper bound 1.28", "", "1 + clip", "1.28"),
         ("ratio squared", "", ".exp()", ".exp() ** 2"),
         ("clipped advantage too", "", "clipped * advantages", "clipped * advantages.clamp(-1, 1)"),
         ("mean ratio of a rollout", "that of a whole rollout",
-         "    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], "
-         "advantages[mask]\n", "", "ratio = (logprobs - old_logprobs).exp()",
+         SELECT, "", "ratio = (logprobs - old_logprobs).exp()",
          "ratio = (((logprobs - old_logprobs) * mask).sum(1,True) / "
          "mask.sum(1,True)).exp().expand_as(mask)[mask]; advantages=advantages[mask]"),
         ("ratio of a rollout", "that of a whole rollout",
-         "    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], "
-         "advantages[mask]\n", "", "ratio = (logprobs - old_logprobs).exp()",
+         SELECT, "", "ratio = (logprobs - old_logprobs).exp()",
          "ratio = (((logprobs - old_logprobs) * mask).sum(1,True)).exp().expand_as(mask)[mask]; "
          "advantages=advantages[mask]"),
         ("loss of GSPO", "that of a whole rollout",
@@ -369,13 +344,10 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("abs of the advantages", "sign of the advantages", "clipped * advantages",
          "clipped * advantages.abs()", "ratio * advantages", "ratio * advantages.abs()"),
         ("abs of each term", "sign of the loss", "-objective.sum()", "objective.abs().sum()"),
-        ("abs of the loss", "sign of the loss", "return -objective.sum() / mask.sum()",
+        ("abs of the loss", "sign of the loss", MEAN,
          "return (objective.sum() / mask.sum()).abs()"),
         ("abs of log ratio", "sign of log ρ", "(logprobs - old_logprobs).exp()",
          "(logprobs - old_logprobs).abs().exp()"),
-        ("minimum of the negated products", "larger",
-         "objective = torch.minimum(ratio * advantages, clipped * advantages)",
-         "objective = -torch.minimum(-ratio * advantages, -clipped * advantages)"),
         ("lower bound clip", "lower bound is clip", "1 - clip, 1 + clip", "clip, 1 + clip"),
         ("bounds exchanged", "bounds are exchanged", "1 - clip, 1 + clip", "1 + clip, 1 - clip"),
         ("upper bound 1.2", "always 0.2", "1 - clip, 1 + clip", "1 - clip, 1.2"),
@@ -386,9 +358,8 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "clipped.detach() * advantages"),
         ("mean, then divided", "twice", "objective.sum()", "objective.mean()"),
         ("mask inverted", "mask is inverted", "[mask]", "[~mask]"),
-        ("product clamped", "", "torch.minimum(ratio * advantages, clipped * advantages)",
-         "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
-        ("clipped wherever A > 0", "", "torch.minimum(ratio * advantages, clipped * advantages)",
+        ("product clamped", "", MINIMUM, "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
+        ("clipped wherever A > 0", "", MINIMUM,
          "torch.where(advantages > 0, clipped, ratio) * advantages"),
         ("sums of rollouts", "that of a whole rollout",
          "    x = torch.where(mask, logprobs, 0.).sum(1); o = torch.where(mask, old_logprobs, "
@@ -396,21 +367,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    r = (x - o).exp()\n"
          "    a = advantages[:, 0]\n"
          "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).sum() / mask.sum()\n"),
-        ("sums of rollouts, and of advantages", "that of a whole rollout",
-         "    x = torch.where(mask, logprobs, 0.).sum(1); o = torch.where(mask, old_logprobs, "
-         "0.).sum(1)\n"
-         "    r = (x - o).exp()\n"
-         "    a = torch.where(mask, advantages, 0.).sum(1)\n"
-         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).mean()\n"),
-        ("mean ratio of all columns", "that of a whole rollout",
-         "    r = (logprobs - old_logprobs).mean(1, keepdim=True).exp()\n"
-         "    t = torch.minimum(r * advantages, r.clamp(1 - clip, 1 + clip) * advantages)\n"
-         "    return -t[mask].mean()\n"),
-        ("clipped where |ratio - 1| is large", "only the clipped product",
-         "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
-         "    r = (x - o).exp()\n"
-         "    return -torch.where((r - 1).abs() > clip, r.clamp(1 - clip, 1 + clip) * a, r * "
-         "a).mean()\n"),
     ],
     "kl_k3": [
         ("k1", "k1", K3, "return -log_r"),
@@ -432,17 +388,13 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("times the probability", "multiplied by the probability", K3,
          "return logprobs.exp() * (log_r.exp() - 1 - log_r)"),
         ("detach", "detached", "- logprobs", "- logprobs.detach()"),
-        ("half of k3", "", "return log_r.exp() - 1 - log_r",
-         "return (log_r.exp() - 1 - log_r) / 2"),
+        ("half of k3", "", K3, "return (log_r.exp() - 1 - log_r) / 2"),
         ("r squared", "", "log_r.exp()", "log_r.exp() ** 2"),
-        ("r log r - r + 1", "sampled from the reference", "return log_r.exp() - 1 - log_r",
+        ("r log r - r + 1", "sampled from the reference", K3,
          "r = log_r.exp(); return r * log_r - r + 1"),
-        ("r detached", "only one of", "return log_r.exp() - 1 - log_r",
-         "return log_r.detach().exp() - 1 - log_r"),
-        ("log r detached", "only one of", "return log_r.exp() - 1 - log_r",
-         "return log_r.exp() - 1 - log_r.detach()"),
-        ("1 added", "1 was added", "return log_r.exp() - 1 - log_r",
-         "return log_r.exp() + 1 - log_r"),
+        ("r detached", "only one of", K3, "return log_r.detach().exp() - 1 - log_r"),
+        ("log r detached", "only one of", K3, "return log_r.exp() - 1 - log_r.detach()"),
+        ("1 added", "1 was added", K3, "return log_r.exp() + 1 - log_r"),
         ("F.kl_div", "", "    import torch.nn.functional as F\n"
          "    return F.kl_div(logprobs, ref_logprobs, reduction='none', log_target=True)\n"),
     ],
@@ -488,11 +440,9 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "rewards[min(t + 1, len(rewards) - 1)]"),
         ("t = 0 left out", "t = 0 was left out", "reversed(range(len(rewards)))",
          "range(len(rewards) - 1, 0, -1)"),
-        ("γ before the bracket", "γ multiplies the value of t",
-         "delta = rewards[t] + gamma * next_value - values[t]",
+        ("γ before the bracket", "γ multiplies the value of t", DELTA,
          "delta = rewards[t] + gamma * (next_value - values[t])"),
-        ("γ before the reward", "γ multiplies the reward",
-         "delta = rewards[t] + gamma * next_value - values[t]",
+        ("γ before the reward", "γ multiplies the reward", DELTA,
          "delta = gamma * (rewards[t] + next_value) - values[t]"),
         ("sums of later rewards", "values are not used", "    out = torch.zeros_like(rewards)\n"
          "    G = 0.0\n"
@@ -500,14 +450,12 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "        G = rewards[t] + gamma * G\n"
          "        out[t] = G\n"
          "    return out\n"),
-        ("δ kept instead of A", "only the δ of the next token",
-         "next_value, next_advantage = values[t], advantages[t]",
+        ("δ kept instead of A", "only the δ of the next token", VALUES,
          "next_value, next_advantage = values[t], delta"),
         ("loop starts at N-2", "last token was left out", "range(len(rewards))",
          "range(len(rewards) - 1)"),
         ("values[t - 1]", "", "gamma * next_value", "gamma * values[t - 1]"),
-        ("sign of δ", "observed: every number has the opposite sign",
-         "delta = rewards[t] + gamma * next_value - values[t]",
+        ("sign of δ", "observed: every number has the opposite sign", DELTA,
          "delta = values[t] - rewards[t] - gamma * next_value"),
         ("roll of the values", "first value is used again",
          "    d = rewards + gamma * values.roll(-1) - values\n"
@@ -584,12 +532,10 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    lp = (logits / temperature).log_softmax(-1)\n"
          "    ids = torch.multinomial(lp.exp(), 1, generator=generator).squeeze(-1)\n"
          "    return ids, lp.gather(-1, ids[:, None]).squeeze(-1)\n"),
-        ("row 0 for all rows", "",
-         "torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)",
+        ("row 0 for all rows", "", DRAW,
          "torch.multinomial(all_logprobs[0].exp(), len(logits), replacement=True, "
          "generator=generator)"),
-        ("log-probs of row 0", "", "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)",
-         "all_logprobs[0, ids]"),
+        ("log-probs of row 0", "", PICK, "all_logprobs[0, ids]"),
         ("argmax, and a small temperature", "most likely token",
          "    lp = (logits / max(temperature, 1e-8)).log_softmax(-1)\n"
          "    ids = lp.argmax(-1)\n"
@@ -623,8 +569,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "reinforce_loss(logprobs, advantages, mask)"),
         ("no mask", "mask is not used", "advantages, mask)", "advantages, torch.ones_like(mask))"),
         ("loss as a tensor", "a float tensor", "return loss.item()", "return loss"),
-        ("loss detached, as a tensor", "a float tensor", "return loss.item()",
-         "return loss.detach()"),
         ("nothing returned", "None", "    return loss.item()\n", ""),
         ("two steps", "two steps", "optimizer.step()", "optimizer.step()\n    optimizer.step()"),
         ("norm of 0.5", "another number than 1", "1.0)", "0.5)"),
@@ -658,51 +602,14 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    with torch.no_grad():\n"
          "        for p in model.parameters(): p -= 0.1 * p.grad"),
         ("100 times the loss", "", "loss.backward()", "(loss * 100).backward()"),
-        ("norm of 0.3", "another number than 1",
-         "    lp = token_logprobs(model(input_ids), input_ids)\n"
-         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
-         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
-         "    loss.backward()\n"
-         "    nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n"
-         "    optimizer.step()\n"
-         "    optimizer.zero_grad()\n"
-         "    return loss.item()\n"),
-        ("whole step twice", "taken twice", "    for _ in range(2):\n"
-         "        lp = token_logprobs(model(input_ids), input_ids)\n"
-         "        adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
-         "        loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
-         "        loss.backward()\n"
-         "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-         "        optimizer.step()\n"
-         "        optimizer.zero_grad()\n"
-         "    return loss.item()\n"),
-        ("advantages for T tokens", "repeated T times",
-         "    lp = token_logprobs(model(input_ids), input_ids)\n"
-         "    adv = group_advantages(returns, group_ids)[:, None].repeat(1, input_ids.shape[1])\n"
-         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
-         "    loss.backward()\n"
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-         "    optimizer.step()\n"
-         "    optimizer.zero_grad()\n"
-         "    return loss.item()\n"),
-        ("backward without brackets", "backward was not called",
-         "    lp = token_logprobs(model(input_ids), input_ids)\n"
-         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
-         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
-         "    loss.backward\n"
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-         "    optimizer.step()\n"
-         "    optimizer.zero_grad()\n"
-         "    return loss.item()\n"),
-        ("step without brackets", "optimizer.step() was not called",
-         "    lp = token_logprobs(model(input_ids), input_ids)\n"
-         "    adv = group_advantages(returns, group_ids)[:, None].expand_as(lp)\n"
-         "    loss = clipped_loss(lp, lp.detach(), adv, mask)\n"
-         "    loss.backward()\n"
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-         "    optimizer.step\n"
-         "    optimizer.zero_grad()\n"
-         "    return loss.item()\n"),
+        ("whole step twice", "taken twice", "\n    ", "\n        ", "        logprobs = token",
+         "    for _ in range(2):\n        logprobs = token", "        return", "    return"),
+        ("advantages for T tokens", "repeated T times", "[:, None].expand_as(logprobs)",
+         "[:, None].repeat(1, input_ids.shape[1])"),
+        ("backward without brackets", "backward was not called", "loss.backward()",
+         "loss.backward"),
+        ("step without brackets", "optimizer.step() was not called", "optimizer.step()",
+         "optimizer.step"),
     ],
     "advantages_of_tokens": [
         ("division moved to the last line", "moved to the last line", LAST,
@@ -728,64 +635,31 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("divided by the root of the length", "", "(rewards * mask).sum(1)",
          "(rewards * mask).sum(1) / mask.sum(1).sqrt()"),
         ("half the baseline", "", "- baseline", "- baseline / 2"),
-        ("mean of the others", "leave-one-out", "baseline = (same @ returns) / same.sum(1)",
+        ("mean of the others", "leave-one-out", BASELINE,
          "same = same - torch.eye(len(same)); baseline = (same @ returns) / same.sum(1)"),
-        ("mean of the others, at least one", "leave-one-out",
-         "baseline = (same @ returns) / same.sum(1)",
-         "same = same - torch.eye(len(same)); baseline = (same @ returns) / "
-         "same.sum(1).clamp(min=1)"),
-        ("sum without the own return", "leave-one-out", "baseline = (same @ returns) / same.sum(1)",
-         "baseline = (same @ returns - returns) / (same.sum(1) - 1)"),
-        ("n - 1 in the baseline", "n - 1", "baseline = (same @ returns) / same.sum(1)",
+        ("n - 1 in the baseline", "n - 1", BASELINE,
          "baseline = (same @ returns) / (same.sum(1) - 1)"),
-        ("mean of all columns", "padding were counted",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = rewards.mean(1)"),
-        ("sum of the group", "sum of the group", "baseline = (same @ returns) / same.sum(1)",
-         "baseline = same @ returns"),
-        ("wrong sign", "wrong sign", "return (returns - baseline)[:, None] * mask",
-         "return (baseline - returns)[:, None] * mask"),
-        ("mean of each rollout", "still the reward per token",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
+        ("mean of all columns", "padding were counted", SUM, "returns = rewards.mean(1)"),
+        ("sum of the group", "sum of the group", BASELINE, "baseline = same @ returns"),
+        ("wrong sign", "wrong sign", LAST, "return (baseline - returns)[:, None] * mask"),
+        ("mean of each rollout", "still the reward per token", SUM,
          "returns = torch.stack([r[m].mean() for r,m in zip(rewards,mask)])"),
-        ("clamped length", "still the reward per token",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards * mask).sum(1) / mask.sum(1).clamp(min=1)"),
         ("bug kept, no baseline",
-         "still the reward per token, so a long answer gets less; and no baseline",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards * mask).sum(1) / mask.sum(1)",
-         "return (returns - baseline)[:, None] * mask", "return (returns)[:, None]*mask"),
+         "still the reward per token, so a long answer gets less; and no baseline", SUM,
+         "returns = (rewards * mask).sum(1) / mask.sum(1)", LAST, "return (returns)[:, None]*mask"),
         ("bug kept, mean of the others",
          "still the reward per token, so a long answer gets less; and the baseline is the mean of "
-         "the other",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards * mask).sum(1) / mask.sum(1)",
-         "baseline = (same @ returns) / same.sum(1)",
+         "the other", SUM, "returns = (rewards * mask).sum(1) / mask.sum(1)", BASELINE,
          "baseline = (same @ returns - returns) / (same.sum(1) - 1)"),
         ("bug kept, padding counted",
-         "still the reward per token, so a long answer gets less; and rewards in the padding",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
+         "still the reward per token, so a long answer gets less; and rewards in the padding", SUM,
          "returns = rewards.sum(1) / mask.sum(1)"),
-        ("times the length", "",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards * mask).sum(1) * mask.sum(1)"),
-        ("reward of the token", "", "return (returns - baseline)[:, None] * mask",
-         "return (rewards - baseline[:, None]) * mask"),
-        ("no own return, plus 1e-8", "leave-one-out", "    returns = (rewards * mask).sum(1)\n"
-         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
-         "    same.fill_diagonal_(0)\n"
-         "    baseline = (same @ returns) / (same.sum(1) + 1e-8)\n"
-         "    return (returns - baseline)[:, None] * mask\n"),
+        ("times the length", "", SUM, "returns = (rewards * mask).sum(1) * mask.sum(1)"),
+        ("reward of the token", "", LAST, "return (rewards - baseline[:, None]) * mask"),
         ("mean of a row of zeros", "len(same)", "    returns = (rewards * mask).sum(1)\n"
          "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
          "    baseline = (same * returns).mean(1)\n"
          "    return (returns - baseline)[:, None] * mask\n"),
-        ("bug kept, renamed", "still the reward per token",
-         "    r = (rewards * mask).sum(1) / mask.sum(1)\n"
-         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
-         "    baseline = (same @ r) / same.sum(1)\n"
-         "    return (r - baseline)[:, None] * mask\n"),
     ],
 }  # fmt: skip
 
@@ -822,14 +696,6 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "in turns])[1:].astype(bool))\n"),
         ("repeat_interleave", "    n = torch.tensor([len(p) for turn in turns for p in turn])\n"
          "    return torch.tensor([False, True] * len(turns)).repeat_interleave(n)[1:]\n"),
-        ("slices", "    total = sum(len(c) + len(d) for c, d in turns)\n"
-         "    m = torch.zeros(total, dtype=torch.bool)\n"
-         "    i = 0\n"
-         "    for c, d in turns:\n"
-         "        i += len(c)\n"
-         "        m[i:i+len(d)] = True\n"
-         "        i += len(d)\n"
-         "    return m[1:]\n"),
         ("ones ==", "    out = []\n"
          "    for c, d in turns:\n"
          "        out.extend(0 for _ in c)\n"
@@ -859,20 +725,15 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("float64", "centered / (returns[members].std() + 1e-4)",
          "(centered.double() / (returns[members].double().std() + 1e-4)).float()"),
         ("float64 out", "torch.zeros_like(returns)",
-         "torch.zeros_like(returns, dtype=torch.float64)",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+         "torch.zeros_like(returns, dtype=torch.float64)", MEMBERS,
          "advantages[members] = (centered / (returns[members].std() + 1e-4)).double()"),
         ("eps 1e-8", "1e-4", "1e-8"),
-        ("eps 1e-6", "1e-4", "1e-6"),
-        ("eps 1e-5", "1e-4", "1e-5"),
-        ("eps 1e-9", "1e-4", "1e-9"),
         ("eps 2e-4", "1e-4", "2e-4"),
-        ("clamp", "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("clamp", MEMBERS,
          "advantages[members] = centered / returns[members].std().clamp(min=1e-4)"),
-        ("if std 0", "advantages[members] = centered / (returns[members].std() + 1e-4)",
-         "s = returns[members].std()\n"
+        ("if std 0", MEMBERS, "s = returns[members].std()\n"
          "        if s > 0: advantages[members] = centered / s"),
-        ("nan_to_num", "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("nan_to_num", MEMBERS,
          "advantages[members] = (centered / returns[members].std()).nan_to_num()"),
         ("python statistics", "    import statistics\n"
          "    out = []\n"
@@ -889,11 +750,8 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        returns[m] -= returns[m].mean()\n"
          "        returns[m] /= s\n"
          "    return returns\n"),
-        ("sqrt(var+1e-8)", "advantages[members] = centered / (returns[members].std() + 1e-4)",
+        ("sqrt(var+1e-8)", MEMBERS,
          "advantages[members] = centered / (returns[members].var() + 1e-8).sqrt()"),
-        ("eps sqrt var + 1e-10 + nothing",
-         "advantages[members] = centered / (returns[members].std() + 1e-4)",
-         "advantages[members] = centered * torch.rsqrt(returns[members].var() + 1e-10)"),
     ],
     "reinforce_loss": [
         ("loop", "    total, n = 0.0, 0\n"
@@ -933,18 +791,10 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("clamp in log space", "ratio.clamp(1 - clip, 1 + clip)",
          "(logprobs - old_logprobs).clamp(torch.tensor(1 - clip).log(), torch.tensor(1 + "
          "clip).log()).exp()"),
-        ("double", "    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], "
-         "advantages[mask]\n", "    logprobs, old_logprobs, advantages = logprobs[mask].double(), "
+        ("double", SELECT, "    logprobs, old_logprobs, advantages = logprobs[mask].double(), "
          "old_logprobs[mask].double(), advantages[mask].double()\n"),
-        ("torch.stack min", "torch.minimum(ratio * advantages, clipped * advantages)",
+        ("torch.stack min", MINIMUM,
          "torch.stack([ratio * advantages, clipped * advantages]).amin(0)"),
-        ("stack min values", "torch.minimum(ratio * advantages, clipped * advantages)",
-         "torch.stack([ratio * advantages, clipped * advantages]).min(0).values"),
-        ("python min", "    ts = []\n"
-         "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
-         "        r = (x - o).exp()\n"
-         "        ts.append(min(r * a, torch.clip(r, 1 - clip, 1 + clip) * a))\n"
-         "    return -sum(ts) / len(ts)\n"),
         ("min/max clamp", ".clamp(1 - clip, 1 + clip)",
          ".maximum(torch.tensor(1 - clip)).minimum(torch.tensor(1 + clip))"),
         ("relu form", "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
@@ -965,25 +815,17 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    return -torch.where(dead, c * a, r * a).mean()\n"),
     ],
     "kl_k3": [
-        ("expm1", "return log_r.exp() - 1 - log_r", "return torch.expm1(log_r) - log_r"),
-        ("exp/exp", "return log_r.exp() - 1 - log_r",
-         "r = ref_logprobs.exp() / logprobs.exp(); return r - 1 - r.log()"),
+        ("expm1", K3, "return torch.expm1(log_r) - log_r"),
+        ("exp/exp", K3, "r = ref_logprobs.exp() / logprobs.exp(); return r - 1 - r.log()"),
         ("double", "ref_logprobs - logprobs", "ref_logprobs.double() - logprobs.double()"),
-        ("clamp 0", "return log_r.exp() - 1 - log_r",
-         "return (log_r.exp() - 1 - log_r).clamp(min=0)"),
-        ("relu", "return log_r.exp() - 1 - log_r", "return (log_r.exp() - 1 - log_r).relu()"),
+        ("clamp 0", K3, "return (log_r.exp() - 1 - log_r).clamp(min=0)"),
+        ("relu", K3, "return (log_r.exp() - 1 - log_r).relu()"),
         ("ref detach", "ref_logprobs - logprobs", "ref_logprobs.detach() - logprobs"),
         ("loop",
          "    return torch.stack([torch.stack([(b - a).exp() - 1 - (b - a) for a, b in zip(x, "
          "y)]) for x, y in zip(logprobs, ref_logprobs)])\n"),
     ],
     "gae": [
-        ("list reversed", "    out, nv, na = [], 0.0, 0.0\n"
-         "    for r, v in zip(rewards.flip(0), values.flip(0)):\n"
-         "        na = r + gamma * nv - v + gamma * lam * na\n"
-         "        nv = v\n"
-         "        out.insert(0, na)\n"
-         "    return torch.stack(out)\n"),
         ("python floats", "    out, nv, na = [], 0.0, 0.0\n"
          "    for r, v in zip(rewards.tolist()[::-1], values.tolist()[::-1]):\n"
          "        na = r + gamma * nv - v + gamma * lam * na\n"
@@ -1004,14 +846,6 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        nv = values[t + 1] if t + 1 < len(rewards) else 0.0\n"
          "        return rewards[t] + gamma * nv - values[t] + gamma * lam * A(t + 1)\n"
          "    return torch.stack([A(t) for t in range(len(rewards))])\n"),
-        ("double", "    r, v = rewards.double(), values.double()\n"
-         "    out = torch.zeros_like(r)\n"
-         "    na = nv = 0.0\n"
-         "    for t in range(len(r) - 1, -1, -1):\n"
-         "        na = r[t] + gamma * nv - v[t] + gamma * lam * na\n"
-         "        nv = v[t]\n"
-         "        out[t] = na\n"
-         "    return out\n"),
         ("in place on rewards", "    for t in reversed(range(len(rewards))):\n"
          "        last = t == len(rewards) - 1\n"
          "        rewards[t] = rewards[t] - values[t] + (0 if last else gamma * values[t+1] + "
@@ -1056,19 +890,11 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    p = torch.softmax(logits / temperature, -1)\n"
          "    ids = torch.multinomial(p, 1, generator=generator)\n"
          "    return ids.squeeze(-1), p.gather(-1, ids).log().squeeze(-1)\n"),
-        ("topk at T0", "    if temperature == 0:\n"
-         "        v, i = logits.log_softmax(-1).topk(1)\n"
-         "        return i[:, 0], v[:, 0]\n"
-         "    lp = torch.distributions.Categorical(logits=logits / temperature)\n"
-         "    ids = torch.multinomial(lp.probs, 1, generator=generator)[:, 0]\n"
-         "    return ids, lp.log_prob(ids)\n"),
         ("int32 ids", "return ids, ", "return ids.int(), "),
     ],
     "training_step": [
         ("zero first", "    logprobs = token", "    optimizer.zero_grad()\n    logprobs = token"),
         ("repeat", "[:, None].expand_as(logprobs)", "[:, None].repeat(1, logprobs.shape[1])"),
-        ("unsqueeze * ones", "[:, None].expand_as(logprobs)",
-         ".unsqueeze(1) * torch.ones_like(logprobs)"),
         ("times mask", "[:, None].expand_as(logprobs)", "[:, None] * mask"),
         ("autograd.grad", "loss.backward()", "\n"
          "    for p, g in zip(model.parameters(), torch.autograd.grad(loss, "
@@ -1103,19 +929,14 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("foreach False", "1.0)", "1.0, foreach=False)"),
         ("params list from optimizer", "model.parameters()",
          "[p for g in optimizer.param_groups for p in g['params']]"),
-        ("old clone", "logprobs.detach(), ", "logprobs.clone().detach(), "),
         ("old data", "logprobs.detach(), ", "logprobs.data, "),
         ("kw", "clipped_loss(logprobs, logprobs.detach(), advantages, mask)",
          "clipped_loss(mask=mask, advantages=advantages, old_logprobs=logprobs.detach(), "
          "logprobs=logprobs)"),
     ],
     "advantages_of_tokens": [
-        ("where",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = torch.where(mask, rewards, 0.).sum(1)"),
-        ("einsum",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = torch.einsum('bn,bn->b', rewards, mask.float())"),
+        ("where", SUM, "returns = torch.where(mask, rewards, 0.).sum(1)"),
+        ("einsum", SUM, "returns = torch.einsum('bn,bn->b', rewards, mask.float())"),
         ("loop", "    out = torch.zeros_like(rewards)\n"
          "    ret = [float(r[m].sum()) for r, m in zip(rewards, mask)]\n"
          "    for b in range(len(ret)):\n"
@@ -1128,17 +949,10 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        m = group_ids == g\n"
          "        adv[m] = ret[m] - ret[m].mean()\n"
          "    return adv.unsqueeze(1).expand_as(mask).masked_fill(~mask, 0)\n"),
-        ("double",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards.double() * mask).sum(1)", ".float()", ".double()"),
-        ("where at end", "return (returns - baseline)[:, None] * mask",
-         "return torch.where(mask, (returns - baseline)[:, None], 0.0)"),
-        ("mean * len",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = (rewards * mask).sum(1) / mask.sum(1) * mask.sum(1)"),
-        ("nansum",
-         "returns = (rewards * mask).sum(1)  # a sum: the number of tokens has no influence",
-         "returns = rewards.masked_fill(~mask, float('nan')).nansum(1)"),
+        ("double", SUM, "returns = (rewards.double() * mask).sum(1)", ".float()", ".double()"),
+        ("where at end", LAST, "return torch.where(mask, (returns - baseline)[:, None], 0.0)"),
+        ("mean * len", SUM, "returns = (rewards * mask).sum(1) / mask.sum(1) * mask.sum(1)"),
+        ("nansum", SUM, "returns = rewards.masked_fill(~mask, float('nan')).nansum(1)"),
     ],
 }  # fmt: skip
 
