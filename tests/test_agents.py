@@ -25,6 +25,7 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion
+from environments import event_loop
 from environments.adapters import agent
 from environments.base import EVAL_SEEDS, EndRun, UsageError
 from environments.registry import make
@@ -383,6 +384,75 @@ def run(task, base_url, api_key):
 """)
     with pytest.raises(EndRun, match="share one process"):
         collect(policy, spec, 4)
+
+
+@pytest.mark.parametrize("ask", [
+    'await openai.AsyncOpenAI(base_url=url, api_key=key, http_client=HTTP).responses.create(',
+    'await asyncio.to_thread(openai.OpenAI(base_url=url, api_key=key).responses.create, ',
+    'openai.OpenAI(base_url=url, api_key=key).responses.create(',  # keeps the loop
+])  # fmt: skip
+def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write, ask):
+    spec = write(f"""
+import asyncio, httpx, openai
+HTTP, LOCK, GATE, FULL = httpx.AsyncClient(), asyncio.Lock(), asyncio.Semaphore(3), asyncio.Event()
+count = 0
+async def one(url, key):
+    async with GATE:
+        return {ask}model="m", input="?")
+async def run(task, base_url, api_key):
+    global count
+    async with LOCK:
+        await asyncio.sleep(0)
+        count += 1
+    if count >= 4:
+        FULL.set()
+    await FULL.wait()
+    await asyncio.gather(one(base_url, api_key), one(base_url, api_key))
+    return count
+""")
+    for num in (4, 6):
+        rollouts = collect(policy, spec, num)
+        assert [(r.error, len(r.turns)) for r in rollouts] == [("", 2)] * num
+        assert all(r.episode_return >= 4 for r in rollouts)
+
+
+@pytest.mark.parametrize("keep", ["while True: pass", "ended.wait()"])
+def test_time_in_which_another_program_keeps_the_loop_is_not_the_programs(
+    write, monkeypatch, tmp_path, keep
+):
+    spec = write(f"""
+import asyncio, pathlib, threading
+ended = threading.Event()
+begun = pathlib.Path("{tmp_path}/begun")
+async def run(task):
+    if not begun.exists():
+        begun.touch()
+        async def child():
+            {keep}
+        await asyncio.gather(child())
+    await asyncio.sleep(600)
+""", timeout=900)  # fmt: skip
+    first, second = make(spec), make(spec)
+    first.waits = second.waits = False
+    first.reset(0)
+    wait_for((tmp_path / "begun").exists)
+    second.reset(1)
+    loop, now = second.play.task[1], time.monotonic
+    wait_for(lambda: event_loop.at_work(loop) is not None)
+    assert second.play.waits_for_another() and not first.play.waits_for_another()
+    monkeypatch.setattr(agent, "time", SimpleNamespace(monotonic=lambda: 1000 + now()))
+    second.step("")
+    with pytest.raises(TimeoutError, match="did nothing for 900 seconds"):
+        first.step("")
+    second.step("")
+    if keep == "ended.wait()":  # not Python code: others get a loop of their own
+        wait_for(lambda: event_loop._loop() is not loop)
+        first.function.__globals__["ended"].set()
+    wait_for(lambda: event_loop.at_work(loop) is None)
+    assert event_loop._loop() is loop or keep == "ended.wait()"
+    thread = second.play.thread
+    second.close()
+    wait_for(lambda: not thread.is_alive())
 
 
 @pytest.mark.parametrize("num, pause", [(4, 0), (1, 9)])

@@ -107,6 +107,8 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                     ask.reply(choices[ask], len(prompt.ids))
         [steps] = yield [Call(episode.env, episode.env.step, ({PLAYER: ""},))]
         step = steps[PLAYER]
+        if program.remark:
+            say_once(collector.pool.threads.say, program.remark, program.remark)
     if broken := program.error:
         line = (f"an agent ended with {describe(broken)}; such episodes earn the lowest reward. If "
                 "the policy is not the cause, correct it, or raise environments.base.EnvFailure"

@@ -10,7 +10,8 @@
 
 `task` is a row of `data`; `client` is an openai.OpenAI, `base_url` and `api_key` are for any other
 client or framework (endpoint.py has the addresses). All requests with that key are one episode: the
-program has one for each, and many run at the same time, each in a thread. A `command` reads
+program has one for each, and many run at the same time, each in a thread; those of an async
+function in one event loop, where none of them may wait without `await`. A `command` reads
 OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON on standard input; the last line that it prints
 is the reward as JSON.
 
@@ -31,7 +32,6 @@ One row in eight is reserved for evaluation, decided by its content; where --eva
 data, both are used whole, and rows that occur in both are not trained on.
 """
 
-import asyncio
 import copy
 import ctypes
 import inspect
@@ -45,9 +45,11 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
+from environments import event_loop
 from environments.adapters import endpoint, remote
 from environments.adapters.endpoint import Ask, Choice, Session
 from environments.base import (
@@ -77,6 +79,11 @@ EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructu
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
 
+LOOKS = 6  # of POLL seconds, after which a program that keeps the event loop is named
+KEPT = (
+    "the copies of an async agent share an event loop, and one keeps it for long: the others wait."
+    " Use await for what takes long, as with openai.AsyncOpenAI, or write def in place of async def"
+)
 SHARED = (
     "the copies of a program share one process: its global variables, os.environ, its folder. Make"
     " each client in the function, with the base_url and the api_key that this gets: a client of"
@@ -98,6 +105,7 @@ class Play:
     result: Any = None
     error: BaseException | None = None
     process: subprocess.Popen | None = None
+    task: Any = None  # that of an async function: what event_loop.start returned
     thread: threading.Thread = field(init=False)
     running: bool = False  # else nothing must be raised in the thread: another may get its id
     lock: threading.Lock = field(default_factory=threading.Lock)  # of `running`
@@ -112,13 +120,26 @@ class Play:
 
     def _interrupt(self) -> None:
         """Raises Ended in the thread until it ends: a program may catch it. Most programs end
-        before the first time, by the refusal of their request."""
+        before the first time, by the refusal of their request. An async one is cancelled."""
         while self.thread.is_alive():
             self.thread.join(INTERVAL)
+            if self.task:
+                future, loop = self.task
+                event_loop.stop(future, loop, self.is_its)
             with self.lock:
-                if self.running:
+                if self.running and not self.task:
                     ident, error = ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(Ended)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+
+    def is_its(self, context: Context) -> bool:
+        """Whether a context is that of the program."""
+        return context.get(endpoint.PROGRAM) is self.session
+
+    def waits_for_another(self) -> bool:
+        """Whether another program that has not ended keeps the event loop at this moment."""
+        context = event_loop.at_work(self.task[1]) if self.task else None
+        session = context.get(endpoint.PROGRAM) if context else None
+        return session not in (None, self.session) and session.key in session.endpoint.sessions
 
     def end(self) -> None:
         """The last thing that the thread does."""
@@ -163,6 +184,8 @@ class Agent(Env):
         self.zero_on = tuple(kind for name in zero_on for kind in _exceptions(name))
         self.error_reward, self.timeout = _number(error_reward), timeout
         self.error: BaseException | None = None  # why the episode earned `error_reward`
+        self.num_looks = 0  # one after the other, that found the event loop with another program
+        self.remark = ""  # to be said once
         self.play: Play | None = None  # None: it has ended
         self.waits = True  # whether reset and step wait for a request, however long that takes
         self.since = 0.0  # when the program was started, or was last answered
@@ -228,6 +251,13 @@ class Agent(Env):
                     raise TimeoutError(f"{MAX_REFUSED} requests got no answer: {refusals[-1]}")
                 if found is None or found:
                     return found is not None
+                if self.play.waits_for_another():
+                    self.since = time.monotonic()
+                    self.num_looks += 1
+                    if self.num_looks >= LOOKS:
+                        self.remark = KEPT
+                else:
+                    self.num_looks = 0
                 if time.monotonic() - self.since > self.timeout:
                     raise TimeoutError(f"the program did nothing for {self.timeout:g} seconds")
                 if not self.waits:
@@ -319,7 +349,10 @@ class Agent(Env):
                 made = openai.OpenAI(base_url=url, api_key=key, http_client=http)
                 given["client"] = stack.enter_context(made)
             result = self.function(**{k: value for k, value in given.items() if k in names})
-            return asyncio.run(_wait_for(result)) if inspect.isawaitable(result) else result
+            if not inspect.isawaitable(result):
+                return result
+            play.task = event_loop.start(result)
+            return play.task[0].result()
 
     def _run_command(self, play: Play, row: Row) -> Any:
         variables = {"OPENAI_BASE_URL": play.session.endpoint.url,
@@ -358,18 +391,6 @@ def import_openai() -> Any:
     except ImportError:
         raise UsageError('openai is not installed: pip install -e ".[openai]"') from None
     return openai
-
-
-async def _wait_for(result: Any) -> Any:
-    """Awaits it. Python ends clients that earlier programs left open in this loop; each would say
-    that its own loop is closed."""
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if str(context.get("exception")) != "Event loop is closed":
-            loop.default_exception_handler(context)
-
-    asyncio.get_running_loop().set_exception_handler(handle)
-    return await result
 
 
 def _parameters(function: Any) -> dict[str, Any]:
