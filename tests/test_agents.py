@@ -455,6 +455,66 @@ async def run(task):
     wait_for(lambda: not thread.is_alive())
 
 
+NO = "no request of the program was answered: "
+
+
+@pytest.mark.parametrize("pause", [0, 2 * agent.POLL])
+@pytest.mark.parametrize("request_, reason", [
+    ('messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]',
+     NO + "only contents of text are supported"),
+    ('messages=[], tools=[{"type": "web_search"}]', NO + "a tool of the type 'web_search'"),
+])  # fmt: skip
+def test_an_episode_without_an_answer_says_why(policy, write, request_, reason, pause):
+    spec = write(f"""
+import time
+def run(task, client):
+    time.sleep({pause})
+    try:
+        client.chat.completions.create(model="m", {request_})
+    except Exception:
+        return 1.0
+""")
+    [rollout] = collect(policy, spec, num=1)
+    assert rollout.error.startswith(f"ValueError: {reason}")
+
+
+def test_far_too_much_text_is_refused_without_tokenizing_it(policy, write, monkeypatch):
+    texts, encode = [], policy.tokenizer.encode
+    spy = lambda text, **options: texts.append(text) or encode(text, **options)  # noqa: E731
+    monkeypatch.setattr(policy.tokenizer, "encode", spy)
+    spec = write("""
+def run(task, client):
+    codes, words = [], "word " * 400_000
+    call = {"id": "a", "type": "function", "function": {"name": "x", "arguments": words}}
+    tool = {"type": "function", "function": {"name": "x", "description": words}}
+    hi = {"role": "user", "content": "Hi"}
+    for body in ({"messages": [hi | {"content": words}]}, {"messages": [hi], "tools": [tool]},
+                 {"messages": [hi, {"role": "assistant", "tool_calls": [call]}, hi]}):
+        try:
+            client.chat.completions.create(model="m", **body)
+        except Exception as error:
+            codes.append(error.code)
+    client.chat.completions.create(model="m", messages=[hi])
+    return {"reward": codes.count("context_length_exceeded")}
+""")
+    [rollout] = collect(policy, spec, num=1)
+    assert (rollout.error, rollout.episode_return, len(rollout.turns)) == ("", 3, 1)
+    assert max(map(len, texts)) < 100_000
+
+
+def test_the_programs_client_asks_no_proxy(policy, write, monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    spec = write("""
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+    return 1.0
+""")
+    assert [r.error for r in collect(policy, spec, num=1)] == [""]
+
+
 @pytest.mark.parametrize("num, pause", [(4, 0), (1, 9)])
 def test_a_program_may_wait_for_another_and_longer_than_a_call(policy, write, num, pause):
     spec = write(f"""

@@ -55,7 +55,7 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
     with pytest.raises(openai.BadRequestError, match="temperature must be"):
         ask(temperature=-1)
     messages = [{"role": "user", "content": "word " * 9000}]
-    with pytest.raises(openai.BadRequestError, match="does not fit"):
+    with pytest.raises(openai.BadRequestError, match="do not fit"):
         ask()
     messages = [{"role": "user", "content": "Hi"}]
     assert ask(max_tokens=4, temperature=1e-39).choices[0].message.content  # greedy

@@ -36,7 +36,7 @@ from core.pool import Call
 from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn, UsageError
-from environments.adapters.endpoint import Ask, Choice
+from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
 from environments.registry import place_of
 from environments.tools import END_OF_THOUGHT, OPENING, call_text, spoken
@@ -51,6 +51,7 @@ FOLLOWED = set(
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction".split()
 )
 COMPARED = "temperature", "top_p", "top_k"
+LONG = 8  # characters for each token of the context; of more text so many are looked at first
 USUAL = {"tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disabled",
          "modalities": ["text"], "format": {"type": "text"}, "response_format": {"type": "text"},
          "repetition_penalty": 1}  # fmt: skip
@@ -67,6 +68,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         for ask in program.asks:
             try:
                 prompt = known.prompt(ask)
+            except Refused as error:
+                program.refuse(ask, str(error), error.code)
+                continue
             except (UsageError, TypeError) as error:
                 ask.refuse(400, str(error), "invalid_request")
                 continue
@@ -153,8 +157,18 @@ class Conversations:
         self.asked = Counter[int]()  # prompts, by checksum
 
     def prompt(self, ask: Ask) -> Prompt:
-        """The token ids up to the answer. Raises UsageError if the template refuses them."""
-        tokenizer, messages = self.policy.tokenizer, ask.messages
+        """The token ids up to the answer.
+
+        Raises UsageError if the template refuses them, and Refused for so much text that to
+        tokenize it would take seconds.
+        """
+        tokenizer, messages, limit = self.policy.tokenizer, ask.messages, self.policy.max_length
+        texts = [json.dumps(ask.tools), *(m["content"] for m in messages)]
+        texts += [arguments for m in messages for _, _, arguments in m["calls"]]
+        start = "".join(texts)[: limit * LONG]
+        if len(start) < sum(map(len, texts)) and len(tokenizer.encode(start)) > limit:
+            reason = f"{sum(map(len, texts)):,} characters do not fit into {limit} tokens"
+            raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
         key = (json.dumps([ask.tools, ask.schema], sort_keys=True), *map(reads_like, messages))
         chat = [clean_message({"role": m["role"], "content": self.text(m)}) for m in messages]
         whole = chat

@@ -29,7 +29,7 @@ from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.types import Message, Rollout, UsageError
 from environments import web
-from environments.adapters.endpoint import Ask, Choice, Endpoint
+from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
 from environments.registry import make, short
 
 POLL = 0.1  # seconds
@@ -117,9 +117,9 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     limit = ask.max_tokens or cfg.max_tokens
                     request = Request(prompt.ids, params, cfg.seed, stream, max_tokens=limit)
                     waiting.append(Waiting(ask, prompt, request))
-            except (UsageError, TypeError) as error:
+            except (UsageError, TypeError, Refused) as error:
                 choices.pop(ask, None)
-                ask.refuse(400, str(error), "invalid_request")
+                ask.refuse(400, str(error), getattr(error, "code", "invalid_request"))
         while waiting and (not running or next(iter(running)).params == waiting[0].request.params):
             begun = waiting.popleft()
             try:
@@ -155,7 +155,8 @@ def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:
 def ask_endpoint(url: str, messages: list[Message]) -> str:
     """The endpoint's answer to a conversation, for the page."""
     body: dict[str, Any] = {"messages": messages}
-    answer = httpx.post(f"{url}/chat/completions", content=json.dumps(body), timeout=None)
+    answer = httpx.post(f"{url}/chat/completions", content=json.dumps(body), timeout=None,
+                        trust_env=False)  # fmt: skip
     if answer.status_code != 200:
         raise UsageError(answer.json()["error"]["message"])
     return answer.json()["choices"][0]["message"]["content"] or ""

@@ -275,7 +275,7 @@ class Agent(Env):
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
             raise EndRun(f"an agent ended without a request with its own API key: {SHARED}")
         if error is None and not play.session.has_answer:
-            reason = [*play.session.refusals, "it sent none, or the client hung up"]
+            reason = ["it sent none, or the client hung up", *play.session.refusals]
             error = ValueError(f"no request of the program was answered: {reason[-1]}")
         try:
             if error is None:
@@ -345,7 +345,9 @@ class Agent(Env):
         with ExitStack() as stack:
             if "client" in names:  # with connections of its own: to interrupt it may break them
                 openai = import_openai()
-                http = openai.DefaultHttpxClient(verify=False)  # no certificates: quick to make
+                http = openai.DefaultHttpxClient(  # no certificates: quick to make
+                    verify=False, trust_env=False
+                )
                 made = openai.OpenAI(base_url=url, api_key=key, http_client=http)
                 given["client"] = stack.enter_context(made)
             result = self.function(**{k: value for k, value in given.items() if k in names})
