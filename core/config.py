@@ -122,9 +122,10 @@ class TaskOptions:
     max_turns: Annotated[int, Range(1, 10**4)] = 8
     # Seconds that one call of an environment may take before its episode fails; 0: no limit.
     env_timeout: Annotated[float, Range(0.001, 10**6, or_zero=True)] = 60.0
-    # Environments with a process or a connection of their own (remote, openenv) that exist at the
-    # same time, on each rank; further episodes wait until others have ended.
-    env_instances: Annotated[int, Range(1, 10**4)] = 32
+    # Environments with a process or a connection of their own (remote, openenv) and agents that
+    # exist at the same time, on each rank; further episodes wait until others have ended. None: 32;
+    # of agents 64, or the number of processors + 4 with command=.
+    env_instances: Annotated[int | None, Range(1, 10**4)] = None
     # drop: remove the <think> text of earlier turns from the context.
     thinking: Literal["keep", "drop"] = "keep"
 

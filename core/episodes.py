@@ -67,14 +67,14 @@ class RolloutCollector:
         drop_thinking: bool = False,
         env_timeout: float = 0.0,
         env_workers: int = 64,
-        env_instances: int = 32,
+        env_instances: int | None = None,
         system_prompt: str = "",
         renderer: type[Renderer] = Renderer,
     ):
         """`drop_thinking` and `system_prompt`: as `Renderer`.
         `env_timeout`: limit of one call of an environment, in seconds; 0: no limit.
         `env_workers`: calls of slow environments at the same time.
-        `env_instances`: heavy environments (`Env.heavy`) that exist at the same time.
+        `env_instances`: heavy environments (`Env.heavy`) and programs that exist at the same time.
         `renderer`: core/extras/tools.py has the one for environments with tools."""
         self.policy, self.max_turns = policy, max_turns
         self.renderer = renderer(policy, drop_thinking, system_prompt)

@@ -1,9 +1,10 @@
 """The environments of a collector: built, lent to episodes, called in threads, reused and closed.
 
 Each episode has an environment of its own while it is played. At most `max_heavy` environments with
-a process or a connection of their own (`Env.heavy`) exist at the same time.
+a process or a connection of their own (`Env.heavy`), or programs, exist at the same time.
 """
 
+import os
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator
@@ -14,7 +15,7 @@ from typing import Any
 
 from core.threads import Outcome, Threads
 from environments.base import PLAYER, Env, Message, Step, UsageError, as_multi, checked_step
-from environments.registry import constructor, make
+from environments.registry import constructor, make, options_of
 
 LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
 ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fast environment
@@ -34,9 +35,10 @@ class Call:
 
 
 class Pool:
-    """`prepare`: what makes an environment playable, such as one with tools (core/context.py)."""
+    """`prepare`: what makes an environment playable, such as one with tools (core/context.py).
+    `max_heavy`: None: `most_at_once`."""
 
-    def __init__(self, prepare: Callable[[Env], Env], threads: Threads, max_heavy: int):
+    def __init__(self, prepare: Callable[[Env], Env], threads: Threads, max_heavy: int | None):
         self.prepare, self.threads, self.max_heavy = prepare, threads, max_heavy
         self.idle: dict[str, list[PooledEnv]] = defaultdict(list)  # by spec
         self.lent: set[PooledEnv] = set()  # to episodes
@@ -44,10 +46,10 @@ class Pool:
 
     def borrow(self, spec: str) -> Generator[list[Call], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
-        heavy = is_heavy(spec)
+        heavy, most = is_heavy(spec), self.max_heavy or most_at_once(spec)
         while not self.idle[spec]:
             idle = [env for envs in self.idle.values() for env in envs if env.heavy]
-            if not heavy or len(idle) + sum(env.heavy for env in self.lent) < self.max_heavy:
+            if not heavy or len(idle) + sum(env.heavy for env in self.lent) < most:
                 self.idle[spec].append(PooledEnv(spec, heavy, self))
             elif idle:
                 self.idle[idle[0].spec].remove(idle[0])
@@ -175,8 +177,15 @@ def has_step_batch(env: Env) -> bool:
 
 
 def is_heavy(spec: str) -> bool:
-    """Whether the environment's class is `heavy`; False for an unknown name."""
-    return _declares(spec, "heavy")
+    """Whether the environment's class is `heavy`, or a program; False for an unknown name."""
+    return _declares(spec, "heavy") or is_program(spec)
+
+
+def most_at_once(spec: str) -> int:
+    """How many heavy environments exist while one of these begins: more would only wait."""
+    if not is_program(spec):
+        return 32
+    return (os.cpu_count() or 1) + 4 if "command" in options_of(spec) else 64  # processes, threads
 
 
 def is_program(spec: str) -> bool:

@@ -2,12 +2,14 @@
 
 import ctypes
 import json
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +28,7 @@ from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion
 from environments import event_loop
-from environments.adapters import agent
+from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, EndRun, UsageError
 from environments.registry import make
 
@@ -778,6 +780,48 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
         for pid in children:
             wait_for(lambda pid=pid: not psutil.pid_exists(pid)
                      or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # fmt: skip
+
+
+@pytest.mark.parametrize("options, limit, most", [
+    ({}, None, 64), ({}, 3, 3), ({"run": "", "command": 1}, None, 5),
+    ({"run": "", "command": 1}, 2, 2),
+])  # fmt: skip
+def test_so_many_programs_run_at_once(policy, write, tmp_path, monkeypatch, options, limit, most):
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    if options:
+        options = options | {"command": f"{sys.executable} {tmp_path}/program.py"}
+    spec = write(f"""
+import os, sys
+from urllib.request import Request, urlopen
+def note(mark):
+    with open("{tmp_path}/marks", "a") as file:
+        file.write(mark)
+def run(task, base_url, api_key):
+    note("+")
+    headers = {{"Authorization": "Bearer " + api_key}}
+    body = b'{{"messages": [{{"role": "user", "content": "?"}}]}}'
+    urlopen(Request(base_url + "/chat/completions", body, headers)).read()
+    note("-")
+    return 1.0
+if __name__ == "__main__":
+    print(run(0, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+""", **options)  # fmt: skip
+    rollouts = collect(policy, spec, most + 6, env_instances=limit)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * (most + 6)
+    marks = (tmp_path / "marks").read_text()
+    counts = accumulate(1 if mark == "+" else -1 for mark in marks)
+    assert max(counts) <= most and len(marks) == 2 * (most + 6)
+
+
+def test_programs_may_open_many_files():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        endpoint.raise_limit_of_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(endpoint.FILES, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize("options, reason", [

@@ -49,6 +49,7 @@ UNSUPPORTED = {
     "background": "wait for the answer",
 }  # fmt: skip
 PAUSE = 0.5  # seconds until an unknown key is refused: a program may ask on and on
+FILES = 4096  # for programs: each has two sockets for a connection, and what it opens
 IDLE = 600.0  # seconds until a connection without a request is closed
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant",
          "tool": "tool"}  # fmt: skip
@@ -236,7 +237,19 @@ class Endpoint:
 def shared() -> Endpoint:
     """The endpoint of this process, whose sessions are episodes."""
     sys.addaudithook(_note_connection)
+    raise_limit_of_files()
     return Endpoint()
+
+
+def raise_limit_of_files() -> None:
+    """Lets this process open `FILES` files and sockets, or what it may: macOS begins with 256."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _note_connection(event: str, args: tuple[Any, ...]) -> None:
