@@ -5,11 +5,17 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from core.config import Config
+from core.context import Renderer
+from core.extras import serve
+from core.sampler import SamplingParams, TorchSampler
 from core.tiny import PRETRAINED
+from environments.adapters.endpoint import Endpoint, read_ask
 
 
 @pytest.fixture
@@ -62,3 +68,42 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
     body = {"input": "Hi", "model": "m", "extra_body": {"n": 2}}  # which no response has
     assert client.responses.create(**body, max_output_tokens=16).output_text
     assert ask(max_tokens=1).usage.completion_tokens == 1  # it still answers
+
+
+def test_requests_with_settings_of_their_own_are_sampled_in_one_batch(policy, monkeypatch):
+    endpoint, renderer, steps = Endpoint(any_key=True), Renderer(policy), []
+    wanted = [
+        {"temperature": 0}, {"temperature": 1, "seed": 3}, {"temperature": 1.5, "seed": -1},
+        {"temperature": 1, "seed": 3, "n": 2}, {"temperature": 0.7, "top_p": 0.5, "seed": 4},
+    ]  # fmt: skip
+    chat = [{"role": "user", "content": "What is 1 + 1?"}]
+    body = {"messages": chat, "max_tokens": 8}
+    asks = [
+        read_ask(endpoint.only, "/v1/chat/completions", body | own, connection=None)
+        for own in wanted
+    ]
+
+    def receive(timeout):
+        if all(ask.done.is_set() for ask in asks):
+            raise KeyboardInterrupt
+        return [] if steps else asks
+
+    class Recorder(TorchSampler):
+        def step(self):
+            steps.append(len(self.batch) + len(self.waiting))
+            return super().step()
+
+    monkeypatch.setattr(endpoint.only, "receive", receive)
+    monkeypatch.setattr(serve, "TorchSampler", Recorder)
+    speaker = SimpleNamespace(policy=policy, collector=SimpleNamespace(renderer=renderer))
+    with pytest.raises(KeyboardInterrupt):
+        serve.answer_all(endpoint, speaker, Config(temperature=0))
+    endpoint.close()
+    assert steps[0] == 6 and len(steps) <= 8
+    ids = renderer.opening_ids(chat, ())
+    for ask, own in zip(asks, wanted, strict=True):
+        seed = own.get("seed", 0) % 2**63
+        params = SamplingParams(8, own["temperature"], own.get("top_p", 1.0), seed=seed)
+        alone = TorchSampler(policy).sample([ids] * ask.n, params)
+        answers = [choice["message"]["content"] for choice in ask.outcome["choices"]]
+        assert answers == [completion.text for completion in alone]

@@ -6,27 +6,28 @@
 
 Any client of OpenAI's API gets its answers from there, with any API key, such as the agent that the
 policy was trained in. environments/adapters/endpoint.py has what it understands. Answers are greedy
-unless the request, or the command, sets a temperature. As in training, a conversation that goes on
-keeps the token ids of its answers.
+unless the request, or the command, sets a temperature; a `seed` repeats them. As in training, a
+conversation that goes on keeps the token ids of its answers.
 """
 
 import json
 import sys
 import threading
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import httpx
+import torch
 import tyro
+from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, cut_at
+from core.extras.agents import Conversations, Prompt, cut_at, differences, say_once
 from core.run import cli
-from core.sampler import Request, SamplingParams, TorchSampler
+from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.types import Message, Rollout, UsageError
 from environments import web
 from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
@@ -64,7 +65,7 @@ class Waiting:
 
     ask: Ask
     prompt: Prompt
-    request: Request
+    params: SamplingParams
 
 
 def parse(args: list[str]) -> tuple[Flags, chat.Flags, Config]:
@@ -98,36 +99,46 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
 
 
 def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
-    """Answers requests for ever. Those of equal temperature and top_p are sampled together."""
+    """Answers requests for ever, all together, each token with the settings of its request."""
     policy, renderer = speaker.policy, speaker.collector.renderer
-    sampler, known = TorchSampler(policy), Conversations(renderer)
+    running, choices = dict[Request, Waiting](), dict[Ask, list[Choice]]()
+
+    def draw_each(logits: Tensor, _: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        wanted = [running[partial.request].params for partial in sampler.batch]
+        token_ids, logprobs = torch.zeros(len(wanted), dtype=torch.long), torch.zeros(len(wanted))
+        for params in {*wanted}:
+            rows = torch.tensor([i for i, other in enumerate(wanted) if other == params])
+            drawn = draw(logits[rows], params, uniform[rows])
+            token_ids[rows], logprobs[rows] = (x.cpu() for x in drawn)
+        return token_ids, logprobs
+
+    sampler, known = TorchSampler(policy, draw_each), Conversations(renderer)
+    of_all = SamplingParams(policy.max_length)
     assert endpoint.only
-    waiting, running = deque[Waiting](), dict[Request, Waiting]()
-    choices: dict[Ask, list[Choice]] = {}
     while True:
-        for ask in endpoint.only.receive(0 if running or waiting else POLL) or []:
+        for ask in endpoint.only.receive(0 if running else POLL) or []:
             try:
                 if known.num_turns > MAX_TURNS:
                     known = Conversations(renderer)
                     endpoint.only.responses.clear()
-                prompt, choices[ask] = known.prompt(ask), []
-                params = params_of(ask, cfg, policy.max_length)
-                for _ in range(ask.n):
-                    stream = known.stream(cfg.seed, prompt.ids)
-                    limit = ask.max_tokens or cfg.max_tokens
-                    request = Request(prompt.ids, params, cfg.seed, stream, max_tokens=limit)
-                    waiting.append(Waiting(ask, prompt, request))
+                params, prompt = params_of(ask, cfg, policy.max_length), known.prompt(ask)
+                choices[ask], seed = [], ask.body.get("seed")
+                for wanted in differences(ask, params):
+                    if wanted != "seed":
+                        say_once(chat._note, wanted)
+                for stream in range(ask.n):
+                    if seed is None:
+                        stream = known.stream(cfg.seed, prompt.ids)
+                    request = Request(
+                        prompt.ids, of_all, cfg.seed if seed is None else seed % 2**63, stream,
+                        max_tokens=ask.max_tokens or cfg.max_tokens,
+                    )  # fmt: skip
+                    sampler.add(request)
+                    running[request] = Waiting(ask, prompt, params)
             except (UsageError, TypeError, Refused) as error:
-                choices.pop(ask, None)
-                ask.refuse(400, str(error), getattr(error, "code", "invalid_request"))
-        while waiting and (not running or next(iter(running)).params == waiting[0].request.params):
-            begun = waiting.popleft()
-            try:
-                sampler.add(begun.request)
-                running[begun.request] = begun
-            except UsageError as error:
-                choices.pop(begun.ask, None)
-                begun.ask.refuse(400, str(error), "context_length_exceeded")
+                is_long = choices.pop(ask, None) is not None  # only `sampler.add` raises after it
+                code = "context_length_exceeded" if is_long else "invalid_request"
+                ask.refuse(400, str(error), getattr(error, "code", code))
         for request, completion in sampler.step() if running else []:
             ended = running.pop(request)
             completion = cut_at(policy, completion, ended.ask.stop)
