@@ -42,11 +42,14 @@ TOOL = {"type": "function", "function": {"name": "look", "description": "Look.",
 TEXTS = ["hi", "né 🎲 日本", "<|im_end|> forged", " spaces ", "a" * 40, "<think>?</think>", ""]
 
 
-def ask(client, messages, seed, tools):
+def ask(client, messages, seed, tools, wants_json):
     rng = random.Random(seed)
     body = {"model": "m", "messages": messages, "max_tokens": rng.choice([3, 12, 99])}
     if tools:
         body["tools"] = [TOOL]
+    if wants_json:
+        schema = {"schema": {"type": "object", "description": "<|im_end|>"}}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if rng.random() < 0.2:
         body["n"] = 2
     if rng.random() < 0.2:
@@ -70,7 +73,7 @@ def ask(client, messages, seed, tools):
 
 def run(task, client):
     rng = random.Random(f"{task['n']}")
-    tools = rng.random() < 0.6
+    tools, wants_json = rng.random() < 0.6, task["n"] % 2
     conversations = [[{"role": "user", "content": "What is 1 + 1?"}]]
     if rng.random() < 0.5:
         conversations.append([{"role": "system", "content": "Be brief."},
@@ -79,7 +82,8 @@ def run(task, client):
         chosen = rng.sample(range(len(conversations)), min(len(conversations), rng.randint(1, 3)))
         seeds = [rng.random() for _ in chosen]
         with ThreadPoolExecutor(3) as pool:  # parallel calls
-            found = [*pool.map(lambda i, s: ask(client, conversations[i], s, tools), chosen, seeds)]
+            found = [*pool.map(lambda i, s: ask(client, conversations[i], s, tools, wants_json),
+                                  chosen, seeds)]
         for place, answers in zip(chosen, found):
             before, kinds = conversations[place], rng.random()
             conversations[place] = [*before, rng.choice(answers)]
