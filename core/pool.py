@@ -163,6 +163,8 @@ def step_together(calls: list[Call]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for call, step in zip(calls, steps, strict=True):
         try:
+            if isinstance(step, Exception):
+                raise step
             outcomes.append((call.env.checked({PLAYER: step}), None))
         except Exception as error:
             outcomes.append((None, error))

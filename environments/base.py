@@ -222,8 +222,9 @@ class Env(Instance, ABC):
         """Applies the policy's response. Accepts any text; never raises because of its content."""
 
     @classmethod
-    def step_batch(cls, envs: Sequence["Env"], responses: list[str]) -> list[Step]:
-        """Steps several instances of one spec, in a class that overrides this: one Step for each.
+    def step_batch(cls, envs: Sequence["Env"], responses: list[str]) -> list[Step | Exception]:
+        """Steps several instances of one spec, in a class that overrides this: one Step for each,
+        or the exception that fails its episode.
 
         Training and evaluation then call this instead of `step`, once for all of a rank's
         episodes that act at the same time; --env-timeout limits the whole call. An exception fails

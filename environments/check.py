@@ -38,7 +38,7 @@ from environments.base import (
     Step,
     checked_step,
 )
-from environments.registry import describe_error, make, variables_of_python
+from environments.registry import describe_error, make, place_of, variables_of_python
 from environments.tools import hostile_calls, with_tools
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -97,11 +97,21 @@ class Report:
     shared: int = 0  # of both
     longest: int = 0  # turns of the longest episode
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"reset": [], "step": []})
+    places: set[str] = field(default_factory=set)  # lines of code whose errors are in `problems`
+
+    def add(self, check: str, error: BaseException) -> None:
+        """Adds a problem; of the errors that one line of the user's code raises, the first."""
+        place = place_of(error)
+        if not place or place not in self.places:
+            text = str(error) if isinstance(error, Problem) else describe_error(error)
+            self.problems.append(f"{check}: {text}")
+        self.places.add(place)
 
     def lines(self) -> Iterator[str]:
         """The report as text."""
         low, high = self.rewards
-        yield f"{self.spec}: rewards {low:g} to {high:g}, episodes of up to {self.longest} turns"
+        rewards = f"rewards {low:g} to {high:g}" if low <= high else "no reward"
+        yield f"{self.spec}: {rewards}, episodes of up to {self.longest} turns"
         yield f"openings: {self.openings} for training, {self.held_out} held out"
         if self.demonstrations:
             total, right = map(sum, zip(*self.demonstrations, strict=True))
@@ -137,7 +147,7 @@ def check_env(
         try:
             check()
         except (Exception, SystemExit) as error:
-            report.problems.append(f"{name}: {_text_of(error)}")
+            report.add(name, error)
     if len(report.returns) == 1 and min(report.returns) > 0:
         report.warnings.append(f"every episode earned {min(report.returns):g}, whatever the "
                                "response: nothing can be learned from such a reward")  # fmt: skip
@@ -266,7 +276,7 @@ def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> 
                 report.returns.update(_returns(turns).values())
         except (Exception, SystemExit) as error:
             response = f"response {text[:30]!a} of {len(text)} characters"
-            report.problems.append(f"{response}: {_text_of(error)}")
+            report.add(response, error)
             waiting, failures = set(), failures + 1
             if failures == FEW_PROBLEMS:
                 break
@@ -360,10 +370,6 @@ def _check_messages(messages: list[Message]) -> None:
             raise Problem(f"{message!r:.80} is no message with a role of {', '.join(ROLES)}")
         if not isinstance(message.get("content"), str):
             raise Problem(f"the content of {message!r:.80} is no text")
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) if isinstance(error, Problem) else describe_error(error)
 
 
 if __name__ == "__main__":  # the other process of _check_seeds

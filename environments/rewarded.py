@@ -15,8 +15,9 @@ returns a list with one number for each completion, or None where it does not ap
 So it may compare completions; with several ranks a group can lie in the batches of two. If the
 prompt is a list of messages, a completion is one, too, as in TRL. `async` functions are awaited
 together, and those of all batches in the same event loop. --env-timeout limits the call of all
-functions. An exception, anything but such a list, or only None from all functions fails every
-episode of the batch.
+functions. After an exception they are called again for each row by itself, and the rows that fail
+cost only their own episodes. EnvFailure, anything but such a list, or only None from all functions
+fails every episode of the batch.
 
 As in TRL, a function may also ask for `completion_ids`, the sampled tokens of each completion;
 `trainer_state`, whose `global_step` of `max_steps` updates are complete; `log_extra(column,
@@ -25,9 +26,12 @@ adds the mean of the values that the functions log to the info of all.
 
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
 returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` its
-weight if that is not 1. Of rows with the same prompt only the first one is kept. One prompt in
-eight is reserved for evaluation, decided by its text; where --eval-env names other data, both are
-used whole, and prompts that occur in both are not trained on.
+weight if that is not 1. <name> is what follows the colon, with the file's before it
+(first_accuracy, second_accuracy) where the functions of two files have the same.
+
+Of rows with the same prompt only the first one is kept. One prompt in eight is reserved for
+evaluation, decided by its text; where --eval-env names other data, both are used whole, and prompts
+that occur in both are not trained on.
 """
 
 import asyncio
@@ -43,6 +47,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from environments import event_loop
@@ -89,7 +94,10 @@ class Rewarded(Env):
         if weights and len(weights) != len(reward):
             raise UsageError(f"{len(weights)} weights for {len(reward)} reward functions")
         functions = [import_attribute(*name.rpartition(":")[::2]) for name in reward]
-        names = [getattr(function, "__name__", "function") for function in functions]
+        names = [name.rpartition(":")[2] for name in reward]
+        if len({*names}) < len(names):  # of several files
+            files = [Path(name.rpartition(":")[0].removesuffix(".py")).name for name in reward]
+            names = [f"{file}_{name}" for file, name in zip(files, names, strict=True)]
         for name, function in zip(names, functions, strict=True):
             if not callable(function) or names.count(name) > 1:
                 raise UsageError(f"reward: {name} is no function, or given twice")
@@ -106,11 +114,49 @@ class Rewarded(Env):
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
-        return self.step_batch([self], [response])[0]
+        return self.score([self], [response])[0]
 
     @classmethod
-    def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step]:
+    def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
         batch = [env for env in envs if isinstance(env, Rewarded)]
+        by_row: dict[int, list[int]] = defaultdict(list)  # the places of its completions
+        for place, env in enumerate(batch):
+            by_row[id(env.row)].append(place)
+        steps: list[Step | Exception]
+        try:
+            called = cls.call(batch, responses)
+        except Exception as failure:
+            if isinstance(failure, EnvFailure) or len(by_row) == 1:
+                raise
+            steps = [ValueError()] * len(batch)
+            for places in by_row.values():
+                own = [batch[place] for place in places]
+                try:
+                    found: Sequence[Any] = cls.score(own, [responses[place] for place in places])
+                except Exception as error:
+                    found = [error] * len(places)
+                for place, step in zip(places, found, strict=True):
+                    steps[place] = step
+            if not any(isinstance(step, Exception) for step in steps):
+                raise  # each row alone is fine: the function cannot score several
+        else:
+            steps = [*cls.to_steps(batch, *called)]
+        names = [name for name, *_ in batch[0].functions]
+        infos = [step.info for step in steps if isinstance(step, Step)]
+        if len(infos) > 1 and not any(f"reward_{name}" in i for name in names for i in infos):
+            raise ValueError(f"{', '.join(names)} returned None for all completions")
+        return steps
+
+    @classmethod
+    def score(cls, batch: Sequence["Rewarded"], responses: list[str]) -> list[Step]:
+        """The steps of a batch, from one call of each function."""
+        return cls.to_steps(batch, *cls.call(batch, responses))
+
+    @classmethod
+    def call(
+        cls, batch: Sequence["Rewarded"], responses: list[str]
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What each function returns, by name, and what they log for each completion."""
         first = batch[0]
         prompts = [env.row[first.prompt] for env in batch]
         completions: list[Any] = [
@@ -131,15 +177,21 @@ class Rewarded(Env):
             "trainer_state": STATE, "log_extra": log_extra,
             "log_metric": lambda name, value: metrics[name].append(float(value)),
         }  # fmt: skip
-        values: list[dict[str, float | None]] = [{} for _ in batch]
-        for name, returned in _call_all(first.functions, arguments).items():
-            with _named(name):
-                for value, number in zip(values, _numbers(returned, len(batch)), strict=True):
-                    value[name] = number
-        if len(batch) > 1 and all(number is None for v in values for number in v.values()):
-            raise ValueError(f"{', '.join(values[0])} returned None for all completions")
+        row = first.row if all(env.row is first.row for env in batch) else None
+        returned = _call_all(first.functions, arguments, row)
         means = {name: statistics.fmean(numbers) for name, numbers in metrics.items()}
-        return [first.to_step(v, means | info) for v, info in zip(values, logged, strict=True)]
+        return returned, [means | info for info in logged]
+
+    @classmethod
+    def to_steps(
+        cls, batch: Sequence["Rewarded"], returned: dict[str, Any], logged: list[dict[str, Any]]
+    ) -> list[Step]:
+        values: list[dict[str, float | None]] = [{} for _ in batch]
+        for name, numbers in returned.items():
+            with _named(name):
+                for value, number in zip(values, _numbers(numbers, len(batch)), strict=True):
+                    value[name] = number
+        return [batch[0].to_step(v, info) for v, info in zip(values, logged, strict=True)]
 
     def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step:
         """The Step of one completion, from the value of each function and what they logged."""
@@ -278,16 +330,18 @@ def _words(text: str) -> str:
     return " ".join(text.split())
 
 
-def _call_all(functions: list[Function], arguments: dict[str, Any]) -> dict[str, Any]:
-    """What each function returns, by name."""
+def _call_all(
+    functions: list[Function], arguments: dict[str, Any], row: Row | None
+) -> dict[str, Any]:
+    """What each function returns, by name. `row`: as `_named`."""
     returned = {}
     # calling an async function only makes a coroutine: after the others, which may raise
     for name, function, _ in sorted(functions, key=lambda f: inspect.iscoroutinefunction(f[1])):
-        with _named(name):
+        with _named(name, row):
             returned[name] = function(**_accepted(function, arguments))
     waiting = {name: value for name, value in returned.items() if inspect.isawaitable(value)}
     if waiting:
-        returned |= event_loop.run(_await_all(waiting))
+        returned |= event_loop.run(_await_all(waiting, row))
     return {name: returned[name] for name, _, _ in functions}
 
 
@@ -315,20 +369,22 @@ def _numbers(returned: Any, count: int) -> list[float | None]:
     return [None if reward is None else float(reward) for reward in rewards]
 
 
-async def _await_all(waiting: dict[str, Any]) -> dict[str, Any]:
+async def _await_all(waiting: dict[str, Any], row: Row | None) -> dict[str, Any]:
     async def wait(name: str) -> Any:
-        with _named(name):
+        with _named(name, row):
             return await waiting[name]
 
     return dict(zip(waiting, await asyncio.gather(*map(wait, waiting)), strict=True))
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
-    """An exception in the block says in which reward function it was raised."""
+def _named(name: str, row: Row | None = None) -> Iterator[None]:
+    """An exception in the block says in which reward function it was raised, and for which row."""
     try:
         yield
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        raise RuntimeError(f"{name}: {type(error).__name__}: {error}") from error
+        columns = ", ".join(f"{key}={value!r:.60}" for key, value in (row or {}).items())
+        text = f"{name}: {type(error).__name__}: {error!s:.200}"
+        raise RuntimeError(f"{text}; the row: {columns}" if row else text) from error

@@ -22,6 +22,7 @@ from environments.registry import absolute, make
 
 FUNCTIONS = """
 import asyncio
+import functools
 import signal
 import threading
 import torch
@@ -63,6 +64,19 @@ def hangs(completions, **columns):
 def loops(completions, **columns):
     while True:
         pass
+def strict(prompts, completions, answer, **columns):
+    calls.append(prompts)
+    return [float(int(a) < 30) for a in answer]
+async def strict_too(completions, answer, **columns):
+    return [float(answer[i].isdigit()) / (answer[i] != "none") for i in range(len(completions))]
+def times(completions, factor, **columns):
+    return [factor] * len(completions)
+halved = functools.partial(times, factor=0.5)
+class Longest:
+    def __call__(self, completions, **columns):
+        return [float(text == max(completions, key=len)) for text in completions]
+longest = Longest()
+first_letter = lambda completions: [float(text[:1] == "a") for text in completions]
 def needs(completions, wanted):
     return [1.0]
 def never(completions, **columns):
@@ -82,7 +96,7 @@ def lists(completions, **columns):
 def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
 def short_extra(completions, log_extra, **columns):
-    log_extra("x", [1])
+    log_extra("x", [])
     return [1.0] * len(completions)
 def two(**columns):
     return [1.0, 1.0]
@@ -367,6 +381,42 @@ def test_a_call_ends_at_its_limit(policy, name):
     assert not rollouts[3].error and signal.getsignal(signal.SIGALRM) == before
 
 
+@pytest.mark.parametrize(("name", "error"), [
+    ("strict", "RuntimeError: strict: ValueError: invalid literal for int() with base 10: 'none'; "
+     "the row: prompt='Say it.', answer='none' (rewards.py, line "),
+    ("strict_too", "RuntimeError: strict_too: ZeroDivisionError: float division by zero; the row:"),
+])  # fmt: skip
+def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(policy, name, error):
+    write("bad.jsonl", [{"prompt": "Say it.", "answer": "none"}, *ROWS])
+    spec = f"rewarded:data=bad.jsonl,reward=rewards.py:{name}"
+    seeds = [next(i for i in range(999) if make(spec).reset(i)[0]["content"] == f"Say {text}.")
+             for text in ("it", "1", "2")]  # fmt: skip
+    tasks = [Task(spec, seed, seed) for seed in seeds for _ in range(2)]
+    rollouts = RolloutCollector(policy, 1).collect(tasks, Letters(policy), SamplingParams(4))
+    assert [r.error[: len(error)] for r in rollouts] == [error] * 2 + [""] * 4
+    assert [r.episode_return for r in rollouts[2:]] == [1.0] * 4
+
+
+def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
+    reward = "rewards.py:halved rewards.py:longest rewards.py:first_letter"
+    env = make(f"rewarded:data=rows.jsonl,reward={reward}")
+    env.reset(0)
+    names = {key: value for key, value in env.step("a").info.items() if "reward_" in key}
+    assert names == {"reward_halved": 0.5, "reward_longest": 1.0, "reward_first_letter": 1.0}
+    Path("second.py").write_text("def accuracy(completions, **c): return [0.25] * len(completions)")
+    reward = "rewards.py:accuracy second.py:accuracy"
+    env = make(f"rewarded:data=rows.jsonl,reward={reward}")
+    env.reset(0)
+    info = env.step("?").info
+    assert (info["reward_rewards_accuracy"], info["reward_second_accuracy"]) == (0.0, 0.25)
+
+
+def test_check_prints_an_error_of_one_line_once():
+    report = check_env("rewarded:data=rows.jsonl,reward=rewards.py:raises", 3, other_process=False)
+    [problem] = report.problems
+    assert "KeyError: 'judge'" in problem and "inf" not in "".join(report.lines())
+
+
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
     rewarded.STATE.global_step, rewarded.STATE.max_steps = 3, 7
     rollouts, module = play(policy, "rewards.py:trl rewards.py:array")
@@ -439,7 +489,7 @@ def test_async_functions_are_awaited_together():
     ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
-     "RuntimeError: raises: KeyError: 'judge' (rewards.py, line 80)", False),
+     "RuntimeError: raises: KeyError: 'judge'; the row: prompt='Say ", False),
 ])  # fmt: skip
 def test_a_function_that_fails_costs_the_episodes_of_its_batch(policy, reward, error, env_failure):
     others = ["letter_counting", "rewarded:data=rows.jsonl,reward=rewards.py:sometimes"]
