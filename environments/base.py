@@ -151,14 +151,15 @@ def _flag(agent: str, name: str, value: Any) -> bool:
 
 
 def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
-    """The info of a step with NumPy's numbers as Python's; raises if it is too long or no JSON."""
+    """The info of a step with arrays and tensors as Python's numbers and lists; raises if it is too
+    long or no JSON."""
+    plain: dict[str, Any] = {}
+    length = 0
 
-    def from_numpy(value: Any) -> Any:
-        import numpy as np  # takes time, so not for --help
-
-        if isinstance(value, np.generic):
-            return value.item()
-        raise TypeError(f"the info of {agent} has a {type(value).__name__}, which is not JSON")
+    def to_list(value: Any) -> Any:
+        if hasattr(value, "tolist"):  # of NumPy or torch
+            return value.tolist()
+        raise TypeError(f"it has a {type(value).__name__}")
 
     def within_float32(text: str) -> float:
         number = float(text) if set(text) & set(".eE") else int(text)
@@ -166,13 +167,16 @@ def _plain(agent: str, info: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"a number is beyond {MAX_INFO_NUMBER:g}")
         return number
 
-    try:
-        text = json.dumps(info, default=from_numpy, allow_nan=False)
-        if len(text) > MAX_INFO:
-            raise ValueError(f"it has more than {MAX_INFO} characters")
-        return json.loads(text, parse_int=within_float32, parse_float=within_float32)
-    except (ValueError, RecursionError) as error:  # NaN, infinite, or contains itself
-        raise ValueError(f"the info of {agent} is not JSON: {error}") from None
+    for key, value in info.items():
+        try:
+            text = json.dumps({key: value}, default=to_list, allow_nan=False)
+            length += len(text)
+            if length > MAX_INFO:
+                raise ValueError(f"info has more than {MAX_INFO} characters")
+            plain |= json.loads(text, parse_int=within_float32, parse_float=within_float32)
+        except (TypeError, ValueError, RecursionError) as error:  # NaN, or contains itself
+            raise ValueError(f"info[{key!r:.50}] of {agent} is not JSON: {error}") from None
+    return plain
 
 
 class Response(str):

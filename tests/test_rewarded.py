@@ -40,6 +40,7 @@ def content(prompts, completions, **columns):
 def trl(completions, completion_ids, trainer_state, log_extra, log_metric):
     calls.append((completion_ids, trainer_state.global_step, trainer_state.max_steps))
     log_extra("letter", [text.upper() for text in completions])
+    log_extra("scores", torch.ones(len(completions), 2).numpy())
     log_extra(column="correct", values=["no"] * len(completions))
     for text in completions:
         log_metric("share", ord(text) - 97)
@@ -97,6 +98,12 @@ def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
 def short_extra(completions, log_extra, **columns):
     log_extra("x", [])
+    return [1.0] * len(completions)
+def nan_metric(completions, log_metric, **columns):
+    log_metric("loss_of_judge", float("nan"))
+    return [1.0] * len(completions)
+def nan_extra(completions, log_extra, **columns):
+    log_extra("logit", torch.full([len(completions)], float("nan")))
     return [1.0] * len(completions)
 def two(**columns):
     return [1.0, 1.0]
@@ -424,8 +431,8 @@ def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
     sampled = [r.turns[0].completion_ids for r in rollouts]
     assert module["calls"] == [(sampled, 3, 7)] and all(sampled)
     assert [r.info for r in rollouts] == [
-        {"share": 1.0, "seen": 1.0, "letter": letter, "correct": True, "reward_trl": 1.0,
-         "reward_array": float(n)} for n, letter in enumerate("ABC")
+        {"share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0], "correct": True,
+         "reward_trl": 1.0, "reward_array": float(n)} for n, letter in enumerate("ABC")
     ]  # fmt: skip
     with pytest.raises(RuntimeError, match="missing 1 required positional argument: 'wanted'"):
         alone = make("rewarded:data=rows.jsonl,reward=rewards.py:needs")
@@ -484,6 +491,8 @@ def test_async_functions_are_awaited_together():
     ("by_text", "RuntimeError: by_text: TypeError: it returned {'a': 1.0, 'b'", False),
     ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
     ("lists", "RuntimeError: lists: TypeError: it returned [1.0] for a completion, not", False),
+    ("nan_metric", "ValueError: info['loss_of_judge'] of player is not JSON", False),
+    ("nan_extra", "ValueError: info['logit'] of player is not JSON", False),
     ("short_extra", "RuntimeError: short_extra: ValueError", False),
     ("never", "ValueError: never returned None for all completions", False),
     ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),

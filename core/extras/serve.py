@@ -125,7 +125,8 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                 choices[ask], seed = [], ask.body.get("seed")
                 for wanted in differences(ask, params):
                     if wanted != "seed":
-                        say_once(chat._note, wanted)
+                        line = f"a request sets {wanted}: it is answered as the run samples"
+                        say_once(chat._note, line, wanted)
                 for stream in range(ask.n):
                     if seed is None:
                         stream = known.stream(cfg.seed, prompt.ids)
