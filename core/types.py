@@ -40,7 +40,7 @@ class RankLost(Fault):
 
 
 class Stopped(Exception):
-    """Ctrl-C, SIGTERM or SIGHUP stopped the run at a safe point; exit code 130."""
+    """Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 stopped the run at a safe point; exit code 130."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,19 @@ def test_ctrl_c_is_answered_at_once_and_stops_at_the_next_check_and_a_second_one
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_what_a_cluster_or_a_terminal_sends_stops_at_the_next_check(name):
+    number = getattr(signal, name, None)
+    if number is None:
+        pytest.skip(f"this system has no {name}")
+    before = signal.getsignal(number)
+    with Interrupt() as interrupt:
+        signal.raise_signal(number)
+        with pytest.raises(Stopped):
+            interrupt.check()
+    assert signal.getsignal(number) is before
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_a_signal_that_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

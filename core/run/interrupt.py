@@ -54,8 +54,9 @@ def show_error(*error: Any) -> None:
 
 
 class Interrupt:
-    """Delays Ctrl-C, SIGTERM and SIGHUP: the first sets a flag for `check`, the next acts as usual.
+    """Delays the signals that end a run: the first sets a flag for `check`, the next acts as usual.
 
+    These are Ctrl-C, SIGTERM, SIGHUP, and SIGUSR1, with which Slurm warns before a job's time ends.
     SIGHUP says that the terminal is gone; what is printed from then on is lost. A signal that is
     ignored, as SIGHUP under nohup, stays ignored. In a thread other than the main one, where
     Python has no signals, nothing is delayed.
@@ -68,7 +69,7 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         self.terminals = [handle for handle in (1, 2) if os.isatty(handle)]
-        names = ("SIGINT", "SIGTERM", "SIGHUP") if _takes_signals() else ()
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if _takes_signals() else ()
         for number in [getattr(signal, name) for name in names if hasattr(signal, name)]:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self.previous[number] = signal.signal(number, self._request)

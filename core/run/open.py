@@ -292,7 +292,7 @@ def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> l
 def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     """Creates the folder of a new run, or opens that of `cfg.resume`, and all that the run needs.
 
-    Ctrl-C, SIGTERM and SIGHUP save the run and raise Stopped. On exit, writes report.html,
+    Ctrl-C, SIGTERM, SIGHUP and SIGUSR1 save the run and raise Stopped. On exit, writes report.html,
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
