@@ -332,7 +332,8 @@ def resolve(cfg: Config) -> Config:
     `max_tokens_per_micro_batch` may stay None: then `core/run/memory.py` chooses it. Imports the
     algorithm; raises UsageError if that fails.
     """
-    cfg = replace(cfg, algo=absolute_algorithm(cfg.algo))
+    folders = {name: os.path.expanduser(getattr(cfg, name)) for name in ("model_id", "teacher")}
+    cfg = replace(cfg, algo=absolute_algorithm(cfg.algo), **folders)
     algorithm = load_algorithm(cfg.algo)
     options = cfg.options or algorithm.Options()
     if hasattr(algorithm, "resolve"):
@@ -400,6 +401,13 @@ def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
     return ["--trust"] if needs_trust(settings) and not is_own(file) else []
 
 
+def is_installed(package: str) -> bool:
+    """Whether `package` can be imported. A folder of that name, such as the `wandb/` that a tracked
+    run leaves behind, is no package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def validate(cfg: Config) -> None:
     """Raise UsageError for the first setting of a resolved Config that is invalid."""
     if problem := next(_problems(cfg), ""):
@@ -441,7 +449,7 @@ def _problems(cfg: Config) -> Iterator[str]:
     yield from _algorithm_problems(cfg)
     if cfg.optimizer != "adamw":
         yield from _optimizer_problems(cfg)
-    if cfg.track != "none" and importlib.util.find_spec(cfg.track) is None:
+    if cfg.track != "none" and not is_installed(cfg.track):
         yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
     if cfg.quantize != "none":
         yield from _quantize_problems(cfg)
@@ -484,7 +492,7 @@ def _quantize_problems(cfg: Config) -> Iterator[str]:
         yield f"--quantize {cfg.quantize}: weights in 4 bits are not trained; add --lora-rank 16"
     if cfg.dtype == "float64":
         yield f"--quantize {cfg.quantize}: bitsandbytes has no float64; use --dtype float32"
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if not is_installed("bitsandbytes"):
         yield f'--quantize {cfg.quantize}: not installed; pip install -e ".[quantize]"'
 
 
@@ -501,7 +509,7 @@ def _optimizer_problems(cfg: Config) -> Iterator[str]:
             yield f"{subject} needs bfloat16 weights; use --dtype bfloat16, not {cfg.dtype}"
         if cfg.offload_optimizer:
             yield f"{subject} has no masters to offload; remove one of the two options"
-    if importlib.util.find_spec("torchao") is None:
+    if not is_installed("torchao"):
         yield f'{subject}: torchao is not installed; pip install -e ".[memory]"'
 
 
@@ -608,7 +616,7 @@ def _sampler_problems(cfg: Config) -> Iterator[str]:
         yield f"--sampler {cfg.sampler}: --algo {name_of(cfg.algo)} samples with torch; remove it"
     if cfg.vllm_eager and cfg.sampler not in ("auto", "vllm"):
         yield "--vllm-eager has no effect without --sampler vllm"
-    if cfg.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
+    if cfg.sampler == "vllm" and not is_installed("vllm"):
         yield '--sampler vllm: not installed; pip install -e ".[vllm]"'
     if cfg.sampler == "vllm" and cfg.dtype == "float64":
         yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
@@ -675,7 +683,7 @@ def _opponent_problems(cfg: Config) -> Iterator[str]:
             if not url:
                 yield f"{subject}: add the address, @http://.., or set OPENAI_BASE_URL"
             yield from _url_problems(url, f"the address of openai:{model}")
-            if importlib.util.find_spec("openai") is None:
+            if not is_installed("openai"):
                 yield f'{subject}: not installed; pip install -e ".[openai]"'
         elif opponent not in ("guess", "demonstrate"):
             folder = Path(opponent)

@@ -23,7 +23,6 @@ runs/benchmarks/gpu_check.py does so for each step that fails, and also with Tri
 import copy
 import gc
 import hashlib
-import importlib.util
 import itertools
 import os
 import random
@@ -40,6 +39,7 @@ from unittest.mock import patch
 import torch
 
 from core import distributed, weight_sharing
+from core.config import is_installed
 from core.policy import Policy
 from core.process_state import (
     preserve_process_state,
@@ -398,7 +398,7 @@ class NanoLLM(Sampler):
 def why_not_shareable(policy: Policy) -> str:
     """Says why vLLM cannot sample from this policy's weights, in one line; "" if it can."""
     alternative = "or use --sampler torch"
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed("vllm"):
         return f'vLLM is not installed: pip install -e ".[vllm]", {alternative}'
     config, model_class = policy.causal_lm.config, type(policy.causal_lm).__name__
     if config.get_text_config() is not config:

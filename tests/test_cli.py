@@ -14,6 +14,7 @@ from algorithms.options import Range
 from core import config
 from core.algorithm import algorithm_names, load_algorithm
 from core.config import Config, resolve, validate
+from core.extras import chat
 from core.run import cli
 from core.run.folder import quoted, read_config
 from core.types import Fault, UsageError
@@ -145,6 +146,19 @@ def test_a_config_is_also_the_folder_or_the_name_of_a_run(resume):
         assert resume(f"--config {given}", **settings).lr == 0.25
     Path("a").write_text("lr: 0.5\nenv: snake\n")  # a file of that name comes first
     assert resume("--config a", **settings).lr == 0.5
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(resume, monkeypatch):
+    """No shell expands it in --model-id=~/m or in a config.yaml."""
+    home = Path.cwd()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))  # of Windows
+    assert Path(resume("--resume=~/runs/a").resume) == home / "runs/a"
+    for given in ("~/runs/a", "~/runs/a/config.yaml"):
+        cfg = resolve(resume(f"--config={given} --teacher=~/t", model_id="~/m"))
+        assert (Path(cfg.model_id), Path(cfg.teacher)) == (home / "m", home / "t")
+    (home / "config.yaml").write_text("model_id: tiny\nlr: 0.25\n")
+    assert Path(chat.parse(["~"])[0].policy) == home
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--config"])

@@ -3,6 +3,7 @@
 tyro reports wrong flags and values in a box of its own; every other line is from picoRL.
 """
 
+import importlib
 import json
 import math
 import re
@@ -187,6 +188,17 @@ def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, 
     change(shutil.copytree(qwen3_folder, place / "model"), what)
     flags = ["--model-id", "./model", "--device", "cpu"]
     check_rejected(command, place, flags, MODELS[what])
+
+
+@pytest.mark.parametrize("package", ["wandb", "vllm", "openai"])
+def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch, package):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    (tmp_path / package).mkdir()  # wandb/ is what a tracked run leaves behind
+    assert not config.is_installed(package)
+    (tmp_path / package / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert config.is_installed(package)
 
 
 def test_a_missing_package_is_named_with_the_command_to_install_it(command, place, monkeypatch):

@@ -18,6 +18,7 @@ from core.run import cli
 import copy
 import io
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -89,6 +90,7 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
         raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
+    flags = replace(flags, policy=os.path.expanduser(flags.policy))
     if flags.policy not in (*config.TINY, config.SMOLLM2) and not Path(flags.policy).exists():
         if run := cli.find_run(flags.policy):
             flags = replace(flags, policy=str(run))

@@ -13,12 +13,12 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 "stop" and "length". The openai client retries and waits as the header Retry-After says.
 """
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from core.config import is_installed
 from core.policy import Policy
 from core.sampler import Request, Sampler
 from core.seeds import derive_seed
@@ -56,7 +56,7 @@ class OpenAISampler(Sampler):
         concurrency: int = CONCURRENCY,
         timeout: float = TIMEOUT_S,
     ):
-        if importlib.util.find_spec("openai") is None:
+        if not is_installed("openai"):
             raise UsageError('--sampler openai: not installed; pip install -e ".[openai]"')
         if not (_api_key().isascii() and _api_key().isprintable()):
             raise UsageError("OPENAI_API_KEY has characters that no header can hold")

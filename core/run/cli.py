@@ -120,7 +120,7 @@ def _check_trust_of_algorithm(algo: str, file: Path) -> None:
 
 def find_run(given: str) -> Path | None:
     """The folder of the run that `given` names, with or without runs/; None if there is none."""
-    folders = (Path(given), config.RUNS / given)
+    folders = (Path(given).expanduser(), config.RUNS / given)
     return next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
@@ -151,7 +151,7 @@ def _config_file(given: str) -> Path:
 
     Raises UsageError if there is none.
     """
-    path, run = Path(given), find_run(given)
+    path, run = Path(given).expanduser(), find_run(given)
     if path.exists() and not path.is_dir():
         return path
     if run is None:
