@@ -86,7 +86,7 @@ def load_algorithm(algo: str) -> Any:
     if not is_file(algo):
         if algo not in algorithm_names():
             own, names = f"{algo}.py", algorithm_names()
-            similar = [own] if Path(own).is_file() else get_close_matches(algo, names, n=2)
+            similar = [own] if Path(own).is_file() else get_close_matches(algo.lower(), names, n=2)
             hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UsageError(f"--algo {algo}: {hint}choose {', '.join(names)}, or FILE.py of your "
                              "own")  # fmt: skip

@@ -8,11 +8,12 @@ and `Needs` beside its type are what `validate` checks.
 The module does not import transformers, so that --help and errors are answered within seconds.
 """
 
+import difflib
 import importlib.util
 import itertools
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
@@ -308,6 +309,8 @@ GONE: dict[str, tuple[Any, str]] = {
     "reject_high": (0.0, "--algo opsm --opsm.reject-high"),
     "grpo.ratio_level": ("token", "--algo gspo"), "grpo.surrogate": ("min", "--algo cispo"),
 }  # fmt: skip
+# Names of settings elsewhere
+ALIASES = {"learning_rate": "lr", "environment": "env", "max_steps": "num_updates"}
 # Values of --grpo.loss-type that are algorithms of their own now
 MOVED = {"gspo": "--algo gspo", "cispo": "--algo cispo",
          "scalerl": "--algo cispo --cispo.loss-type scalerl"}  # fmt: skip
@@ -399,6 +402,18 @@ def is_own(file: Path) -> bool:
 def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
     """The flags that a command needs that reads these settings from `file`."""
     return ["--trust"] if needs_trust(settings) and not is_own(file) else []
+
+
+def similar(name: str, names: Iterable[str]) -> str:
+    """The one of `names` that `name` means, or ""; hyphens count as underscores.
+
+    >>> similar("learning-rate", ["lr", "seed"]), similar("Env", ["env"]), similar("x", ["env"])
+    ('lr', 'env', '')
+    """
+    words = {word.replace("-", "_"): word for word in names}
+    name = name.lower().replace("-", "_")
+    close = difflib.get_close_matches(ALIASES.get(name, name), words, n=1)
+    return words[close[0]] if close else ""
 
 
 def is_installed(package: str) -> bool:
@@ -524,11 +539,7 @@ def _text_problems(cfg: Config) -> Iterator[str]:
             if isinstance(text, str) and not text.isprintable():
                 yield f"{flag(name)} has unprintable characters: {text!a}"
     for name in ("env", "eval_env"):
-        for before, option in itertools.pairwise(getattr(cfg, name)):
-            if re.match(r"\w+ *=", option):
-                spec = relative(before)
-                colon = "," if split_spec(spec)[1] else ":"
-                yield f"{flag(name)} {spec} {option}: write {spec}{colon}{option}"
+        yield from problem_of_words(name, getattr(cfg, name))
     if cfg.system_prompt and not cfg.system_prompt.strip():
         yield "--system-prompt is blank; remove it"
     if cfg.run_name != cfg.run_name.strip():
@@ -536,6 +547,18 @@ def _text_problems(cfg: Config) -> Iterator[str]:
     if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
         yield f"--run-name must have at most {MAX_NAME_BYTES} bytes"
     parse_template_options(cfg.template_options)  # raises UsageError
+
+
+def problem_of_words(name: str, words: Sequence[str]) -> Iterator[str]:
+    """Says what to type where options of an environment became words of their own."""
+    for number, word in enumerate(words[1:], 1):
+        if re.match(r"\w+ *=", word):
+            options = itertools.takewhile(lambda option: "=" in option, words[number:])
+            spec, parts = relative(words[number - 1]), [option.strip(",") for option in options]
+            colon = "," if split_spec(spec)[1] else ":"
+            meant = f"{spec.strip(',')}{colon}{','.join(parts)}"
+            yield f'{flag(name)} {spec} {" ".join(parts)}: write "{meant}"'
+            return
 
 
 def facts_of(kind: type[T], cls: type) -> dict[str, T]:

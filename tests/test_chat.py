@@ -268,7 +268,7 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         (["MODEL", "--before"], "--before"),
         (["MODEL", "--env", "snaek"], "snaek"),
         (["MODEL", "--temperature", "hot"], "write a number, not 'hot'"),
-        ([], "POLICY"),
+        ([], "name a run, such as runs/mine, or a model, such as tiny; runs/ has mine"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_name_the_culprit(

@@ -52,7 +52,12 @@ ALIASES = "\n".join(["a: &a0 [x]"] + [  # 9 to the power of 98 words
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("learning_rate: 1", "learning_rate"),
+        ("learning_rate: 1", "learning_rate is not a setting for a file; write lr\n"),
+        ("num-updates: 1", "write num_updates\n"),
+        ("nonsense: 1", "remove it\n"),
+        ("lr 1e-5", "with a colon"),
+        ("env:\n\t- snake", "line 2: "),
+        ("lr: 1\nenv: 'snake", "line 2: "),
         ("grpo:\n  clip: 1", "grpo.clip"),
         ("lr: [1, 2]", "lr"),
         ("lr: fast", "lr"),
@@ -65,7 +70,7 @@ ALIASES = "\n".join(["a: &a0 [x]"] + [  # 9 to the power of 98 words
         (f"{ALIASES}\nenv: *a98", ""),
         ("lr: \xe9".encode("latin-1"), "YAML"),
     ],
-    ids=range(12),
+    ids=range(17),
 )
 def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys, text, named):
     monkeypatch.chdir(tmp_path)

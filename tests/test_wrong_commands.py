@@ -22,6 +22,7 @@ import train
 from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
+from core.run import cli
 from core.types import UsageError
 from environments.installed import NEEDED
 
@@ -63,6 +64,17 @@ SETTINGS = [  # invalid settings, and the flag that the message names
 COMMANDS = [  # a command line, and what its message names
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
     ("--algo gpro", "did you mean gspo or grpo? choose cispo, "),
+    ("--algo GRPO", "did you mean grpo or gspo? "),
+    ("--learning-rate 1e-5", "write --lr"),
+    ("--num_prompt=3", "write --num-prompts"),
+    ("-algo ppo", "write --algo"),
+    ("letter_counting:difficulty=2", "write --env letter_counting:difficulty=2"),
+    ("--lr 1 snake", "write --env snake"),
+    ("--trust 1", "1 follows no flag"),
+    ("--model-id smolm2", "write --model-id smollm2"),
+    ("--model-id=Tiny", "write --model-id tiny"),
+    ("--env a b:x=1, y=2 z=3 c", 'b:x=1, y=2 z=3: write "b:x=1,y=2,z=3"'),
+    ("--eval-env a y=2, z=3 --lr 1", 'write "a:y=2,z=3"'),
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
     ("--env letter_counting:difficulty=hard", "'hard'"),
@@ -163,10 +175,19 @@ def test_gdpo_ends_after_its_first_batch_if_no_reward_has_a_name(command, place)
     assert code == 2 and 'gdpo: letter_counting reports no info["reward_<name>"]; add' in err
 
 
-@pytest.mark.parametrize("line", ["--lrr 1", "--num-updates 1.5", "--ppo.clip 0.3"])
+@pytest.mark.parametrize("line", ["--num-updates 1.5", "--ppo.clip 0.3"])
 def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, line):
     code, out, err = command(*line.split())
     assert (code, out) == (2, "") and line.split()[0] in err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("line", [
+    "", "--env a b --trust --lr=1e-5 --no-vllm-eager", "--system-prompt -x --seed -1",
+    "--grpo.clip-low 0.1 -h", "--eval_env snake --model-id ./smolm2 --run-name tiny",
+    "--model-id smol/smolm2", "--env x:words=a=b c:d=1", "--resume= --lr 1",
+])  # fmt: skip
+def test_words_that_belong_to_a_flag_are_left_to_tyro(place, line):
+    cli._check_words(line.split())
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class Flags:
     """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
 
     # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
-    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
+    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = ""
     before: bool = False  # Show the answer of the model before training, too.
     env: str = ""  # Environment of /task and --web; empty: that of the run.
     web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
@@ -90,6 +90,9 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
         raise UsageError("--port has no effect without --web")
     if flags.temperature == 0 and (flags.top_p < 1 or flags.top_k):
         raise UsageError("--top-p and --top-k have no effect without a --temperature above 0")
+    if not flags.policy:
+        raise UsageError(f"name a run, such as runs/mine, or a model, such as tiny; "
+                         f"{cli.known_runs()}")  # fmt: skip
     flags = replace(flags, policy=os.path.expanduser(flags.policy))
     if flags.policy not in (*config.TINY, config.SMOLLM2) and not Path(flags.policy).exists():
         if run := cli.find_run(flags.policy):

@@ -38,6 +38,7 @@ from core.run.folder import (
     with_algorithm,
 )
 from core.types import Fault, RankLost, Stopped, UsageError
+from environments.registry import ENVIRONMENTS
 from environments.text import one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
@@ -47,6 +48,7 @@ MAX_NAMES = 10  # of runs that a message lists
 def parse(args: list[str]) -> Config:
     """The settings that `args` ask for. Raises UsageError for an invalid --config or --resume."""
     _check_moved(args)
+    _check_words(args)
     named = _named_first(args)
     if named.config and named.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
@@ -108,6 +110,49 @@ def _check_moved(args: list[str]) -> None:
         now = MOVED.get(value) if name == "grpo.loss_type" else GONE.get(name, (0, ""))[1]
         if now:
             raise UsageError(f"{word}{f' {value}' if value in MOVED else ''} is now {now}")
+
+
+def _check_words(args: list[str]) -> None:
+    """Raises UsageError for a word that is no flag and no value of one.
+
+    The algorithm's own options, whose names have a dot, are left to tyro: to know them takes the
+    import of torch.
+    """
+    defaults = {k: v for k, v in vars(Config()).items() if k not in ("options", "template_date")}
+    switches = {f"no_{name}" for name, value in defaults.items() if isinstance(value, bool)}
+    values: dict[str, list[str]] = {}
+    name, takes = "", 0  # the last flag, and how many words it still takes; -1: any number
+    for word in args:
+        head, equals, value = word.partition("=")
+        looks_like_flag = re.fullmatch(r"--?[A-Za-z][\w.-]*", head) is not None
+        if takes == 1 or (takes and not looks_like_flag):
+            values.setdefault(name, []).append(word)
+            takes = min(takes, 0)
+            continue
+        if not looks_like_flag:
+            hint = f": write --env {word}" if word.split(":")[0] in ENVIRONMENTS else ""
+            raise UsageError(f"{word} follows no flag{hint or '; python train.py --help has all'}")
+        name = head.lstrip("-").replace("-", "_")
+        if "." in name or name.startswith("tyro_") or word in ("-h", "--help"):
+            takes = -1
+        elif not head.startswith("--") or name not in defaults.keys() | switches:
+            meant = config.similar(name, defaults)
+            advice = f"write {config.flag(meant)}" if meant else "python train.py --help has all"
+            raise UsageError(f"{head} is no flag; {advice}")
+        else:
+            usual = defaults.get(name, True)
+            takes = -1 if isinstance(usual, tuple) else 0 if isinstance(usual, bool) else 1
+            if equals:
+                values[name] = [value]
+                takes = min(takes, 0)
+    for name, words in values.items():
+        for problem in config.problem_of_words(name, words) if name in ("env", "eval_env") else ():
+            raise UsageError(problem)
+    model, own = values.get("model_id", [""])[-1], (*config.TINY, config.SMOLLM2)
+    meant = config.similar(model, own) if model not in own and not Path(model).exists() else ""
+    if meant and "/" not in model:
+        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {meant}, "
+                         "or the name of a model of the Hub with its owner")  # fmt: skip
 
 
 def _check_trust_of_algorithm(algo: str, file: Path) -> None:

@@ -28,7 +28,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from algorithms.options import LoopOptions
 from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
-from core.config import COMMAND_LINE_ONLY, GONE, MOVED, Config, flag, trust_flags
+from core.config import COMMAND_LINE_ONLY, GONE, MOVED, Config, flag, similar, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
 from environments.registry import absolute, short
@@ -129,9 +129,15 @@ def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file}: not YAML in UTF-8: {reprlib.repr(str(error))}") from None
+        reason = reprlib.repr(str(error))
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+            spaces = "; indent with spaces" if r"'\t'" in error.problem else ""
+            reason = f"line {error.problem_mark.line + 1}: {error.problem}{spaces}"
+        raise UsageError(f"{file}: not YAML in UTF-8: {reason}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file}: must contain lines such as `algo: grpo`")
+        shown = reprlib.repr(values)
+        raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon and a "
+                         f"space, not {shown}")  # fmt: skip
     return _read_values(values, f"{file}: ", skip_unknown)
 
 
@@ -341,7 +347,9 @@ def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) ->
             if skip_unknown:
                 continue
             known = name in COMMAND_LINE_ONLY
-            advice = f"give {flag(name)} on the command line" if known else "remove it"
+            meant = similar(name, kinds)
+            advice = f"write {meant}" if meant else "remove it"
+            advice = f"give {flag(name)} on the command line" if known else advice
             text = reprlib.repr(name)[1:-1]
             raise UsageError(f"{prefix}{text} is not a setting for a file; {advice}")
         try:
