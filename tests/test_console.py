@@ -60,9 +60,9 @@ def test_a_line_of_metrics_has_80_columns_and_is_explained_once():
     assert sum(line.startswith("gap: ") for line in lines) == 1
     assert sum(line.startswith("grad: ") for line in lines) == 1
     assert lines.count("worked: fraction that spell the word") == 1
-    assert len(lines) == 3 + 1 + 3 and max(map(len, lines)) <= 80
-    assert [line.split()[0] for line in lines[4:]] == ["1", "2", "3"]
-    assert len({len(line) for line in lines[3:]}) == 1  # labels above their numbers
+    assert len(lines) == 4 + 1 + 3 and max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[5:]] == ["1", "2", "3"]
+    assert len({len(line) for line in lines[4:]}) == 1  # labels above their numbers
     more = {f"info/return of reward {i}": i / 8 for i in range(9)}
     lines = plain_lines([every | more, every | more])
     assert max(map(len, lines)) <= 80
@@ -73,6 +73,7 @@ def test_a_line_of_metrics_has_80_columns_and_is_explained_once():
 def test_a_metric_that_comes_and_goes_has_a_column_with_a_dash():
     few = {"info/calls": 2.0, "reported/calls": 3}
     lines = plain_lines([{}, few, {"reward/mean": -100.25}])
+    assert lines.pop(2) == 'calls ".. of n": the mean over the n rollouts that report it'
     assert lines[0].split() == ["update", "reward", "tokens", "worked", "time"]
     assert lines[2].split() == ["update", "reward", "tokens", "worked", "calls", "time"]
     assert lines[3].split() == ["2", "0.500", "12.0", "0.25", "2.00", "of", "3", "1.0", "s"]

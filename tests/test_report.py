@@ -196,12 +196,16 @@ def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
 
 def test_an_evaluation_without_updates_compares_nothing(tmp_path):
     alone = evaluated(0, 0.2) | {"eval/adding/p_value": 1.0, "eval/adding/trivial": 0.1}
-    later = evaluated(2, 0.2) | {"eval/adding/p_value": 1.0}
+    later = evaluated(2, 0.2) | {"eval/adding/p_value": 0.05, "eval/adding/tasks": 7}
     run = write_run(tmp_path / "a", [alone, *trained(1)])
     line = "adding, held-out accuracy [95%]: 0.20 [0.10, 0.30]"
     assert final_lines(run, CONFIG)[0] == f"{line}  (trivial baseline: 0.10)"
-    line += " before RL -> 0.20 [0.10, 0.30] after 2 updates  (McNemar, the same tasks: p = 1)"
-    assert final_lines(write_run(tmp_path / "b", [alone, *trained(1), later]), CONFIG)[0] == line
+    line += " before RL -> 0.20 [0.10, 0.30] after 2 updates  "
+    chance = f"{line}(may be chance: 7 tasks, McNemar's p = 0.05)"
+    assert final_lines(write_run(tmp_path / "b", [alone, *trained(1), later]), CONFIG)[0] == chance
+    later["eval/adding/p_value"] = 0.049
+    clear = final_lines(write_run(tmp_path / "c", [alone, *trained(1), later]), CONFIG)[0]
+    assert clear.startswith(f"{line}(a clear change: 7 tasks, ")
 
 
 @pytest.mark.parametrize(

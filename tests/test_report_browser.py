@@ -124,12 +124,14 @@ def test_groups_are_sorted_by_return(run, visit):
     choose_update(page, 4)
     groups = [[r["return"] for r in group] for group in groups_of(rows, 4)]
     assert shown_tasks(page) == [*range(GROUPS)]
-    for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.pstdev)):
+    for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.stdev)):
         page.select_option("#sort", by)
         expected = sorted(range(GROUPS), key=lambda i, key=key: -round(key(groups[i]), 9))
         assert shown_tasks(page) == expected != [*range(GROUPS)]
         labels = page.locator("#groups article").first.locator(".rollouts button").all_inner_texts()
         returns = [float(label.split()[1]) for label in labels]
+        head = page.locator("#groups article .head").first.inner_text()
+        assert f"std {statistics.stdev(groups[expected[0]]):.2f}" in head  # as in the advantage
         assert returns == pytest.approx(sorted(groups[expected[0]], reverse=True), abs=0.00501)
 
 

@@ -197,11 +197,13 @@ def _relative_path(path: str) -> str:
 
 def _change(env: str, first: Record, last: Record) -> str:
     """The accuracy before RL and after; the accuracy alone where no update followed."""
-    p, trivial = last.get(f"eval/{env}/p_value"), last.get(f"eval/{env}/trivial")
+    p, trivial, tasks = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial", "tasks"))
     line, parts = describe(env, first), []
     if last is not first:
         line += f" before RL -> {describe(env, last)} after {last['update']} updates"
-        parts += [] if p is None else [f"McNemar, the same tasks: p = {p:.1g}"]
+        if p is not None:
+            verdict = "a clear change" if p < 0.05 else "may be chance"
+            parts.append(f"{verdict}: {tasks or 'the same'} tasks, McNemar's p = {p:.1g}")
     parts += [] if trivial is None else [f"trivial baseline: {trivial:.2f}"]
     return f"{line}  ({'; '.join(parts)})" if parts else line
 

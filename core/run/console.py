@@ -25,8 +25,8 @@ METRICS = {  # metrics on display: label, format and meaning
     "reward/mean": ("reward", ".3f", ""),
     "reward/correct": ("correct", ".2f", ""),
     "length/mean": ("tokens", ".1f", ""),
-    "policy/entropy": ("entropy", ".3f", ""),
-    "gap/logprob_mean": ("gap", ".1e", "mean |log-prob of trainer - sampler|; 0 but for rounding"),
+    "policy/entropy": ("entropy", ".3f", "how open the next token is, in nats; 0: certain"),
+    "gap/logprob_mean": ("gap", ".1e", "|log-prob of trainer - sampler|, mean; only rounding"),
     "grad/norm": ("grad", ".2f", "norm of the gradient before clipping"),
 }
 WIDTH = 80  # of a line of metrics, at most
@@ -97,6 +97,8 @@ class Display:
             label, _, meaning = self._look(name)
             if meaning and name not in self.history:
                 self.say(f"{label}: {meaning}")
+            if name not in self.history and f"reported/{label}" in record:
+                self.say(f'{label} ".. of n": the mean over the n rollouts that report it')
             self.history.setdefault(name, []).append(record[name])
         if self.plain:
             self._say_metrics(update, record)

@@ -4,8 +4,7 @@
 
 The model samples eight answers to each of two questions, and the environment rewards them. One
 gradient step makes the tokens of the better answers more likely, and those of the worse ones less
-likely. A right guess can become less likely too: it shares tokens with guesses, most of which are
-wrong. The default run does this 25 times, with sixteen questions each time. train.py also has:
+likely. The default run does this 25 times, with sixteen questions each time. train.py also has:
 
 - episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
@@ -108,6 +107,8 @@ def main(policy: Policy) -> None:
             numbers = rewards[row], advantages[row], before[row], after[row]
             table.add_row(printable(texts[row]), *(f"{number:.2f}" for number in numbers))
         Console(markup=False).print(table)
+    print("A right guess may become less likely although its advantage is positive: it shares its "
+          "tokens\nwith other guesses, most of which are wrong.")  # fmt: skip
 
 
 if __name__ == "__main__":
