@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from core.run.console import Display, printable, sparkline
+from core.run.console import Display, print_line, printable, sparkline
 from core.types import Rollout
 
 RECORD = {
@@ -113,6 +113,37 @@ def test_text_of_others_cannot_write_control_characters(monkeypatch):
     shown = file.getvalue()
     assert attack not in shown and printable("é\u3000\u200d\n\t") == "é\u3000\u200d\n\t"
     assert all(f"{letter}\ufffd]0;renamed\ufffd" in shown for letter in "abc")
+
+
+def test_the_screen_says_how_far_the_run_is_and_for_how_long(monkeypatch):
+    """The third of five updates, 10 s after the first: two more take 10 s."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    clock, console = [0.0], Console(file=io.StringIO(), width=80, force_terminal=True)
+    monkeypatch.setattr("core.run.console.time.monotonic", lambda: clock[0])
+    with Display("x", console, num_updates=5) as display:
+        display.progress.get_time = lambda: clock[0]
+        with display.phase("rollouts", 4, unit="tokens") as phase:
+            for clock[0] in (0.0, 30.0, 60.0):
+                phase.advance()
+            shown = [str(line) for line in console.render_lines(display.progress)]
+            assert "30 s left" in str(shown) and "3/4" in str(shown) and "tokens" in str(shown)
+            phase.advance()
+        assert "took 1 min 0 s" in str(console.render_lines(display.progress))
+        for update, clock[0] in enumerate((100.0, 105.0, 110.0), 1):
+            display.update(update, RECORD, [])
+        assert "update 3 of 5, about 10 s left" in str(console.render_lines(display._render()))
+
+
+def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    words, command = "word:cat: " * 12, "resume with: python train.py " + "--lr 1 " * 20
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, highlight=False)
+        for line in (words, command):
+            print_line(line, console)
+        lines = console.file.getvalue().splitlines()
+        assert len(lines) == (3 if terminal else 2) and lines[-1].strip() == command.strip()
+        assert max(map(len, lines[:-1])) <= (80 if terminal else 100)
 
 
 def test_sparkline_keeps_the_whole_run_in_view():

@@ -43,9 +43,9 @@ def test_a_write_goes_on_beside_its_caller_who_then_sees_how_far_it_is(
         polled.wait(60)
         (part / "b").write_bytes(bytes(2_000_000))
 
-    def is_polled(display, name, total):
+    def is_polled(display, name, total, **unit):
         polled.set()
-        return advance(display, name, total)
+        return advance(display, name, total, **unit)
 
     monkeypatch.setattr(writer_module.Display, "phase", is_polled)
     writer.start(write, part, 4_000_000)

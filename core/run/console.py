@@ -36,11 +36,12 @@ class Display:
     """Progress bars, metrics with sparklines and a sampled completion; or plain lines.
 
     `quiet` prints nothing (for all ranks but 0). `meanings`: what the environment's metrics are.
+    `num_updates`: of the whole run; 0: unknown.
     """
 
     def __init__(
         self, title: str, console: Console | None = None, quiet: bool = False,
-        meanings: Mapping[str, str] | None = None,
+        meanings: Mapping[str, str] | None = None, num_updates: int = 0,
     ) -> None:  # fmt: skip
         self.console = console or Console(highlight=False, quiet=quiet)
         self.plain = quiet or not self.console.is_terminal or self.console.is_dumb_terminal
@@ -48,13 +49,16 @@ class Display:
         self.bars: dict[str, progress.TaskID] = {}
         self.history: dict[str, list[float]] = {}
         self.meanings = meanings or {}
+        self.num_updates = num_updates
+        self.updates_done: list[tuple[int, float]] = []  # the update, and the time at its end
         self.widths: dict[str, int] = {}  # of the columns of a plain line
         self.completion: RenderableType = ""
         self.progress = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
+            progress.BarColumn(bar_width=20),
             progress.MofNCompleteColumn(),
-            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            progress.TextColumn("{task.fields[unit]}"),
+            TimeColumn(),
             progress.TextColumn("{task.fields[detail]}", markup=False),
             console=self.console,
         )
@@ -72,16 +76,16 @@ class Display:
 
     def say(self, line: str) -> None:
         """Prints a line that stays on the screen."""
-        self.console.print(printable(line), markup=False, soft_wrap=True)
+        print_line(line, self.console)
 
     @contextmanager
-    def phase(self, name: str, total: int, done: int = 0) -> Iterator["Phase"]:
+    def phase(self, name: str, total: int, done: int = 0, unit: str = "steps") -> Iterator["Phase"]:
         """Shows a bar for `total` steps, `done` of them complete; one bar per name."""
         if name in self.bars:
             self.progress.reset(self.bars[name], total=total, completed=done)
         else:
             self.bars[name] = self.progress.add_task(
-                printable(name), total=total, completed=done, detail=""
+                printable(name), total=total, completed=done, detail="", unit=unit
             )
         phase = Phase(self, name, total, done)
         yield phase
@@ -92,6 +96,7 @@ class Display:
 
         The first time that a metric appears, a line says what it is.
         """
+        self.updates_done.append((update, time.monotonic()))
         shown = [n for n in METRICS if n in record] + [n for n in record if n.startswith("info/")]
         for name in shown:
             label, _, meaning = self._look(name)
@@ -147,8 +152,26 @@ class Display:
             table.add_row(
                 Text(printable(label)), bars, Text(f"{values[0]:{spec}} → {values[-1]:{spec}}")
             )
-        metrics = Panel(table, title="updates", title_align="left") if self.history else ""
+        metrics = Panel(table, title=self._progress(), title_align="left") if self.history else ""
         return Group(Text(self.title, style="bold"), self.progress, metrics, self.completion)
+
+    def _progress(self) -> str:
+        """Such as: update 5 of 25, about 40 s left."""
+        (first, started), (update, now) = self.updates_done[0], self.updates_done[-1]
+        if not self.num_updates:
+            return f"update {update}"
+        left = (self.num_updates - update) * (now - started) / max(1, update - first)
+        about = f", about {duration(left)} left" if left else ""
+        return f"update {update} of {self.num_updates}{about}"
+
+
+class TimeColumn(progress.ProgressColumn):
+    """How long a phase took, or while it runs how much longer it may take."""
+
+    def render(self, task: progress.Task) -> Text:
+        if task.finished:
+            return Text(f"took {duration(task.finished_time or 0)}")
+        return Text("" if task.time_remaining is None else f"{duration(task.time_remaining)} left")
 
 
 class Phase:
@@ -177,6 +200,24 @@ class Phase:
             check()
 
         return tick
+
+
+def print_line(line: str, console: Console) -> None:
+    """Prints a line; a terminal breaks it between words, but not a command, which may be copied."""
+    is_copied = not console.is_terminal or "python " in line or "torchrun " in line
+    console.print(printable(line), markup=False, emoji=False, soft_wrap=is_copied)
+
+
+def duration(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration(40.4), duration(150), duration(7620)
+    ('40 s', '2 min 30 s', '2 h 7 min')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
 
 
 def sparkline(values: list[float], width: int) -> str:

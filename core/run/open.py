@@ -13,6 +13,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from core import STARTED, config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of, title_of
@@ -28,7 +29,7 @@ from core.report.summary import final_lines
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
-from core.run.console import Display
+from core.run.console import Display, print_line
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
 from core.run.models import load_policy
@@ -41,7 +42,6 @@ from core.tasks import Task
 from core.types import Rollout, Stopped, UsageError
 from environments import Env, rewarded
 from environments.registry import constructor, meanings, short, split_spec
-from environments.text import printable
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
 MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
@@ -278,7 +278,7 @@ def is_due(step: int, every: int) -> bool:
 
 def sample_held_out(run: Run, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
     """One rollout per task and agent."""
-    with run.display.phase("evaluation", params.max_tokens) as phase, run.sampler:
+    with run.display.phase("evaluation", params.max_tokens, unit="tokens") as phase, run.sampler:
 
         def on_progress() -> None:
             phase.advance(run.sampler.latest, quiet=True)
@@ -332,7 +332,8 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
                     latest = checkpoint.folder_of(run.folder, run.progress)
                     same = run.saved if run.saved == latest else None  # of the same weights
                     checkpoint.export_model(run.folder, run.policy, same)
-                print(printable("\n".join(final_lines(run.folder, settings))))
+                for line in final_lines(run.folder, settings):
+                    print_line(line, Console(highlight=False))
 
 
 def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
@@ -416,7 +417,13 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         closing(sampler),
         Interrupt() as interrupt,
         run_log.RunLog(log_dir, settings, cfg.track if log_dir == folder else "none") as log,
-        Display(title, None, log_dir != folder, meanings(cfg.env, trust=True)) as display,
+        Display(
+            title,
+            None,
+            log_dir != folder,
+            meanings(cfg.env, trust=True),
+            0 if cfg.max_sampled_tokens else cfg.num_updates,
+        ) as display,
         Writer(display) as writer,
     ):
         sampler.say = interrupt.say = display.say

@@ -58,7 +58,7 @@ class Writer:
     def _show(self, thread: Thread) -> None:
         total = max(1, self.num_bytes // MB)
         self.display.say(f"waiting for the checkpoint to be written: {total:,} MB")
-        with self.display.phase("checkpoint, MB", total) as phase:
+        with self.display.phase("checkpoint", total, unit="MB") as phase:
             while thread.is_alive():
                 thread.join(POLL)
                 if phase.done == total:  # from now on the folder may get its name
