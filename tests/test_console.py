@@ -143,7 +143,7 @@ def test_a_terminal_breaks_lines_between_words_but_no_command(monkeypatch):
             print_line(line, console)
         lines = console.file.getvalue().splitlines()
         assert len(lines) == (3 if terminal else 2) and lines[-1].strip() == command.strip()
-        assert max(map(len, lines[:-1])) <= (80 if terminal else 100)
+        assert max(map(len, lines[:-1])) <= (80 if terminal else 120)
 
 
 def test_sparkline_keeps_the_whole_run_in_view():

@@ -71,7 +71,8 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
         figure, axes = plt.subplots(1, max(1, len(envs)), figsize=size, squeeze=False)
         for axis, env in zip(axes[0], envs, strict=False):
             _label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
-            axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--")
+            axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--",
+                         label=f"accuracy {TARGET_ACCURACY:g}; ★ where a run reaches it")  # fmt: skip
             for i, (name, records) in enumerate(runs):
                 points = accuracy_by_tokens(env, records)
                 tokens, accuracy = zip(*points, strict=True) if points else ((), ())
