@@ -108,7 +108,7 @@ class RolloutCollector:
             opponent = split_opponent(episode.task.env)[1]
             if opponent:
                 self.take_seat(episode, agent.rollout.agent)
-            if not opponent or episode.seat in ("", agent.rollout.agent):
+            if not opponent or episode.seat == agent.rollout.agent:
                 return from_policy(episode, agent)
             return self.opponents.ask(opponent, episode, agent, params)
 

@@ -309,7 +309,9 @@ def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
 def test_each_seat_of_a_game_has_its_own_accuracy_over_games():
     """X wins the first three games, O the fourth; one game is one task, with two rollouts."""
     games = [(evaluated(g, g, 9, g < 3, "X"), evaluated(g, g, 9, g == 3, "O")) for g in range(4)]
-    metrics = metrics_of([rollout for game in games for rollout in game])
+    rollouts = [rollout for game in games for rollout in game]
+    metrics = metrics_of(rollouts)
+    assert not evaluation.few_tasks_lines(rollouts, metrics)  # four games, not eight
     assert [metrics[f"eval/e{seat}/accuracy"] for seat in ("/X", "/O", "")] == [0.75, 0.25, 0.5]
     assert [metrics[f"eval/e{seat}/tasks"] for seat in ("/X", "/O", "")] == [4, 4, 4]
     assert (metrics["eval/e/X/ci_low"], metrics["eval/e/X/ci_high"]) == wilson(3, 4)
@@ -335,7 +337,8 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
         "eval/e/pass_at_k": (3 / 4 + 1) / 2,  # 1 - C(3, 3) / C(4, 3), and 1
         "eval/e/pass_at_k_left_out": 2,
     }
-    assert pass_at_k(greedy, samples, 3) == pytest.approx(expected)
+    lost = [replace(evaluated(s, s, 9, False), env_failure=True) for s in range(4)]
+    assert evaluation.pass_at_k(greedy, samples + lost, 3) == pytest.approx(expected)
     (line,) = left_out_lines(expected, 3)
     assert line.startswith("pass@3 leaves out 2 tasks of e:")
     assert left_out_lines(pass_at_k(greedy[:2], samples[:7], 3), 3) == []
