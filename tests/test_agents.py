@@ -270,12 +270,13 @@ def run(task, client):
 FAILURES = {  # statement: the error of its episode, or the reward
     "1 / 0": 0.0,
     "return 'x'": 0.0,
+    "return None": 0.0,
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
     "return {'reward': 1, 'turns': [float('nan')]}": 0.0,
     "raise SystemExit(3)": 0.0,
     "raise KeyboardInterrupt": 0.0,
     "raise LengthFinishReasonError(completion=ask(client))": 0.0,
-    "return {'reward': 1, 'turns': [1, 1, 1]}": "ValueError: 3 rewards in `turns`, and 1 turns",
+    "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
     "raise EnvFailure('no search')": "EnvFailure: no search",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
     "after(EnvFailure('no search'))": "EnvFailure: no search",
@@ -551,6 +552,39 @@ def run(task, client):
 """, timeout=300)  # fmt: skip
     [rollout] = collect(policy, spec, 1, sampler=Slow(policy))
     assert (rollout.error, rollout.episode_return) == ("", 1.0)
+
+
+def test_a_request_stays_within_the_limits_of_the_run(policy, write):
+    """Two requests at the same time for two answers each, with --max-turns 3."""
+    spec = write("""
+from concurrent.futures import ThreadPoolExecutor
+def run(task, client):
+    def ask(_):
+        try:
+            client.with_options(max_retries=0).chat.completions.create(
+                model="m", n=2, max_tokens=99, messages=[{"role": "user", "content": "?"}])
+        except Exception:
+            pass
+    [*ThreadPoolExecutor(2).map(ask, range(2))]
+    return 1.0
+""")
+    for rollout in collect(policy, spec, 4, max_turns=3, max_tokens=5):
+        assert [m["role"] for m in rollout.messages] == ["user", "assistant", "assistant"]
+        assert all(len(turn.completion_ids) <= 5 for turn in rollout.turns)
+
+
+def test_a_prompt_needs_room_for_a_token(policy, write):
+    spec = write("""
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+""")
+    [rollout] = collect(policy, spec, 1)
+    policy.max_length = len(rollout.turns[0].prompt_ids) + 1
+    [rollout] = collect(policy, spec, 1)
+    assert [len(turn.completion_ids) for turn in rollout.turns] == [1]
+    policy.max_length -= 1
+    assert "tokens do not fit into" in collect(policy, spec, 1)[0].error
 
 
 def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):

@@ -23,6 +23,7 @@ from core.run.checkpoint import (
     load_older,
     save_checkpoint,
 )
+from core.run.files import sealed
 from core.types import UsageError
 
 
@@ -136,15 +137,19 @@ def test_older_weights_come_back_in_their_order(run):
 
 
 @pytest.mark.parametrize(
-    ("free", "limit", "at_once"), [(0, 10**9, True), (None, 0, True), (None, 10**9, False)]
+    ("free", "limit", "at_once"),
+    [(1.9, 10**9, True), (2.1, 0, False), (None, 0, True), (None, 10**9, False)],
 )
 def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
     run, monkeypatch, free, limit, at_once
 ):
-    """`free` None: a system that does not say."""
+    """`free`: in sizes of a checkpoint; None: a system that does not say."""
     _, _, _, save = run
-    monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: free)
     monkeypatch.setattr(checkpoint, "COPY_BYTES", limit)
+    later = Later()
+    save(2, later)
+    free = free and free * later.num_bytes
+    monkeypatch.setattr(checkpoint, "host_free_bytes", lambda: free)
     later = Later()
     assert save(3, later).exists() == at_once
     assert hasattr(later, "write") == (not at_once)
@@ -153,11 +158,14 @@ def test_without_memory_for_a_copy_a_checkpoint_is_written_at_once(
 def test_a_copy_that_finds_no_memory_is_done_without(run, monkeypatch):
     _, _, _, save = run
 
-    def no_memory(state):
-        raise MemoryError
+    def fail(state):
+        raise errors.pop()
 
-    monkeypatch.setattr(checkpoint, "_on_host", no_memory)
+    errors = [RuntimeError("device lost"), MemoryError()]
+    monkeypatch.setattr(checkpoint, "_on_host", fail)
     assert save(3, Later()).exists()
+    with pytest.raises(RuntimeError, match="device lost"):
+        save(4, Later())
 
 
 def test_a_run_that_ended_before_its_first_checkpoint_was_complete_begins_again(run):
@@ -231,6 +239,24 @@ def test_a_failed_write_leaves_the_older_checkpoint(run):
     assert len(list((folder / "checkpoint").iterdir())) == 1
 
 
+def test_weights_of_another_dtype_are_refused_or_converted(tmp_path):
+    checkpoint.save_weights(tmp_path, {"a": torch.ones(2)})
+    weights = {"a": torch.zeros(2, dtype=torch.bfloat16)}
+    with pytest.raises(UsageError, match="differs"):
+        checkpoint.copy_weights(tmp_path, weights)
+    checkpoint.copy_weights(tmp_path, weights, same_dtype=False)
+    assert weights["a"].tolist() == [1.0, 1.0]
+
+
+def test_a_damaged_copy_of_tiny_is_not_loaded(tmp_path):
+    with sealed(tmp_path / "base", {}) as part:
+        (part / "config.json").write_text("{}")
+    assert checkpoint.base_model(tmp_path, "tiny") == str(tmp_path / "base")
+    (tmp_path / "base/config.json").write_text("[]")
+    with pytest.raises(UsageError, match="is made again by"):
+        checkpoint.base_model(tmp_path, "tiny")
+
+
 def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
     folder, _, _, save = run
     metrics = folder / "metrics.jsonl"
@@ -249,7 +275,7 @@ def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
         find_checkpoint(folder / "elsewhere")
 
 
-@pytest.mark.parametrize("change", ["shape", "no moment", "masters", "no state"])
+@pytest.mark.parametrize("change", ["shape", "dtype", "no moment", "masters", "no state"])
 def test_a_state_of_another_optimizer_is_rejected_before_it_is_loaded(run, change):
     """Its checksums are right. The fused step of torch reads beyond moments that are too small."""
     _, policy, optimizer, save = run
@@ -259,6 +285,8 @@ def test_a_state_of_another_optimizer_is_rejected_before_it_is_loaded(run, chang
     assert moments["exp_avg"].shape == (704, 32)
     if change == "shape":
         moments["exp_avg"] = torch.zeros(2)
+    elif change == "dtype":
+        moments["exp_avg"] = moments["exp_avg"].double()
     elif change == "no moment":
         del moments["exp_avg"]
     else:

@@ -190,6 +190,8 @@ def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(pol
     whole = play(policy, Task("unfair", 0, 0))
     assert [r.error for r in whole] == ["ValueError: step() never returned a Step for bob"] * 2
     assert [r.error for r in play(policy, Task("unfair", 0, 0), max_turns=1)] == ["", ""]
+    policy.max_length = len(whole[0].turns[1].prompt_ids)  # ann's second prompt does not fit
+    assert [r.error for r in play(policy, Task("unfair", 0, 0))] == ["", ""]
 
 
 @pytest.mark.parametrize("fails_in", ["reset", "step"])

@@ -160,6 +160,24 @@ def test_max_turns_counts_the_turns_of_one_player(policy, max_turns, turns, cut)
     assert not any(r.error for r in rollouts)
 
 
+def test_an_episode_ends_when_any_agent_has_had_its_turns(policy):
+    """Bob acts in every round, Ann in every second one."""
+
+    @register("unequal")
+    class Unequal(MultiAgentEnv):
+        def reset(self, seed):
+            self.round = 0
+            return {name: [message("?")] for name in ("ann", "bob")}
+
+        def step(self, responses):
+            self.round += 1
+            to_ann = message("?") if self.round % 2 == 0 else None
+            return {"ann": Step(to_ann, 0.0, False), "bob": Step(message("?"), 0.0, False)}
+
+    rollouts = play(policy, [Task("unequal", 0, 0)], max_turns=2)
+    assert [(len(r.turns), r.error) for r in rollouts] == [(1, ""), (2, "")]
+
+
 def test_a_step_cut_by_a_limit_of_the_environment_truncates_the_episode(policy):
     @register("limited")
     class Limited(Env):

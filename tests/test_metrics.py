@@ -369,13 +369,14 @@ def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_pl
 
 def test_the_paired_test_of_an_environment_is_of_its_own_tasks():
     """The policy gets better at "b" alone, on the same seeds."""
-    progress = {"trivial": {"a": None, "b": None}}
+    progress = {"trivial": {"a": None, "b": 0.0}}
 
     def p_values(right_in_b):
         rollouts = [replace(evaluated(s, s, 9, env == "b" and right_in_b), env=env)
                     for env in ("a", "b") for s in range(6)]  # fmt: skip
         tasks = [Task(env, s, s) for env in ("a", "b") for s in range(6)]
         found = evaluation.comparisons(progress, rollouts, tasks, None)
+        assert found["eval/b/trivial"] == 0.0 and "eval/a/trivial" not in found
         return [found[f"eval/{env}/p_value"] for env in ("a", "b")]
 
     assert p_values(False) == [1.0, 1.0]
@@ -403,6 +404,9 @@ def test_the_paired_test_leaves_out_tasks_that_have_changed():
     (line,) = evaluation.changed_lines(changed)
     assert line.startswith("e: 3 tasks begin otherwise than in the first evaluation")
     assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
+    # other agents had a part in the opening of a game, and the program in that of an agent's
+    for agent, env, known in (("player", "e", True), ("X", "e", False), ("player", "agent", False)):
+        assert bool(evaluation.opening_checksum(evaluated(0, 0, 9, True, agent, env))) == known
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
@@ -422,16 +426,22 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
             rollouts.append(one)
         return rollouts
 
+    def play_trivial(drawn, trivial):
+        """Of the three tasks that were played: right, wrong, and lost."""
+        ends = [(True, False), (False, False), (False, True)]
+        return [replace(evaluated(t.seed, t.seed, 9, correct, env=t.env), env_failure=lost)
+                for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
+
     @contextmanager
     def phase(*args):
         yield SimpleNamespace(advance=lambda *args, **kwargs: None)
 
     run = SimpleNamespace(
-        collector=SimpleNamespace(collect=collect, demonstrate=lambda *_, **__: []),
+        collector=SimpleNamespace(collect=collect, demonstrate=play_trivial),
         display=SimpleNamespace(phase=phase),
         sampler=nullcontext(), say=said.append, interrupt=SimpleNamespace(requested=False),
         run_log=SimpleNamespace(log_rollouts=lambda *args: logged.append(args)),
-        progress={"trivial": {"letter_counting": 0.25}},
+        progress={},
     )  # fmt: skip
     run.cfg = Config(
         env=["letter_counting"], eval_num_tasks=4, eval_samples=3, max_tokens=9, temperature=0.7,
@@ -445,7 +455,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     ((kind, update, rollouts),) = logged
     assert (kind, update, len(rollouts)) == ("eval", 3, 4)
     expected = {"accuracy": 1 / 3, "tasks": 3, "failed": 2, "pass_at_1": 1 / 3, "pass_at_k": 1.0,
-                "p_value": 1.0, "trivial": 0.25}  # fmt: skip
+                "p_value": 1.0, "trivial": 0.5}  # fmt: skip
     got = {name: found[f"eval/letter_counting/{name}"] for name in expected}
     assert got == pytest.approx(expected)
     assert found["time/eval_s"] >= 0 and len(said) == 2  # the failure, and the accuracy

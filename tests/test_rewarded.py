@@ -167,14 +167,16 @@ def test_several_functions_are_weighted_awaited_and_may_not_apply():
 
 
 def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
-    write("twice.jsonl", [*ROWS, *ROWS[:7]])
+    write("twice.jsonl", [*ROWS, *({**row, "answer": "later"} for row in ROWS[:7])])
     env = make("rewarded:data=twice.jsonl,reward=rewards.py:sometimes")
     assert "left out 7 of 67 rows" in capsys.readouterr().err
+    assert all(row["answer"] != "later" for row in env.train + env.test)
     held_out = [row["prompt"] for row in ROWS if is_held_out(row["prompt"])]
     assert 3 < len(held_out) < 20
     assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
+    assert env.step("x").reward == 0.0  # None of one completion: the function does not apply
     spec = "rewarded:data=rows.jsonl,reward=rewards.py:accuracy"
     report = check_env(spec, 3, other_process=False)
     assert not report.problems and report.shared == 0
@@ -326,6 +328,7 @@ def test_a_column_that_is_no_json_is_named(place, monkeypatch, value, kind):
     ("data=rows.jsonl,reward=no.py", "no file no.py"),
     ("data=rows.jsonl,reward=accuracy", "write FILE.py:NAME"),
     ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
+    ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
 ])  # fmt: skip
@@ -355,6 +358,7 @@ def play(policy, reward, others=(), seeds=(1, 1, 2), **options):
 
 
 def test_functions_are_called_once_per_batch_with_lists(policy):
+    write("rows.jsonl", [*ROWS, {"prompt": "A row with another column.", "level": 5}])
     reward = "rewards.py:accuracy rewards.py:rank,weights=1 0.5"
     rollouts, module = play(policy, reward, others=["letter_counting"])
     (prompts, completions, answer, columns), ranked = module["calls"]
@@ -362,7 +366,7 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert answer == [prompt[4:-1] for prompt in prompts]
     assert prompts[0] == prompts[1] != prompts[2]
     assert completions == ranked == ["a", "b", "c"]
-    assert columns["n"] == list(map(int, answer))
+    assert columns["n"] == list(map(int, answer)) and columns["level"] == [None] * 3
     assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
     assert [r.info["reward_rank"] for r in rollouts[:3]] == [0.0, 1.0, 2.0]
     assert not any(r.error for r in rollouts)

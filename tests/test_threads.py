@@ -324,8 +324,8 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
     register(Counted)
     all_closed, collector = threading.Event(), RolloutCollector(policy, 9)
     with pytest.raises(KeyboardInterrupt):
-        collector.collect(tasks(4), Stops(policy), PARAMS)
-    assert all_closed.wait(60)
+        collector.collect(tasks(4), stops := Stops(policy), PARAMS)
+    assert all_closed.wait(60) and not stops.waiting
     again = collector.collect(tasks(4), Scripted(policy), PARAMS)
     assert [len(r.turns) for r in again] == [1, 2, 3, 4] and not any(r.error for r in again)
     collector.close()
