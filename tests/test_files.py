@@ -6,7 +6,7 @@ import resource
 import shutil
 import signal
 import stat
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,27 +46,6 @@ def test_what_is_not_complete_leaves_nothing_and_changes_nothing(tmp_path):
     with published(tmp_path / "file") as part:
         part.write_text("newer")
     assert (tmp_path / "file").read_text() == "newer"
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_folder_in_an_image_is_replaced_though_it_cannot_be_renamed(tmp_path, monkeypatch, fails):
-    """As on overlayfs: EXDEV for the folder that was there. What fails leaves it with its files."""
-    rename, path = os.rename, tmp_path / "a"
-    path.mkdir()
-    (path / "old").touch()
-
-    def overlay(source, target):
-        if Path(source) == path:
-            raise OSError(errno.EXDEV, "Invalid cross-device link")
-        if fails and (Path(source) / "new").exists():
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", overlay)
-    with pytest.raises(OSError) if fails else nullcontext(), published(path) as part:
-        part.mkdir()
-        (part / "new").touch()
-    assert [p.name for p in path.iterdir()] == ["old" if fails else "new"]
 
 
 def test_others_may_read_the_model_if_the_disk_has_modes(tmp_path, policy, monkeypatch):

@@ -144,7 +144,7 @@ def _replace_folder(path: Path, part: Path) -> None:
     remove(old)
     try:
         if path.exists() or path.is_symlink():
-            _move_away(path, old)
+            os.rename(path, old)
         os.rename(part, path)
     except OSError:
         if old.exists() or old.is_symlink():
@@ -152,23 +152,6 @@ def _replace_folder(path: Path, part: Path) -> None:
             os.rename(old, path)
         raise
     remove(old)
-
-
-def _move_away(path: Path, old: Path) -> None:
-    """Renames `path` to `old`. A folder in the image of a container can only be copied (EXDEV)."""
-    try:
-        os.rename(path, old)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        copy = old.with_name(f"{old.name}-copy")
-        try:
-            shutil.copytree(path, copy, symlinks=True)
-        except OSError:
-            shutil.rmtree(copy, ignore_errors=True)
-            raise
-        os.rename(copy, old)  # complete: from here on `path` may be lost
-        shutil.rmtree(path)
 
 
 def _write_error(error: BaseException) -> OSError | None:

@@ -1,39 +1,31 @@
-"""Stops runs while they write, or damages what they wrote, and resumes them.
+"""Stops runs while they write, and resumes them.
 
-    python runs/faults/reproduce.py                          # three minutes on two cores
+    python runs/faults/reproduce.py                          # two minutes on two cores
     python runs/faults/reproduce.py --only power full --tries 30 --seed 7
 
 A resumed run must end with the metrics of one that nothing stopped. Ways to stop a run:
 
     kill      SIGKILL before the nth change to a file of the run (an audit hook of Python counts)
     write     SIGXFSZ in the middle of a write, at a random byte
-    time      SIGKILL at a random time
     power     SIGKILL before the nth change; then every file loses what was written to it after
               its last fsync: it is cut, or the end is zeros
-    signal    SIGINT, SIGTERM or SIGHUP at a random time: the run saves and ends
     full      the disk of `runs` is full after a random byte: a tmpfs, so Linux alone
-    limit     no file may be larger than a random number of bytes
-    damage    a random file of a finished run is cut, zeroed, changed or removed
 
-A run whose disk is full ends with one line and exit code 1, and leaves nothing half-written. A
-damaged run may also be refused, with one line and exit code 2. Processes are forked from one that
-has imported everything, so each takes about a second. "two ranks" are stopped by kills only.
+A run whose disk is full ends with one line and exit code 1, and leaves nothing half-written.
+Processes are forked from one that has imported everything, so each takes about a second.
 """
 
 import ctypes
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import random
 import resource
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,15 +42,11 @@ SETTINGS = {
     "lora": "--algo reinforce --lora-rank 2 --kl-coef 0.1",
     "ppo": "--algo ppo --num-epochs 2 --num-minibatches 2",
     "reference": "--algo grpo --kl-coef 0.1 --filter-groups 1",
-    "two ranks": "--algo grpo",
 }
-KILLS = ("kill", "write", "time")  # also of rank 0 of two
-WAYS = (*KILLS, "power", "signal", "full", "limit", "damage")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+WAYS = ("kill", "write", "power", "full")
 WRITERS = ("MainThread", "writer")  # threads: the run's own, and that of core/run/writer.py
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
-TIMEOUT = 60  # seconds for one process, which takes one or two
-GRACE = 3  # seconds for the other rank to end after one was killed
+TIMEOUT = 60  # seconds for a process, which takes one or two
 NEW_USER, NEW_MOUNTS, PRIVATE = 0x10000000, 0x20000, 0x44000  # of unshare and mount, in Linux
 
 
@@ -69,8 +57,6 @@ class Death:
     way: str = ""  # "": nothing stops it
     change: int = 0  # the number of the change, from 1
     size: int = 0  # bytes that a file may have, or that the disk has left
-    seconds: float = 0.0
-    signal: int = 0
 
 
 @dataclass
@@ -81,7 +67,6 @@ class Whole:
     flags: list[str]
     metrics: list[dict[str, Any]]
     changes: int
-    seconds: float
 
 
 @dataclass
@@ -104,8 +89,6 @@ class Faults:
         whole = self.wholes[setting]
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         try:
-            if way == "damage":
-                return self.damaged(folder, whole, rng)
             for death in [*(draw(way, whole, rng) for _ in range(rng.randint(1, 3))), Death()]:
                 if failure := self.stopped(folder, whole, death, rng):
                     return f"{death}: {failure}"
@@ -119,126 +102,67 @@ class Faults:
     def run_whole(self, setting: str) -> Whole:
         folder = self.folder / setting
         folder.mkdir()
-        flags, started = [*FLAGS, *SETTINGS[setting].split()], time.monotonic()
-        codes = self.run(folder, flags, Death(), 2 if setting == "two ranks" else 1)
-        if any(codes):
-            raise RuntimeError(f"a run that nothing stops ended with {codes}: {output_of(folder)}")
+        flags = [*FLAGS, *SETTINGS[setting].split()]
+        if (code := self.run(folder, flags, Death())) != 0:
+            raise RuntimeError(f"a run that nothing stops ended with {code}: {output_of(folder)}")
         changes = len((folder / "changes").read_text().splitlines())
-        return Whole(folder, flags, metrics_of(folder), changes, time.monotonic() - started)
+        return Whole(folder, flags, metrics_of(folder), changes)
 
     def stopped(self, folder: Path, whole: Whole, death: Death, rng: random.Random) -> str:
         """Starts or resumes the run of `folder`, and stops it; "" or what went wrong."""
         args = ["--resume", "runs/a"] if (folder / "runs/a").exists() else whole.flags
-        ranks = 2 if whole.folder.name == "two ranks" else 1
-        codes = self.run(folder, args, death, ranks)
+        code = self.run(folder, args, death)
         if (folder / "after").exists():  # what was on the small disk
             shutil.rmtree(folder / "runs")
             (folder / "after").rename(folder / "runs")
         text = output_of(folder)
-        if None in codes or "Traceback" in text:
-            return f"exit codes {codes}: {text[-500:]!r}"
+        if code is None or "Traceback" in text:
+            return f"exit code {code}: {text[-500:]!r}"
         allowed = {0}
-        if death.way in ("full", "limit"):
+        if death.way == "full":
             allowed = {0, 1}
-            if codes[0] == 1 and (text.count("\n") != 1 or "fix this, then run" not in text):
+            if code == 1 and (text.count("\n") != 1 or "fix this, then run" not in text):
                 return f"not one line: {text!r}"
             if left := list(folder.glob("runs/**/.part*")):
                 return f"left {left}"
-        elif death.way == "signal":  # before the run has begun, the signal ends it
-            allowed = {0, 130, *(-s for s in SIGNALS)}
         elif death.way:
             allowed = {0, -signal.SIGKILL, -signal.SIGXFSZ}
-        if codes[0] not in allowed:
-            return f"exit code {codes}: {text[-500:]!r}"
+        if code not in allowed:
+            return f"exit code {code}: {text[-500:]!r}"
         if death.way == "power":
             cut_power(folder, rng)
         return ""
 
-    def damaged(self, folder: Path, whole: Whole, rng: random.Random) -> str:
-        """Damages a file of a finished run, and resumes the run; "" or what went wrong."""
-        shutil.copytree(whole.folder / "runs", folder / "runs")
-        files = [p for p in sorted((folder / "runs/a").rglob("*")) if p.is_file()]
-        file = rng.choice([p for p in files if p.name != "config.yaml"])
-        content, what = file.read_bytes(), rng.choice(["cut", "zeroed", "changed", "removed"])
-        start = rng.randrange(max(1, len(content)))
-        if what == "removed":
-            file.unlink()
-        elif content:
-            end = len(content) if what == "cut" else min(len(content), start + rng.randint(1, 4096))
-            middle = {
-                "cut": b"",
-                "zeroed": bytes(end - start),
-                "changed": rng.randbytes(end - start),
-            }
-            file.write_bytes(content[:start] + middle[what] + content[end:])
-        codes, text = self.run(folder, ["--resume", "runs/a"], Death()), output_of(folder)
-        name = f"{file.relative_to(folder)} {what}"
-        if codes == [2] and text.count("\n") == 1 and "Traceback" not in text:
-            return ""  # refused
-        same = codes == [0] and metrics_of(folder) == whole.metrics
-        return "" if same else f"{name}: exit code {codes}, or other metrics: {text[-500:]!r}"
-
-    def run(self, folder: Path, args: list[str], death: Death, ranks: int = 1) -> list[int | None]:
-        """Runs `train.py ARGS` in new processes; returns their exit codes, None if one hangs."""
+    def run(self, folder: Path, args: list[str], death: Death) -> int | None:
+        """Runs `train.py ARGS` in a new process; returns its exit code, None if it hangs."""
         (folder / "changes").unlink(missing_ok=True)
         (folder / "errors.txt").unlink(missing_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(ranks):
-            environment = {} if ranks == 1 else {
-                "TORCHELASTIC_RUN_ID": "a", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
-            }  # fmt: skip
-            own = (args, str(folder), environment, death if rank == 0 else Death())
-            children.append(self.context.Process(target=train_in_child, args=own))
-            children[-1].start()
-        if death.way in ("time", "signal"):
-            children[0].join(death.seconds)
-            if children[0].is_alive():
-                os.kill(children[0].pid, signal.SIGKILL if death.way == "time" else death.signal)
-        multiprocessing.connection.wait([child.sentinel for child in children], TIMEOUT)
-        hangs = False
-        for child in children:  # after a death the other ends, or is killed as torchrun would
-            failed = any(c.exitcode for c in children)
-            child.join(GRACE if failed else TIMEOUT)
-            if child.is_alive():
-                hangs = hangs or not failed
-                child.kill()
-                child.join()
-        return [None if hangs else child.exitcode for child in children]
+        child = self.context.Process(target=train_in_child, args=(args, str(folder), death))
+        child.start()
+        child.join(TIMEOUT)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            return None
+        return child.exitcode
 
 
 def draw(way: str, whole: Whole, rng: random.Random) -> Death:
     """A moment at which a run is stopped."""
     size = int(10 ** rng.uniform(0, 5.3))
-    if way == "limit":
-        size += 20_000  # room for what the process prints
     if way == "full":
         size = int(rng.random() * size_of(whole.folder / "runs"))
-    return Death(way, rng.randint(1, whole.changes), size, rng.uniform(0.05, 1.2 * whole.seconds),
-                 rng.choice(SIGNALS))  # fmt: skip
+    return Death(way, rng.randint(1, whole.changes), size)
 
 
-def train_in_child(args: list[str], folder: str, environment: dict[str, str], death: Death) -> None:
+def train_in_child(args: list[str], folder: str, death: Death) -> None:
     """Runs the command in this process, and ends it as `death` says."""
-    # a shell ignores SIGINT in background jobs, and nohup SIGHUP; a process inherits that
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.chdir(folder)
-    os.environ.update(environment)
     sys.stdout = open("output.txt", "a", buffering=1)  # noqa: SIM115
     sys.stderr = open("errors.txt", "a", buffering=1)  # noqa: SIM115
     if death.way == "full":
         mount_small_disk(death.size)
-    if death.way == "limit":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (death.size, death.size))
-    if environment.get("RANK", "0") == "0":
-        watch(death)
+    watch(death)
     import train
     from core.run import interrupt
 
@@ -359,7 +283,7 @@ def main(only: list[str], tries: int, seed: int) -> int:
         faults = Faults(Path(name).resolve())
         for number in range(tries):
             way, rng = only[number % len(only)], random.Random(f"{seed} {number}")
-            setting = rng.choice([s for s in SETTINGS if s != "two ranks" or way in KILLS])
+            setting = rng.choice([*SETTINGS])
             failure = faults.try_once(way, setting, rng)
             made[way][0] += 1
             if failure:
@@ -378,6 +302,6 @@ if __name__ == "__main__":
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
     parser.add_argument("--only", nargs="+", choices=WAYS, default=[*WAYS])
-    parser.add_argument("--tries", type=int, default=80)
+    parser.add_argument("--tries", type=int, default=40)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     sys.exit(main(**vars(parser.parse_args())))
