@@ -152,16 +152,6 @@ def gradient_of(tasks: Tasks, objective: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(objective(leaf.success()).mean(), leaf.logits)[0]
 
 
-def kl_gradient(tasks: Tasks, teacher: Tasks) -> Tensor:
-    """The gradient of minus the KL to the teacher, token by token, each in the contexts sampled."""
-    leaf = tasks.logits.clone().requires_grad_()
-    policy, other = leaf.log_softmax(-1), teacher.logits.log_softmax(-1)
-    kl = (policy.exp() * (policy - other)).sum(-1)  # [task, token]
-    chances = tasks.logprobs().sum(-1).exp()  # [task, completion]
-    reached = (chances[..., None] * mask()).sum(1)  # probability that a rollout has the token
-    return torch.autograd.grad(-(reached * kl).sum(1).mean(), leaf)[0]
-
-
 def rows() -> dict[str, tuple[Any, Any, str]]:
     """Name: algorithm, options, and of what PPO's values are made."""
     found: dict[str, tuple[Any, Any, str]] = {}
