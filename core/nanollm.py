@@ -77,25 +77,15 @@ ENVIRONMENT = {
 }
 
 
-def make_sampler(
-    name: str,
-    policy: Policy,
-    gpu_memory_utilization: float = 0.9,
-    reserved_bytes: int = 0,
-    eager: bool = False,
-    with_kept_ids: bool = False,
-    num_rollouts: int = 0,
-) -> Sampler:
+def make_sampler(name: str, policy: Policy, *arguments: Any, **options: Any) -> Sampler:
     """Makes "torch", "vllm", or "auto": vllm on a GPU if it starts, otherwise torch.
 
-    "vllm" raises as NanoLLM does.
+    What else is given goes to NanoLLM; "vllm" raises as NanoLLM does.
     """
     if name == "torch" or (name == "auto" and policy.device.type != "cuda"):
         return TorchSampler(policy)
     try:
-        return NanoLLM(
-            policy, gpu_memory_utilization, reserved_bytes, eager, with_kept_ids, num_rollouts
-        )
+        return NanoLLM(policy, *arguments, **options)
     except UsageError as error:
         if name != "auto":
             raise

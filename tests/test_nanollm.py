@@ -25,13 +25,13 @@ from test_train import metrics_of
 from core import nanollm, weight_sharing
 from core.loading import load_policy
 from core.nanollm import NanoLLM
-from core.optimizer import make_optimizer
 from core.sampler import Request, SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.types import UsageError
 
-sys.path.append(str(Path(__file__).parent.parent / "runs/benchmarks"))
+sys.path += [str(Path(__file__).parents[1] / "runs" / name) for name in ("benchmarks", "families")]
 from between_steps import stub_sampler
+from families import train
 
 pytestmark = pytest.mark.vllm
 
@@ -101,17 +101,6 @@ def gap(policy, completions):
 def is_rounding(gaps, dtype):
     """In float32 each gap is below 1e-4 nats, in bfloat16 their mean is below 5e-2."""
     return gaps.max() < 1e-4 if dtype == torch.float32 else gaps.mean() < 5e-2
-
-
-def train(policy, steps, lr):
-    """Take optimizer steps that change every trainable weight a little."""
-    optimizer = make_optimizer(policy, lr=lr)
-    ids = torch.tensor([[5, 77, 300, 12, 9, 41, 8] * 8], device=policy.device)
-    for _ in range(steps):
-        logits = policy.to_logits(policy.hidden_states(ids))[0, :-1]
-        torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def engine_model(sampler):

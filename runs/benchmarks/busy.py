@@ -19,13 +19,10 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import ROOT, alternate, publish, spread, verdict
+from pairs import ROOT, Rounds, alternate, markdown, publish, spread, verdict
 
 # GNU's default of about 3 ms, LLVM's and Intel's of 200 ms
 LIBRARY = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
@@ -34,12 +31,10 @@ GOAL = 1.7  # of the quiet time, at most
 
 
 @dataclass
-class Args:
+class Args(Rounds):
     """What to measure."""
 
-    rounds: int = 5  # runs of each kind, in turn
     preload: str = ""  # the file of another OpenMP library
-    write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
@@ -54,17 +49,15 @@ def main(args: Args) -> None:
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per setting, as Markdown."""
-    lines = ["| threads wait for | quiet, s | beside busy programs, s | busy / quiet | goal |"]
-    lines.append("| --- | --- | --- | --- | --- |")
-    for case in cases:
-        for name in SETTINGS:
-            quiet, busy = ([answer["seconds"] for answer in case["sides"][f"{name}, {load}"]]
-                           for load in ("quiet", "busy"))  # fmt: skip
-            ratio = statistics.median(busy) / statistics.median(quiet)
-            goal = verdict(ratio, GOAL) if name == "short loop" else ""
-            lines.append(f"| {name} | {spread(quiet, '.1f')} | {spread(busy, '.1f')} | "
-                         f"{ratio:.2f} | {goal} |")  # fmt: skip
-    return lines
+    rows = []
+    for name in SETTINGS:
+        quiet, busy = ([answer["seconds"] for answer in cases[0]["sides"][f"{name}, {load}"]]
+                       for load in ("quiet", "busy"))  # fmt: skip
+        ratio = statistics.median(busy) / statistics.median(quiet)
+        goal = verdict(ratio, GOAL) if name == "short loop" else ""
+        rows.append([name, spread(quiet, ".1f"), spread(busy, ".1f"), f"{ratio:.2f}", goal])
+    head = "threads wait for | quiet, s | beside busy programs, s | busy / quiet | goal"
+    return markdown(head, rows)
 
 
 def train(setting: dict[str, str], busy: bool, preload: str) -> dict[str, Any]:

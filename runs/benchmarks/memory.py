@@ -1,7 +1,6 @@
 """Peak memory: of a training pass, and of a rank that shares the optimizer with others.
 
-    python runs/benchmarks/memory.py  # 8 minutes on two cores; needs 16 GB
-    python runs/benchmarks/memory.py --vocab 384 8000 --completion-tokens 32 --no-write
+    python runs/benchmarks/memory.py  # 8 minutes on two cores; needs 16 GB; Linux
     python runs/benchmarks/memory.py ranks  # 3 minutes; needs 12 GB
 
 pass: forward and backward, picoRL and a pass that keeps all logits.
@@ -10,8 +9,8 @@ One group in one micro-batch, the same token ids on both sides, and a model so s
 vocabulary takes the share of memory that it takes in a large model. picoRL runs
 `core.batching.micro_batches` and `train.forward`; the plain pass computes `model(ids).logits` at
 every position, `log_softmax`, `gather`. The loss of both is the mean log-prob of the sampled
-tokens. Memory is the peak during the pass minus what was in use before it: resident memory of a
-fresh process on the CPU (Linux), what PyTorch allocated on a GPU. It includes the gradients.
+tokens. Memory is the peak of the resident memory of a fresh process on the CPU during the pass,
+minus what was in use before it. It includes the gradients.
 
 ranks: weights, gradients and optimizer of one of N ranks, --shard-optimizer on and off. The model
 has 109M weights, 9% of them in the embedding, as in models of 4B. Memory is the peak of a fresh
@@ -26,13 +25,24 @@ import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import ANSWER, Side, alternate, in_child, publish, ratios, run_child, spread, verdict
+from pairs import (
+    ANSWER,
+    Rounds,
+    alternate,
+    in_child,
+    markdown,
+    publish,
+    ratios,
+    run_child,
+    spread,
+    status,
+    verdict,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from core.policy import Policy
@@ -44,20 +54,20 @@ GOAL, GOAL_VOCAB = 0.35, 150_000  # maximum of picoRL's / the plain pass's memor
 MB = 2**20
 
 
+# one setting changes at a time; the others keep their first value
+SETTINGS = {
+    "vocab": (150_000, 384, 8_000, 32_000), "group_size": (8, 4, 16),
+    "completion_tokens": (64, 128, 256), "prompt_tokens": (200, 50),
+}  # fmt: skip
+RANKS = 4
+
+
 @dataclass
-class Args:
-    """What to measure. One setting changes at a time; the others keep their first value."""
+class Args(Rounds):
+    """What to measure; the cases of `pass` after the first are measured once."""
 
     what: tyro.conf.Positional[Literal["pass", "ranks"]] = "pass"
-    rounds: int = 5  # pairs of fresh processes with the first value of every setting
-    other_rounds: int = 1  # pairs for the other cases
-    vocab: tuple[int, ...] = (150_000, 384, 8_000, 32_000)
-    group_size: tuple[int, ...] = (8, 4, 16)
-    completion_tokens: tuple[int, ...] = (64, 128, 256)
-    prompt_tokens: tuple[int, ...] = (200, 50)
-    ranks: int = 4
-    layers: int = 14  # of the model of `ranks`
-    write: bool = True  # save the results as JSON and write the table into README.md
+    cases: int = 9  # of `pass`
 
 
 def main(args: Args) -> None:
@@ -65,13 +75,11 @@ def main(args: Args) -> None:
         publish("ranks_memory", [measure_ranks(args, x) for x in DTYPES], ranks_table, args.write)
         return
     cases = []
-    for number, case in enumerate(grid(args)):
+    for case in grid()[: args.cases]:
         print(case, flush=True)
-        sides: dict[str, Side] = {
-            name: lambda kind=name, case=case: in_child(__file__, "measure", kind=kind, **case)
-            for name in ("picoRL", "plain")
-        }
-        results = alternate(sides, args.other_rounds if number else args.rounds, "peak_mb")
+        sides = {name: partial(in_child, __file__, "measure", kind=name, **case)
+                 for name in ("picoRL", "plain")}  # fmt: skip
+        results = alternate(sides, 1 if cases else args.rounds, "peak_mb")
         loss = {round(a["loss"], 3) for answers in results.values() for a in answers}
         if len(loss) != 1:
             raise RuntimeError(f"the two passes computed different losses: {loss}")
@@ -79,30 +87,27 @@ def main(args: Args) -> None:
     publish("memory", cases, table, args.write)
 
 
-def grid(args: Args) -> list[dict[str, int]]:
+def grid() -> list[dict[str, int]]:
     """Returns the case with all first values, then those with one other value."""
-    names = ("vocab", "group_size", "completion_tokens", "prompt_tokens")
-    first = {name: getattr(args, name)[0] for name in names}
-    others = [first | {name: value} for name in names for value in getattr(args, name)[1:]]
-    return [first, *others]
+    first = {name: values[0] for name, values in SETTINGS.items()}
+    return [first, *(first | {name: x} for name, values in SETTINGS.items() for x in values[1:])]
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per case, as Markdown."""
-    lines = ["| vocabulary | group | prompt | completion | picoRL, MB | all logits, MB | "
-             "picoRL / all logits | goal |", "| --- |" + " --- |" * 7]  # fmt: skip
+    rows = []
     for case in cases:
         ours, plain = ([answer["peak_mb"] for answer in case["sides"][name]]
                        for name in ("picoRL", "plain"))  # fmt: skip
         ratio = ratios(ours, plain)
         has_goal = case["vocab"] >= GOAL_VOCAB
-        cells = [
+        rows.append([
             f"{case['vocab']:,}", str(case["group_size"]), str(case["prompt_tokens"]),
             str(case["completion_tokens"]), spread(ours, ",.0f"), spread(plain, ",.0f"),
             spread(ratio), verdict(statistics.median(ratio), GOAL) if has_goal else "",
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return markdown("vocabulary | group | prompt | completion | picoRL, MB | all logits, MB | "
+                    "picoRL / all logits | goal", rows)  # fmt: skip
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -110,34 +115,30 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 
 def measure_ranks(args: Args, dtype: str) -> dict[str, Any]:
     """Runs N ranks with and without shards in turn; the peak of the largest rank in each."""
-    sides: dict[str, Side] = {
-        mode: lambda mode=mode: launch_ranks(args.ranks, dtype, mode, args.layers)
-        for mode in ("on", "off")
-    }
-    print(f"{args.ranks} ranks, {dtype}", flush=True)
-    results = alternate(sides, args.rounds, "peak_mb")
-    return {"dtype": dtype, "ranks": args.ranks, "layers": args.layers, "sides": results}
+    print(dtype, flush=True)
+    sides = {mode: partial(launch_ranks, dtype, mode) for mode in ("on", "off")}
+    return {"dtype": dtype, "ranks": RANKS, "sides": alternate(sides, args.rounds, "peak_mb")}
 
 
-def launch_ranks(ranks: int, dtype: str, mode: str, layers: int) -> dict[str, Any]:
+def launch_ranks(dtype: str, mode: str) -> dict[str, Any]:
     """The answer of the rank that needed most memory."""
-    settings = {"part": "rank", "dtype": dtype, "mode": mode, "layers": layers}
+    settings = {"part": "rank", "dtype": dtype, "mode": mode}
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(ranks), __file__, "--child", json.dumps(settings),
+        f"{RANKS}", __file__, "--child", json.dumps(settings),
     ]  # fmt: skip
     # glibc returns freed blocks of a megabyte to the system, so the peak is what is needed
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(MB)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     answers = [json.loads(x) for x in re.findall(rf"{ANSWER}(\{{.*?\}})", done.stdout)]
-    if done.returncode or len(answers) != ranks:
+    if done.returncode or len(answers) != RANKS:
         raise RuntimeError(f"the ranks failed: {done.stderr[-2000:]}")
     if len({answer["sum"] for answer in answers}) != 1:
         raise RuntimeError(f"the ranks have different weights: {answers}")
     return max(answers, key=lambda answer: answer["peak_mb"])
 
 
-def rank(dtype: str, mode: str, layers: int) -> dict[str, Any]:
+def rank(dtype: str, mode: str) -> dict[str, Any]:
     """In a process of torchrun: peak memory in MB, weights, and a sum that all ranks must share."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -147,7 +148,7 @@ def rank(dtype: str, mode: str, layers: int) -> dict[str, Any]:
     from core.optimizer import MasterAdamW
 
     config = LlamaConfig(
-        hidden_size=768, intermediate_size=2048, num_hidden_layers=layers, num_attention_heads=12,
+        hidden_size=768, intermediate_size=2048, num_hidden_layers=14, num_attention_heads=12,
         vocab_size=12288, tie_word_embeddings=True,
     )  # fmt: skip
     with distributed.process_group("cpu"):
@@ -165,13 +166,12 @@ def rank(dtype: str, mode: str, layers: int) -> dict[str, Any]:
             assert optimizer.clip_and_step(1.0)[1]
         total = sum(float(p.double().sum()) for p in model.parameters())
         weights = sum(p.numel() for p in model.parameters())
-        return {"peak_mb": (peak() - before) / MB, "weights": weights, "sum": total}
+        return {"peak_mb": (status("VmHWM") - before) / MB, "weights": weights, "sum": total}
 
 
 def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per dtype, as Markdown."""
-    lines = ["| weights | ranks | sharded, MB a rank | bytes a weight | not sharded, MB a rank | "
-             "bytes a weight | sharded / not | goal |", "| --- |" + " --- |" * 7]  # fmt: skip
+    rows = []
     for case in cases:
         sides = [case["sides"][mode] for mode in ("on", "off")]
         cells = [f"{sides[0][0]['weights'] / 1e6:.0f}M {case['dtype']}", str(case["ranks"])]
@@ -180,9 +180,9 @@ def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
             sizes = [answer["peak_mb"] * MB / answer["weights"] for answer in answers]
             cells.append(f"{statistics.median(sizes):.1f}")
         ratio = ratios(*([answer["peak_mb"] for answer in answers] for answers in sides))
-        cells += [spread(ratio), verdict(statistics.median(ratio), SHARDED_GOAL)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append([*cells, spread(ratio), verdict(statistics.median(ratio), SHARDED_GOAL)])
+    return markdown("weights | ranks | sharded, MB a rank | bytes a weight | not sharded, "
+                    "MB a rank | bytes a weight | sharded / not | goal", rows)  # fmt: skip
 
 
 # --- child processes -----------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def measure(
     group = rollouts(group_size, prompt_tokens, completion_tokens, shape.vocab)
     before = memory_in_use()
     loss = run(policy, group)
-    return {"peak_mb": (peak() - before) / MB, "loss": loss}
+    return {"peak_mb": (status("VmHWM") - before) / MB, "loss": loss}
 
 
 def rollouts(
@@ -260,26 +260,8 @@ def plain(policy: "Policy", group: list["Rollout"]) -> float:
 
 def memory_in_use() -> int:
     """Returns the bytes in use, and starts a new peak."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
     Path("/proc/self/clear_refs").write_text("5")  # 5: resets the peak of resident memory
     return status("VmRSS")
-
-
-def peak() -> int:
-    """Returns the peak in bytes since `memory_in_use`."""
-    import torch
-
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else status("VmHWM")
-
-
-def status(name: str) -> int:
-    """Returns a field of /proc/self/status, in bytes."""
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
 PARTS = {"measure": measure, "rank": rank}

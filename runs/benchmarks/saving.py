@@ -10,31 +10,18 @@ saves. "waits" writes as picoRL did before: training waits until the checkpoint 
 """
 
 import os
-import sys
 import tempfile
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import ROOT, alternate, in_child, publish, run_child, spread
+from pairs import ROOT, Rounds, alternate, in_child, markdown, publish, run_child, spread
 
 FIRST, LAST = 3, 7  # the updates between whose ends the time is taken
 
 
-@dataclass
-class Args:
-    """What to measure."""
-
-    rounds: int = 5  # runs of each kind, in turn
-    write: bool = True  # save the results as JSON and write the table into README.md
-
-
-def main(args: Args) -> None:
+def main(args: Rounds) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     ways = ("none", "waits", "goes on")
     sides = {way: partial(in_child, __file__, "train", way=way) for way in ways}
@@ -45,15 +32,13 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per way, as Markdown."""
     sides = cases[0]["sides"]
     base = [answer["seconds"] for answer in sides["none"]]
-    lines = ["| while a checkpoint is written, training | four updates, s | more than without, s |"]
-    lines.append("| --- | --- | --- |")
-    for way, answers in sides.items():
-        times = [answer["seconds"] for answer in answers]
+    rows = [["(no checkpoint)", spread(base, ".1f"), ""]]
+    for way in ("waits", "goes on"):
+        times = [answer["seconds"] for answer in sides[way]]
         more = [a - b for a, b in zip(times, base, strict=True)]
-        name = "(no checkpoint)" if way == "none" else way
-        lines.append(f"| {name} | {spread(times, '.1f')} | "
-                     f"{'' if way == 'none' else spread(more, '.1f')} |")  # fmt: skip
-    return lines
+        rows.append([way, spread(times, ".1f"), spread(more, ".1f")])
+    head = "while a checkpoint is written, training | four updates, s | more than without, s"
+    return markdown(head, rows)
 
 
 def train(way: str) -> dict[str, Any]:
@@ -88,6 +73,5 @@ def train(way: str) -> dict[str, Any]:
 
 PARTS = {"train": train}
 
-if __name__ == "__main__":
-    if not run_child(PARTS):
-        main(tyro.cli(Args, description=__doc__))
+if __name__ == "__main__" and not run_child(PARTS):
+    main(tyro.cli(Rounds, description=__doc__))

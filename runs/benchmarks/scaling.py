@@ -13,70 +13,44 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import Side, alternate, in_child, publish, ratios, spread
+from pairs import ROOT, Rounds, alternate, in_child, markdown, publish, ratios, spread
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = ROOT / "train.py"
 VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
 PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # one core per rank
 
 
-@dataclass
-class Args:
-    """What to measure."""
-
-    rounds: int = 5  # pairs of launches
-    updates: int = 5  # per launch; the first is left out
-    ranks: int = 2  # compared with 1
-    num_prompts: int = 8  # in the global batch
-    group_size: int = 8
-    max_tokens: int = 64  # per completion
-    shape: str = "4M"  # see workload.py
-    write: bool = True  # save the results as JSON and write the table into README.md
+WORK = {"shape": "4M", "max_tokens": 64, "num_prompts": 8, "group_size": 8}  # of the global batch
+# the rewards of this environment differ within each group, so every rollout has a gradient
+FLAGS = f"""--num-updates 5 --max-turns 1 --max-tokens-per-micro-batch 2048 --eval-num-tasks 0
+    --microscope 0 --device cpu --save-every 0 --model-id ./model
+    --env {Path(__file__).with_name("workload.py")}:Speed""".split()
 
 
-def main(args: Args) -> None:
+def main(args: Rounds) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        in_child(VS_TRL, "make", folder=f"{folder}/model", size=args.shape, dtype="float32")
-        work = {k: getattr(args, k) for k in ("shape", "max_tokens", "num_prompts", "group_size")}
-        publish("scaling_ranks", [work | ranks(args, folder)], ranks_table, args.write)
-
-
-def ranks(args: Args, folder: str) -> dict[str, Any]:
-    """Runs 1 rank and N ranks in turn. Raises ValueError if there are fewer cores than ranks."""
-    if not 1 < args.ranks <= len(os.sched_getaffinity(0)):
-        raise ValueError(f"--ranks {args.ranks}: use 2 or more, and at most one per core")
-    flags = {
-        "model-id": f"{folder}/model", "num-updates": args.updates, "num-prompts": args.num_prompts,
-        "group-size": args.group_size, "max-tokens": args.max_tokens, "max-turns": 1,
-        "max-tokens-per-micro-batch": 2048, "eval-num-tasks": 0, "microscope": 0, "device": "cpu",
-        "save-every": 0,
-        # its rewards differ within each group, so every rollout has a gradient
-        "env": f"{Path(__file__).with_name('workload.py')}:Speed",
-    }  # fmt: skip
-
-    def side(number: int) -> Side:
-        return lambda: launch(number, flags, Path(folder))
-
-    sides = {f"{number} rank(s)": side(number) for number in (1, args.ranks)}
-    results = alternate(sides, args.rounds, "update_s")
+        in_child(VS_TRL, "make", folder=f"{folder}/model", size=WORK["shape"], dtype="float32")
+        sides = {f"{number} rank(s)": partial(launch, number, Path(folder)) for number in (1, 2)}
+        results = alternate(sides, args.rounds, "update_s")
     tokens = {a["sampled"] for answers in results.values() for a in answers}
     if len(tokens) != 1:
         raise RuntimeError(f"the global batches differ: {tokens} tokens per update")
-    return {"ranks": args.ranks, "sampled": tokens.pop(), "sides": results}
+    case = WORK | {"ranks": 2, "sampled": tokens.pop(), "sides": results}
+    publish("scaling_ranks", [case], ranks_table, args.write)
 
 
-def launch(number: int, flags: dict[str, Any], folder: Path) -> dict[str, Any]:
+def launch(number: int, folder: Path) -> dict[str, Any]:
     """Runs `torchrun --nproc-per-node N train.py FLAGS` and returns the times of an update."""
     name = f"ranks-{number}"
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
-    given = [f"--{flag}={value}" for flag, value in (flags | {"run-name": name}).items()]
+    given = [*FLAGS, "--run-name", name]
+    for flag in ("max_tokens", "num_prompts", "group_size"):
+        given += [f"--{flag.replace('_', '-')}", f"{WORK[flag]}"]
     # "rank" is $0 of the shell
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", "--no-python",
@@ -106,21 +80,18 @@ def read_times(metrics: Path) -> dict[str, Any]:
 
 def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per number of ranks, as Markdown."""
-    lines = ["| ranks | sampling, s | learning, s | update, s | speed-up over 1 rank |",
-             "| --- |" + " --- |" * 4]  # fmt: skip
-    for case in cases:
-        alone, together = case["sides"].values()
-        gain = ratios([a["update_s"] for a in alone], [a["update_s"] for a in together])
-        for number, answers in ((1, alone), (case["ranks"], together)):
-            cells = [spread([answer[name] for answer in answers])
-                     for name in ("sampling_s", "learning_s", "update_s")]  # fmt: skip
-            cells.append(spread(gain) if number > 1 else "")
-            lines.append(f"| {number} | {' | '.join(cells)} |")
-        lines += ["", f"{case['shape']}, {case['num_prompts']} prompts, {case['group_size']} "
-                  f"completions of at most {case['max_tokens']} tokens each, for all ranks "
-                  f"together; one core per rank."]  # fmt: skip
-    return lines
+    [case], rows = cases, []
+    alone, together = case["sides"].values()
+    gain = ratios([a["update_s"] for a in alone], [a["update_s"] for a in together])
+    for number, answers in (("1", alone), ("2", together)):
+        times = [spread([answer[name] for answer in answers])
+                 for name in ("sampling_s", "learning_s", "update_s")]  # fmt: skip
+        rows.append([number, *times, spread(gain) if answers is together else ""])
+    head = "ranks | sampling, s | learning, s | update, s | speed-up over 1 rank"
+    return [*markdown(head, rows), "", f"{case['shape']}, {case['num_prompts']} prompts, "
+            f"{case['group_size']} completions of at most {case['max_tokens']} tokens each, for "
+            f"all ranks together; one core per rank."]  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Rounds, description=__doc__))

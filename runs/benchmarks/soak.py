@@ -17,16 +17,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from pairs import ROOT, markdown
+
+sys.path += [str(ROOT / "runs")]
+
+from figures import figure, panel
+from record import recorded_with, write_recorded, write_table
+
+from core.report.curves import BLUE
+from core.run.log import ROLLOUTS_BYTES
+
 RESULTS = Path(__file__).resolve().parent / "soak"
-ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "runs"), str(ROOT)]
-
-import numpy as np  # noqa: E402
-from figures import figure, panel  # noqa: E402
-from record import recorded_with, write_recorded, write_table  # noqa: E402
-
-from core.report.curves import BLUE  # noqa: E402
-from core.run.log import ROLLOUTS_BYTES  # noqa: E402
 
 UPDATES, EVERY, WARM_UP = 2000, 20, 200
 FLAGS = f"--run-name soak-run --num-updates {UPDATES} --num-prompts 8 --eval-every 100 --lr 2e-5"
@@ -44,7 +46,7 @@ def main() -> int:
     results = judge(samples)
     draw(samples, results)
     write_table(RESULTS, table(samples, results))
-    return 0 if all(result["holds"] for result in results.values()) else 1
+    return int(any(holds == "no" for *_, holds in results))
 
 
 def train_and_sample() -> None:
@@ -84,8 +86,8 @@ def measure(pid: int, run: Path) -> Sample:
     }
 
 
-def judge(samples: list[Sample]) -> dict[str, Any]:
-    """Returns a result for memory, time and files: what was measured, its bound, if it holds."""
+def judge(samples: list[Sample]) -> list[list[str]]:
+    """Returns a row for memory, time and files: what, how much, its bound, and if it holds."""
     late = [sample for sample in samples if sample["update"] >= WARM_UP]
     updates = np.array([sample["update"] for sample in late])
     slope = 100 * np.polyfit(updates, [sample["rss_mb"] for sample in late], 1)[0]
@@ -97,26 +99,19 @@ def judge(samples: list[Sample]) -> dict[str, Any]:
         for sample in samples
     )
     max_rollouts = 2 * ROLLOUTS_BYTES / 1e6 * 1.1
-    return {
-        "memory": {
-            "what": f"growth of resident memory after update {WARM_UP}",
-            "measured": f"{slope:+.2f} MB per 100 updates",
-            "bound": f"< {MAX_GROWTH_MB:g} MB",
-            "holds": bool(slope < MAX_GROWTH_MB),
-        },
-        "time": {
-            "what": "time of an update: last quarter against second quarter",
-            "measured": f"{last:.2f} s against {second:.2f} s ({last / second - 1:+.0%})",
-            "bound": f"< {MAX_SLOWDOWN:+.0%}",
-            "holds": bool(last < (1 + MAX_SLOWDOWN) * second),
-        },
-        "files": {
-            "what": "largest size of rollouts.jsonl and rollouts.old.jsonl together",
-            "measured": f"{rollouts:.0f} MB",
-            "bound": f"< {max_rollouts:.0f} MB",
-            "holds": bool(rollouts < max_rollouts),
-        },
-    }
+    return [
+        [f"growth of resident memory after update {WARM_UP}", f"{slope:+.2f} MB per 100 updates",
+         f"< {MAX_GROWTH_MB:g} MB", yes_or_no(slope < MAX_GROWTH_MB)],
+        ["time of an update: last quarter against second quarter",
+         f"{last:.2f} s against {second:.2f} s ({last / second - 1:+.0%})",
+         f"< {MAX_SLOWDOWN:+.0%}", yes_or_no(last < (1 + MAX_SLOWDOWN) * second)],
+        ["largest size of rollouts.jsonl and rollouts.old.jsonl together", f"{rollouts:.0f} MB",
+         f"< {max_rollouts:.0f} MB", yes_or_no(rollouts < max_rollouts)],
+    ]  # fmt: skip
+
+
+def yes_or_no(holds: Any) -> str:
+    return "yes" if holds else "no"
 
 
 def seconds_per_update(samples: list[Sample]) -> list[float]:
@@ -125,29 +120,24 @@ def seconds_per_update(samples: list[Sample]) -> list[float]:
     return [(b["at_s"] - a["at_s"]) / (b["update"] - a["update"]) for a, b in pairs]
 
 
-def table(samples: list[Sample], results: dict[str, Any]) -> list[str]:
+def table(samples: list[Sample], results: list[list[str]]) -> list[str]:
     first = next(sample for sample in samples if sample["update"] >= WARM_UP)
     last = samples[-1]
     minutes = (last["at_s"] - samples[0]["at_s"]) / 60
-    return [
-        "| | measured | bound | holds |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {r['what']} | {r['measured']} | {r['bound']} | {'yes' if r['holds'] else 'no'} |"
-            for r in results.values()
-        ),
-        f"| resident memory at update {first['update']} and at update {last['update']} | "
-        f"{first['rss_mb']:.0f} MB, {last['rss_mb']:.0f} MB | | |",
-        f"| threads and open files at these updates | {first['threads']} and "
-        f"{first['open_files']}; {last['threads']} and {last['open_files']} | | |",
-        f"| metrics.jsonl; checkpoints | {last['files_mb']['metrics.jsonl']:.1f} MB; "
-        f"{last['files_mb']['checkpoint']:.1f} MB | | |",
-        "",
-        f"`python train.py {FLAGS}` took {minutes:.0f} minutes. {recorded_with(RESULTS)}",
-    ]
+    rows = [
+        *results,
+        [f"resident memory at update {first['update']} and at update {last['update']}",
+         f"{first['rss_mb']:.0f} MB, {last['rss_mb']:.0f} MB", "", ""],
+        ["threads and open files at these updates", f"{first['threads']} and "
+         f"{first['open_files']}; {last['threads']} and {last['open_files']}", "", ""],
+        ["metrics.jsonl; checkpoints", f"{last['files_mb']['metrics.jsonl']:.1f} MB; "
+         f"{last['files_mb']['checkpoint']:.1f} MB", "", ""],
+    ]  # fmt: skip
+    took = f"`python train.py {FLAGS}` took {minutes:.0f} minutes. {recorded_with(RESULTS)}"
+    return [*markdown(" | measured | bound | holds", rows), "", took]
 
 
-def draw(samples: list[Sample], results: dict[str, Any]) -> None:
+def draw(samples: list[Sample], results: list[list[str]]) -> None:
     """Memory, time and file sizes by update."""
     updates = [sample["update"] for sample in samples]
     title = f"{updates[-1]:,} updates: memory, time and files"
@@ -161,9 +151,8 @@ def draw(samples: list[Sample], results: dict[str, Any]) -> None:
             files.plot(updates, sizes, style, color=BLUE, label=name)
         panel(files, "files, MB", "update")
         files.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
-        for axis, name in zip((memory, seconds, files), results, strict=True):
+        for axis, (_, text, *_) in zip((memory, seconds, files), results, strict=True):
             axis.set_ylim(0, 80 if axis is files else None)
-            text = results[name]["measured"]
             axis.annotate(text, (0.98, 0.04), xycoords="axes fraction", ha="right", fontsize=9)
 
 

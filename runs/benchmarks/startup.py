@@ -14,28 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import publish, spread, verdict
+from pairs import ROOT, Rounds, markdown, publish, spread, verdict
 
-TRAIN = Path(__file__).resolve().parents[2] / "train.py"
+TRAIN = ROOT / "train.py"
 GOALS = {"`--help`": 1.5, "first update": 6.0, "whole run": 20.0}  # seconds, at most
 
 
-@dataclass
-class Args:
-    """What to measure."""
-
-    rounds: int = 5  # runs
-    write: bool = True  # save the results as JSON and write the table into README.md
-
-
-def main(args: Args) -> None:
+def main(args: Rounds) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     waits: dict[str, list[float]] = {name: [] for name in GOALS}
     for turn in range(args.rounds):
@@ -80,12 +69,12 @@ def has_update(metrics: Path) -> bool:
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per wait, as Markdown."""
-    lines = ["| wait for | s | goal, s |", "| --- | --- | --- |"]
-    for name, seconds in cases[0]["waits"].items():
-        goal = verdict(statistics.median(seconds), GOALS[name])
-        lines.append(f"| {name} | {spread(seconds, '.1f')} | {goal} |")
-    return lines
+    waits = cases[0]["waits"].items()
+    return markdown("wait for | s | goal, s", [
+        [name, spread(seconds, ".1f"), verdict(statistics.median(seconds), GOALS[name])]
+        for name, seconds in waits
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Rounds, description=__doc__))

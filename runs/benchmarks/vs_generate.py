@@ -9,18 +9,14 @@ TorchSampler also returns the log-prob of each token, which RL needs; `generate`
 """
 
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import alternate, in_child, publish, ratios, run_child, spread, verdict
+from pairs import alternate, in_child, markdown, publish, ratios, run_child, spread, verdict
 from workload import SHAPES, Workload, repeated_prompts, save_model
 
 GOAL = 1.5  # times the tokens per second of `generate`
@@ -61,18 +57,14 @@ def pair(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per prompt length, as Markdown."""
-    lines = [
-        "| model | prompts | tokens | TorchSampler, tokens/s | generate, tokens/s | "
-        "TorchSampler / generate | goal |",
-        "| --- |" + " --- |" * 6,
-    ]
+    rows = []
     for case in cases:
         ours, theirs = (
             [answer["tokens_per_s"] for answer in case["sides"][name]]
             for name in ("TorchSampler", "generate")
         )
         ratio = ratios(ours, theirs)
-        cells = [
+        rows.append([
             case["shape"],
             f"{case['num_prompts']} x {case['group_size']} of {case['prompt_tokens']}",
             f"{case['budget']:,}",
@@ -80,9 +72,9 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
             spread(theirs, ",.0f"),
             spread(ratio),
             verdict(statistics.median(ratio), GOAL, at_most=False),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return markdown("model | prompts | tokens | TorchSampler, tokens/s | generate, tokens/s | "
+                    "TorchSampler / generate | goal", rows)  # fmt: skip
 
 
 # --- child processes -----------------------------------------------------------------------------

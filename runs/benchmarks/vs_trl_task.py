@@ -20,19 +20,27 @@ import itertools
 import math
 import os
 import statistics
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 import tyro
-from pairs import ROOT, Side, alternate, in_child, note, publish, run_child, spread, verdict
+from pairs import (
+    ROOT,
+    Rounds,
+    Side,
+    alternate,
+    in_child,
+    markdown,
+    note,
+    publish,
+    run_child,
+    spread,
+    verdict,
+)
 from vs_trl import engine_options, trl_config
 
 GOAL = 0.33  # maximum of picoRL's time / TRL's time
@@ -55,14 +63,11 @@ CASES = {
 
 
 @dataclass
-class Args:
-    """What to measure."""
+class Args(Rounds):
+    """What to measure; each round is a seed, with a pair of fresh processes."""
 
-    rounds: int = 5  # seeds; each is a pair of fresh processes
     updates: int = 60  # at most, in each run
     only: Literal["", "tiny", "smollm2"] = ""  # one of the tasks
-    trl_rows: int = 0  # completions per micro-batch of TRL; 0: those of the task
-    write: bool = True  # save the results as JSON and write the tables into speed/README.md
 
 
 def main(args: Args) -> None:
@@ -73,29 +78,22 @@ def main(args: Args) -> None:
 
 def measure(args: Args, name: str) -> dict[str, Any]:
     """Measures both sides of a task. Raises RuntimeError if they did not do the same."""
-    rows = args.trl_rows or CASES[name].trl_rows
-    print(f"{name}, micro-batches of {rows} completions in TRL", flush=True)
-    compared = in_child(__file__, "compare", name=name, rows=rows)
+    print(name, flush=True)
+    compared = in_child(__file__, "compare", name=name)
 
-    def side(part: str, **options: Any) -> Side:
-        options |= {"name": name, "updates": args.updates}
+    def side(part: str) -> Side:
         seeds = itertools.count()
-        return lambda: in_child(__file__, part, seed=next(seeds), **options)
+        return lambda: in_child(__file__, part, seed=next(seeds), name=name, updates=args.updates)
 
-    sides = {"picoRL": side("picorl"), "TRL": side("trl", rows=rows)}
-    results = alternate(sides, args.rounds, "wall_s")
+    results = alternate({"picoRL": side("picorl"), "TRL": side("trl")}, args.rounds, "wall_s")
     for ours, theirs in zip(*results.values(), strict=True):
         check_equal(ours, theirs, "prompts")
-    return {"task": name, "trl_rows": rows, "compared": compared, "sides": results}
+    return {"task": name, "trl_rows": CASES[name].trl_rows, "compared": compared, "sides": results}
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per side; of the pairs in which both sides reached the accuracy."""
-    lines = [
-        "| task | side | reached | updates | tokens sampled | wall, s | processor, s "
-        "| wall, picoRL / TRL | processor | wall per update | goal |",
-        "|" + " --- |" * 11,
-    ]
+    rows = []
     for case in cases:
         goal = CASES[case["task"]].accuracy
         pairs = list(zip(*case["sides"].values(), strict=True))
@@ -112,8 +110,9 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
                          for ratio, (a, b) in zip(wall, both, strict=True)]  # fmt: skip
                 cells += [spread(values) for values in (wall, cpu, steps)]
                 cells.append(verdict(statistics.median(wall), GOAL))
-            lines.append(f"| {' | '.join([*cells, '', '', '', ''][:11])} |")
-    return lines
+            rows.append([*cells, "", "", "", ""][:11])
+    return markdown("task | side | reached | updates | tokens sampled | wall, s | processor, s | "
+                    "wall, picoRL / TRL | processor | wall per update | goal", rows)  # fmt: skip
 
 
 def check_equal(ours: dict[str, Any], theirs: dict[str, Any], *keys: str) -> None:
@@ -248,9 +247,7 @@ def run_picorl(name: str, seed: int, updates: int) -> Race:
     return race
 
 
-def run_trl(
-    name: str, seed: int, updates: int, rows: int, given: list[list[int]] | None = None
-) -> Race:
+def run_trl(name: str, seed: int, updates: int, given: list[list[int]] | None = None) -> Race:
     """Trains with TRL; `given`: completions of update 1, in place of sampled ones."""
     import torch
     from datasets import Dataset
@@ -314,7 +311,7 @@ def run_trl(
             model=folder, reward_funcs=rewards, train_dataset=Dataset.from_list(questions),
             callbacks=[Watch()],
             args=trl_config(
-                out, rows, cfg.num_prompts, cfg.group_size, cfg.max_tokens, updates,
+                out, CASES[name].trl_rows, cfg.num_prompts, cfg.group_size, cfg.max_tokens, updates,
                 temperature=cfg.temperature, learning_rate=cfg.lr, seed=cfg.seed,
                 max_grad_norm=cfg.max_grad_norm, lr_scheduler_type="constant",
                 shuffle_dataset=False, logging_steps=1 if given else 10,
@@ -333,10 +330,10 @@ def run_trl(
     return race
 
 
-def compare(name: str, rows: int) -> dict[str, Any]:
+def compare(name: str) -> dict[str, Any]:
     """Both sides learn from the completions that picoRL samples; raises if they then differ."""
     ours = run_picorl(name, 0, 1)
-    theirs = run_trl(name, 0, 1, rows, given=ours.completions)
+    theirs = run_trl(name, 0, 1, given=ours.completions)
     check_equal(vars(ours), vars(theirs), "prompts", "rewards")
     norms = [ours.grad_norm, theirs.grad_norm]
     accuracies = [[point["accuracy"] for point in race.curve] for race in (ours, theirs)]

@@ -12,8 +12,6 @@ too: the tensors are those that would be in host memory, but both memories are t
 
 import ctypes
 import gc
-import json
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -22,18 +20,15 @@ from pathlib import Path
 from time import perf_counter_ns
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parent.parent), str(HERE.parent / "which_model")]
+sys.path += [str(HERE.parent / "benchmarks"), str(HERE.parent / "which_model")]
 
 import fit  # noqa: E402
+from measure import MODELS as MEASURED  # noqa: E402
+from pairs import in_child, markdown, run_child, status  # noqa: E402
 from record import commit, machine, write_table  # noqa: E402
 
-TINY = fit.Model("tiny", "qwen3", 4, 128, 384, 4, 2, 32, 704, True)
-MEASURED = {"tiny": TINY, "smollm2": fit.MODELS[0]}
 QWEN3 = {
-    "0.6B": fit.Model("Qwen/Qwen3-0.6B", "qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
-    "1.7B": fit.Model("Qwen/Qwen3-1.7B", "qwen3", 28, 2048, 6144, 16, 8, 128, 151936, True),
-    "4B": fit.Model("Qwen/Qwen3-4B", "qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
-    "8B": fit.Model("Qwen/Qwen3-8B", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, False),
+    **{m.model_id.split("-")[1]: m for m in fit.MODELS if m.family == "qwen3"},
     "14B": fit.Model("Qwen/Qwen3-14B", "qwen3", 40, 5120, 17408, 40, 8, 128, 151936, False),
     "32B": fit.Model("Qwen/Qwen3-32B", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936, False),
 }
@@ -95,15 +90,17 @@ def main() -> None:
     print("\n".join(computed_lines()))
     if "--draw" in sys.argv:
         return
-    table = [
-        "| model | weights | trained with | computed | measured | difference | of that in host "
-        "memory | resident | first step, ns a trained weight |",
-        "|" + " --- |" * 9,
-    ]
+    rows = []
     for name in MEASURED:
         for number, combination in enumerate(COMBINATIONS):
-            table.append(measured_row(name, combination, in_fresh_process(name, number)))
-            print(table[-1], flush=True)
+            found = in_child(__file__, "measure", name=name, number=number)
+            rows.append(measured_row(name, combination, found))
+            print(rows[-1], flush=True)
+    table = markdown(
+        "model | weights | trained with | computed | measured | difference | of that "
+        "in host memory | resident | first step, ns a trained weight",
+        rows,
+    )
     made_with = ", ".join(f"{package} {version(package)}" for package in ("torch", "torchao"))
     measured_on = f"Measured at commit {commit()} on {machine()}; {made_with}."
     write_table(HERE, [*table, "", measured_on], "measured")
@@ -111,15 +108,12 @@ def main() -> None:
 
 def computed_lines() -> list[str]:
     """Returns the table of what fits where, for bfloat16 weights on GPUs."""
-    table = [
-        "| trained with | bytes a weight, GPU | host | " + " | ".join(QWEN3) + " |",
-        "|" + " --- |" * (3 + len(QWEN3)),
-    ]
+    rows = []
     for c in [*(c for c in COMBINATIONS if c.dtype == "bfloat16"), SHARDED]:
         host = f"{c.on_host(QWEN3['8B']):.2f}" if c.offload else "0"
         cells = [c.flags, f"{c.bytes_a_weight(QWEN3['8B'], 'cuda'):.2f}", host]
-        table.append(f"| {' | '.join([*cells, *(smallest_gpu(c, m) for m in QWEN3.values())])} |")
-    return table
+        rows.append([*cells, *(smallest_gpu(c, m) for m in QWEN3.values())])
+    return markdown(f"trained with | bytes a weight, GPU | host | {' | '.join(QWEN3)}", rows)
 
 
 def smallest_gpu(c: Combination, m: fit.Model) -> str:
@@ -133,7 +127,7 @@ def smallest_gpu(c: Combination, m: fit.Model) -> str:
     return f"{peak:.0f}: none"
 
 
-def measured_row(name: str, c: Combination, found: dict[str, int]) -> str:
+def measured_row(name: str, c: Combination, found: dict[str, int]) -> list[str]:
     """A row of the measured table; `found`: bytes, as `measure` returns them."""
     m = MEASURED[name]
     weights = fit.num_weights(m)
@@ -143,22 +137,14 @@ def measured_row(name: str, c: Combination, found: dict[str, int]) -> str:
     resident_and_time = [
         f"{found['resident'] / weights:.2f}", f"{found['nanoseconds'] / trained:.1f}"
     ]  # fmt: skip
-    cells = [
+    return [
         name, c.dtype, c.flags, f"{computed:.3f}", f"{measured:.3f}",
         f"{100 * (measured / computed - 1):+.2f}%", f"{found['host'] / weights:.3f}",
         *(2 * [""] if name == "tiny" else resident_and_time),
     ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
 
 
-def in_fresh_process(name: str, number: int) -> dict[str, int]:
-    """Returns what `measure` finds in a process of its own."""
-    command = [sys.executable, __file__, "--child", name, str(number)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure(name: str, c: Combination) -> dict[str, int]:
+def measure(name: str, number: int) -> dict[str, int]:
     """Returns the bytes of a policy and its optimizer after a step and another backward pass.
 
     device: weights, gradients, moments and masters that are not offloaded; host: those that are;
@@ -169,7 +155,7 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     from core.optimizer import make_optimizer
     from core.run.models import load_policy
 
-    before = resident()
+    c, before = COMBINATIONS[number], status("VmRSS")
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(
             Config(device="cpu", dtype=c.dtype), name, Path(folder, "tiny"),
@@ -185,7 +171,7 @@ def measure(name: str, c: Combination) -> dict[str, int]:
     device, host = state_bytes(policy, optimizer)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    grown = resident() - before
+    grown = status("VmRSS") - before
     return {"device": device, "host": host, "resident": grown, "nanoseconds": nanoseconds}
 
 
@@ -211,14 +197,5 @@ def state_bytes(policy, optimizer) -> tuple[int, int]:
     return (weights, total) if optimizer.offload else (weights + total, 0)
 
 
-def resident() -> int:
-    """Returns the bytes of this process in memory."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(measure(sys.argv[2], COMBINATIONS[int(sys.argv[3])])))
-    else:
-        main()
+if __name__ == "__main__" and not run_child({"measure": measure}):
+    main()

@@ -55,8 +55,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent), str(HERE.parent.parent)]
+sys.path += [str(HERE.parent / "benchmarks")]
 
+from pairs import markdown  # noqa: E402
 from record import write_table  # noqa: E402
 
 from core.extras.piecewise_adamw import BLOCK, PIECE  # noqa: E402
@@ -250,37 +251,29 @@ def methods(machine: Machine) -> list[tuple[int, bool, str]]:
 
 def lines() -> list[str]:
     """Returns the tables and commands of README.md."""
-    table = ["| machine | trained | largest model that fits | micro-batch, tokens | needs | "
-             "available |",
-             "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    commands = []
+    rows, commands = [], []
     for machine in MACHINES:
         for rank, nf4, trained in methods(machine):
             m = largest_model(machine, rank, nf4)
             n = micro_batch(m, machine, rank, nf4)
             needed = peak(m, machine, rank, n, nf4)
-            table.append(f"| {machine.name} | {trained} | {m.model_id} | {n:,} | {needed:.1f} GB | "
-                         f"{machine.available:.1f} GB |")  # fmt: skip
-            commands += [
-                f"    # {machine.name}: {trained}",
-                f"    {command(m, machine, rank, nf4)}",
-            ]
-    models = ["| model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA | "
-              "Mac, all | Mac, LoRA |", "| --- |" + " --- |" * 8]  # fmt: skip
+            rows.append([machine.name, trained, m.model_id, f"{n:,}", f"{needed:.1f} GB",
+                         f"{machine.available:.1f} GB"])  # fmt: skip
+            commands.append(f"    # {machine.name}: {trained}")
+            commands.append(f"    {command(m, machine, rank, nf4)}")
+    models = []
     for m in MODELS:
         needs = [memory(m, d, r, 1024)["peak"] for d in ("cuda", "cpu", "mps") for r in (0, RANK)]
         needs.insert(2, memory(m, "cuda", RANK, 1024, nf4=True)["peak"])
-        cells = " | ".join(f"{need:.1f}" for need in needs)
-        models.append(f"| {m.model_id} | {num_weights(m) / 1e9:.3f}B | {cells} |")
+        models.append([m.model_id, f"{num_weights(m) / 1e9:.3f}B", *(f"{x:.1f}" for x in needs)])
     return [
-        *table,
-        "",
-        *commands,
-        "",
-        "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:",
-        "",
-        *models,
-    ]
+        *markdown("machine | trained | largest model that fits | micro-batch, tokens | needs | "
+                  "available", rows),
+        "", *commands, "",
+        "GB with the smallest micro-batch, one sequence, and 2^25 logits at a time:", "",
+        *markdown("model | weights | GPU, all | GPU, LoRA | GPU, QLoRA | CPU, all | CPU, LoRA | "
+                  "Mac, all | Mac, LoRA", models),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

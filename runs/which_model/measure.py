@@ -7,17 +7,16 @@ all of them and takes an optimizer step. Measured is the peak of the resident me
 process; computed are the terms of fit.py and its reserve.
 """
 
-import json
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
+sys.path += [str(HERE.parent / "benchmarks")]
 
 import fit  # noqa: E402
+from pairs import in_child, markdown, run_child, status  # noqa: E402
 from record import commit, machine, write_table  # noqa: E402
 
 TINY = fit.Model("tiny", "qwen3", 4, 128, 384, 4, 2, 32, 704, True)
@@ -30,39 +29,30 @@ SETTINGS = {  # tokens of a sequence, rollouts, tokens of a micro-batch
 
 
 def main() -> None:
-    table = [
-        "| model | trained | tokens of a sequence | rollouts | micro-batch | computed | measured | "
-        "measured / computed |",
-        "|" + " --- |" * 8,
-    ]
+    rows = []
     for name in MODELS:
         for rank in (0, fit.RANK):
-            table.append(row(name, rank, measured(name, rank)))
-            print(table[-1], flush=True)
+            rows.append(row(name, rank, in_child(__file__, "update", name=name, rank=rank)))
+            print(rows[-1], flush=True)
+    table = markdown("model | trained | tokens of a sequence | rollouts | micro-batch | computed | "
+                     "measured | measured / computed", rows)  # fmt: skip
     measured_on = f"Measured at commit {commit()} on {machine()}; torch {version('torch')}."
     write_table(HERE, [*table, "", measured_on], "measured")
 
 
-def row(name: str, rank: int, gb: float) -> str:
-    """A row of the table; `gb`: as measured."""
+def row(name: str, rank: int, measured: dict[str, int]) -> list[str]:
+    """A row of the table."""
+    gb = measured["peak"] / fit.GB
     length, rollouts, micro = SETTINGS[name]
     terms = fit.memory(MODELS[name], "cpu", rank, micro, 0, length, rollouts)
     expected = terms["peak"] + fit.RESERVE
-    cells = [
+    return [
         name, f"LoRA, rank {rank}" if rank else "all weights", f"{length:,}", str(rollouts),
         f"{micro:,}", f"{expected:.2f} GB", f"{gb:.2f} GB", f"{gb / expected:.2f}",
     ]  # fmt: skip
-    return f"| {' | '.join(cells)} |"
 
 
-def measured(name: str, rank: int) -> float:
-    """The GB of a row, in a fresh process."""
-    command = [sys.executable, __file__, "--child", name, str(rank)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1]) / fit.GB
-
-
-def update(name: str, rank: int) -> int:
+def update(name: str, rank: int) -> dict[str, int]:
     """Computes one update. Returns the peak of this process's resident memory in bytes."""
     import train
     from core.batching import micro_batches, to_rollout_batch
@@ -89,17 +79,8 @@ def update(name: str, rank: int) -> int:
         optimizer.backward(-logprobs.sum() / batch.num_tokens)
     assert batch.num_tokens == num_rollouts * (length - PROMPT)
     assert optimizer.clip_and_step(max_norm=1.0)[1]
-    return peak()
+    return {"peak": status("VmHWM")}
 
 
-def peak() -> int:
-    """The peak of this process's resident memory in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        print(update(sys.argv[2], int(sys.argv[3])))
-    else:
-        main()
+if __name__ == "__main__" and not run_child({"update": update}):
+    main()
