@@ -34,7 +34,7 @@ from core.types import CannotWrite, Fault, UsageError
 from environments.registry import absolute, short
 
 DISK_ERRORS = {
-    getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR".split()
+    getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
 }
 NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
 KINDS: dict[str, Any] = get_type_hints(Config)
