@@ -4,12 +4,10 @@
 
 Inside `pretend_cuda()` a tensor on "cuda" is an `OnCuda`: it holds a CPU tensor, computes with it,
 and refuses the operands that CUDA refuses. PyTorch's C++ code still sees a CPU tensor and chooses
-the kernels of the CPU, so that a run must have the metrics of the same run on the CPU.
+the kernels of the CPU. What a real GPU computes, runs/benchmarks/gpu_check.py checks.
 """
 
-import json
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -189,47 +187,15 @@ RUNS = {
 }
 
 
-def metrics_of(name):
-    lines = Path("runs", name, "metrics.jsonl").read_text().splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith("time/") and v is not None}
-        for line in lines
-    ]
-
-
-@contextmanager
-def the_attention_of_a_gpu():
-    """Computes 16-bit attention part by part, as on a GPU, and other attention padded."""
-    with patch.multiple(
-        prefix_sharing,
-        takes_varlen=lambda query: query.dtype.itemsize == 2,
-        varlen_attn=flash_attention,
-    ):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", RUNS.values(), ids=RUNS)
-def test_a_run_on_cuda_resumes_and_has_the_metrics_of_the_cpu(command, flags):
-    """The run on the GPU stops after update 1."""
-    flags = flags.split()
-    with the_attention_of_a_gpu():
-        code, _, err = command(*SMALL, *flags, "--device", "cpu", "--run-name", "cpu")
-        assert code == 0, err
+def test_a_run_on_cuda_ends_and_resumes(command, flags):
     with pretend_cuda(), patch.object(prefix_sharing, "varlen_attn", flash_attention):
-        options = [*flags, "--device", "cuda", "--run-name", "gpu"]
+        options = [*flags.split(), "--device", "cuda", "--run-name", "gpu"]
         code, out, err = command(*SMALL, *options, "--num-updates", 1)
         assert code == 0 and "trained, cuda" in out, err
         code, _, err = command("--resume", "runs/gpu", "--num-updates", 2)
         assert code == 0, err
-    expected, found = metrics_of("cpu"), metrics_of("gpu")
-    assert len(expected) == len(found) and expected[-1]["update"] == 2
-    for ours, theirs in zip(found, expected, strict=True):
-        for name in ("gap/logprob_mean", "gap/logprob_max"):  # rounding: a GPU copies shared keys
-            assert ours.pop(name, 0) == pytest.approx(theirs.pop(name, 0), abs=1e-5)
-        # update 1 has also been evaluated where it was the last
-        ours = {name: value for name, value in ours.items() if name in theirs}
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
 
 
 def test_a_policy_on_cuda_uses_no_attention_of_cudnn(qwen3_folder):

@@ -1,6 +1,5 @@
-"""REINFORCE: baselines, credit of turns, the loss and its gradient, by hand; a bandit in full."""
+"""REINFORCE: baselines, credit of turns, the loss and its gradient, by hand."""
 
-import itertools
 import math
 
 import pytest
@@ -97,29 +96,3 @@ def test_nothing_is_clipped_however_far_the_policy_went(ratio, advantage):
     assert gradient.item() == pytest.approx(-ratio * advantage)
     assert metrics["clip/low_fraction"] == metrics["clip/high_fraction"] == 0
     assert metrics["kl/approx"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "baseline, factor", [("none", 1), ("leave_one_out", 1), ("group", 2 / 3), ("batch", 2 / 3)]
-)
-def test_the_gradient_of_a_bandit_is_its_closed_form(baseline, factor):
-    """Two actions, paid 1.5 and 0.25: ∂J/∂z = ±p(1-p)(1.5 - 0.25). Expected over all outcomes of a
-    group of three, leave-one-out leaves the gradient as it is; a mean that contains the rollout
-    itself makes it smaller by 1/3."""
-    logits, zeros = torch.tensor([0.4, -0.3], requires_grad=True), torch.zeros(3, 1)
-    for actions in itertools.product([0, 1], repeat=3):
-        logprobs = logits.log_softmax(0)[list(actions)][:, None]
-        rewards, mask = torch.tensor([[(1.5, 0.25)[a]] for a in actions]), zeros == 0
-        batch = Batch(rewards=rewards, completion_mask=mask, loss_mask=mask, turn_ids=zeros.long(),
-                      group_ids=zeros[:, 0])  # fmt: skip
-        compute_advantages(batch, Options(baseline))
-        scale = torch.full((3, 1), logprobs.sum().exp().item() / 3)
-        micro = Micro(
-            completion_mask=mask, old_logprobs=logprobs.detach(), advantages=batch.advantages,
-            importance_weights=torch.ones(3, 1), token_weights=scale,
-        )  # fmt: skip
-        compute_loss(logprobs, None, micro, Options())[0].backward()
-    p = 1 / (1 + math.exp(-0.7))
-    slope = factor * p * (1 - p) * 1.25
-    # of the loss: descent is ascent of what is paid
-    torch.testing.assert_close(logits.grad, torch.tensor([-slope, slope]), atol=1e-6, rtol=0)
