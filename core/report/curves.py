@@ -72,7 +72,7 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
         for axis, env in zip(axes[0], envs, strict=False):
             _label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
             axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--",
-                         label=f"accuracy {TARGET_ACCURACY:g}; ★ where a run reaches it")  # fmt: skip
+                         label=f"accuracy {TARGET_ACCURACY:g}; ★: reached")  # fmt: skip
             for i, (name, records) in enumerate(runs):
                 points = accuracy_by_tokens(env, records)
                 tokens, accuracy = zip(*points, strict=True) if points else ((), ())
