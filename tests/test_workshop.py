@@ -12,7 +12,7 @@ import pytest
 from core.workshop import checker, solutions
 from core.workshop.checker import check, check_all, load, run_command
 from core.workshop.exercises import EXERCISES, Exercise
-from core.workshop.mistakes import MISTAKES, advantages_as_given
+from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in
 
 ROOT = Path(__file__).parent.parent
 STUBS = ROOT / "scratch.py"
@@ -57,14 +57,15 @@ def test_each_exercise_has_a_function_and_a_solution_with_its_signature():
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
 def test_each_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise):
-    for mistake in MISTAKES[exercise.name]:
-        for wrong in (mistake.wrong, *mistake.variants):
+    for mistake in mistakes_in(exercise.name):
+        for change in mistake.changes:
+            wrong = changed_solution(exercise.name, change)
             verdict = check(exercise, solutions_with(exercise.name, wrong))
             assert verdict.state == "wrong" and verdict.statement and verdict.inputs
             assert verdict.cause == mistake.cause
             assert verdict.expected != verdict.actual
-            _, idea, line = verdict.hints
-            assert idea == mistake.idea and mistake.line in line
+            question, idea, line = verdict.hints
+            assert question and (idea == mistake.idea or not mistake.idea) and idea and line
 
 
 def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:

@@ -13,653 +13,121 @@ from core.workshop import solutions
 from core.workshop.checker import check
 from core.workshop.exercises import EXERCISES
 
-MEMBERS = "advantages[members] = centered / (returns[members].std() + 1e-4)"
-CENTERED = "centered = returns[members] - returns[members].mean()"
 PICK = "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)"
-DRAW = "torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)"
-VALUES = "next_value, next_advantage = values[t], advantages[t]"
-BASELINE = "baseline = (same @ returns) / same.sum(1)"
-LAST = "return (returns - baseline)[:, None] * mask"
+DRAWN = "    ids = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)\n"
+DRAWN += f"    return ids, {PICK}\n"
+MEMBERS = "advantages[members] = centered / (returns[members].std() + 1e-4)"
 MINIMUM = "torch.minimum(ratio * advantages, clipped * advantages)"
-SELECT = "    logprobs, old_logprobs, advantages = "
-SELECT += "logprobs[mask], old_logprobs[mask], advantages[mask]\n"
+CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
 ROWS = "    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()\n"
-DRAWN = f"    ids = {DRAW}\n    return ids, {PICK}\n"
-K3 = "return log_r.exp() - 1 - log_r"
-SUM = "returns = (rewards * mask).sum(1)"
-REINFORCE = "return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()"
-DELTA = "delta = rewards[t] + gamma * next_value - values[t]"
-FLAGS = "torch.tensor(sampled[1:], dtype=torch.bool)"
-MEAN = "return -objective.sum() / mask.sum()"
-GAE_AS_LIST = """    result, next_value, later = [], 0.0, 0.0
-    for t in reversed(range(len(rewards))):
-        later = rewards[t] + gamma * next_value - values[t] + gamma * lam * later
-        result.append(later)
-        next_value = values[t]
-    return {}
-"""
 
-
-# (what, words of the true cause or "" if the checker does not know it, old text, new text, ..), or
-# (what, words, a whole body)
+# (what, words of the true cause or of what is observed, old text, new text, ..), or
+# (what, words, a whole body). These are other texts than those of core/workshop/mistakes.py.
 MISTAKES: dict[str, list[tuple[str, ...]]] = {
     "token_logprobs": [
-        ("ids not shifted", "not shifted", "input_ids[:, 1:, None]", "input_ids[:, :-1, None]"),
-        ("shifted the wrong way", "wrong way", "logits[:, :-1]", "logits[:, 1:]",
-         "input_ids[:, 1:, None]", "input_ids[:, :-1, None]"),
-        ("first logits dropped", "dropped the first position", "logits[:, :-1]", "logits[:, 1:]"),
-        ("nothing dropped", "neither logits nor ids", "logits[:, :-1]", "logits",
-         "input_ids[:, 1:,", "input_ids[:, :,"),
-        ("no log_softmax", "these are logits", ".log_softmax(-1)", ""),
-        ("softmax only", "these are probabilities", ".log_softmax(-1)", ".softmax(-1)"),
-        ("log of softmax", "log of softmax", ".log_softmax(-1)", ".softmax(-1).log()"),
-        ("log of a sum of exp", "exp overflows", "logits[:, :-1].log_softmax(-1)",
-         "logits[:, :-1] - logits[:, :-1].exp().sum(-1, keepdim=True).log()"),
-        ("log2", "base 2", ".log_softmax(-1)", ".softmax(-1).log2()"),
-        ("softmax over positions", "wrong axis", ".log_softmax(-1)", ".log_softmax(1)"),
-        ("softmax over the batch", "wrong axis", ".log_softmax(-1)", ".log_softmax(0)"),
-        ("cross-entropy", "wrong sign", "return all_logprobs", "return -all_logprobs"),
-        ("forgotten squeeze", "squeeze was forgotten", ".squeeze(-1)", ""),
-        ("ids without a third axis", "gather needs ids", "input_ids[:, 1:, None]).squeeze(-1)",
-         "input_ids[:, 1:])"),
-        ("largest log-prob", "likeliest token", ".gather(-1, input_ids[:, 1:, None]).squeeze(-1)",
-         ".max(-1).values"),
-        ("sum over tokens", "sum over the tokens", ".squeeze(-1)", ".squeeze(-1).sum(-1)"),
-        ("detach", "detached", ".squeeze(-1)", ".squeeze(-1).detach()"),
-        ("returns a list", "a list", ".squeeze(-1)", ".squeeze(-1).tolist()"),
-        ("returns numpy", "NumPy", ".squeeze(-1)", ".squeeze(-1).detach().numpy()"),
-        ("returns nothing", "None", "return all_logprobs", "all_logprobs"),
-        ("logits divided by 2", "", "logits[:, :-1]", "(logits[:, :-1] / 2)"),
-        ("softmax of a softmax", "applied twice", ".log_softmax(-1)",
-         ".softmax(-1).log_softmax(-1)"),
-        ("next token but one", "", "input_ids[:, 1:, None]", "input_ids.roll(-2, 1)[:, :-1, None]"),
-        ("log of softmax + 1e-8", "small number was added", ".log_softmax(-1)",
-         ".softmax(-1).add(1e-8).log()"),
-        ("cross_entropy with its mean", "one number for all tokens",
-         "    import torch.nn.functional as F\n"
-         "    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())\n"),
-        ("cross_entropy left flat", "observed: the shape is [6]",
-         "    import torch.nn.functional as F\n"
-         "    return -F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten(), "
-         "reduction='none')\n"),
         ("nll_loss", "wrong sign", "    import torch.nn.functional as F\n"
          "    return F.nll_loss(logits[:, :-1].log_softmax(-1).transpose(1,2), input_ids[:, 1:], "
          "reduction='none')\n"),
-        ("two aranges as an index", "observed: the function raises",
-         "    lp = logits[:, :-1].log_softmax(-1)\n"
-         "    B, N, V = lp.shape\n"
-         "    return lp[torch.arange(B), torch.arange(N), input_ids[:, 1:]]\n"),
+        ("cross_entropy with its mean", "a mean over tokens",
+         "    import torch.nn.functional as F\n"
+         "    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())\n"),
+        ("log of a clamped softmax", "log of softmax", ".log_softmax(-1)",
+         ".softmax(-1).clamp(min=1e-8).log()"),
+        ("no_grad", "no gradient", "    with torch.no_grad():\n        all_logprobs = "
+         "logits.log_softmax(-1)[:, :-1]\n"
+         "    return all_logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]\n"),
+        ("returns numpy", "NumPy", ".squeeze(-1)", ".squeeze(-1).detach().numpy()"),
+        ("returns nothing", "None", "return all_logprobs", "all_logprobs"),
         ("ids as an index", "observed: the shape",
          "    return logits[:, :-1].log_softmax(-1)[:, :, input_ids[:, 1:]]\n"),
-        ("largest logit subtracted", "observed: all entries are 0",
-         "logits[:, :-1].log_softmax(-1)",
-         "logits[:, :-1] - logits[:, :-1].max(-1, keepdim=True).values"),
-        ("log10", "", ".log_softmax(-1)", ".softmax(-1).log10()"),
+        ("log10", "observed: every number is 0.4343 times", ".log_softmax(-1)",
+         ".softmax(-1).log10()"),
     ],
     "completion_mask": [
-        ("not shifted", "not shifted", "sampled[1:]", "sampled"),
-        ("last id dropped", "dropped the last id", "sampled[1:]", "sampled[:-1]"),
-        ("shifted by roll", "roll", FLAGS, "torch.tensor(sampled).roll(-1)"),
+        ("roll", "shifted by roll", "torch.tensor(sampled[1:], dtype=torch.bool)",
+         "torch.tensor(sampled).roll(-1)"),
         ("shift within each turn", "within each turn",
          "sampled += [False] * len(context) + [True] * len(completion)",
          "sampled += ([False] * len(context) + [True] * len(completion))[1:]", "sampled[1:]",
          "sampled"),
-        ("inverted", "inverted", "[False]", "[0]", "[True]", "[False]", "[0]", "[True]"),
-        ("only the last turn", "only the last turn", "        sampled += [False]",
-         "        sampled = [False] * len(sampled) + [False]"),
-        ("return inside the loop", "only the first turn", "    return", "        return"),
-        ("<end> left out", "<end>", "[True] * len(completion)",
-         "[True] * (len(completion) - 1) + [False]"),
-        ("first sampled token left out", "first token of each completion",
-         "[True] * len(completion)", "[False] + [True] * (len(completion) - 1)"),
-        ("contexts first, completions later", "all contexts come first",
-         "    for context, completion in turns:\n        "
-         "sampled += [False] * len(context) + [True] * len(completion)",
-         "    for context, _ in turns:\n"
-         "        sampled += [False] * len(context)\n"
-         "    for _, completion in turns:\n"
-         "        sampled += [True] * len(completion)"),
-        ("0 and 1 instead of bool", "integer tensor", "[False]", "[0]", "[True]", "[1]",
-         "dtype=torch.bool", "dtype=torch.int64"),
-        ("floats instead of bool", "a float tensor", "dtype=torch.bool", "dtype=torch.float32"),
-        ("a list", "a list", FLAGS, "sampled[1:]"),
-        ("only the last token of a completion", "", "[True] * len(completion)",
-         "[False] * (len(completion) - 1) + [True]"),
-        ("two entries dropped", "", "sampled[1:]", "sampled[2:]"),
-        ("filled up with False", "filled up at the end", FLAGS,
-         "torch.tensor(sampled[1:] + [False], dtype=torch.bool)"),
-        ("filled up with True", "filled up at the end", FLAGS,
-         "torch.tensor(sampled[1:] + [True], dtype=torch.bool)"),
-        ("filled up in front", "filled up to T entries in front", FLAGS,
-         "torch.tensor([False] + sampled[1:], dtype=torch.bool)"),
-        ("one False more in front", "shifted the wrong way", FLAGS,
-         "torch.tensor([False] + sampled, dtype=torch.bool)"),
-        ("shifted one token later", "shifted the wrong way", "sampled[1:]",
-         "[False] + sampled[:-2]"),
-        ("context and completion exchanged", "exchanged", "for context, completion in",
-         "for completion, context in"),
-        ("one True for each turn", "", "[True] * len(completion)",
-         "[True] + [False] * (len(completion) - 1)"),
-        ("ids instead of flags", "observed: all entries are True",
-         "[False] * len(context) + [True] * len(completion)", "context + completion"),
+        ("filled up in front", "in front", "sampled[1:]", "[False] + sampled[1:]"),
+        ("0 and 1 instead of bool", "integer tensor", "dtype=torch.bool", "dtype=torch.int64"),
+        ("two entries dropped", "observed: the shape", "sampled[1:]", "sampled[2:]"),
     ],
     "group_advantages": [
-        ("whole batch instead of groups", "whole batch",
+        ("whole batch", "whole batch",
          "    return (returns - returns.mean()) / (returns.std() + 1e-4)\n"),
-        ("median as baseline", "median", "returns[members].mean()", "returns[members].median()"),
-        ("mean of the others as baseline", "leave-one-out", CENTERED,
-         "r = returns[members]; centered = r - (r.sum() - r) / (len(r) - 1)"),
+        ("view(-1, 2)", "neighbors", "    r = returns.view(-1, 2)\n" + ROWS),
+        ("reshape(number of groups, -1)", "neighbors",
+         "    r = returns.reshape(len(group_ids.unique()), -1)\n" + ROWS),
         ("values in group order", "in the order of the groups",
          "advantages = torch.zeros_like(returns)", "advantages = []", MEMBERS,
          "advantages.append(centered / (returns[members].std() + 1e-4))", "return advantages",
          "return torch.cat(advantages)"),
-        ("view(-1, G) with G of the first group", "neighbors",
-         "    G = int((group_ids == group_ids[0]).sum())\n    r = returns.view(-1, G)\n" + ROWS),
-        ("reshape(number of groups, -1)", "neighbors",
-         "    r = returns.reshape(len(group_ids.unique()), -1)\n" + ROWS),
-        ("range(number of groups)", "another number", "group_ids.unique()",
-         "range(len(group_ids.unique()))"),
-        ("range(largest id)", "last group", "group_ids.unique()", "range(int(group_ids.max()))"),
-        ("population standard deviation", "population", "members].std()",
-         "members].std(correction=0)"),
-        ("no division", "not divided", MEMBERS, "advantages[members] = centered"),
-        ("variance", "variance", ".std()", ".var()"),
-        ("multiplied by the standard deviation", "multiplied", MEMBERS,
-         "advantages[members] = centered * (returns[members].std() + 1e-4)"),
-        ("standard deviation of the batch", "standard deviation of the whole batch",
-         "returns[members].std()", "returns.std()"),
-        ("divided by the range", "range", "returns[members].std()",
-         "returns[members].max() - returns[members].min()"),
-        ("wrong sign", "wrong sign", CENTERED,
-         "centered = returns[members].mean() - returns[members]"),
-        ("no 1e-4", "0 divided by 0", " + 1e-4", ""),
-        ("no baseline", "no baseline", " - returns[members].mean()", ""),
-        ("extra axis", "extra axis", "return advantages", "return advantages[:, None]"),
-        ("zeros like group_ids", "an integer tensor:", "zeros_like(returns)",
-         "zeros_like(group_ids)"),
-        ("a list", "a list", "return advantages", "return advantages.tolist()"),
-        ("largest return as baseline", "", "returns[members].mean()", "returns[members].max()"),
-        ("1e-4 is 0.1", "larger than 1e-4", "1e-4", "0.1"),
-        ("square root of the standard deviation", "", ".std()", ".std().sqrt()"),
-        ("clamped to -1/2..1/2", "", "return advantages", "return advantages.clamp(-0.5, 0.5)"),
-        ("1e-4 under the root", "under the square root", MEMBERS,
-         "advantages[members] = centered / (returns[members].var() + 1e-4).sqrt()"),
-        ("mean / std first", "only the mean is divided", MEMBERS,
-         "advantages[members] = returns[members] - returns[members].mean() / "
-         "(returns[members].std() + 1e-4)"),
-        ("1e-4 added to the quotient", "0 divided by 0", MEMBERS,
-         "advantages[members] = centered / returns[members].std() + 1e-4"),
-        ("1e-3", "larger than 1e-4", "1e-4", "1e-3"),
-        ("divided by the norm", "root of the sum of squares", MEMBERS,
-         "advantages[members] = centered / (centered.norm() + 1e-4)"),
-        ("mean of the batch", "mean of the whole batch", "returns[members].mean()",
-         "returns.mean()"),
-        ("sum as baseline", "sum of the group", "returns[members].mean()",
-         "returns[members].sum()"),
-        ("return inside the loop", "only the first group", "    return advantages",
-         "        return advantages"),
-        ("result made in the loop", "only the last group",
-         "    advantages = torch.zeros_like(returns)\n"
-         "    for group in group_ids.unique():\n"
-         "        members", "    for group in group_ids.unique():\n"
-         "        advantages = torch.zeros_like(returns)\n"
-         "        members"),
-        ("sorted by group, then view", "neighbors", "    order = group_ids.argsort()\n"
-         "    r = returns[order].view(len(group_ids.unique()), -1)\n"
-         "    a = (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-4)\n"
-         "    return a.flatten()[order.argsort()]\n"),
-        ("divided by the mean", "", "(returns[members].std() + 1e-4)",
-         "(returns[members].mean() + 1e-4)"),
-        ("ranks", "", "    out = torch.zeros_like(returns)\n"
-         "    for g in group_ids.unique():\n"
-         "        m = group_ids == g\n"
-         "        r = returns[m].argsort().argsort().float()\n"
-         "        out[m] = (r - r.mean()) / (r.std() + 1e-4)\n"
-         "    return out\n"),
-        ("standard deviation of the first group", "", "returns[members].std()",
-         "returns[group_ids == group_ids[0]].std()"),
-        ("mean / sqrt(var + 1e-4)", "only the mean is divided",
-         "    out = torch.zeros_like(returns)\n"
-         "    for g in group_ids.unique():\n"
-         "        m = group_ids == g\n"
-         "        out[m] = returns[m] - returns[m].mean() / (returns[m].var() + 1e-4).sqrt()\n"
-         "    return out\n"),
-        ("population variance under the root", "population", "    out = torch.zeros_like(returns)\n"
-         "    for g in group_ids.unique():\n"
-         "        m = group_ids == g\n"
-         "        out[m] = (returns[m] - returns[m].mean()) / (returns[m].var(correction=0) + "
-         "1e-4).sqrt()\n"
-         "    return out\n"),
-        ("layer_norm", "population", "    import torch.nn.functional as F\n"
-         "    out = torch.zeros_like(returns)\n"
-         "    for g in group_ids.unique():\n"
-         "        m = group_ids == g\n"
-         "        out[m] = F.layer_norm(returns[m], (int(m.sum()),))\n"
-         "    return out\n"),
-        ("a group for each rollout", "observed: the shape is [4]", "    out = []\n"
-         "    for g in group_ids:\n"
-         "        r = returns[group_ids == g]\n"
-         "        out.append((r - r.mean()) / (r.std() + 1e-4))\n"
-         "    return torch.cat(out)\n"),
+        ("largest return as baseline", "observed", "returns[members].mean()",
+         "returns[members].max()"),
         ("group ids as an index", "observed: the function raises",
          "    means = torch.stack([returns[group_ids == g].mean() for g in group_ids.unique()])\n"
-         "    stds = torch.stack([returns[group_ids == g].std() for g in group_ids.unique()])\n"
-         "    return (returns - means[group_ids]) / (stds[group_ids] + 1e-4)\n"),
+         "    return returns - means[group_ids]\n"),
     ],
     "reinforce_loss": [
-        ("wrong sign", "wrong sign", "return -", "return "),
-        ("a sum", "a sum", " / mask.sum()", ""),
-        ("no mask", "mask is not used", "[mask]", "", "mask.sum()", "mask.numel()"),
-        ("divided by all positions", "number of positions", "mask.sum()", "mask.numel()"),
-        ("divided by the columns", "number of positions", "mask.sum()", "mask.shape[1]"),
-        ("divided by the rollouts", "number of rollouts", "mask.sum()", "len(mask)"),
-        ("mean, then divided", "twice", ").sum()", ").mean()"),
-        ("mean of means", "each rollout's mean",
-         "    terms = torch.where(mask, advantages * logprobs, 0)\n"
-         "    return -(terms.sum(1) / mask.sum(1)).mean()\n"),
-        ("multiplied by the mask", "multiplied by the mask",
-         "(advantages[mask] * logprobs[mask])", "(advantages * logprobs * mask)"),
-        ("product before the mask", "product was formed before",
-         "(advantages[mask] * logprobs[mask])", "(advantages * logprobs)[mask]"),
-        ("probability", "probability instead", "logprobs[mask]", "logprobs[mask].exp()"),
-        ("no advantages", "advantages are missing", "advantages[mask] * ", ""),
-        ("no log-probs", "log-probs are missing", " * logprobs[mask]", ""),
-        ("detach", "detached", "logprobs[mask]", "logprobs[mask].detach()"),
-        ("a float", "a float", REINFORCE,
-         "return float(-(advantages[mask] * logprobs[mask]).sum() / mask.sum())"),
-        ("squared advantages", "", "(advantages[mask]", "(advantages[mask] ** 2"),
-        ("half the loss", "", "return -", "return -0.5 * "),
-        ("mask inverted", "mask is inverted", "[mask]", "[~mask]"),
-        ("abs of the advantages", "abs took the sign of the advantages", "advantages[mask]",
-         "advantages[mask].abs()"),
-        ("abs of the log-probs", "abs of the log-probs", "logprobs[mask]", "logprobs[mask].abs()"),
-        ("abs of the loss", "abs took the sign of the loss", REINFORCE,
-         "return ((advantages[mask] * logprobs[mask]).sum() / mask.sum()).abs()"),
-        ("advantage times the sum of a rollout", "one advantage is used", REINFORCE,
-         "return -(advantages[:, 0] * torch.where(mask, logprobs, 0).sum(1)).mean()"),
-        ("last advantage of each rollout", "one advantage is used", "advantages[mask]",
-         "advantages[:, -1:].expand_as(mask)[mask]"),
-        ("product of means", "means, or the sums", REINFORCE,
-         "return -advantages[mask].mean() * logprobs[mask].mean()"),
-        ("no sum", "observed: the shape", REINFORCE,
-         "return -(advantages[mask] * logprobs[mask]) / mask.sum()"),
-        ("only log-probs filled", "", REINFORCE,
-         "return -(advantages * logprobs.masked_fill(~mask, 0)).sum() / mask.sum()"),
+        ("where after the product", "mask was applied last", "(advantages[mask] * logprobs[mask])",
+         "torch.where(mask, advantages * logprobs, 0)"),
+        ("a float", "a float;", "return -", "return float(-", "mask.sum()", "mask.sum())"),
+        ("half the loss", "observed: the number is 0.5 times", "return -", "return -0.5 * "),
     ],
     "clipped_loss": [
-        ("wrong sign", "wrong sign", "return -", "return "),
-        ("maximum", "larger", "torch.minimum", "torch.maximum"),
-        ("only the clipped product", "only the clipped", MINIMUM, "clipped * advantages"),
-        ("no clip", "not clipped", MINIMUM, "ratio * advantages"),
-        ("clipped only from above", "only from above", "clamp(1 - clip, 1 + clip)",
-         "clamp(max=1 + clip)"),
-        ("clipped only from below", "only from below", "clamp(1 - clip, 1 + clip)",
-         "clamp(min=1 - clip)"),
-        ("clamped to -clip..clip", "bounds are", "clamp(1 - clip, 1 + clip)", "clamp(-clip, clip)"),
-        ("log ratio clamped", "clamped log", "ratio.clamp(1 - clip, 1 + clip)",
-         "(logprobs - old_logprobs).clamp(-clip, clip).exp()"),
-        ("ratio inverted", "inverted", "logprobs - old_logprobs", "old_logprobs - logprobs"),
-        ("log-probs divided", "divided log-probs", "(logprobs - old_logprobs).exp()",
-         "logprobs / old_logprobs"),
-        ("no exp", "logarithm of the ratio", ".exp()", ""),
-        ("exp2", "power of 2", ".exp()", ".exp2()"),
-        ("smaller ratio first", "before multiplying", MINIMUM,
-         "torch.minimum(ratio, clipped) * advantages"),
-        ("the loss of exercise 4", "exercise 4",
-         "    return -(advantages[mask] * logprobs[mask]).sum() / mask.sum()\n"),
-        ("no advantages", "advantages are missing", MINIMUM, "torch.minimum(ratio, clipped)"),
-        ("no mask", "mask is not used", SELECT, "", "mask.sum()", "mask.numel()"),
-        ("a sum", "a sum", " / mask.sum()", ""),
-        ("divided by all positions", "number of positions", "mask.sum()", "mask.numel()"),
-        ("divided by the rollouts", "number of rollouts", "mask.sum()", "len(mask)"),
-        ("mean of means", "each rollout's mean", SELECT, "", MEAN,
-         "return -(torch.where(mask, objective, 0).sum(1) / mask.sum(1)).mean()"),
-        ("clip always 0.2", "always 0.2", "clamp(1 - clip, 1 + clip)", "clamp(0.8, 1.2)"),
-        ("multiplied by the mask", "multiplied by the mask", SELECT, "", "objective.sum()",
-         "(objective * mask).sum()"),
-        ("mask at the end", "mask was applied last", SELECT, "", "objective.sum()",
-         "objective[mask].sum()"),
-        ("ratio detached", "detached", ".exp()", ".exp().detach()"),
-        ("a float", "a float", MEAN, "return (-objective.sum() / mask.sum()).item()"),
-        ("upper bound 1.28", "", "1 + clip", "1.28"),
-        ("ratio squared", "", ".exp()", ".exp() ** 2"),
-        ("clipped advantage too", "", "clipped * advantages", "clipped * advantages.clamp(-1, 1)"),
-        ("mean ratio of a rollout", "that of a whole rollout",
-         SELECT, "", "ratio = (logprobs - old_logprobs).exp()",
-         "ratio = (((logprobs - old_logprobs) * mask).sum(1,True) / "
-         "mask.sum(1,True)).exp().expand_as(mask)[mask]; advantages=advantages[mask]"),
-        ("ratio of a rollout", "that of a whole rollout",
-         SELECT, "", "ratio = (logprobs - old_logprobs).exp()",
-         "ratio = (((logprobs - old_logprobs) * mask).sum(1,True)).exp().expand_as(mask)[mask]; "
-         "advantages=advantages[mask]"),
-        ("loss of GSPO", "that of a whole rollout",
-         "    d = torch.where(mask, logprobs - old_logprobs, 0.0)\n"
-         "    r = (d.sum(1) / mask.sum(1)).exp()\n"
-         "    a = advantages[:, 0]\n"
-         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).mean()\n"),
-        ("ratio of the batch", "that of a whole rollout",
-         "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
-         "    r = (x.sum() - o.sum()).exp()\n"
-         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).mean()\n"),
-        ("abs of the advantages", "sign of the advantages", "clipped * advantages",
-         "clipped * advantages.abs()", "ratio * advantages", "ratio * advantages.abs()"),
-        ("abs of each term", "sign of the loss", "-objective.sum()", "objective.abs().sum()"),
-        ("abs of the loss", "sign of the loss", MEAN,
-         "return (objective.sum() / mask.sum()).abs()"),
-        ("abs of log ratio", "sign of log ρ", "(logprobs - old_logprobs).exp()",
-         "(logprobs - old_logprobs).abs().exp()"),
-        ("lower bound clip", "lower bound is clip", "1 - clip, 1 + clip", "clip, 1 + clip"),
-        ("bounds exchanged", "bounds are exchanged", "1 - clip, 1 + clip", "1 + clip, 1 - clip"),
-        ("upper bound 1.2", "always 0.2", "1 - clip, 1 + clip", "1 - clip, 1.2"),
-        ("own log-probs as old", "always 1", "old_logprobs).exp()", "logprobs.detach()).exp()"),
-        ("difference of probabilities", "difference of the probabilities",
-         "(logprobs - old_logprobs).exp()", "logprobs.exp() - old_logprobs.exp()"),
-        ("clipped product detached", "half of the gradient", "clipped * advantages",
-         "clipped.detach() * advantages"),
-        ("mean, then divided", "twice", "objective.sum()", "objective.mean()"),
-        ("mask inverted", "mask is inverted", "[mask]", "[~mask]"),
-        ("product clamped", "", MINIMUM, "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
-        ("clipped wherever A > 0", "", MINIMUM,
-         "torch.where(advantages > 0, clipped, ratio) * advantages"),
-        ("sums of rollouts", "that of a whole rollout",
-         "    x = torch.where(mask, logprobs, 0.).sum(1); o = torch.where(mask, old_logprobs, "
-         "0.).sum(1)\n"
-         "    r = (x - o).exp()\n"
-         "    a = advantages[:, 0]\n"
-         "    return -torch.minimum(r * a, r.clamp(1 - clip, 1 + clip) * a).sum() / mask.sum()\n"),
+        ("minimum of the negated products", "larger", MINIMUM,
+         "-torch.minimum(-ratio * advantages, -clipped * advantages)"),
+        ("where |ratio - 1| is large", "only the clipped product", MINIMUM,
+         "torch.where((ratio - 1).abs() > clip, clipped * advantages, ratio * advantages)"),
+        ("if", "`if`", "    clipped = ", "    if ratio > 1 + clip: ratio = ratio\n    clipped = "),
+        ("product clamped", "observed", MINIMUM, "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
+        ("ratio squared", "observed", ".exp()", ".exp() ** 2"),
     ],
     "kl_k3": [
-        ("k1", "k1", K3, "return -log_r"),
-        ("k2", "k2", K3, "return log_r**2 / 2"),
-        ("absolute difference", "absolute", K3, "return log_r.abs()"),
-        ("r inverted", "inverted", "ref_logprobs - logprobs", "logprobs - ref_logprobs"),
-        ("sign of log r", "sign of log r", K3, "return log_r.exp() - 1 + log_r"),
-        ("wrong sign", "wrong sign", K3, "return -(log_r.exp() - 1 - log_r)"),
-        ("no log r", "log r is missing", K3, "return log_r.exp() - 1"),
-        ("no 1", "1 is missing", K3, "return log_r.exp() - log_r"),
-        ("log2", "base 2", K3, "r = log_r.exp()\n    return r - 1 - r.log2()"),
-        ("exp2", "power of 2", ".exp()", ".exp2()"),
-        ("log-probs divided", "divided log-probs",
-         "    r = ref_logprobs / logprobs\n    return r - 1 - r.log()\n"),
-        ("no exp", "exp is missing",
-         "    r = ref_logprobs - logprobs\n    return r - 1 - r.log()\n"),
-        ("mean", "average or a sum", K3, "return (log_r.exp() - 1 - log_r).mean()"),
-        ("sum over tokens", "average or a sum", K3, "return (log_r.exp() - 1 - log_r).sum(-1)"),
-        ("times the probability", "multiplied by the probability", K3,
-         "return logprobs.exp() * (log_r.exp() - 1 - log_r)"),
-        ("detach", "detached", "- logprobs", "- logprobs.detach()"),
-        ("half of k3", "", K3, "return (log_r.exp() - 1 - log_r) / 2"),
-        ("r squared", "", "log_r.exp()", "log_r.exp() ** 2"),
-        ("r log r - r + 1", "sampled from the reference", K3,
-         "r = log_r.exp(); return r * log_r - r + 1"),
-        ("r detached", "only one of", K3, "return log_r.detach().exp() - 1 - log_r"),
-        ("log r detached", "only one of", K3, "return log_r.exp() - 1 - log_r.detach()"),
-        ("1 added", "1 was added", K3, "return log_r.exp() + 1 - log_r"),
-        ("F.kl_div", "", "    import torch.nn.functional as F\n"
-         "    return F.kl_div(logprobs, ref_logprobs, reduction='none', log_target=True)\n"),
+        ("mean", "a mean", "log_r.exp() - 1 - log_r", "(log_r.exp() - 1 - log_r).mean()"),
+        ("half of k3", "observed: the number is 0.5 times", "log_r.exp() - 1 - log_r",
+         "(log_r.exp() - 1 - log_r) / 2"),
     ],
     "gae": [
-        ("no next value", "next value is missing", "gamma * next_value - ", "-"),
-        ("next value never kept", "next value is missing", VALUES,
-         "next_advantage = advantages[t]"),
-        ("next value overwritten too early", "overwritten before", "        delta =",
-         "        next_value = values[t]\n        delta ="),
-        ("value not subtracted", "not subtracted", " - values[t]", ""),
-        ("signs of the values exchanged", "exchanged", "+ gamma * next_value - values[t]",
-         "- gamma * next_value + values[t]"),
-        ("returns", "these are returns", "return advantages", "return advantages + values"),
-        ("reversed list", "never reversed", GAE_AS_LIST.format("torch.stack(result)")),
-        ("a list", "a list", GAE_AS_LIST.format("result[::-1]")),
-        ("no γ before the advantage", "γ is missing before the next advantage",
-         "gamma * lam * next", "lam * next"),
-        ("no γ before the value", "γ is missing before the next value", "gamma * next_value",
-         "next_value"),
-        ("no γ at all", "γ is not used", "gamma * lam * next", "lam * next", "gamma * next_value",
-         "next_value"),
-        ("λ instead of γ", "λ stands in place", "gamma * next_value", "lam * next_value"),
-        ("no λ", "λ is missing", "gamma * lam * next", "gamma * next"),
-        ("last value again", "last value is used again",
-         "next_value = next_advantage = torch.tensor(0.0)",
-         "next_value, next_advantage = values[-1], 0.0"),
+        ("next value never kept", "next value is missing",
+         "next_value, next_advantage = values[t], advantages[t]", "next_advantage = advantages[t]"),
         ("left to right", "left to right",
          "    deltas = rewards + gamma * torch.cat([values[1:], torch.zeros(1)]) - values\n"
          "    out, a = [], 0.0\n"
          "    for delta in deltas:\n        a = delta + gamma * lam * a\n        out.append(a)\n"
          "    return torch.stack(out)\n"),
-        ("only δ", "only δ_t", " + gamma * lam * next_advantage", ""),
-        ("next advantage never kept", "only δ_t", VALUES, "next_value = values[t]"),
-        ("last token left out", "last token was left out",
-         "next_value = next_advantage = torch.tensor(0.0)",
-         "next_value, next_advantage = values[-1], 0.0", "range(len(rewards))",
-         "range(len(rewards) - 1)"),
-        ("values[t + 1]", "does not exist", "gamma * next_value", "gamma * values[t + 1]"),
-        ("forward loop", "left to right", "reversed(range(len(rewards)))", "range(len(rewards))"),
-        ("γ squared", "", "gamma * lam", "gamma * gamma * lam"),
-        ("normalized", "", "return advantages", "return (advantages - advantages.mean())"),
-        ("reward of the next token", "reward of the next token", "rewards[t]",
-         "rewards[min(t + 1, len(rewards) - 1)]"),
-        ("t = 0 left out", "t = 0 was left out", "reversed(range(len(rewards)))",
-         "range(len(rewards) - 1, 0, -1)"),
-        ("γ before the bracket", "γ multiplies the value of t", DELTA,
-         "delta = rewards[t] + gamma * (next_value - values[t])"),
-        ("γ before the reward", "γ multiplies the reward", DELTA,
-         "delta = gamma * (rewards[t] + next_value) - values[t]"),
-        ("sums of later rewards", "values are not used", "    out = torch.zeros_like(rewards)\n"
-         "    G = 0.0\n"
-         "    for t in reversed(range(len(rewards))):\n"
-         "        G = rewards[t] + gamma * G\n"
-         "        out[t] = G\n"
-         "    return out\n"),
-        ("δ kept instead of A", "only the δ of the next token", VALUES,
-         "next_value, next_advantage = values[t], delta"),
-        ("loop starts at N-2", "last token was left out", "range(len(rewards))",
-         "range(len(rewards) - 1)"),
-        ("values[t - 1]", "", "gamma * next_value", "gamma * values[t - 1]"),
-        ("sign of δ", "observed: every number has the opposite sign", DELTA,
+        ("sign of δ", "wrong sign", "delta = rewards[t] + gamma * next_value - values[t]",
          "delta = values[t] - rewards[t] - gamma * next_value"),
-        ("roll of the values", "first value is used again",
-         "    d = rewards + gamma * values.roll(-1) - values\n"
-         "    out = torch.zeros_like(d)\n"
-         "    a = 0.\n"
-         "    for t in reversed(range(len(d))):\n"
-         "        out[t] = a = d[t] + gamma * lam * a\n"
-         "    return out\n"),
-        ("sum of all δ", "γ λ is missing",
-         "    d = rewards + gamma * torch.cat([values[1:], torch.zeros(1)]) - values\n"
-         "    return d.flip(0).cumsum(0).flip(0)\n"),
-        ("r + γ V", "", "    N = len(rewards)\n"
-         "    return rewards + gamma * torch.cat([values[1:], torch.zeros(1)])\n"),
+        ("γ squared", "observed", "gamma * lam", "gamma * gamma * lam"),
+        ("centered", "observed", "return advantages", "return advantages - advantages.mean()"),
     ],
     "sample": [
-        ("argmax", "most likely token", DRAW, "all_logprobs.argmax(-1)"),
-        ("uniform draws", "equally likely", DRAW,
-         "torch.multinomial(torch.ones_like(logits), 1, generator=generator).squeeze(-1)"),
-        ("multinomial of logits", "multinomial got logits", "all_logprobs.exp()", "logits"),
-        ("multinomial of log-probs", "multinomial got logits", "all_logprobs.exp()",
-         "all_logprobs"),
-        ("no temperature", "temperature is not used", "(logits / temperature)", "logits"),
-        ("times temperature", "multiplied by the temperature", "(logits / temperature)",
-         "(logits * temperature)"),
-        ("log-prob without temperature", "another distribution", "return ids, all_logprobs",
-         "return ids, logits.log_softmax(-1)"),
-        ("probabilities", "these are probabilities", "squeeze(-1)\n    return ids, all_logprobs",
-         "squeeze(-1)\n    return ids, all_logprobs.exp()"),
-        ("log2", "base 2", "return ids, " + PICK,
-         "return ids, " + PICK + " / torch.tensor(2.0).log()"),
-        ("logits instead of log-probs", "these are logits", "return ids, all_logprobs",
-         "return ids, (logits / (temperature or 1))"),
-        ("log-prob of the likeliest", "that of the most likely", "return ids, " + PICK,
-         "return ids, all_logprobs.max(-1).values"),
-        ("drawn twice", "different draws", "return ids, " + PICK,
-         "again = ids if temperature == 0 else " + DRAW + "\n    "
-         "return ids, all_logprobs.gather(-1, again[:, None]).squeeze(-1)"),
-        ("log-probs sorted", "different rows", "return ids, " + PICK,
-         "return ids, " + PICK + ".sort().values"),
+        ("small temperature for 0", "small number",
+         "    all_logprobs = (logits / max(temperature, 1e-8)).log_softmax(-1)\n" + DRAWN),
         ("no case for temperature 0", "division by temperature 0",
          "    all_logprobs = (logits / temperature).log_softmax(-1)\n" + DRAWN),
-        ("small temperature for 0", "small number",
-         "    all_logprobs = (logits / max(temperature, 1e-6)).log_softmax(-1)\n" + DRAWN),
-        ("temperature 0 as 1", "temperature 0 samples",
-         "    all_logprobs = (logits / (temperature or 1)).log_softmax(-1)\n" + DRAWN),
-        ("forgotten squeeze", "squeeze was forgotten", "return ids, " + PICK,
-         "return ids, all_logprobs.gather(-1, ids[:, None])"),
-        ("all log-probs", "all V log-probs", "return ids, " + PICK, "return ids, all_logprobs"),
-        ("no generator", "generator is not used", ", generator=generator", ""),
-        ("only ids", "a tuple is asked for", "return ids, " + PICK, "return ids"),
-        ("ids as floats", "a float tensor", "return ids, ", "return ids.float(), "),
-        ("lists", "a list", "return ids, " + PICK, "return ids.tolist(), " + PICK + ".tolist()"),
         ("exchanged results", "result 1", "return ids, " + PICK, "return " + PICK + ", ids"),
-        ("temperature squared", "", "logits / temperature", "logits / temperature**2"),
-        ("least likely token at 0", "", "logits.argmax(-1)", "logits.argmin(-1)"),
-        ("log-probs shifted by 1", "",
-         "return ids, all_logprobs.gather(-1, ids[:, None]).squeeze(-1)",
-         "return ids, all_logprobs.gather(-1, ids[:, None]).squeeze(-1) + 1"),
-        ("softmax of probabilities", "applied twice", "torch.multinomial(all_logprobs.exp()",
-         "torch.multinomial(all_logprobs.exp().softmax(-1)"),
-        ("log_softmax of probabilities", "applied twice", "(logits / temperature).log_softmax(-1)",
-         "(logits / temperature).softmax(-1).log_softmax(-1)"),
-        ("probabilities divided", "probabilities were divided",
-         "(logits / temperature).log_softmax(-1)", "(logits.softmax(-1) / temperature).log()"),
-        ("log-probs divided", "no longer add up", "(logits / temperature).log_softmax(-1)",
-         "logits.log_softmax(-1) / temperature"),
-        ("minus log-prob", "wrong sign", "return ids, all_logprobs", "return ids, -all_logprobs"),
-        ("torch.manual_seed", "seeded inside", ", generator=generator", "", "if temperature == 0:",
-         "torch.manual_seed(0)\n    if temperature == 0:"),
-        ("generator seeded again", "seeded inside", "if temperature == 0:",
-         "generator.manual_seed(0)\n    if temperature == 0:"),
-        ("log-prob 0 at temperature 0", "log-prob is 0", "    if temperature == 0:\n"
-         "        return logits.argmax(-1), torch.zeros(len(logits))\n"
-         "    lp = (logits / temperature).log_softmax(-1)\n"
-         "    ids = torch.multinomial(lp.exp(), 1, generator=generator).squeeze(-1)\n"
-         "    return ids, lp.gather(-1, ids[:, None]).squeeze(-1)\n"),
-        ("row 0 for all rows", "", DRAW,
-         "torch.multinomial(all_logprobs[0].exp(), len(logits), replacement=True, "
-         "generator=generator)"),
-        ("log-probs of row 0", "", PICK, "all_logprobs[0, ids]"),
-        ("argmax, and a small temperature", "most likely token",
-         "    lp = (logits / max(temperature, 1e-8)).log_softmax(-1)\n"
-         "    ids = lp.argmax(-1)\n"
-         "    return ids, lp.gather(-1, ids[:, None]).squeeze(-1)\n"),
+        ("only ids", "a tuple is asked for", "return ids, " + PICK, "return ids"),
+        ("temperature squared", "observed", "logits / temperature", "logits / temperature**2"),
     ],
     "training_step": [
-        ("old log-probs not detached", "carry a gradient", "logprobs.detach()", "logprobs"),
-        ("no optimizer step", "optimizer.step() was not called", "    optimizer.step()\n", ""),
-        ("zero_grad before the step", "before the step",
-         "    optimizer.step()\n    optimizer.zero_grad()",
-         "    optimizer.zero_grad()\n    optimizer.step()"),
-        ("no backward", "backward was not called", "    loss.backward()\n", ""),
-        ("step before backward", "before backward", "    optimizer.step()\n", "",
-         "    loss.backward()", "    optimizer.step()\n    loss.backward()"),
-        ("norm not clipped", "not clipped",
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", ""),
-        ("clipped before backward", "not clipped",
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n", "", "    loss.backward()",
-         "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    loss.backward()"),
-        ("values clipped", "each entry", "clip_grad_norm_", "clip_grad_value_"),
-        ("no zero_grad", "adds up", "    optimizer.zero_grad()\n", ""),
-        ("zero_grad only at the start", "only before backward", "    optimizer.zero_grad()\n", "",
-         "    logprobs =", "    optimizer.zero_grad()\n    logprobs ="),
-        ("loss negated", "negated once more", "loss = clipped_loss", "loss = -clipped_loss"),
-        ("returns as advantages", "returns were used", "group_advantages(returns, group_ids)",
-         "returns"),
-        ("one group for all", "whole batch", "group_advantages(returns, group_ids)",
-         "group_advantages(returns, torch.zeros_like(group_ids))"),
-        ("reinforce_loss", "reinforce_loss",
-         "clipped_loss(logprobs, logprobs.detach(), advantages, mask)",
-         "reinforce_loss(logprobs, advantages, mask)"),
-        ("no mask", "mask is not used", "advantages, mask)", "advantages, torch.ones_like(mask))"),
-        ("loss as a tensor", "a float tensor", "return loss.item()", "return loss"),
-        ("nothing returned", "None", "    return loss.item()\n", ""),
-        ("two steps", "two steps", "optimizer.step()", "optimizer.step()\n    optimizer.step()"),
-        ("norm of 0.5", "another number than 1", "1.0)", "0.5)"),
-        ("mask inverted", "", "advantages, mask)", "advantages, ~mask)"),
-        ("(-loss).backward()", "wrong direction", "loss.backward()", "(-loss).backward()"),
-        ("old and new exchanged", "exchanged", "logprobs, logprobs.detach(), ",
-         "logprobs.detach(), logprobs, "),
-        ("advantages [B]", "one for each token", "[:, None].expand_as(logprobs)", ""),
-        ("advantages [B, 1]", "one for each token", "[:, None].expand_as(logprobs)", "[:, None]"),
-        ("repeat and view", "wrong order", "[:, None].expand_as(logprobs)",
-         ".repeat(logprobs.shape[1]).view(logprobs.shape)"),
-        ("norm of 0.1", "another number than 1", ", 1.0)", ", 0.1)"),
-        ("norm of 10", "another number than 1", ", 1.0)", ", 10.0)"),
-        ("backward twice", "backward was called twice", "loss.backward()",
-         "loss.backward(retain_graph=True); loss.backward()"),
-        ("loss after the step", "again after the step", "return loss.item()",
-         "return clipped_loss(token_logprobs(model(input_ids), input_ids), logprobs.detach(), "
-         "advantages, mask).item()"),
-        ("minus the loss returned", "sign of the returned loss", "return loss.item()",
-         "return -loss.item()"),
+        ("clipped before backward", "not clipped", "    loss.backward()\n" + CLIP,
+         CLIP + "    loss.backward()\n"),
         ("old log-probs of a second pass", "carry a gradient", "logprobs.detach(), ",
          "token_logprobs(model(input_ids), input_ids), "),
-        ("mean of the batch subtracted", "whole batch", "group_advantages(returns, group_ids)",
-         "(returns - returns.mean())"),
-        ("mask shifted once more", "observed: the function raises", "advantages, mask)",
-         "advantages, mask[:, 1:])"),
-        ("no_grad", "observed: the function raises",
-         "logprobs = token_logprobs(model(input_ids), input_ids)", "\n"
-         "    with torch.no_grad(): logprobs = token_logprobs(model(input_ids), input_ids)"),
-        ("weights moved by hand", "observed: the shape", "optimizer.step()", "\n"
-         "    with torch.no_grad():\n"
-         "        for p in model.parameters(): p -= 0.1 * p.grad"),
-        ("100 times the loss", "", "loss.backward()", "(loss * 100).backward()"),
-        ("whole step twice", "taken twice", "\n    ", "\n        ", "        logprobs = token",
-         "    for _ in range(2):\n        logprobs = token", "        return", "    return"),
-        ("advantages for T tokens", "repeated T times", "[:, None].expand_as(logprobs)",
-         "[:, None].repeat(1, input_ids.shape[1])"),
-        ("backward without brackets", "backward was not called", "loss.backward()",
-         "loss.backward"),
-        ("step without brackets", "optimizer.step() was not called", "optimizer.step()",
-         "optimizer.step"),
+        ("backward without brackets", "backward was not called", "backward()", "backward"),
+        ("(-loss).backward()", "wrong direction", "loss.backward()", "(-loss).backward()"),
+        ("loss as a tensor", "a float tensor", "return loss.item()", "return loss"),
+        ("values clipped", "observed", "clip_grad_norm_", "clip_grad_value_"),
+        ("mask shifted once more", "observed: the function raises", "mask)", "mask[:, 1:])"),
     ],
     "advantages_of_tokens": [
-        ("division moved to the last line", "moved to the last line", LAST,
-         LAST + " / mask.sum(1)[:, None]"),
-        ("division by len(same)", "len(same)", BASELINE, "baseline = (same @ returns) / len(same)"),
-        ("baseline of all rollouts", "groups mix", BASELINE, "baseline = returns.mean()"),
-        ("mean over columns", "number of columns", "(rewards * mask).sum(1)",
-         "(rewards * mask).mean(1)"),
-        ("divided by all tokens", "all sampled tokens", "(rewards * mask).sum(1)",
-         "(rewards * mask).sum(1) / mask.sum()"),
-        ("last column", "last column", "(rewards * mask).sum(1)", "(rewards * mask)[:, -1]"),
-        ("largest reward", "largest reward", "(rewards * mask).sum(1)", "(rewards * mask).amax(1)"),
-        ("divided by the standard deviation", "standard deviation", LAST,
-         "return group_advantages(returns, group_ids)[:, None] * mask"),
-        ("no baseline", "no baseline", " - baseline", ""),
-        ("rewards to go", "from it on", "    same =",
-         "    later = (rewards * mask).flip(1).cumsum(1).flip(1)\n    same =", LAST,
-         "return (later - baseline[:, None]) * mask"),
-        ("padding counted", "rewards in the padding", "(rewards * mask).sum(1)", "rewards.sum(1)"),
-        ("padding has advantages", "padding got", LAST,
-         "return (returns - baseline)[:, None].expand_as(rewards)"),
-        ("one number for each rollout", "observed: the shape", LAST, "return returns - baseline"),
-        ("divided by the root of the length", "", "(rewards * mask).sum(1)",
-         "(rewards * mask).sum(1) / mask.sum(1).sqrt()"),
-        ("half the baseline", "", "- baseline", "- baseline / 2"),
-        ("mean of the others", "leave-one-out", BASELINE,
-         "same = same - torch.eye(len(same)); baseline = (same @ returns) / same.sum(1)"),
-        ("n - 1 in the baseline", "n - 1", BASELINE,
-         "baseline = (same @ returns) / (same.sum(1) - 1)"),
-        ("mean of all columns", "padding were counted", SUM, "returns = rewards.mean(1)"),
-        ("sum of the group", "sum of the group", BASELINE, "baseline = same @ returns"),
-        ("wrong sign", "wrong sign", LAST, "return (baseline - returns)[:, None] * mask"),
-        ("mean of each rollout", "still the reward per token", SUM,
-         "returns = torch.stack([r[m].mean() for r,m in zip(rewards,mask)])"),
-        ("bug kept, no baseline",
-         "still the reward per token, so a long answer gets less; and no baseline", SUM,
-         "returns = (rewards * mask).sum(1) / mask.sum(1)", LAST, "return (returns)[:, None]*mask"),
-        ("bug kept, mean of the others",
-         "still the reward per token, so a long answer gets less; and the baseline is the mean of "
-         "the other", SUM, "returns = (rewards * mask).sum(1) / mask.sum(1)", BASELINE,
-         "baseline = (same @ returns - returns) / (same.sum(1) - 1)"),
-        ("bug kept, padding counted",
-         "still the reward per token, so a long answer gets less; and rewards in the padding", SUM,
-         "returns = rewards.sum(1) / mask.sum(1)"),
-        ("times the length", "", SUM, "returns = (rewards * mask).sum(1) * mask.sum(1)"),
-        ("reward of the token", "", LAST, "return (rewards - baseline[:, None]) * mask"),
-        ("mean of a row of zeros", "len(same)", "    returns = (rewards * mask).sum(1)\n"
-         "    same = (group_ids[:, None] == group_ids[None, :]).float()\n"
-         "    baseline = (same * returns).mean(1)\n"
-         "    return (returns - baseline)[:, None] * mask\n"),
+        ("mean of each rollout", "still the reward per token", "(rewards * mask).sum(1)",
+         "torch.stack([r[m].mean() for r, m in zip(rewards, mask)])"),
+        ("one number for each rollout", "observed: the shape", ")[:, None] * mask", ")"),
+        ("half the baseline", "observed", "- baseline", "- baseline / 2"),
     ],
 }  # fmt: skip
 
@@ -696,6 +164,14 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "in turns])[1:].astype(bool))\n"),
         ("repeat_interleave", "    n = torch.tensor([len(p) for turn in turns for p in turn])\n"
          "    return torch.tensor([False, True] * len(turns)).repeat_interleave(n)[1:]\n"),
+        ("slices", "    total = sum(len(c) + len(d) for c, d in turns)\n"
+         "    m = torch.zeros(total, dtype=torch.bool)\n"
+         "    i = 0\n"
+         "    for c, d in turns:\n"
+         "        i += len(c)\n"
+         "        m[i:i+len(d)] = True\n"
+         "        i += len(d)\n"
+         "    return m[1:]\n"),
         ("ones ==", "    out = []\n"
          "    for c, d in turns:\n"
          "        out.extend(0 for _ in c)\n"
@@ -725,15 +201,20 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("float64", "centered / (returns[members].std() + 1e-4)",
          "(centered.double() / (returns[members].double().std() + 1e-4)).float()"),
         ("float64 out", "torch.zeros_like(returns)",
-         "torch.zeros_like(returns, dtype=torch.float64)", MEMBERS,
+         "torch.zeros_like(returns, dtype=torch.float64)",
+         "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = (centered / (returns[members].std() + 1e-4)).double()"),
         ("eps 1e-8", "1e-4", "1e-8"),
+        ("eps 1e-6", "1e-4", "1e-6"),
+        ("eps 1e-5", "1e-4", "1e-5"),
+        ("eps 1e-9", "1e-4", "1e-9"),
         ("eps 2e-4", "1e-4", "2e-4"),
-        ("clamp", MEMBERS,
+        ("clamp", "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = centered / returns[members].std().clamp(min=1e-4)"),
-        ("if std 0", MEMBERS, "s = returns[members].std()\n"
+        ("if std 0", "advantages[members] = centered / (returns[members].std() + 1e-4)",
+         "s = returns[members].std()\n"
          "        if s > 0: advantages[members] = centered / s"),
-        ("nan_to_num", MEMBERS,
+        ("nan_to_num", "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = (centered / returns[members].std()).nan_to_num()"),
         ("python statistics", "    import statistics\n"
          "    out = []\n"
@@ -750,8 +231,11 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        returns[m] -= returns[m].mean()\n"
          "        returns[m] /= s\n"
          "    return returns\n"),
-        ("sqrt(var+1e-8)", MEMBERS,
+        ("sqrt(var+1e-8)", "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = centered / (returns[members].var() + 1e-8).sqrt()"),
+        ("eps sqrt var + 1e-10 + nothing",
+         "advantages[members] = centered / (returns[members].std() + 1e-4)",
+         "advantages[members] = centered * torch.rsqrt(returns[members].var() + 1e-10)"),
     ],
     "reinforce_loss": [
         ("loop", "    total, n = 0.0, 0\n"
@@ -791,10 +275,18 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("clamp in log space", "ratio.clamp(1 - clip, 1 + clip)",
          "(logprobs - old_logprobs).clamp(torch.tensor(1 - clip).log(), torch.tensor(1 + "
          "clip).log()).exp()"),
-        ("double", SELECT, "    logprobs, old_logprobs, advantages = logprobs[mask].double(), "
+        ("double", "    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], "
+         "advantages[mask]\n", "    logprobs, old_logprobs, advantages = logprobs[mask].double(), "
          "old_logprobs[mask].double(), advantages[mask].double()\n"),
-        ("torch.stack min", MINIMUM,
+        ("torch.stack min", "torch.minimum(ratio * advantages, clipped * advantages)",
          "torch.stack([ratio * advantages, clipped * advantages]).amin(0)"),
+        ("stack min values", "torch.minimum(ratio * advantages, clipped * advantages)",
+         "torch.stack([ratio * advantages, clipped * advantages]).min(0).values"),
+        ("python min", "    ts = []\n"
+         "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
+         "        r = (x - o).exp()\n"
+         "        ts.append(min(r * a, torch.clip(r, 1 - clip, 1 + clip) * a))\n"
+         "    return -sum(ts) / len(ts)\n"),
         ("min/max clamp", ".clamp(1 - clip, 1 + clip)",
          ".maximum(torch.tensor(1 - clip)).minimum(torch.tensor(1 + clip))"),
         ("relu form", "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
@@ -815,17 +307,25 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    return -torch.where(dead, c * a, r * a).mean()\n"),
     ],
     "kl_k3": [
-        ("expm1", K3, "return torch.expm1(log_r) - log_r"),
-        ("exp/exp", K3, "r = ref_logprobs.exp() / logprobs.exp(); return r - 1 - r.log()"),
+        ("expm1", "return log_r.exp() - 1 - log_r", "return torch.expm1(log_r) - log_r"),
+        ("exp/exp", "return log_r.exp() - 1 - log_r",
+         "r = ref_logprobs.exp() / logprobs.exp(); return r - 1 - r.log()"),
         ("double", "ref_logprobs - logprobs", "ref_logprobs.double() - logprobs.double()"),
-        ("clamp 0", K3, "return (log_r.exp() - 1 - log_r).clamp(min=0)"),
-        ("relu", K3, "return (log_r.exp() - 1 - log_r).relu()"),
+        ("clamp 0", "return log_r.exp() - 1 - log_r",
+         "return (log_r.exp() - 1 - log_r).clamp(min=0)"),
+        ("relu", "return log_r.exp() - 1 - log_r", "return (log_r.exp() - 1 - log_r).relu()"),
         ("ref detach", "ref_logprobs - logprobs", "ref_logprobs.detach() - logprobs"),
         ("loop",
          "    return torch.stack([torch.stack([(b - a).exp() - 1 - (b - a) for a, b in zip(x, "
          "y)]) for x, y in zip(logprobs, ref_logprobs)])\n"),
     ],
     "gae": [
+        ("list reversed", "    out, nv, na = [], 0.0, 0.0\n"
+         "    for r, v in zip(rewards.flip(0), values.flip(0)):\n"
+         "        na = r + gamma * nv - v + gamma * lam * na\n"
+         "        nv = v\n"
+         "        out.insert(0, na)\n"
+         "    return torch.stack(out)\n"),
         ("python floats", "    out, nv, na = [], 0.0, 0.0\n"
          "    for r, v in zip(rewards.tolist()[::-1], values.tolist()[::-1]):\n"
          "        na = r + gamma * nv - v + gamma * lam * na\n"
@@ -846,6 +346,14 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        nv = values[t + 1] if t + 1 < len(rewards) else 0.0\n"
          "        return rewards[t] + gamma * nv - values[t] + gamma * lam * A(t + 1)\n"
          "    return torch.stack([A(t) for t in range(len(rewards))])\n"),
+        ("double", "    r, v = rewards.double(), values.double()\n"
+         "    out = torch.zeros_like(r)\n"
+         "    na = nv = 0.0\n"
+         "    for t in range(len(r) - 1, -1, -1):\n"
+         "        na = r[t] + gamma * nv - v[t] + gamma * lam * na\n"
+         "        nv = v[t]\n"
+         "        out[t] = na\n"
+         "    return out\n"),
         ("in place on rewards", "    for t in reversed(range(len(rewards))):\n"
          "        last = t == len(rewards) - 1\n"
          "        rewards[t] = rewards[t] - values[t] + (0 if last else gamma * values[t+1] + "
@@ -890,11 +398,19 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    p = torch.softmax(logits / temperature, -1)\n"
          "    ids = torch.multinomial(p, 1, generator=generator)\n"
          "    return ids.squeeze(-1), p.gather(-1, ids).log().squeeze(-1)\n"),
+        ("topk at T0", "    if temperature == 0:\n"
+         "        v, i = logits.log_softmax(-1).topk(1)\n"
+         "        return i[:, 0], v[:, 0]\n"
+         "    lp = torch.distributions.Categorical(logits=logits / temperature)\n"
+         "    ids = torch.multinomial(lp.probs, 1, generator=generator)[:, 0]\n"
+         "    return ids, lp.log_prob(ids)\n"),
         ("int32 ids", "return ids, ", "return ids.int(), "),
     ],
     "training_step": [
         ("zero first", "    logprobs = token", "    optimizer.zero_grad()\n    logprobs = token"),
         ("repeat", "[:, None].expand_as(logprobs)", "[:, None].repeat(1, logprobs.shape[1])"),
+        ("unsqueeze * ones", "[:, None].expand_as(logprobs)",
+         ".unsqueeze(1) * torch.ones_like(logprobs)"),
         ("times mask", "[:, None].expand_as(logprobs)", "[:, None] * mask"),
         ("autograd.grad", "loss.backward()", "\n"
          "    for p, g in zip(model.parameters(), torch.autograd.grad(loss, "
@@ -929,14 +445,15 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("foreach False", "1.0)", "1.0, foreach=False)"),
         ("params list from optimizer", "model.parameters()",
          "[p for g in optimizer.param_groups for p in g['params']]"),
+        ("old clone", "logprobs.detach(), ", "logprobs.clone().detach(), "),
         ("old data", "logprobs.detach(), ", "logprobs.data, "),
         ("kw", "clipped_loss(logprobs, logprobs.detach(), advantages, mask)",
          "clipped_loss(mask=mask, advantages=advantages, old_logprobs=logprobs.detach(), "
          "logprobs=logprobs)"),
     ],
     "advantages_of_tokens": [
-        ("where", SUM, "returns = torch.where(mask, rewards, 0.).sum(1)"),
-        ("einsum", SUM, "returns = torch.einsum('bn,bn->b', rewards, mask.float())"),
+        ("where", "(rewards * mask).sum(1)", "torch.where(mask, rewards, 0.).sum(1)"),
+        ("einsum", "(rewards * mask).sum(1)", "torch.einsum('bn,bn->b', rewards, mask.float())"),
         ("loop", "    out = torch.zeros_like(rewards)\n"
          "    ret = [float(r[m].sum()) for r, m in zip(rewards, mask)]\n"
          "    for b in range(len(ret)):\n"
@@ -949,10 +466,13 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        m = group_ids == g\n"
          "        adv[m] = ret[m] - ret[m].mean()\n"
          "    return adv.unsqueeze(1).expand_as(mask).masked_fill(~mask, 0)\n"),
-        ("double", SUM, "returns = (rewards.double() * mask).sum(1)", ".float()", ".double()"),
-        ("where at end", LAST, "return torch.where(mask, (returns - baseline)[:, None], 0.0)"),
-        ("mean * len", SUM, "returns = (rewards * mask).sum(1) / mask.sum(1) * mask.sum(1)"),
-        ("nansum", SUM, "returns = rewards.masked_fill(~mask, float('nan')).nansum(1)"),
+        ("double", "(rewards * mask).sum(1)",
+         "(rewards.double() * mask).sum(1)", ".float()", ".double()"),
+        ("where at end", "return (returns - baseline)[:, None] * mask",
+         "return torch.where(mask, (returns - baseline)[:, None], 0.0)"),
+        ("mean * len", "(rewards * mask).sum(1)",
+         "(rewards * mask).sum(1) / mask.sum(1) * mask.sum(1)"),
+        ("nansum", "(rewards * mask).sum(1)", "rewards.masked_fill(~mask, float('nan')).nansum(1)"),
     ],
 }  # fmt: skip
 
@@ -989,7 +509,7 @@ def test_mistake_is_caught_with_its_true_cause(name, what, words, changes):
     verdict = check(ALL[name], scratch_with(name, changes))
     assert verdict.state == "wrong" and verdict.hints[2] in inspect.getsource(solutions)
     said = verdict.cause or f"observed: {verdict.observed}"
-    assert words in said and "; or: " not in said and bool(words) >= bool(verdict.cause), said
+    assert words in said and "; or: " not in said
 
 
 @pytest.mark.parametrize("name, what, changes", flat(RIGHT))

@@ -32,7 +32,12 @@ from torch import Tensor, nn
 from core.types import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
-from core.workshop.mistakes import MISTAKES, Mistake, advantages_as_given
+from core.workshop.mistakes import (
+    Mistake,
+    advantages_as_given,
+    changed_solution,
+    mistakes_in,
+)
 from environments.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
@@ -263,28 +268,21 @@ def find_mistakes(
     """
     if isinstance(actual.error, TimeoutError):
         return []
-    theirs = {
-        fact.statement: actual if fact is failed else ask(fact, module, exercise.name)
-        for fact in exercise.facts
-    }
-    matches: list[tuple[int, Mistake]] = []
-    for mistake in MISTAKES[exercise.name]:
-        agreed = []
-        for wrong in (mistake.wrong, *mistake.variants):
-            if not _same_answer(_answer(failed, exercise.name, wrong), actual, failed.tolerance):
+    name, facts = exercise.name, exercise.facts
+    theirs = [actual if fact is failed else ask(fact, module, name) for fact in facts]
+    agreed: dict[Mistake, int] = {}
+    for mistake in mistakes_in(name):
+        for change in mistake.changes:
+            wrong = changed_solution(name, change)
+            if not _same_answer(_answer(failed, name, wrong), actual, failed.tolerance):
                 continue
-            same = {
-                f.statement: _same_answer(
-                    _answer(f, exercise.name, wrong), theirs[f.statement], f.tolerance
-                )
-                for f in exercise.facts
-            }
-            if all(same[k] or not _is_finite(answer) for k, answer in theirs.items()):
-                agreed.append(sum(same.values()))
-        if agreed:
-            matches.append((max(agreed), mistake))
-    most = max((count for count, _ in matches), default=0)
-    return [mistake for count, mistake in matches if count == most]
+            same = [
+                _same_answer(_answer(fact, name, wrong), answer, fact.tolerance)
+                for fact, answer in zip(facts, theirs, strict=True)
+            ]
+            if all(s or not _is_finite(answer) for s, answer in zip(same, theirs, strict=True)):
+                agreed[mistake] = max(sum(same), agreed.get(mistake, 0))
+    return [mistake for mistake, count in agreed.items() if count == max(agreed.values())]
 
 
 def describe_difference(expected: Any, actual: Any) -> str:
@@ -310,8 +308,6 @@ def describe_difference(expected: Any, actual: Any) -> str:
     if not b.isfinite().all():
         count = int((~b.isfinite()).sum())
         return f"{count} of {b.numel()} numbers are nan or infinity"
-    if agree(-a, b, 1e-3):
-        return f"{'the number' if a.numel() == 1 else 'every number'} has the opposite sign"
     first = b.flatten()[0]
     if b.numel() > 1 and (b == first).all() and (first == 0 or (a != a.flatten()[0]).any()):
         return f"all entries are {_format(actual.flatten()[0])}"
@@ -436,7 +432,11 @@ def _check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
         if changed and _is_sane(expected, actual):
             differs = differs or replace(failed, state="differs")
             continue
-        return _explain(failed, fact, expected, actual, module)
+        if found := find_mistakes(exercise, fact, actual, module):
+            cause = "; or: ".join(mistake.cause for mistake in found)
+            return replace(failed, cause=cause, hints=_hints(exercise, fact, found[0]))
+        raised = actual.error and "the function raises an error"
+        return replace(failed, observed=raised or describe_difference(expected.value, actual.value))
     return differs or Verdict(exercise, "right", hints=_hints(exercise))
 
 
@@ -454,35 +454,19 @@ def _is_as_given(function: Callable[..., Any]) -> bool:
 @cache
 def _answer(fact: Fact, name: str, function: Callable[..., Any]) -> Answer:
     """Returns the answer of the solutions to a fact, with `function` as exercise `name`."""
-    return ask(fact, SimpleNamespace(**{**vars(solutions), name: function}), name)
-
-
-def _explain(
-    failed: Verdict,
-    fact: Fact,
-    expected: Answer,
-    actual: Answer,
-    module: ModuleType | SimpleNamespace,
-) -> Verdict:
-    """Returns the verdict on a wrong answer with its cause, or with what was observed."""
-    exercise = failed.exercise
     with warnings.catch_warnings(action="ignore"):  # those of the typical mistakes
-        found = find_mistakes(exercise, fact, actual, module)
-    if found:
-        cause = "; or: ".join(mistake.cause for mistake in found)
-        return replace(failed, cause=cause, hints=_hints(exercise, fact, found[0]))
-    if actual.error:
-        return replace(failed, observed="the function raises an error")
-    return replace(failed, observed=describe_difference(expected.value, actual.value))
+        return ask(fact, SimpleNamespace(**{**vars(solutions), name: function}), name)
 
 
 def _hints(
     exercise: Exercise, fact: Fact | None = None, mistake: Mistake | None = None
 ) -> tuple[str, str, str]:
     """Returns question, idea and line: those of the mistake, else of the fact, else of all."""
-    question = (mistake.question if mistake else "") or (fact or exercise).question
-    idea = mistake.idea if mistake else fact.idea if fact else exercise.idea
-    part = (mistake.line if mistake else "") or (fact.line if fact else "") or exercise.line
+    question = (mistake and mistake.question) or (fact or exercise).question
+    idea = (mistake and mistake.idea) or (fact or exercise).idea
+    change = mistake.changes[0] if mistake else ()
+    code = change[0].strip().splitlines()[0] if isinstance(change, tuple) and change else ""
+    part = code or (fact and fact.line) or exercise.line
     source = inspect.getsource(getattr(solutions, exercise.name)).splitlines()
     return question, idea, next(line.strip() for line in source if part in line)
 
