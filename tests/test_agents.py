@@ -570,7 +570,8 @@ def run(task, client):
 """)
     for rollout in collect(policy, spec, 4, max_turns=3, max_tokens=5):
         assert [m["role"] for m in rollout.messages] == ["user", "assistant", "assistant"]
-        assert all(len(turn.completion_ids) <= 5 for turn in rollout.turns)
+        first, second = (turn.completion_ids for turn in rollout.turns)
+        assert first != second and len(first) <= 5 >= len(second)
 
 
 def test_a_prompt_needs_room_for_a_token(policy, write):
@@ -606,7 +607,7 @@ def test_a_stop_sequence_cuts_after_the_token_that_completes_it(policy):
 
 @pytest.mark.parametrize(
     ("call_ids", "text", "thought", "latest"),
-    [("a", "x", "t", 1), ("a", "y", "u", 3), ("a", "x", "u", 1), ("b", "x", "t", 4)],
+    ["axt1", "ayu3", "axu1", "ayt2", "bxt4"],
 )
 def test_of_answers_that_read_alike_the_latest_of_the_likest_is_continued(
     policy, call_ids, text, thought, latest
@@ -617,7 +618,7 @@ def test_of_answers_that_read_alike_the_latest_of_the_likest_is_continued(
     found = [agents.Known([n], [i], x, t) for n, (i, x, t) in enumerate(answers)]
     answer = {"calls": [(call_ids, "look", "{}")], "content": text, "thought": thought}
     conversations = agents.Conversations(Renderer(policy))
-    assert conversations.best(found, answer).ids == [latest]
+    assert conversations.best(found, answer).ids == [int(latest)]
 
 
 def test_an_edited_conversation_has_its_calls_as_they_were_sampled(policy, write):
@@ -634,14 +635,16 @@ def run(task, client):
     [call] = answer.tool_calls
     result = {"role": "tool", "tool_call_id": call.id, "content": "ok"}
     ask([{"role": "user", "content": "? edited"}, answer, result])
+    call.id = result["tool_call_id"] = "other"
+    ask([{"role": "user", "content": "? again"}, answer, result])
     call.function.arguments = '{"at": "b"}'
     ask([{"role": "user", "content": "? edited"}, answer, result])
     return 1.0
 """)
     [rollout] = collect(policy, spec, 1, sampler=Looking(policy))
     prompts = [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns]
-    assert not rollout.error and [CALL in prompt for prompt in prompts] == [False, True, False]
-    assert '"at": "b"' in prompts[2]
+    assert not rollout.error and [CALL in p for p in prompts] == [False, True, False, False]
+    assert '"at": "b"' in prompts[3]
 
 
 def test_turns_are_in_the_order_of_their_requests_whatever_they_continue(policy, write):
