@@ -58,6 +58,7 @@ class Threads:
         self.count, self.limit, self.flag = count, limit or math.inf, flag
         self.interrupts = interrupts
         self.say: Callable[[str], None] = lambda line: None
+        self.said = set[str]()
         self.slow = set[Kind]()
         self.longer = defaultdict[Kind, float](float)  # seconds beyond SLOW of the calls of a kind
         self.alone = set[str]()  # specs that one thread calls, however slow they are
@@ -113,6 +114,12 @@ class Threads:
         """Ends the threads."""
         self.clear()
         self.one.put(None)
+
+    def say_once(self, line: str) -> None:
+        """Says a line, unless it was said before."""
+        if line not in self.said:
+            self.said.add(line)
+            self.say(line)
 
     def is_parallel(self, kind: Kind) -> bool:
         """Whether calls of this kind are made at the same time."""
@@ -187,7 +194,12 @@ class _Worker(threading.Thread):
                     time.sleep(LEAVE)  # Overdue may be on its way, and must not meet another thread
                     return
                 seconds = time.monotonic() - since
-                if not _stayed_in(threads.folder):
+                if _stayed_in(threads.folder):
+                    pass
+                elif threads.draws_freely:  # a program did, not this call
+                    threads.say_once("an agent changed the working directory, which all share: the "
+                                     "run changed it back")  # fmt: skip
+                else:
                     error = RuntimeError("the environment changed the working directory")
                     outcome = None, error
                 # quick calls make up for slow ones before them, not for those that follow

@@ -364,6 +364,52 @@ def run(task, client):
     assert line.startswith("an agent ended with KeyError") and "(program.py, line 5)" in line
 
 
+CAUSES = {
+    "client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': IMAGE}])":
+        "ValueError: no request of the program was answered: only contents of text are supported",
+    "client.embeddings.create(model='m', input='x')":
+        "ValueError: no request of the program was answered: /v1/embeddings: there is no such",
+    "client.moderations.create(input='x')":
+        "TimeoutError: 100 requests got no answer: /v1/moderations: there is no such",
+    "client.files.list()": "TimeoutError: 100 requests got no answer: /v1/files: there is no such",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("statement", CAUSES)
+def test_a_failure_names_why_nothing_was_answered(policy, write, monkeypatch, statement):
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")  # which the own client does not ask
+    spec = write(f"""
+IMAGE = [{{"type": "image_url", "image_url": {{"url": "data:,"}}}}]
+def run(task, client):
+    for _ in range({999 if "100 requests" in CAUSES[statement] else 1}):
+        try:
+            {statement}
+        except Exception:
+            pass
+    return 1.0
+""")
+    [rollout] = collect(policy, spec, 1)
+    assert rollout.error.startswith(CAUSES[statement])
+
+
+def test_what_an_agent_does_not_get_is_said_once_and_its_chdir_fails_nobody(
+    policy, write, tmp_path
+):
+    spec = write(f"""
+import os
+def run(task, client):
+    for _ in range(3):
+        os.chdir("{tmp_path}" if task["n"] % 2 else "/")
+        client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+    return 1.0
+""")
+    said, folder = [], os.getcwd()
+    rollouts = collect(policy, spec, 8, say=said.append, drop_thinking=True)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 8
+    assert os.getcwd() == folder and len(said) == 2
+    assert sorted(line.split()[0] for line in said) == ["--thinking", "an"]
+
+
 MIXED_UP = {
     "the default of a library": "DEFAULT = OpenAI(base_url=base_url, api_key=api_key); gate.wait()",
     "made once by the module": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key)",

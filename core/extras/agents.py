@@ -61,6 +61,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [Call(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.env.env
+    if collector.renderer.drop_thinking:
+        collector.pool.threads.say_once("--thinking drop does nothing for agents: their programs "
+                                        "decide what is sent back")  # fmt: skip
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.play is not None:

@@ -288,9 +288,14 @@ def _run(
 def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
-    if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
-        print("loading torch and the model ..", file=sys.stderr)  # for seconds nothing else appears
-    if code := _run(lambda _: 0, args, parse, "train.py"):
+
+    def announced(args: list[str]) -> Config:
+        _check_words(args)  # mistakes that are answered without torch
+        if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
+            print("loading torch and the model ..", file=sys.stderr)  # seconds without a line
+        return parse(args)
+
+    if code := _run(lambda _: 0, args, announced, "train.py"):
         sys.exit(code)
 
 

@@ -275,8 +275,9 @@ class Agent(Env):
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
             raise EndRun(f"an agent ended without a request with its own API key: {SHARED}")
         if error is None and not play.session.has_answer:
-            reason = ["it sent none, or the client hung up", *play.session.refusals]
-            error = ValueError(f"no request of the program was answered: {reason[-1]}")
+            why = "the client hung up" if play.session.has_asked else "it sent none"
+            why = [why, *play.session.refusals][-1]
+            error = ValueError(f"no request of the program was answered: {why}")
         try:
             if error is None:
                 return self._scored(play.result)

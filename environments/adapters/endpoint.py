@@ -520,12 +520,13 @@ class _Handler(BaseHTTPRequestHandler):
         return goes_on
 
     def do_GET(self) -> None:
+        session = None
         try:
-            self._session()
+            session = self._session()
             if not self.path.startswith("/v1/models"):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
         except Refused as refused:
-            return self._send_json(refused.status, refused.body())
+            return self._refuse(session, refused)
         model = {"id": "picorl", "object": "model", "created": 0, "owned_by": "picorl"}
         is_list = self.path.rstrip("/") == "/v1/models"
         self._send_json(200, {"object": "list", "data": [model]} if is_list else model)
@@ -540,9 +541,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
             answer = self._answer(read_ask(session, self.path, body, self.connection))
         except Refused as refused:
-            if session is not None:
-                session.refusals.append(str(refused))
-            return self._send_json(refused.status, refused.body())
+            return self._refuse(session, refused)
         if not body.get("stream"):
             return self._send_json(200, answer)
         if self.path == "/v1/responses":
@@ -555,6 +554,11 @@ class _Handler(BaseHTTPRequestHandler):
             chunks = chat_chunks(answer, bool(options.get("include_usage")))
             texts = [*(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks), "data: [DONE]\n\n"]
         self._send(200, "text/event-stream", "".join(texts))
+
+    def _refuse(self, session: Session | None, refused: Refused) -> None:
+        if session is not None:
+            session.refusals.append(str(refused))
+        self._send_json(refused.status, refused.body())
 
     def _session(self) -> Session:
         """Whose request it is. Later requests of a connection may be of others: they share it."""
