@@ -256,7 +256,7 @@ def _equal_rewards(records: list[Record]) -> str:
     returns = {_finite(r, f"reward/{end}") for r in updates for end in ("min", "max")}
     if len(updates) < MIN_UPDATES or len(returns) > 1 or not min(returns) > 0:
         return ""
-    return f"every rollout of all {len(updates)} updates so far has earned {min(returns):g}"
+    return f"in all {len(updates)} updates so far every rollout has earned {min(returns):g}"
 
 
 def _below_start(records: list[Record]) -> str:
