@@ -41,6 +41,7 @@ import inspect
 import json
 import os
 import random
+import reprlib
 import statistics
 import sys
 from collections import defaultdict
@@ -271,8 +272,11 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
     for number, row in rows:
         value = row.get(prompt) if prompt else row
         if prompt and not (isinstance(value, str | list) and value):
-            columns = ", ".join(row)
-            raise UsageError(f"{data}, row {number}: no prompt in {prompt!r}; it has {columns}")
+            what = f"no prompt in {prompt!r}; it has {', '.join(row)}"
+            if prompt in row:
+                what = (f"the prompt in {prompt!r} is {reprlib.repr(value)}: it must be a text, or "
+                        "a list of messages, and not empty")  # fmt: skip
+            raise UsageError(f"{data}, row {number}: {what}")
         for key, part in ({prompt: value} if prompt else row).items():
             try:
                 json.dumps(part)
@@ -281,6 +285,12 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
                 raise UsageError(f"{place} is no JSON: {error}") from None
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
         unique.setdefault(text, row)
+    lasts = [_messages(row[prompt])[-1] for row in unique.values()] if prompt else []
+    answers = {str(m) for m in lasts if isinstance(m, dict) and m.get("role") == "assistant"}
+    if len(answers) > max(1, len(unique) // 2):
+        print(f"{data}: most prompts end with an answer of their own, which the policy continues. "
+              "If it is to be learned, this is data for SFT: move it to a column of its own, which "
+              "the reward gets", file=sys.stderr)  # fmt: skip
     if len(unique) < len(rows):
         duplicates = len(rows) - len(unique)
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",

@@ -260,6 +260,22 @@ def test_a_lock_of_a_module_works_in_all_batches_whichever_thread_calls(policy):
         assert list(pool.map(step_all, range(6))) == [[1.0] * 4] * 6
 
 
+@pytest.mark.parametrize("value", [3, {"a": 1}, "", None])
+def test_a_prompt_that_is_none_is_shown(value):
+    write("odd.jsonl", [{"prompt": "fine"}, {"prompt": value}])
+    with pytest.raises(UsageError, match=f"row 2: the prompt in 'prompt' is {value!r}: it must"):
+        make("rewarded:data=odd.jsonl,reward=rewards.py:two")
+
+
+@pytest.mark.parametrize("answer, is_said", [("{n}", True), ("The answer is", False)])
+def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(capsys, answer, is_said):
+    rows = [[{"role": "user", "content": f"What is {n}?"},
+             {"role": "assistant", "content": answer.format(n=n)}] for n in range(20)]  # fmt: skip
+    write("chats.jsonl", [{"prompt": row} for row in rows])
+    make("rewarded:data=chats.jsonl,reward=rewards.py:two")
+    assert ("this is data for SFT" in capsys.readouterr().err) == is_said
+
+
 def test_a_prompt_of_messages_has_a_completion_of_messages():
     write("chats.jsonl", [
         {"chat": [{"role": "system", "content": "Repeat."}, {"role": "user", "content": f"{n}"}]}
