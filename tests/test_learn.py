@@ -117,7 +117,7 @@ def a_run(**given):
     """As much of a run as collecting and the warm start need."""
 
     @contextmanager
-    def phase(*args):
+    def phase(*args, **options):
         yield SimpleNamespace(tick_and=lambda check: check, advance=lambda text: None)
 
     return SimpleNamespace(

@@ -433,7 +433,7 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
                 for t, (correct, lost) in zip(drawn, ends, strict=True)]  # fmt: skip
 
     @contextmanager
-    def phase(*args):
+    def phase(*args, **options):
         yield SimpleNamespace(advance=lambda *args, **kwargs: None)
 
     run = SimpleNamespace(

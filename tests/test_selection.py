@@ -132,7 +132,7 @@ def test_with_several_agents_each_task_without_spread_is_replaced():
 
     phase = SimpleNamespace(tick_and=lambda check: check)
     run = SimpleNamespace(
-        display=SimpleNamespace(phase=lambda *_: nullcontext(phase)), sampler=nullcontext(),
+        display=SimpleNamespace(phase=lambda *_, **__: nullcontext(phase)), sampler=nullcontext(),
         interrupt=SimpleNamespace(check_alone=None), collector=SimpleNamespace(collect=collect),
         drop_failed=lambda rollouts: rollouts, progress={"level": 0},
     )  # fmt: skip
