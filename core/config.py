@@ -296,24 +296,8 @@ SMOLLM2 = "smollm2"  # the model of core/extras/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file
 COMMAND_LINE_ONLY = ("config", "resume", "trust", "allow_changes")
-# Settings of earlier versions: what each of them always is now, and what replaces other values
-GONE: dict[str, tuple[Any, str]] = {
-    "env_workers": (64, ""), "api_concurrency": (8, ""), "api_timeout": (600.0, ""),
-    "clip_cov": (0.0, "--algo clip_cov --clip-cov.fraction"),
-    "clip_cov_low": (1.0, "--algo clip_cov --clip-cov.low"),
-    "clip_cov_high": (5.0, "--algo clip_cov --clip-cov.high"),
-    "kl_cov": (0.0, "--algo kl_cov --kl-cov.fraction"),
-    "kl_cov_coef": (1.0, "--algo kl_cov --kl-cov.coef"),
-    "opsm": (0.0, "--algo opsm --opsm.limit"),
-    "reject_low": (0.0, "--algo opsm --opsm.reject-low"),
-    "reject_high": (0.0, "--algo opsm --opsm.reject-high"),
-    "grpo.ratio_level": ("token", "--algo gspo"), "grpo.surrogate": ("min", "--algo cispo"),
-}  # fmt: skip
 # Names of settings elsewhere
 ALIASES = {"learning_rate": "lr", "environment": "env", "max_steps": "num_updates"}
-# Values of --grpo.loss-type that are algorithms of their own now
-MOVED = {"gspo": "--algo gspo", "cispo": "--algo cispo",
-         "scalerl": "--algo cispo --cispo.loss-type scalerl"}  # fmt: skip
 # Settings that a resumed run may change. Those of the last line change the rounding of sums.
 FREE_ON_RESUME = {
     *COMMAND_LINE_ONLY,

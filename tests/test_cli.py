@@ -83,12 +83,6 @@ def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
-def test_a_setting_that_is_gone_is_refused_only_if_it_had_another_value(tmp_path):
-    assert read_config(written(tmp_path, "lr: 0.5\nenv_workers: 64\n")).lr == 0.5
-    with pytest.raises(UsageError, match="env_workers"):
-        read_config(written(tmp_path, "env_workers: 1\n"))
-
-
 TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "eval_every": 10,
            "model_id": "old/model", "device": "auto", "sampler": "auto"}  # fmt: skip
 

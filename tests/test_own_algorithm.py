@@ -9,7 +9,6 @@ import yaml
 from conftest import needs
 
 from core.algorithm import algorithm_names, load_algorithm
-from core.run.folder import read_settings
 from core.run.log import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -145,35 +144,3 @@ def test_every_algorithm_of_the_folder_is_found_and_explains_itself():
     assert {"reinforce", "grpo", "ppo", "gspo", "cispo", "scratch"} <= set(algorithm_names())
     for name in algorithm_names():
         assert load_algorithm(name).Options.__doc__ and load_algorithm(name).__doc__
-
-
-@pytest.mark.parametrize(
-    ("flags", "now"),
-    [
-        ("--clip-cov 0.1", "--algo clip_cov --clip-cov.fraction"),
-        ("--grpo.loss-type gspo", "--algo gspo"),
-        ("--grpo.loss-type=scalerl", "--algo cispo --cispo.loss-type scalerl"),
-        ("--grpo.surrogate cispo", "--algo cispo"),
-    ],
-)
-def test_a_flag_of_earlier_versions_is_answered_with_the_new_one(command, flags, now):
-    code, out, err = command(*flags.split())
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.rstrip().endswith(f"is now {now}")
-
-
-def test_a_file_of_earlier_versions_is_read_and_what_it_cannot_mean_any_more_is_named(command):
-    old = {"algo": "grpo", "clip_cov": 0.0, "kl_cov_coef": 1.0, "opsm": 0.0, "num_updates": 0,
-           "eval_num_tasks": 2, "ppo": {"clip": 0.2}, "reinforce": {"baseline": "batch"},
-           "grpo": {"loss_type": "dapo", "ratio_level": "token", "surrogate": "min"}}  # fmt: skip
-    Path("old.yaml").write_text(yaml.safe_dump(old))
-    assert command("--config", "old.yaml")[0] == 0
-    for changes, named in (
-        ({"opsm": 0.1}, "--algo opsm --opsm.limit"),
-        ({"grpo": {"loss_type": "cispo"}}, "grpo.loss_type: cispo is now --algo cispo"),
-        ({"grpo": {"loss_type": "dapo", "ratio_level": "sequence"}}, "--algo gspo"),
-    ):
-        Path("old.yaml").write_text(yaml.safe_dump(old | changes))
-        code, _, err = command("--config", "old.yaml")
-        assert (code, err.count("\n")) == (2, 1) and named in err
-        shown = read_settings(Path("old.yaml"), skip_unknown=True)  # reports compare old runs
-        assert shown["grpo"]["loss_type"] in ("dapo", "cispo")

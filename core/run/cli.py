@@ -6,7 +6,6 @@ tyro parses the flags, prints --help, and reports mistakes in a box with exit co
 
 import argparse
 import dataclasses
-import itertools
 import os
 import re
 import sys
@@ -29,7 +28,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from core import config
 from core.algorithm import absolute_algorithm, name_of
-from core.config import FREE_ON_RESUME, GONE, MOVED, Config
+from core.config import FREE_ON_RESUME, Config
 from core.run.folder import (
     DISK_ERRORS,
     changed_settings,
@@ -47,7 +46,6 @@ MAX_NAMES = 10  # of runs that a message lists
 
 def parse(args: list[str]) -> Config:
     """The settings that `args` ask for. Raises UsageError for an invalid --config or --resume."""
-    _check_moved(args)
     _check_words(args)
     named = _named_first(args)
     if named.config and named.resume:
@@ -100,16 +98,6 @@ def _named_first(args: list[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="?", default="", const="")
     parser.add_argument("--trust", action="store_true")
     return parser.parse_known_args(args)[0]
-
-
-def _check_moved(args: list[str]) -> None:
-    """Raises UsageError for a flag of earlier versions that is another one now."""
-    words = [word for arg in args for word in arg.split("=", 1)]
-    for word, value in itertools.pairwise([*words, ""]):
-        name = word.removeprefix("--").replace("-", "_") if word.startswith("--") else ""
-        now = MOVED.get(value) if name == "grpo.loss_type" else GONE.get(name, (0, ""))[1]
-        if now:
-            raise UsageError(f"{word}{f' {value}' if value in MOVED else ''} is now {now}")
 
 
 def _check_words(args: list[str]) -> None:

@@ -28,7 +28,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from algorithms.options import LoopOptions
 from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
-from core.config import COMMAND_LINE_ONLY, GONE, MOVED, Config, flag, similar, trust_flags
+from core.config import COMMAND_LINE_ONLY, Config, flag, similar, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
 from environments.registry import absolute, short
@@ -161,7 +161,6 @@ def _as_config(values: dict[str, Any], file: Path) -> Config:
 
 def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
     """Texts of a file as settings; `prefix` begins the messages."""
-    _drop_gone(values, prefix, "", skip_unknown)
     folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
     name = name_of(str(values.get("algo", Config.algo)))
     others = {*algorithm_names(), name}  # a file of an earlier version has those of all algorithms
@@ -173,30 +172,11 @@ def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dic
     if isinstance(own, dict):
         if algo in algorithm_names():
             cls = load_algorithm(algo).Options
-            _drop_gone(own, prefix, name, skip_unknown)
             own = _typed(cls, own, f"{prefix}{name}.", skip_unknown)
         typed[name] = own
     for name in {"env", "eval_env"} & {*typed}:
         typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
     return typed
-
-
-def _drop_gone(values: dict[str, Any], prefix: str, group: str, skip_unknown: bool) -> None:
-    """Removes the settings that are gone. Raises UsageError if one had another value."""
-    moved = MOVED.get(str(values.get("loss_type", ""))) if group == "grpo" else ""
-    if moved and not skip_unknown:
-        raise UsageError(f"{prefix}grpo.loss_type: {values['loss_type']} is now {moved}")
-    for name, (stayed, now) in GONE.items():
-        of_group, _, key = name.rpartition(".")
-        if of_group != group or skip_unknown or not isinstance(values.get(key), str):
-            continue  # a dict: the options of the algorithm that has this name now
-        value = values.pop(key)
-        with suppress(ValueError):
-            if _from_words(type(stayed), value) == stayed:
-                continue
-        raise UsageError(f"{prefix}{name} is no setting any more, and always {stayed}, not "
-                         f"{reprlib.repr(value)}: remove the line" + (now and f", or use {now}")
-                         )  # fmt: skip
 
 
 def train_command(*flags: str) -> str:
