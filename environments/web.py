@@ -45,16 +45,17 @@ class Episode:
     """One episode of `env`. `players` are the policies that may take a turn, by name.
 
     `read_calls`: finds the calls of tools in a response. `talkers`: the policies to talk to, apart
-    from the episode.
+    from the episode; `note`: what to know of them.
     """
 
     def __init__(
         self, env: Env | MultiAgentEnv, name: str, seed: int,
         players: dict[str, Player] | None = None, read_calls: ReadCalls = read_calls,
-        talkers: dict[str, Player] | None = None,
+        talkers: dict[str, Player] | None = None, note: str = "",
     ):  # fmt: skip
         self.env = with_tools(env, read_calls)
         self.name, self.players, self.talkers = name, players or {}, talkers or {}
+        self.note = note
         self.talk("")
         self.start(seed)
 
@@ -119,7 +120,7 @@ class Episode:
         return {
             "env": self.name, "seed": self.seed, "log": self.log, "returns": self.returns,
             "waiting": [{"agent": a, "players": self.players_for(a)} for a in self.waiting],
-            "talkers": list(self.talkers), "talk": self.talk_log,
+            "talkers": list(self.talkers), "talk": self.talk_log, "note": self.note,
         }  # fmt: skip
 
     def _step(self, responses: dict[str, str]) -> None:

@@ -19,7 +19,8 @@ def serve():
     servers = []
 
     def serve(env, players=None, seed=1, name="env", **talkers):
-        server = make_server(Episode(env, name, seed, players or {}, talkers=talkers))
+        episode = Episode(env, name, seed, players or {}, talkers=talkers, note="It is small.")
+        server = make_server(episode)
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         servers.append(server)
         return server
@@ -82,6 +83,7 @@ def test_each_talker_hears_its_own_conversation_only(serve):
     assert said[:3] == [("you", "one"), ("before", "before 1"), ("trained", "trained 1")]
     assert said[3:] == [("you", "two"), ("before", "before 3"), ("trained", "trained 3")]
     assert len(state["log"]) == 1 and state["talkers"] == ["before", "trained"]
+    assert state["note"] == "It is small."
     status, _, text = ask(server, "/talk", {"text": "three"})  # does not fit: nothing changes
     assert (status, json.loads(text)["error"]) == (400, "no room left")
     assert json.loads(ask(server, "/state")[2])["talk"] == state["talk"]

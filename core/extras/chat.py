@@ -42,6 +42,7 @@ from environments.registry import short
 from environments.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
+OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
 STYLES = {"before": "bold yellow", "trained": "bold green", "model": "bold green"}
 OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
 
@@ -180,16 +181,16 @@ def main(flags: Flags, cfg: Config) -> int:
             for offered in (schemas(env), [])
         )
         read_calls = partial(tools.read_calls, tokenizer)
-        web.serve(
-            web.Episode(env, short(task.env), task.seed, players, read_calls, talkers), flags.port
-        )
+        note = OF_TINY if cfg.model_id == "tiny" else ""
+        episode = web.Episode(env, short(task.env), task.seed, players, read_calls, talkers, note)
+        web.serve(episode, flags.port)
         return 0
     task_numbers = itertools.count()
     if interactive:
         decoding = f"temperature {cfg.temperature:g}" if cfg.temperature else "greedy"
         _note(f"{decoding}, up to {cfg.max_tokens} tokens\n{COMMANDS}")
         if cfg.model_id == "tiny":
-            _note("tiny knows only its tasks' wording, one task per conversation: try /task")
+            _note(f"{OF_TINY}: try /task")
     for number, line in enumerate(read_lines(interactive)):
         text, seed = line.strip(), derive_seed(cfg.seed, number)
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
