@@ -272,7 +272,7 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 #     KL penalty    6, with --kl-coef 0.05
 #     sampling      8, once it is written
 #
-# One step per update clips nothing; --num-minibatches 4 takes four. The contest:
+# One step per update clips nothing; --num-minibatches 4 takes four. Yours beside ours:
 #
 #     python train.py --run-name reference --eval-every 1 --max-sampled-tokens 20000
 #     python train.py --algo scratch --run-name mine --eval-every 1 --max-sampled-tokens 20000

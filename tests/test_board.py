@@ -53,7 +53,8 @@ def test_the_interval_of_each_side_counts():
 def test_a_run_counts_at_its_last_evaluation_within_the_budget():
     """An update may exceed it by a twentieth, and no more."""
     runs = [run("long", 0, 0.1, 0.2, 0.5, 0.9), run("short", 0, 0.4)]
-    rows = board(runs)[1]  # of 300 tokens, three updates
+    _, rows, [line] = board(runs)  # of 300 tokens, three updates
+    assert line.startswith("long: the last evaluation within the budget counts")
     assert [row[3][:4] for row in rows] == ["0.50", "0.40"]
     assert [row[4] for row in rows] == ["300", "100"]
     assert board(runs, budget=286)[1] == rows  # 300 / 1.05 = 285.7
@@ -65,13 +66,14 @@ def test_a_run_counts_at_its_last_evaluation_within_the_budget():
 def test_runs_on_other_terms_are_not_ranked():
     runs = [run("a", 0, 0.5), run("b", 0, 0.5), run("warm", 0, 0.9, sft_steps=50),
             run("tiny", 0, 0.9, model_id="tiny"), run("few", 0, 0.9, eval_num_tasks=10),
-            run("trained", 0.3, 0.9), (Path("other"), CONFIG, [evaluated(1, 0.9, env="words")]),
+            run("easier", 0, 0.9, env=["adding:digits=1"]), run("trained", 0.3, 0.9), (Path("other"), CONFIG, [evaluated(1, 0.9, env="words")]),
             (Path("never"), CONFIG, [{"update": 1, "tokens/sampled": 100}])]  # fmt: skip
     _, rows, left_out = board(runs)
     assert ranks(rows) == [("1", "a"), ("1", "b")]
-    assert left_out == [
+    assert [line.removeprefix("Not on this board: ") for line in left_out] == [
         "warm: a warm start of 50 steps, not 0", "tiny: from tiny, not base",
-        "few: 10 held-out tasks, not 256", "trained: starts at 0.30, not 0.00",
+        "few: 10 held-out tasks, not 256", "easier: trained on adding:digits=1, not adding",
+        "trained: starts at 0.30, not 0.00",
         "other: environment words, not adding",
         "never: not evaluated",
     ]  # fmt: skip
@@ -94,7 +96,7 @@ def test_the_terms_are_those_of_the_runs_that_set_a_budget(budget):
     contest = [run("alice", 0, 0.5), run("bob", 0, 0.8)]
     _, rows, left_out = board([*first, base, *contest], budget)
     assert ranks(rows) == [("1", "bob"), ("2", "alice")]
-    assert left_out[0] == "grpo-0, grpo-1, grpo-2: from tiny, not base"
+    assert left_out[0] == "Not on this board: grpo-0, grpo-1, grpo-2: from tiny, not base"
 
 
 def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):

@@ -14,7 +14,7 @@ with another seed, a run differs by more.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,14 @@ class Entry:
     evaluation: Record  # eval/{env}/accuracy, ci_low, ci_high
     tokens: int  # sampled until then
     minutes: float
+    has_later: bool = False  # evaluations, beyond the budget
 
 
 def board(
     runs: list[tuple[Path, dict[str, Any], list[Record]]], budget: int = 0
 ) -> tuple[str, list[list[str]], list[str]]:
-    """Returns the terms, a row as in HEADERS for each run, best first, and a line for each reason
-    why runs are not on the board.
+    """Returns the terms, a row as in HEADERS for each run, best first, and lines: why runs are not
+    on the board, or not with their last evaluation.
 
     `runs`: folder, settings and metrics of each. The terms are those of most runs that set
     --max-sampled-tokens; a room has others too. `budget`: sampled tokens; 0: that of most runs.
@@ -75,13 +76,17 @@ def board(
     for run, term in zip(runs, terms, strict=True):
         if term != common:
             why.setdefault(difference(term, common), []).append(run[0].name)
-    left_out = [f"{', '.join(names)}: {reason}" for reason, names in why.items()]
+    lines = [f"Not on this board: {', '.join(names)}: {reason}" for reason, names in why.items()]
+    if beyond := [entry.name for entry in entries if entry.has_later]:
+        lines.append(f"{', '.join(beyond)}: the last evaluation within the budget counts; later ones "
+                     "had sampled more tokens")  # fmt: skip
     title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens, all from {model}"
-    return title, rows, left_out
+    return title, rows, lines
 
 
-# environment, held-out tasks, name of the model, SFT steps, accuracy before RL
-Terms = tuple[str, int, str, int, str]
+# environment, held-out tasks, name of the model, environments of training, SFT steps, accuracy
+# before RL
+Terms = tuple[str, int, str, str, int, str]
 
 
 def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
@@ -92,18 +97,21 @@ def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
     start = f"{first[f'eval/{env}/accuracy']:.2f}" if evaluated else ""
     model = Path(config["model_id"])
     name = model.parent.name if model.name == "model" else config["model_id"]  # runs/base/model
-    return env, config["eval_num_tasks"], name, config["sft_steps"], start
+    trained = " ".join(config["env"])
+    return env, config["eval_num_tasks"], name, trained, config["sft_steps"], start
 
 
 def difference(term: Terms, common: Terms) -> str:
     """Why a run is not on the board.
 
-    >>> difference(("a", 256, "tiny", 50, "0.90"), ("a", 256, "tiny", 0, "0.40"))
+    >>> difference(("a", 256, "tiny", "a", 50, "0.90"), ("a", 256, "tiny", "a", 0, "0.40"))
     'a warm start of 50 steps, not 0'
     """
     if not term[0]:
         return "not evaluated"
-    names = "environment {}, not {}|{} held-out tasks, not {}|from {}, not {}|"
+    names = (
+        "environment {}, not {}|{} held-out tasks, not {}|from {}, not {}|trained on {}, not {}|"
+    )
     names += "a warm start of {} steps, not {}|starts at {}, not {}"
     texts = zip(names.split("|"), term, common, strict=True)
     return next(text.format(its, theirs) for text, its, theirs in texts if its != theirs)
@@ -116,10 +124,12 @@ def entry_of(
     tokens, entry = 0, None
     for i, record in enumerate(records):
         tokens += record.get("tokens/sampled") or 0
-        within = tokens <= TOLERANCE * budget or entry is None
-        if f"eval/{env}/accuracy" in record and within:
-            entry = Entry(folder.name, algorithm_title(config), record, tokens,
-                          minutes(records[: i + 1]))  # fmt: skip
+        if f"eval/{env}/accuracy" not in record:
+            continue
+        if entry is not None and tokens > TOLERANCE * budget:
+            return replace(entry, has_later=True)
+        entry = Entry(folder.name, algorithm_title(config), record, tokens,
+                      minutes(records[: i + 1]))  # fmt: skip
     assert entry is not None, "terms_of found an evaluation"
     return entry
 

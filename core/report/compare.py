@@ -100,7 +100,7 @@ def print_board(folders: tuple[Path, ...], budget: int) -> None:
     for folder in folders:
         with suppress(UsageError):
             runs.append((folder, read_config(folder), read_records(folder / METRICS)))
-    title, rows, left_out = boards.board(runs, budget)
+    title, rows, lines = boards.board(runs, budget)
     console, table = Console(), Table(box=None, header_style="bold", pad_edge=False)
     for i, header in enumerate(boards.HEADERS):
         table.add_column(header, overflow="fold", justify="left" if i < 4 else "right")
@@ -109,8 +109,8 @@ def print_board(folders: tuple[Path, ...], budget: int) -> None:
     console.print(Text(printable(title), style="bold"))
     console.print(table)
     print(TIES)
-    for line in left_out:
-        console.print(Text(printable(f"Not on this board: {line}")))
+    for line in lines:
+        console.print(Text(printable(line)))
     if others := len(folders) - len(runs):
         print(f"{others} of the folders are not runs.")
 
