@@ -12,6 +12,7 @@ from functools import cache
 
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
+from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
 from environments.options import key_value_pairs
 from environments.registry import (
@@ -64,11 +65,14 @@ def demo_tasks(envs: list[str], seed: int, step: int, batch_size: int, hasty: fl
 
 
 def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
-    """The held-out tasks, `num_tasks` of each environment; every evaluation has the same."""
+    """The held-out tasks, `num_tasks` of each environment; every evaluation has the same.
+
+    Fewer where the data of the environment has fewer rows: further seeds would repeat them.
+    """
     return [
         Task(env, EVAL_SEEDS[i], group_id=e * num_tasks + i)
         for e, env in enumerate(envs)
-        for i in range(num_tasks)
+        for i in range(min(num_tasks, rewarded.num_held_out(env)))
     ]
 
 

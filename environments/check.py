@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from environments.base import (
     DEMO_SEEDS,
@@ -97,6 +98,7 @@ class Report:
     shared: int = 0  # of both
     longest: int = 0  # turns of the longest episode
     seconds: dict[str, list[float]] = field(default_factory=lambda: {"reset": [], "step": []})
+    broken: str = ""  # the first error with which an agent program ended
     places: set[str] = field(default_factory=set)  # lines of code whose errors are in `problems`
 
     def add(self, check: str, error: BaseException) -> None:
@@ -346,9 +348,21 @@ def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict
         except Exception as error:
             raise Problem(str(error)) from None
         _check_messages(step.messages)
+        if step.info.get("agent_error") and not report.broken:
+            report.broken = describe_error(_program_error(env))
+            report.warnings.append(f"the program ended with {report.broken}: in training such an "
+                                   "episode earns the lowest reward")  # fmt: skip
         low, high = report.rewards
         report.rewards = min(low, step.reward), max(high, step.reward)
     return steps
+
+
+def _program_error(env: MultiAgentEnv) -> BaseException:
+    """The exception with which an agent program (environments/adapters/agent.py) ended."""
+    inner: Any = env
+    while not isinstance(error := getattr(inner, "error", None), BaseException):
+        inner = inner.env
+    return error
 
 
 def _returns(turns: Turns) -> dict[str, float]:

@@ -269,13 +269,17 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
     except (OSError, ValueError) as error:
         raise UsageError(f"data={data}: {error}") from None
     unique: dict[str, Row] = {}
+    empty: list[int] = []  # rows without a prompt
     for number, row in rows:
         value = row.get(prompt) if prompt else row
+        if prompt in row and (value.strip() if isinstance(value, str) else value) in (None, "", []):
+            empty.append(number)
+            continue
         if prompt and not (isinstance(value, str | list) and value):
             what = f"no prompt in {prompt!r}; it has {', '.join(row)}"
             if prompt in row:
-                what = (f"the prompt in {prompt!r} is {reprlib.repr(value)}: it must be a text, or "
-                        "a list of messages, and not empty")  # fmt: skip
+                what = (f"the prompt in {prompt!r} is {reprlib.repr(value)}: it must be a text or "
+                        "a list of messages")  # fmt: skip
             raise UsageError(f"{data}, row {number}: {what}")
         for key, part in ({prompt: value} if prompt else row).items():
             try:
@@ -291,11 +295,21 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
         print(f"{data}: most prompts end with an answer of their own, which the policy continues. "
               "If it is to be learned, this is data for SFT: move it to a column of its own, which "
               "the reward gets", file=sys.stderr)  # fmt: skip
-    if len(unique) < len(rows):
-        duplicates = len(rows) - len(unique)
+    if empty:
+        print(f"{data}: left out {len(empty)} of {len(rows)} rows, whose {prompt!r} is empty; the "
+              f"first one is row {empty[0]}", file=sys.stderr)  # fmt: skip
+    if duplicates := len(rows) - len(empty) - len(unique):
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
     return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+
+
+def num_held_out(spec: str) -> int:
+    """The number of rows for evaluation of an environment with data; no limit for any other."""
+    if split_spec(spec)[0] not in ("rewarded", "agent"):
+        return sys.maxsize
+    o = options_of(spec)
+    return len(load(o["data"], o.get("prompt", ""), o["config"], o["split"])[1])
 
 
 def leave_out(spec: str, render: Callable[[list[Message]], list[int]], length: int) -> str:

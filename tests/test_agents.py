@@ -30,6 +30,7 @@ from core.types import Completion
 from environments import event_loop
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, EndRun, UsageError
+from environments.check import check_env
 from environments.registry import make
 
 CHAOS = """
@@ -408,6 +409,17 @@ def run(task, client):
     assert [(r.error, r.episode_return) for r in rollouts] == [("", 1.0)] * 8
     assert os.getcwd() == folder and len(said) == 2
     assert sorted(line.split()[0] for line in said) == ["--thinking", "an"]
+
+
+def test_the_check_names_the_error_with_which_an_agent_ends(write):
+    spec = write("""
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return task["cuont"]
+""")
+    report = check_env(spec, num_seeds=2, seconds=1, other_process=False)
+    [line] = [line for line in report.warnings if "the program ended with" in line]
+    assert "KeyError: 'cuont' (program.py, line 4)" in line
 
 
 MIXED_UP = {

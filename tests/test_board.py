@@ -66,7 +66,8 @@ def test_a_run_counts_at_its_last_evaluation_within_the_budget():
 def test_runs_on_other_terms_are_not_ranked():
     runs = [run("a", 0, 0.5), run("b", 0, 0.5), run("warm", 0, 0.9, sft_steps=50),
             run("tiny", 0, 0.9, model_id="tiny"), run("few", 0, 0.9, eval_num_tasks=10),
-            run("easier", 0, 0.9, env=["adding:digits=1"]), run("trained", 0.3, 0.9), (Path("other"), CONFIG, [evaluated(1, 0.9, env="words")]),
+            run("easier", 0, 0.9, env=["adding:digits=1"]), run("trained", 0.3, 0.9),
+            (Path("other"), CONFIG, [evaluated(1, 0.9, env="words")]),
             (Path("never"), CONFIG, [{"update": 1, "tokens/sampled": 100}])]  # fmt: skip
     _, rows, left_out = board(runs)
     assert ranks(rows) == [("1", "a"), ("1", "b")]

@@ -13,7 +13,7 @@ from test_episodes import Scripted
 
 from core.episodes import RolloutCollector
 from core.sampler import SamplingParams
-from core.tasks import Task
+from core.tasks import Task, eval_tasks
 from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
@@ -260,7 +260,24 @@ def test_a_lock_of_a_module_works_in_all_batches_whichever_thread_calls(policy):
         assert list(pool.map(step_all, range(6))) == [[1.0] * 4] * 6
 
 
-@pytest.mark.parametrize("value", [3, {"a": 1}, "", None])
+@pytest.mark.parametrize("value", [None, "", " \n", []])
+def test_rows_whose_prompt_is_empty_are_left_out_and_counted(capsys, value):
+    write("gaps.jsonl", [{"prompt": value}, *({"prompt": f"row {n}"} for n in range(40))])
+    env = make("rewarded:data=gaps.jsonl,reward=rewards.py:two")
+    assert len(env.train) + len(env.test) == 40
+    assert "left out 1 of 41 rows, whose 'prompt' is empty" in capsys.readouterr().err
+
+
+def test_an_evaluation_asks_each_row_of_the_data_once():
+    write("few.jsonl", [{"prompt": f"row {n}"} for n in range(40)])
+    spec = "rewarded:data=few.jsonl,reward=rewards.py:two"
+    env, tasks = make(spec), eval_tasks([spec, "letter_counting"], 256)
+    asked = [env.reset(task.seed)[0]["content"] for task in tasks if task.env == spec]
+    assert sorted(asked) == sorted(row["prompt"] for row in env.test)
+    assert len(tasks) == len(env.test) + 256
+
+
+@pytest.mark.parametrize("value", [3, {"a": 1}])
 def test_a_prompt_that_is_none_is_shown(value):
     write("odd.jsonl", [{"prompt": "fine"}, {"prompt": value}])
     with pytest.raises(UsageError, match=f"row 2: the prompt in 'prompt' is {value!r}: it must"):

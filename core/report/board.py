@@ -78,8 +78,8 @@ def board(
             why.setdefault(difference(term, common), []).append(run[0].name)
     lines = [f"Not on this board: {', '.join(names)}: {reason}" for reason, names in why.items()]
     if beyond := [entry.name for entry in entries if entry.has_later]:
-        lines.append(f"{', '.join(beyond)}: the last evaluation within the budget counts; later ones "
-                     "had sampled more tokens")  # fmt: skip
+        lines.append(f"{', '.join(beyond)}: the last evaluation within the budget counts; later "
+                     "ones had sampled more tokens")  # fmt: skip
     title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens, all from {model}"
     return title, rows, lines
 

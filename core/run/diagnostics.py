@@ -81,6 +81,9 @@ ADVICE = {  # what to try with these models if no reward was earned
     "tiny-random": "a warm start with --sft-steps 800, as its weights are random, or --model-id"
     " tiny",
 }
+OWN_REWARDS = ("rewarded:", "agent:")
+OWN_REWARD = ("first whether your own code rewards an answer that you know to be right (python -m"
+              " environments play SPEC shows its reward, and what your code prints)")  # fmt: skip
 MIN_UPDATES = 3  # before groups without any spread, or without any reward, raise a warning
 WINDOW = 5  # a metric is judged by its mean over this many updates
 QUIET_UPDATES = 10  # updates without a warning after which it may be raised again
@@ -100,12 +103,16 @@ INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/ma
     policy/entropy weights/capped groups/level
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max length/hit_token_limit episodes/truncated lora/zero_fraction
-    update/steps""".split()
+    update/steps info/agent_error""".split()
 
 
 def advice_without_reward(cfg: Config) -> str:
     """What to try if no rollout earns a reward; "" if the run does not train on rewards."""
-    return ADVICE.get(cfg.model_id, WARNINGS["no_reward"][1]) if cfg.reward_coef else ""
+    if not cfg.reward_coef:
+        return ""
+    advice = ADVICE.get(cfg.model_id, WARNINGS["no_reward"][1])
+    own = any(spec.startswith(OWN_REWARDS) for spec in cfg.env)
+    return f"{OWN_REWARD}; else {advice}" if own else advice
 
 
 def new_warnings(
@@ -315,7 +322,9 @@ def _no_reward(records: list[Record]) -> str:
     updates = len(_first_updates(records, len(records)))
     if updates < MIN_UPDATES or not earned_nothing(records):
         return ""
-    return f"no rollout has earned a reward in all {updates} updates so far"
+    broken = _mean(records[-WINDOW:], "info/agent_error")
+    ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
+    return f"no rollout has earned a reward in all {updates} updates so far{ended}"
 
 
 def _kl_runaway(recent: list[Record]) -> str:

@@ -79,7 +79,7 @@ EX_TEMPFAIL = 75  # of sysexits.h: a command ends with it where its infrastructu
 # What connection errors derive from: requests and Python, httpx, aiohttp, openai and litellm
 CONNECTION = {"ConnectionError", "TransportError", "ClientConnectionError", "APIConnectionError"}
 
-LOOKS = 6  # of POLL seconds, after which a program that keeps the event loop is named
+LOOKS = 20  # of POLL seconds, after which a program that keeps the event loop is named
 KEPT = (
     "the copies of an async agent share an event loop, and one keeps it for long: the others wait."
     " Use await for what takes long, as with openai.AsyncOpenAI, or write def in place of async def"
@@ -273,7 +273,8 @@ class Agent(Env):
         play.session.close()
         error = play.error
         if self.function and not play.session.has_asked and (not error or _status_failed(error)):
-            raise EndRun(f"an agent ended without a request with its own API key: {SHARED}")
+            raise EndRun("an agent ended and had not asked with its own API key: it sent no request"
+                         f" to its base_url, or with another key; {SHARED}")  # fmt: skip
         if error is None and not play.session.has_answer:
             why = "the client hung up" if play.session.has_asked else "it sent none"
             why = [why, *play.session.refusals][-1]
