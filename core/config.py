@@ -292,6 +292,10 @@ class Config(
 
 
 TINY = ("tiny", "tiny-random")  # models of core/tiny.py
+# The environments whose demonstrations tiny was pretrained on (runs/pretrain_tiny)
+KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blackjack-v1
+    gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false wikipedia_maze:n_hops=2,brief=true
+    iterated_game reward_hacking snake connect4""".split()
 SMOLLM2 = "smollm2"  # the model of core/extras/smollm2.py
 RUNS = Path("runs")  # the folder of all runs
 # Never read from a file

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -286,22 +285,6 @@ def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
         "one opening, which is also that of training" if openings == 1 else f"{openings} openings"
     )
     return f"{episodes} episodes from {which}"
-
-
-def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
-    """For each environment evaluated: its name, and the first and last records that evaluate it."""
-    evaluated = [r for r in records if "update" in r and any(k.startswith("eval/") for k in r)]
-    if not evaluated:
-        return []
-    both = [k for k in evaluated[0] if k.endswith("/accuracy") and k in evaluated[-1]]
-    names = [k[len("eval/") : -len("/accuracy")] for k in both if k.startswith("eval/")]
-    return [(name, evaluated[0], evaluated[-1]) for name in names]
-
-
-def describe(env: str, record: dict[str, Any]) -> str:
-    """'0.98 [0.96, 0.99]': accuracy with its interval."""
-    value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:

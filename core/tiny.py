@@ -16,10 +16,6 @@ import torch
 from transformers import AutoTokenizer
 
 PRETRAINED = Path(__file__).parent / "tiny_weights"
-# The environments whose demonstrations it was pretrained on (runs/pretrain_tiny)
-KNOWN = """letter_counting reverse math_qa:level=1 tic_tac_toe gymnasium:id=Blackjack-v1
-    gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false wikipedia_maze:n_hops=2,brief=true
-    iterated_game reward_hacking snake connect4""".split()
 
 
 def write_tiny(model_id: str, folder: str | os.PathLike[str], seed: int) -> None:

@@ -28,7 +28,7 @@ from rich.text import Text
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from core.metrics import before_after, describe  # noqa: E402
+from core.results import before_after, describe  # noqa: E402
 from core.run import cli  # noqa: E402
 from core.run.folder import new_folder  # noqa: E402
 from core.run.log import read_records  # noqa: E402

@@ -44,7 +44,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT)]
 
-from core.metrics import before_after  # noqa: E402
+from core.results import before_after  # noqa: E402
 
 
 @dataclass

@@ -15,8 +15,6 @@ from core.config import Config
 from core.evaluation import left_out_lines
 from core.metrics import (
     UpdateStats,
-    before_after,
-    describe,
     distinct_tasks,
     eval_metrics,
     explained_variance,
@@ -26,6 +24,7 @@ from core.metrics import (
     rollout_metrics,
     wilson,
 )
+from core.results import before_after, describe
 from core.run.open import Run
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.metrics import describe
+from core.results import describe
 from core.run import cli
 from core.run.log import read_records
 

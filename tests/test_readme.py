@@ -14,7 +14,7 @@ from conftest import needs
 
 from core import config
 from core.extras import chat
-from core.metrics import before_after, describe
+from core.results import before_after, describe
 from core.run import cli
 from core.run.log import read_records
 from environments.check import check_env

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from core.metrics import before_after, describe
 from core.report.summary import algorithm_title, minutes
+from core.results import before_after, describe
 from core.run.log import Record
 from core.types import UsageError
 

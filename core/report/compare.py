@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from core.metrics import before_after, describe
 from core.report import board as boards
 from core.report.curves import draw_comparison
 from core.report.page import write_page
@@ -37,6 +36,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
+from core.results import before_after, describe
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from core.types import UsageError

@@ -11,8 +11,8 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core.metrics import before_after
 from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings
+from core.results import before_after
 from core.run.files import published
 from core.run.log import Record
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from core.algorithm import load_algorithm
-from core.metrics import before_after
 from core.report.summary import (
     algorithm_title,
     logged_warnings,
@@ -25,6 +24,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
+from core.results import before_after
 from core.run import diagnostics
 from core.run.files import published
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records

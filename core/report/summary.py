@@ -5,8 +5,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from core.algorithm import algorithm_names, is_file, load_algorithm, name_of, title_of
 from core.config import (
     COMMAND_LINE_ONLY,
@@ -19,7 +17,7 @@ from core.config import (
     trust_flags,
     validate,
 )
-from core.metrics import before_after, describe
+from core.results import before_after, describe
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command, with_algorithm
@@ -75,6 +73,8 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         f"| {env} | {describe(env, first)} | {'' if last is first else describe(env, last)} |"
         for env, first, last in before_after(records)
     ]
+    import torch  # takes seconds, which other commands that need this file do not wait for
+
     prompt = config.get("system_prompt", "")
     text = README.format(
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},

@@ -7,9 +7,8 @@ recorded runs that learn raise no warning, and those of runs/what_goes_wrong rai
 import math
 import statistics
 
-from core.config import Config
+from core.config import KNOWN, Config
 from core.run.log import Record
-from core.tiny import KNOWN
 
 CONFIG = Config(lr=5e-5)  # where no settings are given
 # name: (what it means, what to try)
