@@ -6,11 +6,10 @@ from typing import get_args
 
 import pytest
 
-from core.config import Config, WarningName
+from core.config import KNOWN, Config, WarningName
 from core.run import diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
-from core.tiny import KNOWN
 from environments import base, registry
 
 RUNS = Path(__file__).parent.parent / "runs"
