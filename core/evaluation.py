@@ -74,7 +74,7 @@ def changed_lines(found: dict[str, float]) -> list[str]:
     """How many tasks are others than in the first evaluation, as text."""
     return [
         f"{name.split('/', 1)[1].rpartition('/')[0]}: {count} tasks begin otherwise than in the "
-        "first evaluation, as after a change of the data: the p-value compares the others"
+        "first evaluation, as after a change of the data: a p-value compares the others alone"
         for name, count in found.items()
         if name.endswith("/changed")
     ]
@@ -125,7 +125,7 @@ def comparisons(
         if changed:
             results[f"eval/{env}/changed"] = len(changed)
         first = {key: correct for key, correct in first.items() if key not in changed}
-        for seat, episodes in metrics.by_seat(own).items():
+        for seat, episodes in metrics.by_seat(own).items() if first else ():  # nothing to compare
             results[f"eval/{seat}/p_value"] = p_value(episodes, first, distinct)
         if env not in trivial:
             mine = [t for t in tasks if short(t.env) == env and (env, t.seed) in distinct]

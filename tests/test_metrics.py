@@ -403,6 +403,7 @@ def test_the_paired_test_leaves_out_tasks_that_have_changed():
     (line,) = evaluation.changed_lines(changed)
     assert line.startswith("e: 3 tasks begin otherwise than in the first evaluation")
     assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
+    assert found("uvwxyz", (0, 1, 2)) == {"eval/e/changed": 6}  # nothing is left to compare
     # other agents had a part in the opening of a game, and the program in that of an agent's
     for agent, env, known in (("player", "e", True), ("X", "e", False), ("player", "agent", False)):
         assert bool(evaluation.opening_checksum(evaluated(0, 0, 9, True, agent, env))) == known

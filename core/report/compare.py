@@ -116,8 +116,11 @@ def print_board(folders: tuple[Path, ...], budget: int) -> None:
 
 
 def matching(run: Path) -> list[Path]:
-    """The folders that a pattern such as runs/* stands for, which PowerShell does not expand."""
-    return [run] if run.exists() else [*map(Path, sorted(glob.glob(str(run))))] or [run]
+    """The runs that a pattern such as runs/* stands for, which PowerShell does not expand."""
+    if run.exists():
+        return [run]
+    found = map(Path, sorted(glob.glob(str(run))))
+    return [folder for folder in found if (folder / "config.yaml").exists()] or [run]
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
