@@ -410,7 +410,7 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
 def test_functions_may_need_the_main_thread(policy, name):
     """Both catch what Python raises in other threads: the reward would be 0 for ever."""
     if name == "verified":
-        pytest.importorskip("math_verify")
+        pytest.importorskip("math_verify", reason="needs picorl[envs]")
     rollouts, _ = play(policy, f"rewards.py:{name}", others=["letter_counting"])
     assert [r.episode_return for r in rollouts[:3]] == [1.0, 1.0, 1.0]
 
