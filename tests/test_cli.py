@@ -246,3 +246,12 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
     for name in {*vars(Config())} - {"options", "template_date"}:
         assert config.flag(name) in done.stdout
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/mine").mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        cli.answer_at_once(["--run-name", "mine", "--model-id", "no/model"])
+    assert ended.value.code == 2 and "runs/mine exists" in capsys.readouterr().err
+    cli.answer_at_once(["--run-name", "other"])

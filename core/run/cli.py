@@ -32,6 +32,7 @@ from core.config import FREE_ON_RESUME, Config
 from core.run.folder import (
     DISK_ERRORS,
     changed_settings,
+    new_folder,
     read_config,
     read_run_config,
     with_algorithm,
@@ -94,7 +95,7 @@ def flags_of(cfg: Config) -> list[str]:
 def _named_first(args: list[str]) -> argparse.Namespace:
     """The flags that decide which other flags there are, and their defaults."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("algo", "config", "resume"):
+    for name in ("algo", "config", "resume", "run-name"):
         parser.add_argument(f"--{name}", nargs="?", default="", const="")
     parser.add_argument("--trust", action="store_true")
     return parser.parse_known_args(args)[0]
@@ -279,6 +280,9 @@ def answer_at_once(args: list[str]) -> None:
 
     def announced(args: list[str]) -> Config:
         _check_words(args)  # mistakes that are answered without torch
+        named = _named_first(args)
+        if named.run_name and not named.resume and "TORCHELASTIC_RUN_ID" not in os.environ:
+            new_folder(config.RUNS, named.run_name, "")  # raises for a name that is taken
         if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
             print("loading torch and the model ..", file=sys.stderr)  # seconds without a line
         return parse(args)
