@@ -128,8 +128,12 @@ def test_the_main_thread_calls_an_environment_that_needs_it(policy, register, mo
 
     register(Alarmed)
     collector = RolloutCollector(policy, 4)
-    with pytest.raises(KeyboardInterrupt):
-        collector.collect(tasks(2), Scripted(policy), PARAMS)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            collector.collect(tasks(2), Scripted(policy), PARAMS)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert {*seen} == {threading.main_thread()}
 
 
