@@ -142,6 +142,7 @@ class Threads:
                 outcome = _outcome(function)
                 signal.setitimer(signal.ITIMER_REAL, 0)
         finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)  # a late Ctrl-C may have left it running
             asyncio._set_running_loop(loop)
             signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
         if isinstance(outcome[1], KeyboardInterrupt):
