@@ -52,6 +52,7 @@ from core.algorithm import load_algorithm
 from core.batching import (
     MicroBatch,
     RolloutBatch,
+    add_advantages,
     micro_batches,
     minibatches,
     shape_rewards,
@@ -100,7 +101,7 @@ def main(cfg: Config) -> int:
             # 3. Rewards to advantages
             shape_rewards(cfg, batch)
             batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
-            algorithm.compute_advantages(batch, options)
+            add_advantages(batch, algorithm.compute_advantages(batch, options))
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
             #    The loss of a step is a sum over tokens with weights, by default 1 / number of

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from algorithms import grpo
 from algorithms.common import Batch
@@ -43,15 +44,15 @@ def needs(options: Options) -> set[str]:
     return grpo.needs(options) | {"old_logprobs"}
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
-    """Sets GRPO's advantages, with 0 for the drawn tokens, and logs their fraction.
+def compute_advantages(batch: Batch, options: Options) -> dict[str, Tensor | float]:
+    """GRPO's advantages, with 0 for the drawn tokens, and their fraction, for the log.
 
     All tokens within the range are drawn if they are fewer than the fraction.
     """
-    grpo.compute_advantages(batch, options)
-    cov, mask = covariance(batch), batch.loss_mask
+    advantages, mask = grpo.compute_advantages(batch, options), batch.loss_mask
+    cov = covariance(batch, advantages)
     draws = torch.rand(cov.shape, generator=torch.Generator().manual_seed(batch.seed))
     within = mask & (cov >= options.low) & (cov <= options.high)
     clipped = highest(draws, within, options.fraction * mask.sum().item())
-    batch.advantages = batch.advantages.masked_fill(clipped, 0.0)
-    batch.metrics["clip/cov_fraction"] = clipped.sum().item() / max(1, mask.sum().item())
+    fraction = clipped.sum().item() / max(1, mask.sum().item())
+    return {"advantages": advantages.masked_fill(clipped, 0.0), "clip/cov_fraction": fraction}

@@ -40,10 +40,10 @@ class TokenTensors:
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy
     values: Tensor = NOT_YET  # estimates of the value head before the first gradient step
-    advantages: Tensor = NOT_YET  # set by compute_advantages
-    value_targets: Tensor = NOT_YET  # set by compute_advantages if there is a value head
+    advantages: Tensor = NOT_YET  # of compute_advantages
+    value_targets: Tensor = NOT_YET  # of compute_advantages, if there is a value head
     token_weights: Tensor = NOT_YET  # what a token's term is multiplied by; 0: not in the loss
-    own: dict[str, Tensor] = field(default_factory=dict)  # further tensors of the algorithm
+    own: dict[str, Tensor] = field(default_factory=dict)  # further tensors of compute_advantages
 
     def __post_init__(self) -> None:
         if self.loss_mask is NOT_YET:

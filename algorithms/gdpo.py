@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
+from torch import Tensor
 
 from algorithms import common, grpo
 from algorithms.common import Batch
@@ -47,16 +48,15 @@ class Options(LoopOptions):
     """As --grpo.dual-clip."""
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
-    """Sets the weighted sum of the normalized rewards, over its std; equal for all tokens.
+def compute_advantages(batch: Batch, options: Options) -> Tensor:
+    """[B, N]: the weighted sum of the normalized rewards, over its std; equal for all tokens.
 
     1 + 0 is worth more than 0 + 1 here, since the first reward is rarer in the group:
 
     >>> rewards = torch.tensor([[1, 0], [0, 1], [0, 0], [0, 1]], dtype=torch.float64)
     >>> batch = Batch(completion_mask=torch.ones(4, 1) > 0, group_ids=torch.zeros(4),
     ...               reward_parts=rewards, reward_weights=torch.ones_like(rewards))
-    >>> compute_advantages(batch, Options())
-    >>> batch.advantages.T
+    >>> compute_advantages(batch, Options()).T
     tensor([[ 0.6894,  0.3981, -1.4856,  0.3981]])
     """
     rewards, group_ids = batch.reward_parts, batch.group_ids  # [B, M], NaN where there is none
@@ -72,4 +72,4 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     total[total.abs() <= common.ROUNDING * terms.abs().sum(1, keepdim=True)] = 0.0
     batch_variance = (total**2).sum() / (exists.any(1).sum() - 1).clamp(min=1)
     advantages = (total / (batch_variance.sqrt() + EPS)).to(torch.get_default_dtype())
-    batch.advantages = torch.where(batch.completion_mask, advantages, 0.0)
+    return torch.where(batch.completion_mask, advantages, 0.0)

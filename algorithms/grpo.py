@@ -100,8 +100,8 @@ def resolve(options: Any) -> Any:
     return replace(options, **{k: v for k, v in preset.items() if getattr(options, k) is None})
 
 
-def compute_advantages(batch: Batch, options: Any) -> None:
-    """Sets the return minus the mean of its group, scaled; equal for all tokens of a turn.
+def compute_advantages(batch: Batch, options: Any) -> Tensor:
+    """[B, N]: the return minus the mean of its group, scaled; equal for all tokens of a turn.
 
     Turn k is compared with turn k of all rollouts of the group, also of those whose tokens are not
     in the loss. With --credit episode, the default, a rollout counts as one turn.
@@ -110,7 +110,6 @@ def compute_advantages(batch: Batch, options: Any) -> None:
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
     ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
     >>> compute_advantages(batch, resolve(Options("dr_grpo")))
-    >>> batch.advantages
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
@@ -131,7 +130,7 @@ def compute_advantages(batch: Batch, options: Any) -> None:
     elif options.scale_rewards == "mean":
         advantages = advantages / baseline.abs().clamp(min=EPS)
     advantages = advantages.gather(1, batch.turn_ids).type_as(batch.rewards)
-    batch.advantages = torch.where(mask, advantages, 0.0)
+    return torch.where(mask, advantages, 0.0)
 
 
 def compute_loss(

@@ -43,15 +43,14 @@ def needs(options: Options) -> set[str]:
     return grpo.needs(options) | {"old_logprobs", "several_steps"}
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
-    """Sets GRPO's advantages, and the penalty's coefficient [B, N], mostly 0, for `compute_loss`.
+def compute_advantages(batch: Batch, options: Options) -> dict[str, Tensor]:
+    """GRPO's advantages, and the penalty's coefficient [B, N], mostly 0, for `compute_loss`.
 
     The whole batch decides which tokens it is, so micro-batches and ranks do not change them.
     """
-    grpo.compute_advantages(batch, options)
-    mask = batch.loss_mask
-    chosen = highest(covariance(batch), mask, options.fraction * mask.sum().item())
-    batch.own["penalty_coef"] = options.coef * chosen
+    advantages, mask = grpo.compute_advantages(batch, options), batch.loss_mask
+    chosen = highest(covariance(batch, advantages), mask, options.fraction * mask.sum().item())
+    return {"advantages": advantages, "penalty_coef": options.coef * chosen}
 
 
 def compute_loss(
@@ -65,16 +64,15 @@ def compute_loss(
     return loss + torch.where(mask, weights * kl, 0.0).sum(), metrics
 
 
-def covariance(batch: Batch) -> Tensor:
+def covariance(batch: Batch, advantages: Tensor) -> Tensor:
     """cov_t of each token, 0 off the loss mask, [B, N].
 
     >>> mask = torch.tensor([[True, True, False]])
     >>> logprobs, advantages = torch.tensor([[-1.0, -3.0, 9.0]]), torch.tensor([[2.0, 0.0, 9.0]])
-    >>> covariance(Batch(completion_mask=mask, loss_mask=mask, old_logprobs=logprobs,
-    ...                  advantages=advantages))
+    >>> covariance(Batch(completion_mask=mask, old_logprobs=logprobs), advantages)
     tensor([[1., 1., 0.]])
     """
-    mask, advantages = batch.loss_mask, batch.advantages
+    mask = batch.loss_mask
     from_mean = batch.old_logprobs - masked_mean(batch.old_logprobs, mask)
     return torch.where(mask, from_mean * (advantages - masked_mean(advantages, mask)), 0.0)
 

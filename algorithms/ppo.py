@@ -65,8 +65,9 @@ class Options(LoopOptions):
     """Number of initial updates that train the value head only; 0: none."""
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
-    """Sets the GAE of every sampled token, normalized over the loss mask, and the value targets.
+def compute_advantages(batch: Batch, options: Options) -> dict[str, Tensor]:
+    """[B, N] each: the GAE of every sampled token, normalized over the loss mask, and the value
+    targets.
 
     A target is value + GAE, not normalized, with λ = `value_lambda` if that is given.
     """
@@ -74,9 +75,9 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     if options.value_lambda is not None:  # decoupled GAE
         for_targets = gae(batch, options.value_lambda)
     targets = (for_targets + batch.values).type_as(batch.rewards)
-    batch.value_targets = torch.where(batch.completion_mask, targets, 0.0)
-    advantages = common.normalize(advantages, batch.loss_mask)
-    batch.advantages = advantages.type_as(batch.rewards)
+    targets = torch.where(batch.completion_mask, targets, 0.0)
+    advantages = common.normalize(advantages, batch.loss_mask).type_as(batch.rewards)
+    return {"advantages": advantages, "value_targets": targets}
 
 
 def compute_loss(

@@ -46,8 +46,8 @@ def needs(options: Options) -> set[str]:
     return {"groups"} if options.baseline in ("group", "leave_one_out") else set()
 
 
-def compute_advantages(batch: Batch, options: Options) -> None:
-    """Sets the return minus the baseline; equal for all sampled tokens of a turn.
+def compute_advantages(batch: Batch, options: Options) -> Tensor:
+    """[B, N]: the return minus the baseline; equal for all sampled tokens of a turn.
 
     The baseline of turn k is made of turn k of the rollouts. With --credit episode, the default, a
     rollout counts as one turn.
@@ -56,7 +56,6 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     >>> batch = Batch(rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0]]), completion_mask=mask,
     ...               turn_ids=turn_ids, group_ids=torch.zeros(2))
     >>> compute_advantages(batch, Options())
-    >>> batch.advantages
     tensor([[ 0.5000,  0.5000],
             [-0.5000, -0.5000]])
     """
@@ -76,7 +75,7 @@ def compute_advantages(batch: Batch, options: Options) -> None:
     advantages = common.minus(returns, baseline).gather(1, batch.turn_ids)
     if options.normalize:
         advantages = common.normalize(advantages, batch.loss_mask)
-    batch.advantages = torch.where(batch.completion_mask, advantages, 0.0).type_as(batch.rewards)
+    return torch.where(batch.completion_mask, advantages, 0.0).type_as(batch.rewards)
 
 
 def compute_loss(

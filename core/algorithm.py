@@ -2,7 +2,8 @@
 
 An algorithm is a module with
 
-    compute_advantages(batch, options)               sets batch.advantages (and batch.value_targets)
+    compute_advantages(batch, options)               returns the advantages [B, N], or a dict with
+                                                     them, other tensors and numbers for the log
     compute_loss(logprobs, values, micro, options)   the loss, and metrics as sums over its tokens
     Options                                          a frozen dataclass, whose fields are flags,
                                                      such as --grpo.clip-high; LoopOptions has what

@@ -36,7 +36,7 @@ from core import distributed
 from core.config import Config
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
-from core.types import Rollout, Turn
+from core.types import Rollout, Turn, UsageError
 
 
 @dataclass
@@ -165,6 +165,24 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     batch.rewards = rewards
     if batch.reward_parts is not None:
         batch.reward_parts = cfg.reward_coef * batch.reward_parts
+
+
+def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:
+    """Keeps what `compute_advantages` returned: the advantages [B, N], or a dict with them.
+
+    Further tensors [B, N] are for `compute_loss`, numbers for the log.
+    """
+    found = found if isinstance(found, dict) else {"advantages": found}
+    if not isinstance(found.get("advantages"), Tensor):
+        raise UsageError("compute_advantages must return the advantages, a tensor [B, N], or a "
+                         'dict {"advantages": .., ..}')  # fmt: skip
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            batch.metrics[name] = value
+        elif name in TENSORS:
+            setattr(batch, name, value)
+        else:
+            batch.own[name] = value
 
 
 def largest_batch(max_length: int, max_tokens: int, vocab_size: int) -> RolloutBatch:

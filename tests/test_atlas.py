@@ -62,7 +62,7 @@ def test_reinforce_follows_the_gradient_of_the_expected_return(tasks, baseline, 
 )
 def test_gae_is_unbiased_with_lambda_1_or_the_exact_values(tasks, gae_lambda, exact):
     def compute_advantages(batch, options):
-        batch.advantages, batch.value_targets = ppo.gae(batch, gae_lambda), batch.values
+        return {"advantages": ppo.gae(batch, gae_lambda), "value_targets": batch.values}
 
     plain = SimpleNamespace(compute_advantages=compute_advantages, compute_loss=ppo.compute_loss)
     values = tasks.values() if exact else torch.full((2, 4, 3), 0.5)

@@ -18,11 +18,9 @@ def test_covariance_by_hand():
     # log-probs -1 -2 -3 (mean -2), advantages 3 0 -3 (mean 0); the second row has one token masked
     logprobs, advantages = torch.tensor([[[-1.0, -2.0], [-3.0, NAN]], [[4.0, 1.0], [-2.0, NAN]]])
     mask = torch.tensor([[True, True], [True, False]])
-    batch = Batch(completion_mask=mask, loss_mask=mask, old_logprobs=logprobs,
-                  advantages=advantages)  # fmt: skip
-    assert covariance(batch).tolist() == [[3, 0], [3, 0]]
-    batch.advantages = -advantages
-    assert covariance(batch).tolist() == [[-3, 0], [-3, 0]]
+    batch = Batch(completion_mask=mask, old_logprobs=logprobs)
+    assert covariance(batch, advantages).tolist() == [[3, 0], [3, 0]]
+    assert covariance(batch, -advantages).tolist() == [[-3, 0], [-3, 0]]
 
 
 def test_the_highest_are_those_of_the_candidates():
@@ -46,12 +44,12 @@ def a_batch(seed=0):
 
 def cleared(options, seed=0):
     """What Clip-Cov set to 0, the covariances, and the metrics."""
-    plain, batch, options = a_batch(), a_batch(seed), grpo.resolve(options)
-    grpo.compute_advantages(plain, options)
-    clip_cov.compute_advantages(batch, options)
-    changed = batch.advantages != plain.advantages
-    assert (batch.advantages[changed] == 0).all()
-    return changed, covariance(plain), batch.metrics["clip/cov_fraction"]
+    options = grpo.resolve(options)
+    plain = grpo.compute_advantages(a_batch(), options)
+    found = clip_cov.compute_advantages(a_batch(seed), options)
+    changed = found["advantages"] != plain
+    assert (found["advantages"][changed] == 0).all()
+    return changed, covariance(a_batch(), plain), found["clip/cov_fraction"]
 
 
 def test_clip_cov_draws_a_fraction_of_all_tokens_from_those_in_the_range():
@@ -69,8 +67,8 @@ def test_clip_cov_draws_a_fraction_of_all_tokens_from_those_in_the_range():
 
 def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_the_highest():
     batch, options = a_batch(), grpo.resolve(kl_cov.Options(fraction=0.1, coef=0.8))
-    kl_cov.compute_advantages(batch, options)
-    coef, cov = batch.own["penalty_coef"], covariance(batch)
+    advantages, coef = kl_cov.compute_advantages(batch, options).values()
+    cov = covariance(batch, advantages)
     assert coef.unique().tolist() == pytest.approx([0, 0.8]) and (coef > 0).sum() == 80
     assert cov[coef > 0].min() >= cov[batch.loss_mask & (coef == 0)].max()
 

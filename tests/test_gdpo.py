@@ -17,8 +17,7 @@ def advantages(rewards, groups, weights=(1.0, 1.0)):
     batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups),
                   reward_parts=torch.tensor(rewards, dtype=torch.float64),
                   reward_weights=torch.tensor([weights] * len(rewards)).double())  # fmt: skip
-    gdpo.compute_advantages(batch, gdpo.Options())
-    return batch.advantages[:, 0].tolist()
+    return gdpo.compute_advantages(batch, gdpo.Options())[:, 0].tolist()
 
 
 def test_one_reward_is_grpo_normalized_over_the_batch():
@@ -26,8 +25,7 @@ def test_one_reward_is_grpo_normalized_over_the_batch():
     mask = torch.ones(6, 1, dtype=torch.bool)
     batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups), turn_ids=0 * mask.long(),
                   rewards=torch.tensor(rewards))  # fmt: skip
-    grpo.compute_advantages(batch, grpo.resolve(grpo.Options()))
-    by_group = batch.advantages[:, 0].double()
+    by_group = grpo.compute_advantages(batch, grpo.resolve(grpo.Options()))[:, 0].double()
     want = by_group / (by_group.std() + 1e-4)
     assert advantages(rewards, groups, weights=(1.0,)) == pytest.approx(want.tolist(), abs=1e-6)
 

@@ -67,8 +67,8 @@ def recorded_run(folder, settings, algo="grpo", options=None, turns=1):
     after = ((batch.old_logprobs + noise[1]) * 1e4).round() / 1e4
     train.shape_rewards(cfg, batch)
     lines = []
-    grpo.compute_advantages(batch, cfg.options if algo == "grpo" else grpo.Options("grpo", "group"))
-    recorded = batch.advantages
+    options = cfg.options if algo == "grpo" else grpo.Options("grpo", "group")
+    recorded = grpo.compute_advantages(batch, options)
     for r in kept:
         line = row("train", 1, r.seed, "", round(r.episode_return, 3))
         line |= {"rewards": [t.reward for t in r.turns], "tokens": r.num_tokens,
@@ -98,7 +98,7 @@ def expected(run, algo, options, tis_cap, moved, advantages=None):
     batch, cfg = run.batch, run.cfg
     batch.advantages = advantages
     if advantages is None:
-        grpo.compute_advantages(batch, options)
+        batch.advantages = grpo.compute_advantages(batch, options)
     batch.token_weights = common.token_weights(
         batch.loss_mask, options.aggregation, cfg.max_tokens, None, batch.group_ids
     )

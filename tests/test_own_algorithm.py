@@ -38,10 +38,11 @@ def compute_advantages(batch, options):
     size = common.group_sum(exists.double(), batch.group_ids)
     mean = common.group_sum(returns, batch.group_ids) / size.clamp(min=1)
     advantages = (returns - mean) / (mean.abs() + 1e-6)
-    batch.advantages = torch.where(
-        batch.completion_mask, advantages.gather(1, batch.turn_ids).float(), 0.0
-    )
-    batch.metrics["mine/solved"] = (mean > 0).double().mean().item()
+    advantages = advantages.gather(1, batch.turn_ids).float()
+    return {
+        "advantages": torch.where(batch.completion_mask, advantages, 0.0),
+        "mine/solved": (mean > 0).double().mean().item(),
+    }
 
 
 def compute_loss(logprobs, values, micro, options):

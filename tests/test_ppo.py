@@ -60,8 +60,7 @@ def test_value_lambda_changes_the_targets_and_not_the_advantages():
     def both(**options):
         batch = Batch(rewards=rewards, completion_mask=mask, loss_mask=mask, turn_ids=zeros,
                       values=values)  # fmt: skip
-        compute_advantages(batch, Options(gae_lambda=0.0, **options))
-        return batch.advantages, batch.value_targets
+        return compute_advantages(batch, Options(gae_lambda=0.0, **options)).values()
 
     advantages, targets = both()
     decoupled, returns = both(value_lambda=1.0)
@@ -74,11 +73,11 @@ def test_advantages_are_normalised_over_the_loss_and_targets_are_gae_plus_the_va
     """The second: the completions of turns 1 and 2 hit the token limit."""
     rewards, values = draw(torch.float32)
     batch = batch_of(rewards, values.masked_fill(~GAPS, NAN), 0.5, in_loss)
-    compute_advantages(batch, Options(gae_lambda=0.75))
+    found = compute_advantages(batch, Options(gae_lambda=0.75))
     raw = gae(batch_of(rewards, values, 0.5), 0.75).float()
-    torch.testing.assert_close(batch.value_targets, (raw + values) * GAPS, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["value_targets"], (raw + values) * GAPS, atol=1e-6, rtol=0)
     want = (raw - raw[in_loss].mean()) / (raw[in_loss].std(correction=0) + 1e-4) * in_loss
-    torch.testing.assert_close(batch.advantages, want, atol=1e-6, rtol=0)
+    torch.testing.assert_close(found["advantages"], want, atol=1e-6, rtol=0)
 
 
 def loss_of(ratio, advantage, value=0.0, old_value=0.0, target=0.0, weight=1.0, scale=1.0, **given):

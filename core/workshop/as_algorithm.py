@@ -67,8 +67,8 @@ class ScratchAlgorithm:
         """The participant's functions, imported and checked: see `load_scratch`."""
         return load_scratch(cfg)
 
-    def compute_advantages(self, batch: Batch, options: object) -> None:
-        """Sets advantages [B, N] float32, 0 off the mask; with exercise 7 also value targets.
+    def compute_advantages(self, batch: Batch, options: object) -> dict[str, Tensor]:
+        """Advantages [B, N] float32, 0 off the mask; with exercise 7 also value targets.
 
         3     group_advantages of the returns [B], repeated at each sampled token; rollouts that
               are alone in their group have advantage 0
@@ -82,14 +82,13 @@ class ScratchAlgorithm:
                 if sampled.any():
                     episode = rewards[row, sampled], batch.values[row, sampled]
                     advantages[row, sampled] = self._call("gae", *episode, like=episode[0])
-            batch.value_targets = torch.where(mask, advantages + batch.values, 0.0)
-            batch.advantages = common.normalize(advantages, batch.loss_mask).float()
-            return
+            targets = torch.where(mask, advantages + batch.values, 0.0)
+            advantages = common.normalize(advantages, batch.loss_mask).float()
+            return {"advantages": advantages, "value_targets": targets}
         if 10 in self.exercises:
             inputs = rewards, mask, batch.group_ids
             advantages = self._call("advantages_of_tokens", *inputs, like=rewards)
-            batch.advantages = torch.where(mask, advantages, 0.0)
-            return
+            return {"advantages": torch.where(mask, advantages, 0.0)}
         returns = common.turn_returns(batch)[0][:, 0].float()  # [B]
         ones = torch.ones_like(returns)[:, None]
         compared = common.group_sum(ones, batch.group_ids)[:, 0] > 1  # [B]
@@ -97,7 +96,7 @@ class ScratchAlgorithm:
         if compared.any():
             group = returns[compared], batch.group_ids[compared]
             of_rollouts[compared] = self._call("group_advantages", *group, like=group[0])
-        batch.advantages = torch.where(mask, of_rollouts[:, None], 0.0)
+        return {"advantages": torch.where(mask, of_rollouts[:, None], 0.0)}
 
     def compute_loss(
         self, logprobs: Tensor, values: Tensor | None, micro: Micro, options: object

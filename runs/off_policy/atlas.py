@@ -29,6 +29,7 @@ import record  # noqa: E402
 
 from algorithms import cispo, common, dppo, gdpo, grpo, gspo, kl_cov, ppo, reinforce  # noqa: E402
 from algorithms.common import Batch, Micro  # noqa: E402
+from core.batching import add_advantages  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on
 TOKENS = torch.tensor([[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 0, 0]])  # 1: end
@@ -128,7 +129,7 @@ def estimate(
             known["values"] = torch.where(sampled, values[task, completions], 0.0)
         parts = rewards.sum(1, keepdim=True)  # of GDPO: one reward
         batch = Batch(**known, reward_parts=parts, reward_weights=torch.ones_like(parts))
-        algorithm.compute_advantages(batch, options)
+        add_advantages(batch, algorithm.compute_advantages(batch, options))
         weights = common.token_weights(
             sampled, aggregation or options.aggregation, max_tokens, None, task
         )
