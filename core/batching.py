@@ -67,8 +67,11 @@ class RolloutBatch(Batch):
     """The sampled tokens of one update; tensors [B, N] or [B] on the CPU."""
 
     sequences: list[Sequence]
+    env_rewards: Tensor  # [B, N]: the environment's, of a turn at its last token; 0 elsewhere
+    turns: Tensor  # [B, N] int64: the number of the token's turn
     completion_lengths: Tensor  # [B, N] int64: tokens of a completion, at its last token; else 0
     hit_token_limit: Tensor  # [B, N] bool: the completion of this token hit the token limit
+    env_reward_parts: Tensor  # [B, M] float64: see Batch.reward_parts
     # place of a token in the flattened [B, N] -> the ids that top-k and top-p kept for it
     kept_ids: dict[int, list[int]] = field(default_factory=dict)
 
@@ -107,12 +110,12 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
         sequences=[],
         completion_mask=torch.zeros(shape, dtype=torch.bool),
         sampler_logprobs=logprobs,
-        rewards=torch.zeros(shape),
+        env_rewards=torch.zeros(shape),
         completion_lengths=torch.zeros(shape, dtype=torch.int64),
-        turn_ids=torch.zeros(shape, dtype=torch.int64),
+        turns=torch.zeros(shape, dtype=torch.int64),
         hit_token_limit=torch.zeros(shape, dtype=torch.bool),
         group_ids=torch.tensor([r.group_id for r in rollouts] or [0]),
-        reward_parts=reward_parts[..., 0],
+        env_reward_parts=reward_parts[..., 0],
         reward_weights=reward_parts[..., 1],
     )
     for row, rollout in enumerate(rollouts):
@@ -129,9 +132,9 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             current.places += range(row * width + column, row * width + end)
             batch.completion_mask[row, column:end] = True
             logprobs[row, column:end] = torch.tensor(turn.sampler_logprobs)
-            batch.rewards[row, end - 1] = turn.reward
+            batch.env_rewards[row, end - 1] = turn.reward
             batch.completion_lengths[row, end - 1] = end - column
-            batch.turn_ids[row, column:end] = number
+            batch.turns[row, column:end] = number
             batch.hit_token_limit[row, column:end] = turn.finish_reason == "length"
             for place, kept in enumerate(turn.kept_ids or [], row * width + column):
                 batch.kept_ids[place] = kept
@@ -143,7 +146,7 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ.
 
-    The environment's rewards are at the last token of each turn. With --credit episode (the default
+    With --credit episode (the default
     of all but PPO) rewards are discounted here, from the episode's start (by default γ is 1), and
     all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
     The KL of --kl-in reward is subtracted if the batch has the log-probs of the reference.
@@ -152,7 +155,7 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     batch.loss_mask = batch.completion_mask & ~(
         batch.hit_token_limit & cfg.mask_truncated_completions
     )
-    rewards = cfg.reward_coef * batch.rewards
+    rewards = cfg.reward_coef * batch.env_rewards
     if cfg.overlong_buffer:
         lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
         rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
@@ -160,11 +163,10 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
         kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl
     if cfg.credit == "episode":
-        rewards = rewards * cfg.gamma**batch.turn_ids
-        batch.turn_ids = torch.zeros_like(batch.turn_ids)
+        rewards = rewards * cfg.gamma**batch.turns
     batch.rewards = rewards
-    if batch.reward_parts is not None:
-        batch.reward_parts = cfg.reward_coef * batch.reward_parts
+    batch.turn_ids = batch.turns * (cfg.credit != "episode")
+    batch.reward_parts = cfg.reward_coef * batch.env_reward_parts
 
 
 def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:

@@ -67,7 +67,7 @@ def test_tokens_trained_are_those_sampled_in_their_contexts_eos_included(episode
 
 def test_rewards_are_at_the_last_token_of_their_turn():
     batch = to_rollout_batch([TWO_TURNS, rollout(([1], [7], 0.5), group_id=1)])
-    assert batch.rewards.tolist() == [[0, 0.25, 0, 1.0], [0.5, 0, 0, 0]]
+    assert batch.env_rewards.tolist() == [[0, 0.25, 0, 1.0], [0.5, 0, 0, 0]]
     assert batch.completion_mask.tolist() == [[True] * 4, [True, False, False, False]]
     assert batch.sampler_logprobs[0].tolist() == [-1.5, -4.5, -2.5, -4.5]
     assert batch.group_ids.tolist() == [0, 1]
@@ -118,10 +118,10 @@ def test_turn_ids_lengths_and_token_limits_are_at_the_tokens_of_their_turn():
         Turn([1, 5, 6, 9], [7, 8, 4], [-1.0] * 3, "length", 2.0),
     ]
     batch = to_rollout_batch([Rollout("e", "player", 0, 0, turns=turns)])
-    assert batch.turn_ids.tolist() == [[0, 0, 1, 1, 1]]
+    assert batch.turns.tolist() == [[0, 0, 1, 1, 1]]
     assert batch.completion_lengths.tolist() == [[0, 2, 0, 0, 3]]
     assert batch.hit_token_limit.tolist() == [[False, False, True, True, True]]
-    assert batch.rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 2.0]]
+    assert batch.env_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0, 2.0]]
 
 
 def test_each_epoch_splits_all_rollouts_in_another_order():

@@ -39,8 +39,8 @@ def test_the_batch_has_the_rewards_that_the_environment_reports():
         rollout(reward_b=0.5, reward_a=True, weight_b=0.1, correct=True, reward_text="no"),
         rollout(reward_a=0),
     ])  # fmt: skip
-    assert batch.reward_parts[0].tolist() == [1.0, 0.5]  # a, b
-    assert batch.reward_parts[1, 0] == 0 and batch.reward_parts[1, 1].isnan()
+    assert batch.env_reward_parts[0].tolist() == [1.0, 0.5]  # a, b
+    assert batch.env_reward_parts[1, 0] == 0 and batch.env_reward_parts[1, 1].isnan()
     assert batch.reward_weights.tolist() == [[1.0, 0.1], [1.0, 0.0]]
 
 

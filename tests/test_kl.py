@@ -83,11 +83,11 @@ def test_in_the_reward_k1_teaches_the_kl_and_the_others_do_not():
     exact = gradient(kl(logprobs, REFERENCE), logits)
     logprobs = logprobs[:, None]
     old, zeros = logprobs.detach(), torch.zeros(4, 1)
-    mask, turn_ids, rows = zeros == 0, zeros.long(), zeros[:, 0].long()
+    mask, turns, rows = zeros == 0, zeros.long(), zeros[:, 0].long()
     batch = RolloutBatch(
-        sequences=[], completion_mask=mask, rewards=zeros, completion_lengths=turn_ids,
-        turn_ids=turn_ids, hit_token_limit=~mask, sampler_logprobs=old, group_ids=rows,
-        old_logprobs=old, ref_logprobs=REFERENCE[:, None],
+        sequences=[], completion_mask=mask, env_rewards=zeros, completion_lengths=turns,
+        turns=turns, env_reward_parts=zeros, hit_token_limit=~mask, sampler_logprobs=old,
+        group_ids=rows, old_logprobs=old, ref_logprobs=REFERENCE[:, None],
     )  # fmt: skip
     micro = Micro(completion_mask=mask, old_logprobs=old, importance_weights=torch.ones(4, 1),
                   token_weights=old.exp())  # fmt: skip
@@ -96,7 +96,6 @@ def test_in_the_reward_k1_teaches_the_kl_and_the_others_do_not():
         cfg = train.Config(
             algo="reinforce", options=options, kl_coef=1.0, kl_in="reward", kl_estimator=kind
         )
-        batch.rewards = zeros
         train.shape_rewards(cfg, batch)
         micro.advantages = reinforce.compute_advantages(batch, options)
         loss, _ = reinforce.compute_loss(logprobs, None, micro, options)

@@ -31,7 +31,7 @@ def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):
 
 def gradients_of(policy, batch):
     """(Log-probs [B, N], gradients of all weights) of the supervised loss."""
-    logprobs = torch.zeros_like(batch.rewards)
+    logprobs = torch.zeros_like(batch.env_rewards)
     policy.model.zero_grad()
     for micro in batching.micro_batches(policy, batch):
         found, _, _ = train.forward(policy, micro, temperature=1.0)

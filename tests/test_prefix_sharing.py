@@ -156,7 +156,7 @@ def test_micro_batches_keep_the_budget_and_every_sampled_token(budget):
     micros = list(batching.cut(batch.sequences, budget, share=True))
     sizes = [len(micro.tree) for micro in micros]
     assert all(n <= budget or len(m.input_ids) == 1 for n, m in zip(sizes, micros, strict=True))
-    count = torch.zeros_like(batch.rewards)
+    count = torch.zeros_like(batch.env_rewards)
     for micro in micros:
         count.view(-1)[micro.index[micro.completion_mask]] += 1
         real = micro.input_ids != 0
@@ -181,7 +181,7 @@ def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monke
     """Their log-probs are computed all the same; with the entropy bonus they have a gradient."""
     policy = load_small(qwen3_folder)
     batch = batching.to_rollout_batch(rollouts_of(num_groups=3, size=2, prompt=10))
-    batch.advantages = torch.zeros_like(batch.rewards)
+    batch.advantages = torch.zeros_like(batch.env_rewards)
     batch.advantages[2:4] = batch.completion_mask[2:4].float()
     micros = list(batching.micro_batches(policy, batch))
     assert [sorted({*micro.rows}) for micro in micros] == [[2, 3], [0, 1, 4, 5]]

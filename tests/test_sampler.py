@@ -40,7 +40,7 @@ def trainer_gap(policy, completions, temperature, prompts=PROMPTS):
         for p, c in zip(prompts, completions, strict=True)
     ]
     batch = to_rollout_batch(rollouts)
-    expected = torch.zeros_like(batch.rewards)
+    expected = torch.zeros_like(batch.env_rewards)
     with torch.no_grad():
         for micro in cut(batch.sequences, 64, policy.device):
             logprobs, _ = token_logprobs(
