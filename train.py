@@ -62,8 +62,9 @@ from core.metrics import UpdateStats, rollout_metrics
 from core.policy import Policy
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
-from core.run.open import Run, is_due, open_run, optimizer_for
+from core.run.open import open_run, optimizer_for
 from core.run.reference import freeze_reference, load_teacher
+from core.run.run import Run, is_due
 from core.run.staleness import older_weights
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
@@ -183,7 +184,7 @@ def warm_start(cfg: Config, run: Run) -> None:
             phase.advance(f"loss {loss:.3f}")
             if step + 1 == cfg.sft_steps or is_due(step + 1, 20):
                 record = {"sft_step": step + 1, "sft/loss": loss}
-                run.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
+                run.outputs.run_log.log(record | {"time/sft_s": perf_counter() - logged_at})
                 logged_at = perf_counter()
     run.optimizer.release()
     run.optimizer = optimizer_for(cfg, run.policy)  # Adam's moments at 0
@@ -194,7 +195,9 @@ def load_reference(cfg: Config, run: Run) -> Policy | None:
     """The policy of --kl-coef: the teacher, or the policy when RL began (with LoRA its base)."""
     if cfg.teacher:
         return load_teacher(cfg, run.policy)
-    return freeze_reference(run.policy, run.folder, run.next_update) if cfg.kl_coef else None
+    if not cfg.kl_coef:
+        return None
+    return freeze_reference(run.policy, run.outputs.folder, run.next_update)
 
 
 def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout], list[Rollout]]:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import train
 from core.run import checkpoint
-from core.run.open import Run
+from core.run.run import Run
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
@@ -27,9 +27,10 @@ def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):
     @contextmanager
     def open_run(cfg, algorithm):
         sampler = SimpleNamespace(sync=lambda: None)
+        evaluator = SimpleNamespace(evaluate=lambda update: {})
         yield OneUpdate(
-            cfg, folder=None, policy=policy, optimizer=optimizer, collector=None, sampler=sampler,
-            run_log=None, display=None, writer=None, interrupt=None,
+            cfg, policy, optimizer, collector=None, sampler=sampler, evaluator=evaluator,
+            outputs=SimpleNamespace(folder=None), display=None, interrupt=None,
             progress=checkpoint.START.copy(),
         )  # fmt: skip
 

@@ -25,7 +25,7 @@ from core.metrics import (
     wilson,
 )
 from core.results import before_after, describe
-from core.run.open import Run
+from core.run.evaluator import Evaluator
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.tasks import Task, eval_tasks
@@ -436,18 +436,20 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     def phase(*args, **options):
         yield SimpleNamespace(advance=lambda *args, **kwargs: None)
 
-    run = SimpleNamespace(
-        collector=SimpleNamespace(collect=collect, demonstrate=play_trivial),
-        display=SimpleNamespace(phase=phase),
-        sampler=nullcontext(), say=said.append, interrupt=SimpleNamespace(requested=False),
-        run_log=SimpleNamespace(log_rollouts=lambda *args: logged.append(args)),
-        progress={},
-    )  # fmt: skip
-    run.cfg = Config(
+    cfg = Config(
         env=["letter_counting"], eval_num_tasks=4, eval_samples=3, max_tokens=9, temperature=0.7,
         top_p=0.9, top_k=7, seed=5,
     )  # fmt: skip
-    found = Run.evaluate(run, 3)
+    evaluator = Evaluator(
+        cfg,
+        collector=SimpleNamespace(collect=collect, demonstrate=play_trivial),
+        sampler=nullcontext(),
+        run_log=SimpleNamespace(log_rollouts=lambda *args: logged.append(args)),
+        display=SimpleNamespace(phase=phase, say=said.append),
+        interrupt=SimpleNamespace(requested=False),
+        progress={},
+    )
+    found = evaluator.evaluate(3)
     drawn = eval_tasks(["letter_counting"], 4)
     assert asked[0] == (drawn, SamplingParams(9, temperature=0.0))
     seed = derive_seed(5, EVALUATION)
@@ -459,5 +461,5 @@ def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task
     got = {name: found[f"eval/letter_counting/{name}"] for name in expected}
     assert got == pytest.approx(expected)
     assert found["time/eval_s"] >= 0 and len(said) == 2  # the failure, and the accuracy
-    run.cfg = Config(eval_num_tasks=0)
-    assert Run.evaluate(run, 3) == {}
+    evaluator.cfg = Config(eval_num_tasks=0)
+    assert evaluator.evaluate(3) == {}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from core.run import checkpoint
-from core.run.open import MAX_SKIPPED
+from core.run.run import MAX_SKIPPED
 from core.types import UsageError
 from environments import base, registry
 from environments.base import Env, Step

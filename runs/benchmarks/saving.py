@@ -44,7 +44,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 def train(way: str) -> dict[str, Any]:
     """The seconds from the end of update FIRST to the end of update LAST."""
     from core.run import checkpoint, cli
-    from core.run.open import Run
+    from core.run.run import Run
     from train import main as train_main
 
     ends: dict[int, float] = {}
@@ -53,8 +53,9 @@ def train(way: str) -> dict[str, Any]:
     def finish_update(run: Run, update: int, *args: Any) -> None:
         finish(run, update, *args)
         if update == FIRST:
-            run.writer.wait()  # for the checkpoint of update 1
-        assert update != LAST or run.writer.thread is None or not run.writer.thread.is_alive()
+            run.outputs.writer.wait()  # for the checkpoint of update 1
+        thread = run.outputs.writer.thread
+        assert update != LAST or thread is None or not thread.is_alive()
         ends[update] = perf_counter()
 
     Run.finish_update = finish_update  # type: ignore[method-assign]

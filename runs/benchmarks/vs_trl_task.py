@@ -204,7 +204,9 @@ def settings(name: str, seed: int, updates: int) -> Any:
 def run_picorl(name: str, seed: int, updates: int) -> Race:
     """Trains with train.py."""
     import train
-    from core.run.open import Run
+    from core.run.evaluator import Evaluator
+    from core.run.outputs import Outputs
+    from core.run.run import Run
 
     race = Race("picoRL", CASES[name].accuracy)
     collect, all_updates, log = train.collect_rollouts, Run.updates, Run.log
@@ -231,13 +233,13 @@ def run_picorl(name: str, seed: int, updates: int) -> Race:
 
     def save(run: Run, saved: Any = Run.save) -> bool:
         done = saved(run)
-        run.writer.wait()
+        run.outputs.writer.wait()
         return done
 
     train.collect_rollouts, Run.updates, Run.log = collect_rollouts, until_reached, log_update
-    Run.evaluate = race.evaluating(Run.evaluate)
+    Evaluator.evaluate = race.evaluating(Evaluator.evaluate)
     Run.save = race.outside(save)
-    Run._write_pages = race.outside(Run._write_pages)
+    Outputs.write_pages = race.outside(Outputs.write_pages)
     cfg = settings(name, seed, updates)
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:

@@ -1,0 +1,90 @@
+"""Plays the held-out tasks, shows what came out, and logs the first rollouts.
+
+core/evaluation.py chooses the tasks and computes the metrics.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+from core import evaluation
+from core.config import Config
+from core.episodes import RolloutCollector
+from core.run.console import Display
+from core.run.interrupt import Interrupt
+from core.run.log import RunLog
+from core.sampler import Sampler, SamplingParams
+from core.selection import drop_failed
+from core.tasks import Task
+from core.types import Rollout, Stopped
+from environments import rewarded
+
+LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai
+
+
+@dataclass
+class Evaluator:
+    """What an evaluation needs; `progress` keeps the first one, for the p-values of later ones."""
+
+    cfg: Config
+    collector: RolloutCollector
+    sampler: Sampler
+    run_log: RunLog
+    display: Display
+    interrupt: Interrupt
+    progress: dict[str, Any]
+
+    def evaluate(self, update: int) -> dict[str, float]:
+        """The metrics of one greedy rollout for each held-out task.
+
+        Ctrl-C ends an evaluation of --sampler openai: it logs the episodes that ended, then raises
+        Stopped.
+        """
+        if self.cfg.eval_num_tasks == 0:
+            return {}
+        rewarded.STATE.global_step = update
+        started, on_server = perf_counter(), self.cfg.sampler == "openai"
+        held_out, say = evaluation.held_out_tasks(self.cfg), self.display.say
+        greedy = SamplingParams(self.cfg.max_tokens, temperature=0.0)
+        rollouts = self._play(held_out, greedy)
+        stopped = on_server and self.interrupt.requested
+        logged = rollouts if on_server else rollouts[:LOGGED_ROLLOUTS]
+        self.run_log.log_rollouts("eval", update, logged)
+        if not stopped:
+            drop_failed(rollouts, say)  # warns; raises if over half failed
+        results = evaluation.accuracy_metrics(rollouts)
+        if self.cfg.eval_samples and not stopped:
+            repeated = evaluation.repeated_tasks(self.cfg, held_out)
+            sampled = self._play(*repeated)
+            results |= evaluation.pass_at_k(rollouts, sampled, self.cfg.eval_samples)
+            for line in evaluation.left_out_lines(results, self.cfg.eval_samples):
+                say(line)
+        is_first = "first_correct" not in self.progress
+        if not stopped:
+            play_trivial = partial(self.collector.demonstrate, trivial=True)
+            results |= evaluation.comparisons(self.progress, rollouts, held_out, play_trivial)
+        for line in evaluation.accuracy_lines(rollouts, results):
+            say(f"held-out accuracy at update {update}: {line}")
+        for line in evaluation.few_tasks_lines(rollouts, results) if is_first else []:
+            say(line)
+        for line in evaluation.changed_lines(results):
+            say(line)
+        if stopped:
+            self.run_log.log({"update": update, **results})
+            raise Stopped
+        return results | {"time/eval_s": perf_counter() - started}
+
+    def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
+        """One rollout per task and agent."""
+        with (
+            self.display.phase("evaluation", params.max_tokens, unit="tokens") as phase,
+            self.sampler,
+        ):
+
+            def on_progress() -> None:
+                phase.advance(self.sampler.latest, quiet=True)
+                if self.interrupt.requested:
+                    self.sampler.stop()
+
+            return self.collector.collect(held_out, self.sampler, params, on_progress)

@@ -1,0 +1,71 @@
+"""What a run writes into its folder while it goes on: records, checkpoints and pages."""
+
+import copy
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from core import config, distributed
+from core.config import Config
+from core.optimizer import MasterAdamW
+from core.policy import Policy
+from core.report import write_pages
+from core.run import checkpoint
+from core.run import folder as run_dir
+from core.run.console import Display
+from core.run.log import RunLog
+from core.run.staleness import Weights
+from core.run.writer import Writer
+
+MAX_PAGES = 0.03  # fraction of a run's time that may go into its pages
+FIRST_PAGES = 2.0  # seconds to expect of the first ones, which import matplotlib
+
+
+@dataclass
+class Outputs:
+    """The folder of a run, and what is written there."""
+
+    cfg: Config
+    folder: Path  # runs/<name>
+    run_log: RunLog
+    writer: Writer
+    display: Display
+    saved: Path | None = None  # the last checkpoint
+    opened_at: float = field(default_factory=perf_counter)
+    page_seconds: list[float] = field(default_factory=list)  # of each time the pages were written
+
+    def save(
+        self, policy: Policy, optimizer: MasterAdamW, progress: dict[str, Any],
+        older: deque[Weights],
+    ) -> bool:  # fmt: skip
+        """Saves a checkpoint, or keeps the last one after an update without a finite gradient.
+
+        It is written while the run goes on. Returns whether there is one. After update 1 there
+        always is, as there is no earlier one.
+        """
+        if progress["skipped_in_a_row"] and progress["update"] > 1:
+            return False
+        self.writer.wait()  # for the one before
+        progress = copy.deepcopy(progress) | self.run_log.sync()
+        self.saved = checkpoint.save_checkpoint(
+            self.folder, policy, optimizer, progress, older, self.writer
+        )
+        return True
+
+    def write_pages(self) -> None:
+        """Writes report.html and curves.png, unless that takes more than 3% of the run's time."""
+        spent, longest = sum(self.page_seconds), max(self.page_seconds, default=FIRST_PAGES)
+        started = perf_counter()
+        too_long = spent + longest > MAX_PAGES * (started - self.opened_at)
+        if distributed.rank() > 0 or too_long:
+            return
+        for line in write_pages(self.folder, run_dir.config_to_dict(self.cfg)):
+            self.display.say(line)
+        self.page_seconds.append(perf_counter() - started)
+
+    def resume_command(self) -> str:
+        """The command that resumes this run."""
+        trust = config.trust_flags(vars(self.cfg), self.folder / "config.yaml")
+        return run_dir.train_command("--resume", str(self.folder), *trust)

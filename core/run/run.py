@@ -1,0 +1,182 @@
+"""A run, as the loop of train.py sees it: its state, and what happens between two updates."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from core import config, distributed
+from core.config import Config
+from core.episodes import RolloutCollector
+from core.optimizer import MasterAdamW
+from core.policy import Policy
+from core.run import diagnostics
+from core.run import log as run_log
+from core.run.console import Display
+from core.run.evaluator import Evaluator
+from core.run.interrupt import Interrupt
+from core.run.outputs import Outputs
+from core.run.staleness import Weights
+from core.sampler import Sampler
+from core.selection import drop_failed
+from core.types import Rollout, UsageError
+from environments import rewarded
+
+MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale
+
+
+@dataclass
+class Run:
+    """What `open_run` opened, and what a run keeps between updates."""
+
+    cfg: Config
+    policy: Policy
+    optimizer: MasterAdamW
+    collector: RolloutCollector
+    sampler: Sampler
+    evaluator: Evaluator
+    outputs: Outputs
+    display: Display
+    interrupt: Interrupt
+    progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
+    history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
+    older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
+    notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
+    start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
+    stopped: bool = False  # ended before the last update
+    started_at: float = 0.0  # when this update began
+    sampled_at: float = 0.0  # when its last rollout was finished
+
+    @property
+    def next_update(self) -> int:
+        """The update to continue with; 0: the policy has not been evaluated yet."""
+        return self.progress["update"] + 1
+
+    def updates(self) -> Iterator[int]:
+        """The numbers of the updates from the next one to --num-updates.
+
+        Evaluates the policy before the first, and saves what a warm start has taught it. Ends
+        earlier once --max-sampled-tokens are sampled, or if `log` has stopped the run.
+        """
+        rewarded.STATE.max_steps = self.cfg.num_updates
+        if self.next_update == 0:
+            if self.cfg.sft_steps:
+                self.save()
+                of_warm_start = run_log.read_records(self.outputs.folder / run_log.METRICS)
+                self.history = [*map(diagnostics.warning_inputs, of_warm_start)]
+            self.log(0, self.evaluator.evaluate(0), [])
+        while self.next_update <= self.cfg.num_updates and not self.stopped:
+            if 0 < self.cfg.max_sampled_tokens <= self.progress["sampled_tokens"]:
+                break
+            self.interrupt.check()
+            self.outputs.writer.check()
+            self.started_at = perf_counter()
+            rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
+            yield self.next_update
+
+    def finish_update(
+        self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
+    ) -> None:
+        """Evaluates, logs and saves, each where it is due.
+
+        `sampled`: all rollouts of the update; `next_level`: of the tasks of the next one.
+        """
+        cfg = self.cfg
+        metrics["time/rollout_s"] = self.sampled_at - self.started_at
+        metrics["time/train_s"] = perf_counter() - self.sampled_at
+        tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
+        is_last = 0 < cfg.max_sampled_tokens <= tokens or update == cfg.num_updates
+        # before the first regular evaluation, evaluations are five times as frequent
+        every = cfg.eval_every // 5 if update < cfg.eval_every else cfg.eval_every
+        if is_last or is_due(update, every):
+            metrics |= self.evaluator.evaluate(update)
+        self.progress["sampled_tokens"] = tokens
+        stop = self.log(update, metrics, sampled)
+        self.progress["level"] = next_level
+        if stop or is_last or update == 1 or is_due(update, cfg.save_every):
+            self.save()
+
+    def say(self, line: str) -> None:
+        """Prints a line that stays on the screen."""
+        self.display.say(line)
+
+    def log(self, update: int, metrics: dict[str, Any], rollouts: list[Rollout]) -> bool:
+        """Shows and writes the metrics and rollouts of an update, and warns about bad signs.
+
+        Returns whether the run has to stop: because of --stop-on, or because MAX_SKIPPED updates in
+        a row had no finite gradient.
+        """
+        record = {"update": update, **metrics, **self.start_seconds}
+        self.start_seconds = {}
+        if update > 0:
+            record["groups/level"] = self.progress["level"]
+            if self.cfg.lora_rank:
+                record["lora/zero_fraction"] = self.policy.zero_adapters()
+            if self.sampler.sync_seconds is not None:
+                record["time/sync_s"] = self.sampler.sync_seconds
+            self.outputs.run_log.log_rollouts("train", update, rollouts)
+            self.display.update(update, record, rollouts)
+        self.history.append(diagnostics.warning_inputs(record))
+        by_group = "groups" in config.needs(self.cfg)
+        advice = diagnostics.advice_without_reward(self.cfg)
+        warnings = distributed.broadcast_from_rank_0(
+            lambda: diagnostics.new_warnings(self.history, by_group, advice, self.cfg)
+        )
+        if self.cfg.staleness:
+            warnings.pop("sampler_gap", None)  # the sampler has older weights
+        for name, line in warnings.items():
+            self.say(f"warning: {name}: {line}")
+        if warnings or self.notes:
+            record["warnings"], self.notes = warnings | self.notes, {}
+        self.outputs.run_log.log(record)
+        if update > 0 and any(name.startswith("eval/") for name in record):
+            self.outputs.write_pages()
+        self.progress["update"] = update
+        self.stopped = self._too_many_skipped(record) or self._stops_on(list(warnings))
+        return self.stopped
+
+    def drop_failed(self, rollouts: list[Rollout]) -> list[Rollout]:
+        """The rollouts whose environment did not fail; if over half failed, saves and raises."""
+        try:
+            return drop_failed(rollouts, self.say)
+        except UsageError as error:
+            if self.next_update == 0:
+                raise
+            self.save()
+            raise UsageError(f"{error}; resume with: {self.outputs.resume_command()}") from None
+
+    def save(self) -> bool:
+        """Saves a checkpoint; see `Outputs.save`."""
+        return self.outputs.save(self.policy, self.optimizer, self.progress, self.older)
+
+    def _stops_on(self, warnings: list[str]) -> bool:
+        named = [w for w in warnings if w in self.cfg.stop_on or "any" in self.cfg.stop_on]
+        if named:
+            self.say(f"--stop-on {named[0]}: stopped; resume with: {self.outputs.resume_command()}")
+        return bool(named)
+
+    def _too_many_skipped(self, record: dict[str, Any]) -> bool:
+        # without different returns there is no gradient, or it is 0: nothing is wrong with that
+        skipped = record.get("update/skipped") and record.get("grad/norm", 0.0) != 0.0
+        self.progress["skipped_in_a_row"] = self.progress["skipped_in_a_row"] + 1 if skipped else 0
+        too_many = self.progress["skipped_in_a_row"] >= MAX_SKIPPED
+        if too_many:
+            self.say(f"{MAX_SKIPPED} updates in a row without a finite gradient: stopped. "
+                     "The last checkpoint is from before; "
+                     f"try a lower --lr than {self.cfg.lr:g}")  # fmt: skip
+        return too_many
+
+    def command_with_less_memory(self) -> str:
+        """What to do when memory runs out: resume with half the micro-batch budget."""
+        budget = max(1, self.policy.micro_batch_tokens // 2)
+        return f"Resume with: {self.outputs.resume_command()} --max-tokens-per-micro-batch {budget}"
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every `every` steps is due; 0: never.
+
+    >>> [step for step in range(1, 12) if is_due(step, 5)]
+    [5, 10]
+    """
+    return every > 0 and step % every == 0
