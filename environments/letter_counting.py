@@ -4,10 +4,10 @@ The training loop calls two methods of an environment: `reset` gives the task
 as a message, `step` reads the policy's response and gives the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
-right every time. `difficulty` 1 to 5 uses invented, pronounceable words, 6 to 10 random strings of
-up to 500 letters; difficulty 1 asks for one letter, difficulty 10 for about 25. One word in eight
-is reserved for evaluation and never occurs under a training or demonstration seed. At difficulty 1
-the answers 0, 1, 2 and 3 are equally frequent, so a constant answer is right on a quarter.
+right every time. letter_words.py draws the words; a higher `difficulty` has longer ones, and more
+letters to count. One word in eight is reserved for evaluation and never occurs under a training or
+demonstration seed. At difficulty 1 the answers 0, 1, 2 and 3 are equally frequent, so a constant
+answer is right on a quarter.
 
 Observation: one user message, for example
 
@@ -33,42 +33,13 @@ Reward of the one response. The answer is an integer, for several letters a JSON
 import json
 import random
 import re
-import string
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
+from environments.letter_words import TIERS, draw_question
 from environments.parsing import user
 
-
-class Tier(NamedTuple):
-    """The tasks of one difficulty."""
-
-    min_length: int  # of the word
-    max_length: int
-    p_several: float  # probability of min_letters to max_letters letters; otherwise it is one
-    min_letters: int
-    max_letters: int
-
-
-TIERS = {
-    1: Tier(3, 8, 0.0, 1, 1),
-    2: Tier(5, 12, 0.5, 1, 2),
-    3: Tier(8, 18, 0.6, 2, 3),
-    4: Tier(10, 25, 0.8, 3, 5),
-    5: Tier(15, 35, 0.9, 5, 8),
-    6: Tier(40, 80, 1.0, 8, 12),
-    7: Tier(80, 150, 1.0, 12, 20),
-    8: Tier(150, 250, 1.0, 18, 26),
-    9: Tier(250, 400, 1.0, 22, 26),
-    10: Tier(400, 500, 1.0, 24, 26),
-}
-MAX_WORD_TIER = 5  # higher tiers use random strings
-P_ANY_LETTER = 0.2  # probability of drawing a letter from the alphabet instead of the word
 ANSWERS = range(4)  # to a question about one letter; a hasty demonstration draws one of these
-ONSETS = "b bl br c ch d dr f fl g gr h j k l m n p pl pr qu r s sh st t tr v w z".split()
-VOWELS = "a e i o u ai ea oo ou".split()
-CODAS = ["", "", "", "n", "r", "s", "t", "l", "ng", "ck", "nd", "rt"]
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -83,17 +54,9 @@ class LetterCounting(Env):
         self.difficulty = difficulty
 
     def reset(self, seed: int) -> list[Message]:
-        rng = random.Random(seed)
-        tier, held_out = TIERS[self.difficulty], seed in EVAL_SEEDS
-        if rng.random() < tier.p_several:
-            self.word = _draw_word(rng, self.difficulty, held_out)
-            letters = _draw_letters(rng, self.word, rng.randint(tier.min_letters, tier.max_letters))
-        else:
-            letters = []
-            while not letters:  # until a letter occurs as often as the answer says
-                self.word = _draw_word(rng, self.difficulty, held_out)
-                letters = _letters_that_occur(self.word, ANSWERS[seed % len(ANSWERS)])
-            letters = [rng.choice(letters)]
+        rng, held_out = random.Random(seed), seed in EVAL_SEEDS
+        answer = ANSWERS[seed % len(ANSWERS)]  # so that each of them is equally frequent
+        self.word, letters = draw_question(rng, self.difficulty, held_out, answer)
         self.counts = {letter: self.word.count(letter) for letter in letters}
         self.guess = {letter: rng.choice(ANSWERS) for letter in letters}
         form = "number" if len(letters) == 1 else f'{{"{letters[0]}": number, ..}}'
@@ -156,37 +119,6 @@ def score(response: str, counts: dict[str, int]) -> float:
     if exact == len(counts):
         return 1.0
     return 0.1 + 0.9 * exact / len(counts)
-
-
-def _draw_word(rng: random.Random, difficulty: int, held_out: bool) -> str:
-    tier = TIERS[difficulty]
-    while True:
-        length = rng.randint(tier.min_length, tier.max_length)
-        if difficulty > MAX_WORD_TIER:
-            word = "".join(rng.choices(string.ascii_lowercase, k=length))
-        else:
-            word = ""
-            while len(word) < length:
-                word += rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS)
-            word = word[:length]
-        if is_held_out(word) == held_out:
-            return word
-
-
-def _letters_that_occur(word: str, times: int) -> list[str]:
-    return [letter for letter in string.ascii_lowercase if word.count(letter) == times]
-
-
-def _draw_letters(rng: random.Random, word: str, number: int) -> list[str]:
-    letters: list[str] = []
-    while len(letters) < number:
-        any_letter = rng.random() < P_ANY_LETTER
-        letter = rng.choice(string.ascii_lowercase if any_letter else word)
-        if letter not in letters:
-            letters.append(letter)
-        elif set(word) <= set(letters):  # all letters of the word are taken
-            letters.append(rng.choice(sorted(set(string.ascii_lowercase) - set(letters))))
-    return letters
 
 
 def _answer(counts: dict[str, int]) -> str:

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from environments.letter_counting import TIERS, LetterCounting, score
+from environments.letter_counting import LetterCounting, score
+from environments.letter_words import TIERS
 
 QUESTION = re.compile(r'How many ([a-z, ]+) in "([a-z]+)"\?')
 
