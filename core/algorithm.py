@@ -44,7 +44,7 @@ NEEDS = {
 @cache
 def algorithm_names() -> list[str]:
     """The values of --algo that are not the path of a file."""
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.glob("*.py")}
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in FOLDER.rglob("*.py")}
     return [*sorted(name for name, text in texts.items() if "\nclass Options(" in text), "scratch"]
 
 
@@ -91,7 +91,8 @@ def load_algorithm(algo: str) -> Any:
             hint = f"did you mean {' or '.join(similar)}? " if similar else ""
             raise UsageError(f"--algo {algo}: {hint}choose {', '.join(names)}, or FILE.py of your "
                              "own")  # fmt: skip
-        return importlib.import_module(f"algorithms.{algo}")
+        is_variant = (FOLDER / f"variants/{algo}.py").exists()
+        return importlib.import_module(f"algorithms.{'variants.' * is_variant}{algo}")
     name = name_of(algo)
     try:
         file = find_file(algo)

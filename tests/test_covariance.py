@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import train
-from algorithms import clip_cov, grpo, kl_cov
+from algorithms import grpo
 from algorithms.common import Batch, Micro
-from algorithms.kl_cov import covariance, highest
+from algorithms.variants import clip_cov, kl_cov
+from algorithms.variants.kl_cov import covariance, highest
 from core import config
 
 NAN = float("nan")

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from algorithms import cispo, dppo, gdpo, grpo, gspo, kl_cov, opsm, ppo, reinforce
+from algorithms import grpo, ppo, reinforce
 from algorithms.common import Micro, token_weights
+from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov, opsm
 
 JUNK = [float("nan"), float("inf"), float("-inf")]
 LOSSES = {

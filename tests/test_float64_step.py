@@ -18,7 +18,8 @@ from single_update import single_update
 from transformers import AutoModelForCausalLM
 
 import train
-from algorithms import cispo, clip_cov, dppo, gdpo, grpo, gspo, kl_cov, ppo, reinforce
+from algorithms import grpo, ppo, reinforce
+from algorithms.variants import cispo, clip_cov, dppo, gdpo, gspo, kl_cov
 from core import config
 from core.optimizer import make_optimizer
 from core.types import Rollout, Turn

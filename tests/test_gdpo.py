@@ -5,8 +5,9 @@ import json
 import pytest
 import torch
 
-from algorithms import gdpo, grpo
+from algorithms import grpo
 from algorithms.common import Batch
+from algorithms.variants import gdpo
 from core.batching import to_rollout_batch
 from core.types import Rollout, Turn
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
-from algorithms import cispo, dppo, gdpo, grpo, gspo
+from algorithms import grpo
 from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
+from algorithms.variants import cispo, dppo, gdpo, gspo
 
 
 def of_returns(returns, group_ids, scale):

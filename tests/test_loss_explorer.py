@@ -12,7 +12,8 @@ from test_report import row, trace, trained, write_run
 from test_report_browser import tab, visit  # noqa: F401  (fixtures)
 
 import train
-from algorithms import cispo, common, grpo, gspo, off_policy, ppo
+from algorithms import common, grpo, off_policy, ppo
+from algorithms.variants import cispo, gspo
 from core import config
 from core.batching import TENSORS, cut, to_rollout_batch
 from core.config import Config

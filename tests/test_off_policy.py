@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from algorithms import opsm
 from algorithms.common import Micro
 from algorithms.off_policy import importance_weights, in_band, not_stale, sampler_ratio
+from algorithms.variants import opsm
 
 INF, NAN = float("inf"), float("nan")
 OLD, SAMPLER = torch.tensor([[0.3, 0.2, 0.9]] * 2), torch.tensor([[0.2, 0.4, 0.1]] * 2)

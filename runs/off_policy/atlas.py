@@ -27,8 +27,9 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 import record  # noqa: E402
 
-from algorithms import cispo, common, dppo, gdpo, grpo, gspo, kl_cov, ppo, reinforce  # noqa: E402
+from algorithms import common, grpo, ppo, reinforce  # noqa: E402
 from algorithms.common import Batch, Micro  # noqa: E402
+from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov  # noqa: E402
 from core.batching import add_advantages  # noqa: E402
 
 LENGTHS = torch.tensor([1, 2, 3, 3])  # of the completions: end; on, end; on, on, end; on, on, on

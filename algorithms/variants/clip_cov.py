@@ -20,8 +20,8 @@ from torch import Tensor
 
 from algorithms import grpo
 from algorithms.common import Batch
-from algorithms.kl_cov import covariance, highest
 from algorithms.options import Fraction, Range
+from algorithms.variants.kl_cov import covariance, highest
 
 resolve = grpo.resolve
 compute_loss = grpo.compute_loss

@@ -1,0 +1,1 @@
+"""Variants of GRPO, one file each: diff them against grpo.py."""
