@@ -1,4 +1,4 @@
-"""Reading path, 3 of 10. Train a language model with reinforcement learning: the whole loop.
+"""The afternoon, 3 of 6. Train a language model with reinforcement learning: the whole loop.
 
     python train.py                      # GRPO: a tiny model learns to count letters, on a laptop
     python train.py --algo ppo           # the same with PPO
@@ -74,20 +74,20 @@ from environments import registry, rewarded
 
 def main(cfg: Config) -> int:
     """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
-    cfg = prepare(cfg)
+    cfg = prepare(cfg)  # all settings, checked
     algorithm, options = start_algorithm(cfg), cfg.options
 
-    # policy, optimizer, sampler, environments, log
-    with open_run(cfg, algorithm) as run:
+    with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
+        # lowers run.policy.micro_batch_tokens until the largest micro-batch fits into memory
         probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
         if run.progress["sft_step"] < cfg.sft_steps:
-            warm_start(cfg, run)
-        reference = load_reference(cfg, run)
-        for update in run.updates():  # up to --num-updates or --max-sampled-tokens
+            warm_start(cfg, run)  # supervised steps on demonstrations
+        reference = load_reference(cfg, run)  # the policy of --kl-coef, or None
+        for update in run.updates():  # numbers, up to --num-updates or --max-sampled-tokens
             # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
             with older_weights(run.policy, run.sampler, run.older):  # of --staleness
                 sampled, rollouts = collect_rollouts(cfg, run, update)
-            batch = to_rollout_batch(rollouts)  # tensors [B, N]
+            batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
             # 2. With several steps, or PPO (`needs_old_logprobs`): the log-probs of the sampled
             #    tokens under the policy before its first gradient step, and PPO's values. The
@@ -99,18 +99,18 @@ def main(cfg: Config) -> int:
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to advantages
-            shape_rewards(cfg, batch)
+            # 3. Rewards to advantages, [B, N] like PPO's targets of the values
+            shape_rewards(cfg, batch)  # sets batch.rewards: with penalties and discount
             batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
             add_advantages(batch, algorithm.compute_advantages(batch, options))
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
             #    The loss of a step is a sum over tokens with weights, by default 1 / number of
             #    tokens, so the gradients of its micro-batches add up to the gradient of the step
-            stats = UpdateStats(cfg, batch)
+            stats = UpdateStats(cfg, batch)  # sums for the metrics of this update
             seed = derive_seed(cfg.seed, MINIBATCHES, update)
             steps = minibatches(len(rollouts), cfg.num_epochs, cfg.num_minibatches, seed)
-            for epoch, rows in steps:
+            for epoch, rows in steps:  # rows: the rollouts of this step
                 batch.token_weights = common.token_weights(
                     batch.loss_mask, options.aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
@@ -120,7 +120,7 @@ def main(cfg: Config) -> int:
                     )
                     if batch.old_logprobs is None:  # the only step: the policy is the old one
                         micro.old_logprobs = logprobs.detach()
-                    # min(π_old / π_sampler, 2) by default: about 1, and without gradient
+                    # micro.importance_weights: min(π_old / π_sampler, 2) by default, about 1
                     off_policy.set_weights(micro, cfg.tis_level, cfg.tis_cap, cfg.tis_mode)
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
@@ -136,7 +136,7 @@ def main(cfg: Config) -> int:
             #    step. Then the sampler gets the new weights: nothing to send if it shares them
             metrics = rollout_metrics(cfg, sampled) | stats.means()
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
-            metrics |= imitate_best(cfg, run, rollouts)
+            metrics |= imitate_best(cfg, run, rollouts)  # {} without --sft-best
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier

@@ -1,4 +1,4 @@
-"""Reading path, 6 of 10. What the algorithms share: log-probs, returns, token weights, KL.
+"""The afternoon, 6 of 6. What the algorithms share: log-probs, returns, token weights, KL.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
 a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a

@@ -1,4 +1,4 @@
-"""Reading path, 4 of 10. REINFORCE: make rollouts with a high return likelier, others less likely.
+"""The afternoon, 4 of 6. REINFORCE: make rollouts with a high return likelier, others less likely.
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 

@@ -1,4 +1,4 @@
-"""Reading path, 9 of 10. Rollouts to tensors, tensors to micro-batches.
+"""An evening on episodes, 3 of 3. Rollouts to tensors, tensors to micro-batches.
 
 `to_rollout_batch` makes tensors [B, N]: one row per rollout, its sampled tokens side by side,
 padded on the right. Prompts are in `sequences`, the token ids that the model computes on:

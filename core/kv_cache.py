@@ -1,4 +1,4 @@
-"""Keys and values of all layers, and the logits of the next token, while TorchSampler samples.
+"""An evening on sampling, 3 of 3. Keys and values of all layers, and the logits of the next token.
 
 A row is a distinct prefix: a prompt and the tokens sampled after it. Completions that are equal so
 far are one row, which splits when their next tokens differ:

@@ -1,4 +1,4 @@
-"""Reading path, 10 of 10. Sampling: `add` takes requests, `step` samples on, as in vLLM's engine.
+"""An evening on sampling, 2 of 3. `add` takes requests, `step` samples on, as in vLLM's engine.
 
 `TorchSampler` samples in plain PyTorch. One step is one token of every completion of its batch:
 `_sample_tokens`, which draws with `draw`. Requests that come later join the batch. What happens

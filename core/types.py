@@ -1,4 +1,4 @@
-"""The data that passes from environment to gradient, and the errors that end a run.
+"""The afternoon, 2 of 6. The data from environment to gradient, and the errors that end a run.
 
     Message --> prompt ids --> Completion --> Turn --> Rollout
 

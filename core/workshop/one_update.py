@@ -1,4 +1,4 @@
-"""One update of the default run, from words to new weights, with its numbers.
+"""The hour, 2 of 2. One update of the default run, from words to new weights, with its numbers.
 
     python -m core.workshop.one_update
 
