@@ -9,7 +9,7 @@ weights are computed once per gradient step, so the gradients of micro-batches a
 gradient of the step, however the step was cut.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,7 @@ def token_logprobs(
     to_logits: Callable[[Tensor], Tensor],
     temperature: float = 1.0,
     chunk: int = 4096,
-    kept_ids: list[list[int]] | None = None,
+    kept_ids: Sequence[list[int] | bytes | None] | None = None,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
@@ -316,15 +316,28 @@ def surrogate_metrics(
     }
 
 
-def only_kept(logits: Tensor, kept_ids: list[list[int]]) -> Tensor:
-    """`logits` [n, V] with a probability of 0 for all but `kept_ids[i]`, in each position i.
+def only_kept(
+    logits: Tensor, kept_ids: Sequence[list[int] | bytes | None], others: float = -1e30
+) -> Tensor:
+    """`logits` [n, V] with `others` for all but `kept_ids[i]`, in each position i.
 
-    Top-k and top-p kept these ids when the token was sampled, so the softmax is over these only
+    These are token ids, or bytes with one bit for each id, lowest first; None: all ids. A JSON
+    schema, top-k and top-p kept them when the token was sampled, so the softmax is over these only
     (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
-    factor, the total probability of the kept ids.
+    factor, the total probability of the kept ids. `others` is finite for the trainer, as 0 · -inf
+    is not 0 in the entropy.
     """
-    places = [(i, j) for i, ids in enumerate(kept_ids) for j in ids]
+    places = [(i, j) for i, ids in enumerate(kept_ids) if isinstance(ids, list) for j in ids]
     index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     is_kept[index[:, 0], index[:, 1]] = True
-    return logits.masked_fill(~is_kept, -1e30)  # finite, as 0 · -inf is not 0 in the entropy
+    is_kept[[i for i, ids in enumerate(kept_ids) if ids is None]] = True
+    if masks := {ids: None for ids in kept_ids if isinstance(ids, bytes)}:  # each distinct one once
+        packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device)
+        bits = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=logits.device)
+        unpacked = (packed.view(len(masks), -1, 1) & bits).bool().flatten(1)[:, : logits.shape[1]]
+        number = {ids: n for n, ids in enumerate(masks)}
+        rows = [(i, number[ids]) for i, ids in enumerate(kept_ids) if isinstance(ids, bytes)]
+        row, mask = torch.tensor(rows, device=logits.device).T
+        is_kept[row] = unpacked[mask]
+    return logits.masked_fill(~is_kept, others)

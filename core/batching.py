@@ -36,7 +36,7 @@ from core import distributed
 from core.config import Config
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
-from core.types import Rollout, Turn, UsageError
+from core.types import Kept, Rollout, Turn, UsageError
 
 
 @dataclass
@@ -72,8 +72,8 @@ class RolloutBatch(Batch):
     completion_lengths: Tensor  # [B, N] int64: tokens of a completion, at its last token; else 0
     hit_token_limit: Tensor  # [B, N] bool: the completion of this token hit the token limit
     env_reward_parts: Tensor  # [B, M] float64: see Batch.reward_parts
-    # place of a token in the flattened [B, N] -> the ids that top-k and top-p kept for it
-    kept_ids: dict[int, list[int]] = field(default_factory=dict)
+    # place of a token in the flattened [B, N] -> the ids that could be drawn (Completion.kept_ids)
+    kept_ids: dict[int, Kept] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -85,7 +85,7 @@ class MicroBatch(Micro):
     rows: list[int]  # of [B, N]: the rollout of each sequence
     nodes: Tensor  # [b, T] int64: place of each token's hidden state among those computed
     tree: PrefixTree | None = None  # what is computed; None: `input_ids`, padding included
-    kept_ids: list[list[int]] | None = None  # of each sampled token, row by row; None: all ids
+    kept_ids: list[Kept | None] | None = None  # of each sampled token, row by row; None: all ids
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
@@ -234,7 +234,7 @@ def micro_batches(
             micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
             if batch.kept_ids:
                 places = micro.index[micro.completion_mask].tolist()
-                micro.kept_ids = [batch.kept_ids[place] for place in places]
+                micro.kept_ids = [batch.kept_ids.get(place) for place in places]
             yield micro
 
 

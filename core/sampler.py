@@ -27,10 +27,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from algorithms.common import only_kept
 from core.kv_cache import prefill
 from core.policy import Policy
 from core.seeds import derive_seed
-from core.types import Completion, Fault, Message, OutOfMemory, UsageError, ran_out
+from core.types import Completion, Fault, Kept, Message, OutOfMemory, UsageError, ran_out
 
 ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 
@@ -62,6 +63,7 @@ class Request:
     chat: list[Message] | None = None  # the prompt as messages, for a server
     sampler: Any = None  # whom the loop in core/episodes.py asks
     max_tokens: int = 0  # its own limit, at most that of `params`; 0: that one
+    matcher: Any = None  # allows some tokens only: core/extras/constrain.py
     alone: bool = False  # vLLM: its draws must not depend on what else is being sampled
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Sampler(ABC):
     """Samples completions, possibly with memory that it holds only inside `with sampler:`."""
 
     say: Callable[[str], None] = print  # prints one line
+    constrains = False  # whether it follows the `matcher` of a request
     remark = ""  # one line about this sampler that the run shows when it starts
     sync_seconds: float | None = None  # of the last `sync`; None: it copies no weights
     latest = ""  # end of the text received last, where a server streams text
@@ -136,6 +139,8 @@ class Sampler(ABC):
 class TorchSampler(Sampler):
     """Samples from the training model itself, so `sync` has nothing to do."""
 
+    constrains = True
+
     def __init__(self, policy: Policy, draw_function: DrawFunction | None = None):
         self.policy, self.draw_function = policy, draw_function or draw
         self.max_batch: int | None = None  # completions in one batch; None: no limit
@@ -146,6 +151,7 @@ class TorchSampler(Sampler):
         self.batch: list[_Partial] = []
         self.cache: Any = None  # keys and values of the batch, and the logits of its next tokens
         self.ended: list[tuple[Request, Completion]] = []
+        self.masks: dict[bytes, bytes] = {}  # of the batch, so that equal ones are one object
 
     def add(self, request: Request) -> None:
         limit = completion_limit(self.policy, request)
@@ -187,31 +193,38 @@ class TorchSampler(Sampler):
                 self.cache.merge(added)
         if not self.batch:
             return
-        # 2. Draw the next token of each completion from the logits [C, V] of its row; at
-        #    temperature 0, where all completions of a row get the same one, from [R, V]
+        # 2. Draw the next token of each completion from the logits [C, V] of its row, of those that
+        #    its schema allows; at temperature 0, where all completions of a row get the same one,
+        #    from [R, V]
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
-        if params.temperature == 0:
+        allowed = [self._allowed(partial) for partial in self.batch]
+        if params.temperature == 0 and not any(allowed):
             logits = self.cache.logits
             uniform = torch.zeros(len(logits), dtype=torch.float64)
             drawn, logprobs = (x[rows] for x in self.draw_function(logits, params, uniform))
         else:
             logits = self.cache.logits[rows]
+            if any(allowed):
+                logits = only_kept(logits, allowed, -torch.inf)
             uniform = torch.tensor([c.next_uniform() for c in self.batch], dtype=torch.float64)
             drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
-        kept: Iterable[Tensor | None] = [None] * len(self.batch)
+        kept: Iterable[Kept | None] = allowed
         if params.drops_tokens:
-            kept = keep_likely(logits.float() / params.temperature, params).isfinite()
+            likely = keep_likely(logits.float() / params.temperature, params).isfinite()
+            kept = (row.nonzero().squeeze(1).tolist() for row in likely)
         # 3. Append it; a completion ends with a stop token, or at its limit
         going: list[_Partial] = []
         columns = (self.batch, drawn.tolist(), logprobs.tolist(), kept)
-        for partial, token_id, logprob, is_kept in zip(*columns, strict=True):
+        for partial, token_id, logprob, kept_here in zip(*columns, strict=True):
             ids = partial.token_ids
             ids.append(token_id)
             partial.logprobs.append(logprob)
-            if is_kept is not None:
-                partial.kept_ids.append(is_kept.nonzero().squeeze(1).tolist())
+            if kept_here is not None:
+                partial.kept_ids.append(kept_here)
             if token_id not in self.policy.stop_ids and len(ids) < partial.limit:
+                if partial.matcher:
+                    partial.matcher.consume_token(token_id)
                 going.append(partial)
                 continue
             kept_ids = partial.kept_ids or None
@@ -219,7 +232,7 @@ class TorchSampler(Sampler):
             self.ended.append((partial.request, completion))
         self.batch = going
         if not going:
-            self.cache = None
+            self.cache, self.masks = None, {}
             return
         # 4. The next rows are the distinct pairs of a row and the token drawn after it
         next_row: dict[tuple[int, int], int] = {}
@@ -231,6 +244,11 @@ class TorchSampler(Sampler):
             self.cache.select(before)
         # 5. Compute the logits of the tokens after those drawn
         self.cache.append(token_ids)
+
+    def _allowed(self, partial: "_Partial") -> bytes | None:
+        """The mask of the tokens that may come next; None: all."""
+        mask = partial.matcher and partial.matcher.compute_bitmask()
+        return mask and self.masks.setdefault(mask, mask)
 
     def _admitted(self) -> list["_Partial"]:
         """Takes the completions that begin now from those that wait."""
@@ -244,6 +262,7 @@ class TorchSampler(Sampler):
         for partial in new:
             request = partial.request
             partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
+            partial.matcher = request.matcher and request.matcher.deep_copy()
         return new
 
     def _begin_again_with_half(self) -> None:
@@ -273,9 +292,10 @@ class _Partial:
     limit: int  # of its tokens
     row: int = 0  # of the cache: its prompt and the tokens sampled so far
     uniform: Any = None  # float64 [limit], once it has begun
+    matcher: Any = None  # at the tokens sampled so far
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    kept_ids: list[list[int]] = field(default_factory=list)
+    kept_ids: list[Kept] = field(default_factory=list)
 
     def next_uniform(self) -> float:
         return self.uniform[len(self.token_ids)]
@@ -297,7 +317,7 @@ def to_completion(
     policy: Policy,
     token_ids: list[int],
     logprobs: list[float],
-    kept_ids: list[list[int]] | None = None,
+    kept_ids: list[Kept] | None = None,
 ) -> Completion:
     """Builds a Completion; its text leaves out the stop token, if the last token is one.
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from environments.base import Message, UsageError  # noqa: F401 (the first of the errors)
 
+Kept = list[int] | bytes  # token ids; as bytes one bit for each id of the vocabulary, lowest first
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
 
 
@@ -23,8 +24,9 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
-    # for each token the ids that top-k and top-p kept for it, the sampler's support; None: all ids
-    kept_ids: list[list[int]] | None = None
+    # for each token the ids that could be drawn, which a JSON schema allowed, and top-k and top-p
+    # kept; None: all ids. Tokens with equal masks share the bytes
+    kept_ids: list[Kept] | None = None
     error: str = ""  # why a server gave no completion: then its episode fails
 
 
@@ -37,7 +39,7 @@ class Turn:
     sampler_logprobs: list[float]
     finish_reason: FinishReason
     reward: float = 0.0
-    kept_ids: list[list[int]] | None = None  # as in Completion
+    kept_ids: list[Kept] | None = None  # as in Completion
 
 
 @dataclass

@@ -12,6 +12,7 @@ from algorithms.common import (
     masked_mean,
     minus,
     normalize,
+    only_kept,
     overlong_penalty,
     surrogate_metrics,
     token_logprobs,
@@ -73,6 +74,14 @@ def test_token_logprobs_equal_the_plain_shift_and_gather(mask, temperature, chun
     torch.testing.assert_close(got_grads, want_grads, atol=1e-5, rtol=0)
     reached = got_grads[0].abs().sum(-1).view(2, 5) > 0
     assert not (reached[:, :4] & ~mask).any() and not reached[:, 4].any()
+
+
+def test_kept_ids_may_be_bits_of_the_vocabulary():
+    logits, ids = torch.arange(55.0).view(5, 11), [[0, 3, 10], [8], [*range(11)], [7], [0, 3, 10]]
+    bits = [sum(1 << i for i in kept).to_bytes(4, "little") for kept in ids]  # 32 for 11 ids
+    wanted = torch.tensor([[i in kept for i in range(11)] for kept in ids])
+    for kept in (ids, bits, [bits[0], ids[1], None, ids[3], bits[4]]):
+        assert torch.equal(only_kept(logits, kept), logits.where(wanted, torch.tensor(-1e30)))
 
 
 def test_token_logprobs_make_logits_only_for_sampled_tokens_in_chunks():

@@ -30,10 +30,10 @@ from core.chat_template import (
 )
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, describe
-from core.extras import tools
+from core.extras import constrain, tools
 from core.policy import Policy
 from core.pool import Call
-from core.sampler import Request, SamplingParams
+from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.adapters.endpoint import Ask, Choice, Refused
@@ -95,6 +95,9 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                         line = (f"a request of an agent sets {wanted}: "
                                 "it is answered as the run samples")  # fmt: skip
                         say_once(collector.pool.threads.say, line, wanted)
+                    request.matcher = matcher(
+                        ask, prompt, collector.policy, request.sampler, collector.pool.threads.say
+                    )
                     if ask.max_tokens:
                         request.max_tokens = min(request.max_tokens, ask.max_tokens)
                     sampled.append((ask, prompt, request))
@@ -309,13 +312,33 @@ def differences(ask: Ask, params: SamplingParams) -> list[str]:
     numbers = {name: body.pop(name, None) for name in COMPARED}
     wanted = [f"{k} {x:g}" for k, x in numbers.items()
               if x is not None and max(x, 0) != getattr(params, k)]  # fmt: skip
-    others = {k: x for k, x in body.items() if k not in FOLLOWED and x is not None}
+    followed = FOLLOWED | {"format", "response_format"} if ask.schema else FOLLOWED  # see `matcher`
+    others = {k: x for k, x in body.items() if k not in followed and x is not None}
     wanted += [k for k, x in others.items() if (x != USUAL[k] if k in USUAL else x)]
     if any(tool["function"].get("strict") for tool in ask.tools):
         wanted.append("strict")
     if ask.messages[-1]["role"] == "assistant":
         wanted.append("a prefill")
     return wanted
+
+
+def matcher(
+    ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say: Callable[[str], None]
+) -> Any:
+    """What lets the answer follow the schema of the request; None, which is said once, if nothing
+    can."""
+    if not ask.schema:
+        return None
+    try:
+        if not sampler.constrains:
+            raise UsageError("only --sampler torch can do more")
+        call = opening_of_calls(policy.tokenizer) if ask.tools else ""
+        if ask.tools and not call:
+            raise UsageError("this model writes calls of tools as JSON, too")
+        return constrain.matcher(policy, ask.schema, prompt.ids, call)
+    except UsageError as error:
+        line = f"the JSON schema of a request is in its prompt only: {error}"
+        say_once(say, line, str(error))
 
 
 def say_once(say: Callable[[str], None], line: str, key: Any) -> None:

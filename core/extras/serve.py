@@ -25,7 +25,7 @@ from torch import Tensor
 
 from core.config import Config
 from core.extras import chat
-from core.extras.agents import Conversations, Prompt, cut_at, differences, say_once
+from core.extras.agents import Conversations, Prompt, cut_at, differences, matcher, say_once
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.types import Message, Rollout, UsageError
@@ -133,6 +133,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     request = Request(
                         prompt.ids, of_all, cfg.seed if seed is None else seed % 2**63, stream,
                         max_tokens=ask.max_tokens or cfg.max_tokens,
+                        matcher=matcher(ask, prompt, policy, sampler, chat._note),
                     )  # fmt: skip
                     sampler.add(request)
                     running[request] = Waiting(ask, prompt, params)

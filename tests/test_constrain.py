@@ -1,0 +1,239 @@
+"""Answers that follow a JSON schema: sampled from, and trained on, what its grammar allows."""
+
+import json
+from dataclasses import replace
+
+import openai
+import pytest
+import torch
+from conftest import needs
+from jsonschema import validate
+from test_agents import collect, write  # noqa: F401 (a fixture)
+from test_serve import served  # noqa: F401
+
+import train
+from core.batching import to_rollout_batch
+from core.extras import constrain
+from core.run.log import read_records
+from core.sampler import Request, SamplingParams, TorchSampler
+from core.tiny import tiny_tokenizer
+from core.types import Rollout, Turn
+
+pytestmark = needs("constrain", "llguidance")
+SCHEMA = {"type": "object", "required": ["né", "at", "ok"], "additionalProperties": False,
+          "properties": {"né": {"type": "string", "maxLength": 9}, "ok": {"type": "boolean"},
+                         "at": {"type": "integer", "minimum": 0, "maximum": 99}}}  # fmt: skip
+PROGRAM = f"""
+import json
+SCHEMA = {{"type": "json_schema", "name": "x", "schema": {SCHEMA}}}
+def run(task, client):
+    body = {{"role": "user", "content": f"What is {{task['n']}} + 1?"}}
+    if task["n"] % 2:
+        text = client.responses.create(model="m", input=[body], text={{"format": SCHEMA}})
+        text = text.output_text
+    else:
+        wanted = {{"type": "json_schema", "json_schema": SCHEMA}}
+        text = client.chat.completions.create(model="m", messages=[body], response_format=wanted)
+        text = text.choices[0].message.content
+    try:
+        return {{"reward": json.loads(text)["at"] / 100, "parsed": True}}
+    except ValueError:
+        return {{"reward": 0, "parsed": False}}
+"""
+
+
+def prompts(policy):
+    return [policy.tokenizer.encode(f"{n} Hi") for n in range(12)]
+
+
+def sample(policy, requests, sampler=None):
+    """The completions of requests, and the batch that they are trained in: a row for each."""
+    sampler, ended = sampler or TorchSampler(policy), {}
+    for request in requests:
+        sampler.add(request)
+    while len(ended) < len(requests):
+        ended |= sampler.step()
+    turns = [Turn(r.prompt, (c := ended[r]).token_ids, c.logprobs, c.finish_reason,
+                  kept_ids=c.kept_ids) for r in requests]  # fmt: skip
+    rollouts = [Rollout("", "", 0, n, turns=[turn]) for n, turn in enumerate(turns)]
+    return [ended[request] for request in requests], to_rollout_batch(rollouts)
+
+
+def constrained(policy, params, schema=SCHEMA):
+    matcher = constrain.matcher(policy, schema, [])
+    return [Request(prompt, params, params.seed, n, matcher=matcher)
+            for n, prompt in enumerate(prompts(policy))]  # fmt: skip
+
+
+def ids_of(kept):
+    """The ids of a set bit."""
+    if isinstance(kept, list):
+        return kept
+    return [8 * i + bit for i, byte in enumerate(kept) for bit in range(8) if byte >> bit & 1]
+
+
+def gap(policy, batch, temperature=1.0):
+    logprobs, _ = train.score_logprobs(policy, batch, temperature)
+    return (logprobs - batch.sampler_logprobs)[batch.completion_mask].abs().mean()
+
+
+SETTINGS = [{}, {"temperature": 0.5}, {"top_p": 0.6}, {"top_k": 3}, {"temperature": 0.0},
+            {"temperature": 2.0, "top_p": 0.9, "top_k": 40}]  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_answers_follow_the_schema_and_are_trained_as_they_were_sampled(policy, setting):
+    params = replace(SamplingParams(80, seed=3), **setting)
+    completions, batch = sample(policy, constrained(policy, params))
+    for completion in completions:
+        assert completion.finish_reason == "stop"
+        validate(json.loads(completion.text), SCHEMA)
+    temperature = params.temperature or 1.0
+    assert gap(policy, batch, temperature) < 1e-5
+    batch.kept_ids = {}
+    assert gap(policy, batch, temperature) > 0.5
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_distribution_of_each_token_by_hand(policy, setting):
+    """Of what can come next the tokens that top-k and top-p keep; the end where a number is one."""
+    texts, params = ["1", "2", "13", "139"], replace(SamplingParams(20, seed=1), **setting)
+    words = {policy.tokenizer.decode([i]): i for i in range(len(policy.tokenizer))}
+    completions, rows = sample(
+        policy, constrained(policy, params, {"enum": [int(text) for text in texts]})
+    )
+    scored, _ = train.score_logprobs(policy, rows, params.temperature or 1.0)
+    for completion, prompt, row in zip(completions, prompts(policy), scored, strict=True):
+        ids, written = completion.token_ids, ""
+        hidden = policy.hidden_states(torch.tensor([prompt + ids]))[0, len(prompt) - 1 : -1]
+        for n, logits in enumerate(policy.to_logits(hidden) / (params.temperature or 1.0)):
+            left = [text[len(written) :] for text in texts if text.startswith(written)]
+            fits = {words[x[:end]] for x in left for end in (1, 2, 3) if x[:end] in words}
+            fits |= {*policy.stop_ids} if "" in left else set()
+            likely = sorted(fits, key=lambda i: -logits[i])[: params.top_k or None]
+            probs = logits[likely].softmax(0).tolist()
+            if params.temperature:
+                likely = [i for k, i in enumerate(likely) if sum(probs[:k]) < params.top_p]
+            else:
+                assert ids[n] == likely[0]
+            assert {*ids_of(completion.kept_ids[n])} == {*likely}
+            wanted = logits[ids[n]] - logits[likely].logsumexp(0)
+            assert completion.logprobs[n] == pytest.approx(wanted.item(), abs=1e-4)
+            assert row[n].item() == pytest.approx(wanted.item(), abs=1e-4)
+            written += policy.tokenizer.decode([ids[n]])
+        assert completion.text in texts and completion.finish_reason == "stop"
+
+
+def test_a_batch_has_requests_with_and_without_a_schema(policy):
+    """Whose answers are those that each of them gets alone, also after memory ran out."""
+    params, matcher = SamplingParams(30, seed=2), constrain.matcher(policy, SCHEMA, [])
+    requests = [Request(prompt, params, 2, n, matcher=matcher if n % 2 else None)
+                for n, prompt in enumerate(prompts(policy))]  # fmt: skip
+    sampler = TorchSampler(policy)
+    sampler.say = lambda line: setattr(sampler, "again", line)
+    sample_tokens, fail = sampler._sample_tokens, [0, 0, 1]
+
+    def runs_out():
+        sample_tokens()
+        if fail and fail.pop(0):
+            raise MemoryError
+
+    sampler._sample_tokens = runs_out
+    completions, batch = sample(policy, requests, sampler)
+    assert "continuing with 6" in sampler.again and gap(policy, batch) < 1e-5
+    for request, completion in zip(requests, completions, strict=True):
+        [alone], _ = sample(policy, [request])
+        assert alone.token_ids == completion.token_ids
+        assert (completion.kept_ids is None) == (request.matcher is None)
+    cut = [c for c in completions[1::2] if len(c.token_ids) == 30]
+    assert cut and {c.finish_reason for c in cut} == {"length"}
+
+
+def test_an_agent_gets_the_answers_that_it_asks_for_and_is_trained_on_them(
+    command, qwen3_folder, write, tmp_path  # noqa: F811
+):  # fmt: skip
+    code, out, err = command(
+        "--model-id", qwen3_folder, "--env", write(PROGRAM), "--num-prompts", 2, "--group-size", 4,
+        "--num-updates", 1, "--max-tokens", 80, "--eval-num-tasks", 8, "--run-name", "x",
+        "--device", "cpu", "--dtype", "float32",
+    )  # fmt: skip
+    assert (code, err) == (0, "")
+    _, record = read_records(tmp_path / "runs" / "x" / "metrics.jsonl")
+    assert record["info/parsed"] == 1 and record["reward/std"] > 0 and record["update/steps"] == 1
+    assert 0 < record["gap/logprob_max"] < 1e-5 and record["weights/mean"] == pytest.approx(1)
+    assert record["length/hit_token_limit"] == 0 and "JSON schema" not in out
+
+
+def test_a_server_follows_the_schema_too(served):  # noqa: F811
+    client = openai.OpenAI(base_url=served, api_key="any", max_retries=0)
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for temperature in (0, 1):
+        answer = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "Hi"}], response_format=wanted,
+            temperature=temperature, n=3,
+        )  # fmt: skip
+        for choice in answer.choices:
+            validate(json.loads(choice.message.content), SCHEMA)
+
+
+class Other(TorchSampler):
+    constrains = False
+
+
+@pytest.mark.parametrize(
+    ("has", "sampler", "old", "new", "why"),
+    [
+        (False, TorchSampler, "", "", 'not installed: pip install -e ".[constrain]"'),
+        (True, Other, "", "", "only --sampler torch"),
+        (
+            True,
+            TorchSampler,
+            "'maxLength'",
+            "'not': {}, 'maxLength'",
+            'Unimplemented keys: ["not"]',
+        ),
+        (True, TorchSampler, "'maxLength'", "'pattern': '(?=a)', 'maxLength'", "look-ahead"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_in_the_prompt_which_is_said_once(
+    policy, write, monkeypatch, has, sampler, old, new, why  # noqa: F811
+):  # fmt: skip
+    said, spec = [], write(PROGRAM.replace(old, new))
+    monkeypatch.setattr(constrain, "is_installed", lambda name: has)
+    rollouts = collect(policy, spec, 8, say=said.append, sampler=sampler(policy))
+    assert not any(rollout.error or rollout.info["parsed"] for rollout in rollouts)
+    assert all("maxLength" in policy.tokenizer.decode(r.turns[0].prompt_ids) for r in rollouts)
+    [line] = said
+    assert why in line
+
+
+NAMED = {
+    "$defs": {"N": {"type": "integer"}, "M": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]}},
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/N"}, "b": {"$ref": "#/$defs/M"}},
+    "required": ["a"],
+}
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call", "fits", "fails"),
+    [
+        ("<think>\\n\\n</think>\\n", "", ['{"a": 1}'], ["<think></think>", "<tool_call>"]),
+        ("", "", ['{"a": 1}', '{"a": 12, "b": null}', '<think>{}"\n</think>{"a": 1}',
+                  '<think></think>\n\n{"a": 1}'],
+         ['{"a":1}', '{"a": 1', '{"b": null}', '{"a": "1"}', CALL, "Hm</think>", "<think>Hm", " "]),
+        ("<think>\n", "", ['Hm</think>\n{"a": 1}'], ['{"a": 1}', "</think>"]),
+        ("", "<tool_call>", [CALL, f"<think>Hm</think>{CALL}", '{"a": 1}'], ["Hm", "<tool", "[]"]),
+    ],
+)  # fmt: skip
+def test_a_thought_may_come_first_and_a_call_instead(policy, prompt, call, fits, fails):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ '<think>' }}"
+    policy = replace(policy, tokenizer=tokenizer)
+    prompt = tokenizer.encode(prompt)
+    for text in (*fits, *fails):
+        matcher = constrain.matcher(policy, NAMED, prompt, call).deep_copy()
+        ids = [*tokenizer.encode(text, add_special_tokens=False), policy.end_of_turn_id]
+        allowed = [i in ids_of(matcher.compute_bitmask()) and matcher.consume_token(i) for i in ids]
+        assert all(allowed) == (text in fits), text
