@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import LoopbackServer
 
+from core.chat_template import clean_message
 from core.extras import openai_sampler
 from core.extras.openai_sampler import OpenAISampler
 from core.loading import load_policy
@@ -38,6 +39,23 @@ def event(text, finish=None):
     return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
 
 
+def fault(messages):
+    """Why OpenAI's server refuses the messages."""
+    open_ids = []
+    for message in messages:
+        calls = message.get("tool_calls", [])
+        if message["role"] == "tool":
+            if message.get("tool_call_id") not in open_ids:
+                return "a result without its call"
+            open_ids.remove(message["tool_call_id"])
+        elif open_ids:
+            return "a call without its result"
+        if not all(isinstance(call["function"]["arguments"], str) for call in calls):
+            return "arguments must be a string"
+        open_ids += [call["id"] for call in calls]
+    return "two calls with one id" * (len(set(open_ids)) < len(open_ids))
+
+
 class Server(BaseHTTPRequestHandler):
     """Counts the letters of the quoted word and streams the answer five characters at a time.
 
@@ -52,6 +70,9 @@ class Server(BaseHTTPRequestHandler):
             return
         body = json.loads(sent)
         self.server.asked.append((self.path, body, self.headers.get("Authorization")))
+        if wrong := fault(body["messages"]):
+            self.send_error(400, wrong)
+            return
         if self.server.failures:
             self.send_response(self.server.failures.pop(0))
             for name, value in self.server.retry_after.items():
@@ -150,6 +171,36 @@ def test_completions_arrive_in_order_with_the_requested_params(server, policy):
     requests = [Request([], PARAMS, chat=chat("pear"), max_tokens=limit) for limit in limits]
     complete(OpenAISampler(policy, server.url, "some-model"), requests)
     assert sorted(body["max_tokens"] for _, body, _ in server.asked[-2:]) == [5, 32]
+
+
+def called(*names):
+    calls = [{"function": {"name": name, "arguments": {"é": 1}}} for name in names]
+    return clean_message({"role": "assistant", "content": "", "tool_calls": calls})
+
+
+RESULT = {"role": "tool", "content": "5"}
+
+
+@pytest.mark.parametrize("history, sent", [
+    ([called("look"), RESULT], ["assistant look", "tool"]),
+    ([called("look", "see"), RESULT, RESULT], ["assistant look see", "tool", "tool"]),
+    ([called("look"), RESULT, called("see"), RESULT],
+     ["assistant look", "tool", "assistant see", "tool"]),
+    ([called("look")], ["assistant"]),  # what picoRL has written as text has no role of a result
+    ([called("look", "see"), RESULT], ["assistant", "user"]),
+    ([RESULT], ["user"]),
+])  # fmt: skip
+def test_calls_in_the_history_have_the_form_that_servers_want(server, policy, history, sent):
+    [completion] = sample(server, policy, [[*chat("pear"), *history, *chat("cherry")]])
+    assert (completion.error, completion.text) == ("", "<answer>2</answer>")
+    _, *found, _ = server.asked[0][1]["messages"]
+    names = [[m["role"], *(c["function"]["name"] for c in m.get("tool_calls", ()))] for m in found]
+    assert [" ".join(each) for each in names] == sent
+    for message, text in zip(found, history, strict=True):
+        calls = message.get("tool_calls", ())
+        assert all(json.loads(call["function"]["arguments"]) == {"é": 1} for call in calls)
+        if "tool_calls" in text and not calls:
+            assert message["content"].count('{"é": 1}') == len(text["tool_calls"])
 
 
 def test_completion_at_a_limit_finishes_with_length(server, policy):

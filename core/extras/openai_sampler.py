@@ -13,9 +13,11 @@ that is no event stream, breaks or ends without a finish reason, and finish reas
 "stop" and "length". The openai client retries and waits as the header Retry-After says.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from core.config import is_installed
@@ -23,7 +25,8 @@ from core.policy import Policy
 from core.sampler import Request, Sampler
 from core.seeds import derive_seed
 from core.threads import Outcome, Threads, TimeLimit
-from core.types import Completion, UsageError
+from core.types import Completion, Message, UsageError
+from environments.tools import call_text
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent
@@ -155,7 +158,7 @@ class OpenAISampler(Sampler):
         text, finish_reason, params = "", "", request.params
         thought = refusal = ""
         with self.client.chat.completions.create(
-            model=self.model, messages=request.chat, stream=True,
+            model=self.model, messages=_for_server(request.chat or []), stream=True,
             seed=derive_seed(request.seed, request.stream), max_tokens=request.max_tokens,
             temperature=params.temperature, top_p=params.top_p,
         ) as stream:  # fmt: skip
@@ -197,6 +200,34 @@ class OpenAISampler(Sampler):
         completion = _failed(reason)
         self.first_error = self.first_error or completion.error
         return completion
+
+
+def _for_server(chat: list[Message]) -> list[dict[str, Any]]:
+    """The messages as the API wants them: calls have ids and arguments as JSON text, and are
+    followed by a result for each. Other calls and results become text."""
+    found: list[dict[str, Any]] = []
+    ids: list[str] = []  # of the calls whose results follow
+    for place, message in enumerate(chat):
+        made: dict[str, Any] = {**message}
+        functions = [call["function"] for call in made.pop("tool_calls", ())]
+        results = [*takewhile(lambda m: m["role"] == "tool", chat[place + 1 :])]
+        if functions and len(functions) == len(results):
+            ids = [f"call_{place}_{i}" for i in range(len(functions))]
+            texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
+            made["tool_calls"] = [
+                {"id": i, "type": "function", "function": f | {"arguments": text}}
+                for i, f, text in zip(ids, functions, texts, strict=True)
+            ]
+        elif functions:
+            calls = [call_text(f["name"], **f["arguments"]) for f in functions]
+            made["content"] = "\n".join(filter(None, [made["content"], *calls]))
+        elif made["role"] == "tool" and ids:
+            made["tool_call_id"] = ids.pop(0)
+        elif made["role"] == "tool":
+            text = f"<tool_response>\n{made['content']}\n</tool_response>"
+            made = {"role": "user", "content": text}
+        found.append(made)
+    return found
 
 
 def _limit_size(response: Any) -> None:
