@@ -11,6 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 
 import psutil
@@ -33,6 +34,7 @@ from environments.base import EVAL_SEEDS, EndRun, UsageError
 from environments.check import check_env
 from environments.registry import make
 
+RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """
 import copy
 import random
@@ -113,7 +115,11 @@ def run(task, client):
 CALL = '<tool_call>{"name": "look", "arguments": {"at":   "é"}}</tool_call>'
 
 
-NEEDS = {"plain": "openai", "typed": "pydantic_ai", "sdk": "agents", "small": "smolagents"}
+NEEDS = {
+    "plain": "openai", "typed": "pydantic_ai", "sdk": "agents", "small": "smolagents",
+    "with_litellm": "litellm", "with_langgraph": "langgraph",
+    "with_semantic_kernel": "semantic_kernel", "with_node": "node",
+}  # fmt: skip
 
 
 class Recorder(TorchSampler):
@@ -938,9 +944,13 @@ def test_wrong_options_are_refused(write, options, reason):
 @pytest.mark.parametrize("name", NEEDS)
 def test_agents_of_frameworks_play_to_their_end(name):
     """Most answers are nonsense, which no framework may turn into a failure."""
-    if find_spec(NEEDS[name]) is None:
+    if not (find_spec(NEEDS[name]) or which(NEEDS[name])):
         pytest.skip(f"{NEEDS[name]} is not installed")
-    spec = f"agent:run={AGENTS}/{name}.py:run,data={AGENTS}/sums.jsonl"
+    folder = RECORDED if name.startswith("with_") else AGENTS
+    program = f"run={folder}/{name}.py:run"
+    if name == "with_node":
+        program = f"command=node {folder}/{name}.mjs"
+    spec = f"agent:{program},data={AGENTS}/sums.jsonl"
     policy = load_policy(str(PRETRAINED), device="cpu")
     sampler = Calculating(policy)
     rollouts = collect(policy, spec, 4, max_turns=8, max_tokens=32, sampler=sampler)
