@@ -887,6 +887,25 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
                      or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # fmt: skip
 
 
+def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(
+    policy, write, tmp_path
+):
+    if sys.platform != "linux":
+        pytest.skip("there is no address 127.0.0.2")
+    (tmp_path / "agent.py").write_text("""
+import os, urllib.request
+assert os.environ["OPENAI_BASE_URL"].startswith("http://127.0.0.2:")
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = b'{"messages": [{"role": "user", "content": "?"}]}'
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
+print(0.5)
+""")
+    command = f"{sys.executable} {tmp_path}/agent.py"
+    rollouts = collect(policy, write("", run="", command=command, host="127.0.0.2"), 2)
+    assert [(r.error, r.episode_return) for r in rollouts] == [("", 0.5)] * 2
+
+
 @pytest.mark.parametrize("options, limit, most", [
     ({}, None, 64), ({}, 3, 3), ({"run": "", "command": 1}, None, 5),
     ({"run": "", "command": 1}, 2, 2),
@@ -934,7 +953,8 @@ def test_programs_may_open_many_files():
     ({"command": "true"}, "name either run"), ({"data": "no.jsonl"}, "there is no file no.jsonl"),
     ({"run": "no.py:run"}, "there is no file"), ({"zero_on": "Typo"}, "zero_on=Typo: that is no"),
     ({"zero_on": "ValueError httpx.Typo"}, "httpx has no Typo"), ({"zero_on": "os.sep"}, "no exc"),
-    ({"error_reward": "nan"}, "nan"),
+    ({"error_reward": "nan"}, "nan"), ({"host": "0.0.0.0"}, "no single address"),
+    ({"host": "192.0.2.1"}, "host=192.0.2.1: .*; name an IPv4 address"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(write, options, reason):
     with pytest.raises(UsageError, match=reason):

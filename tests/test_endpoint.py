@@ -257,3 +257,27 @@ def test_who_hangs_up_is_not_waited_for(endpoint):
 
 def test_it_listens_on_loopback_alone(endpoint):
     assert endpoint.server.socket.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("key", ["", "x", "{key}x", "{half}", "{ended}", "é"])
+def test_on_another_address_too_nobody_gets_in_without_a_key(key):
+    try:
+        endpoint = Endpoint(host="127.0.0.2")
+    except OSError:  # macOS and Windows may have 127.0.0.1 alone
+        pytest.skip("there is no address 127.0.0.2")
+    session, ended = endpoint.open(), endpoint.open()
+    ended.close()
+    key = key.format(key=session.key, half=session.key[:-1], ended=ended.key)
+    place = endpoint.url.removeprefix("http://").removesuffix("/v1")
+    assert place.startswith("127.0.0.2:")
+    for method, path in [("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/chat/completions")]:
+        connection = http.client.HTTPConnection(place)
+        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+        connection.request(method, path, json.dumps({"messages": CHAT}), headers)
+        response = connection.getresponse()
+        assert response.status == 401 and session.key not in response.read().decode()
+        connection.close()
+    assert session.receive(0) == [] and not session.has_asked
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(place.split(":")[1])))
+    endpoint.close()

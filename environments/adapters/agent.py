@@ -38,6 +38,7 @@ import inspect
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,8 @@ class Agent(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, by
     class name; `error_reward`: what they earn at most; `timeout`: seconds between two requests, and
-    until the program ends after its last one."""
+    until the program ends after its last one; `host`: the address of this machine at which programs
+    in containers reach the endpoint."""
 
     is_program = True  # core/extras/agents.py answers its requests
     meanings: Mapping[str, str] = {"agent_error": "episodes that the policy's answers broke"}
@@ -163,6 +165,7 @@ class Agent(Env):
     def __init__(
         self, run: str = "", command: str = "", data: str = "", zero_on: tuple[str, ...] = (),
         error_reward: float = 0.0, timeout: float = 300.0, config: str = "", split: str = "train",
+        host: str = endpoint.HOST,
     ):  # fmt: skip
         if bool(run) == bool(command):
             raise UsageError("name either run=FILE.py:function or command=PROGRAM")
@@ -182,7 +185,14 @@ class Agent(Env):
         self.arguments = split_words(command)
         self.train, self.test, _ = load(data, "", config, split)
         self.zero_on = tuple(kind for name in zero_on for kind in _exceptions(name))
-        self.error_reward, self.timeout = _number(error_reward), timeout
+        self.error_reward, self.timeout, self.host = _number(error_reward), timeout, host
+        try:
+            if socket.gethostbyname(host) == "0.0.0.0":  # all: no program can ask there
+                raise OSError(0, "that is no single address")
+            endpoint.shared(host)
+        except OSError as error:
+            raise UsageError(f"host={host}: {error.strerror}; name an IPv4 address of this "
+                             "machine") from None  # fmt: skip
         self.error: BaseException | None = None  # why the episode earned `error_reward`
         self.num_looks = 0  # one after the other, that found the event loop with another program
         self.remark = ""  # to be said once
@@ -202,7 +212,7 @@ class Agent(Env):
             row = random.Random(seed).choice(self.train)
         self.asks, self.turns, self.over_limit, self.error = [], [], False, None
         self.since = time.monotonic()
-        self.play = play = Play(endpoint.shared().open())
+        self.play = play = Play(endpoint.shared(self.host).open())
         work = self._run_function if self.function else self._run_command
         play.thread = threading.Thread(target=self._run, args=(work, play, row), daemon=True)
         play.thread.start()

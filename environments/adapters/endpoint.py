@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint on loopback: HTTP on one side, `Ask`s to answer on the other.
+"""An OpenAI-compatible endpoint, on loopback by default: HTTP on one side, `Ask`s to answer on the other.
 
     POST /v1/chat/completions      with tools, n, stop, max_tokens, logprobs, stream
     POST /v1/responses             what the OpenAI Agents SDK asks by default
@@ -186,15 +186,16 @@ class Session:
 
 
 class Endpoint:
-    """The server. `any_key`: all requests are of one session, whatever their key."""
+    """The server. `any_key`: all requests are of one session, whatever their key; `host`: the
+    address of this machine on which it listens."""
 
-    def __init__(self, port: int = 0, any_key: bool = False):
-        """Raises OSError if the port is taken."""
+    def __init__(self, port: int = 0, any_key: bool = False, host: str = HOST):
+        """Raises OSError if the port is taken, or the address is none of this machine."""
         self.sessions: dict[str, Session] = {}
         self.only = Session(self, "") if any_key else None
-        self.server = _Server((HOST, port), _Handler)
+        self.server = _Server((host, port), _Handler)
         self.server.endpoint = self
-        self.url = f"http://{HOST}:{self.server.server_address[1]}/v1"
+        self.url = f"http://{host}:{self.server.server_address[1]}/v1"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
 
     def open(self) -> Session:
@@ -234,11 +235,11 @@ class Endpoint:
 
 
 @cache
-def shared() -> Endpoint:
-    """The endpoint of this process, whose sessions are episodes."""
+def shared(host: str = HOST) -> Endpoint:
+    """The endpoint of this process on a host, whose sessions are episodes. Raises OSError."""
     sys.addaudithook(_note_connection)
     raise_limit_of_files()
-    return Endpoint()
+    return Endpoint(host=host)
 
 
 def raise_limit_of_files() -> None:
