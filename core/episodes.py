@@ -33,6 +33,7 @@ from core.threads import Outcome, Threads, TimeLimit
 from core.types import Message, Rollout, UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
 from environments.registry import place_of, short, split_opponent
+from environments.tools import name_of
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
 MAX_DRAWS = 10  # tasks whose prompt cannot be rendered, until their episode fails
@@ -284,6 +285,7 @@ class RolloutCollector:
         if number == STREAMS_PER_EPISODE:
             raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
         rollout = Rollout(short(task.env), name, task.seed, task.group_id, episode_truncated=True)
+        rollout.tools = [*map(name_of, episode.env.schemas)]
         stream = episode.number * STREAMS_PER_EPISODE + number
         return Agent(self.renderer, rollout, stream, episode.env.schemas)
 

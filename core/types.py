@@ -57,6 +57,7 @@ class Rollout:
     error: str = ""  # why the environment failed; such a rollout is counted but not trained on
     env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
+    tools: list[str] = field(default_factory=list)  # names of those that it might call; for the log
     # the agents that others play: the "player" of each, and its "messages"; only for the log
     opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of

@@ -27,7 +27,8 @@ adds the mean of the values that the functions log to the info of all.
 Reward: the sum of weight times value over the functions. `info["correct"]`: the first function
 returned 1 or more; `info["reward_<name>"]` has the value of each, `info["weight_<name>"]` its
 weight if that is not 1. <name> is what follows the colon, with the file's before it
-(first_accuracy, second_accuracy) where the functions of two files have the same.
+(first_accuracy, second_accuracy) where the functions of two files have the same. `info["row"]`:
+FILE:LINE of the row.
 
 Of rows with the same prompt only the first one is kept. One prompt in eight is reserved for
 evaluation, decided by its text; where --eval-env names other data, both are used whole, and prompts
@@ -108,10 +109,7 @@ class Rewarded(Env):
         self.train, self.test, self.columns = load(data, prompt, config, split)
 
     def reset(self, seed: int) -> list[Message]:
-        if seed in EVAL_SEEDS:  # in their order, each once
-            self.row = self.test[(seed - EVAL_SEEDS.start) % len(self.test)]
-        else:
-            self.row = random.Random(seed).choice(self.train)
+        self.row = draw(seed, self.train, self.test)
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
@@ -201,7 +199,8 @@ class Rewarded(Env):
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
         info |= {f"weight_{name}": weight for name, _, weight in self.functions if weight != 1}
         correct = first is not None and first >= 1.0
-        return Step(None, reward, True, {**logged, "correct": correct, **info})
+        place = {"row": self.row.place}
+        return Step(None, reward, True, place | logged | {"correct": correct} | info)
 
 
 def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
@@ -216,8 +215,23 @@ def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
     load.cache_clear()
 
 
+class Placed(Row):
+    """A row, and its place: FILE:LINE, or of a data set NAME:NUMBER, from 1."""
+
+    place = ""
+
+
+def draw(seed: int, train: list[Placed], test: list[Placed]) -> Placed:
+    """The row of a seed; those of evaluation in their order, each once."""
+    if seed in EVAL_SEEDS:
+        return test[(seed - EVAL_SEEDS.start) % len(test)]
+    return random.Random(seed).choice(train)
+
+
 @functools.cache  # a run needs all its data until its end
-def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], list[Row], list[str]]:
+def load(
+    data: str, prompt: str, config: str, split: str
+) -> tuple[list[Placed], list[Placed], list[str]]:
     """Returns the rows for training, those for evaluation, and the names of the other columns.
 
     Data on which the run both trains and evaluates is divided. Other data is used whole, but rows
@@ -235,7 +249,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
         for words in map(_words, read(*source)[0])
         if source[:3] not in trained or is_held_out(words)
     }
-    train, test, num_evaluated = list[Row](), list[Row](), 0
+    train, test, num_evaluated = list[Placed](), list[Placed](), 0
     for text, row in rows.items():
         words = _words(text)
         held_out = is_divided and is_held_out(words)
@@ -254,7 +268,7 @@ def load(data: str, prompt: str, config: str, split: str) -> tuple[list[Row], li
 
 
 @functools.cache
-def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row], list[str]]:
+def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Placed], list[str]]:
     """Returns the rows by what tells them apart, and the names of the columns but `prompt`.
 
     `prompt`: the column that tells rows apart; "": all columns together, as JSON.
@@ -268,7 +282,7 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
         rows = read_jsonl(path) if lines else [*enumerate(read_hub(path, config or None, split), 1)]
     except (OSError, ValueError) as error:
         raise UsageError(f"data={data}: {error}") from None
-    unique: dict[str, Row] = {}
+    unique: dict[str, Placed] = {}
     empty: list[int] = []  # rows without a prompt
     for number, row in rows:
         value = row.get(prompt) if prompt else row
@@ -288,7 +302,9 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Row
                 place = f"{data}, row {number}: column {key!r}"
                 raise UsageError(f"{place} is no JSON: {error}") from None
         text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        unique.setdefault(text, row)
+        if text not in unique:
+            unique[text] = Placed(row)
+            unique[text].place = f"{os.path.basename(path)}:{number}"
     lasts = [_messages(row[prompt])[-1] for row in unique.values()] if prompt else []
     answers = {str(m) for m in lasts if isinstance(m, dict) and m.get("role") == "assistant"}
     if len(answers) > max(1, len(unique) // 2):

@@ -253,6 +253,8 @@ def run(row, client):
     env = make(spec)
     train, test = ([row["n"] for row in rows] for rows in (env.train, env.test))
     assert sorted(train + test) == [*range(64)] and 0 < len(test) < 20
+    lines = {int(r.info["row"].removeprefix("rows.jsonl:")) for r in rollouts}
+    assert lines <= {n + 1 for n in train} and len(lines) > 2
     env.reset(EVAL_SEEDS[1])
     env.close()
 
@@ -976,6 +978,7 @@ def test_agents_of_frameworks_play_to_their_end(name):
     rollouts = collect(policy, spec, 4, max_turns=8, max_tokens=32, sampler=sampler)
     assert [r.error for r in rollouts] == [""] * 4
     assert all(r.turns for r in rollouts)
+    assert name == "small" or {tool[-9:] for r in rollouts for tool in r.tools} == {"calculate"}
     assert any(
         m["role"] == "tool" or "Observation:" in m["content"] for r in rollouts for m in r.messages
     )

@@ -1,6 +1,7 @@
 """`rewarded`: rows of a file or of the hub, and reward functions with TRL's signature."""
 
 import json
+import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -340,6 +341,7 @@ def test_local_files_of_other_kinds_are_rows_too(place, monkeypatch, capsys):
         found = make(f"rewarded:data={file},reward=rewards.py:two").train
         assert [row["prompt"] for row in found] == [row["prompt"] for row in expected]
         assert [row["n"] for row in found] == [row["n"] for row in expected]
+        assert [row.place for row in found] == [f"{file}:{row['n'] + 1}" for row in found]
 
 
 @pytest.mark.parametrize(("value", "kind"), [(datetime(2026, 1, 2), "datetime"), (b"a", "bytes")])
@@ -467,6 +469,7 @@ def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
     assert not any(r.error for r in rollouts)
     sampled = [r.turns[0].completion_ids for r in rollouts]
     assert module["calls"] == [(sampled, 3, 7)] and all(sampled)
+    assert all(re.fullmatch(r"rows.jsonl:\d+", r.info.pop("row")) for r in rollouts)
     assert [r.info for r in rollouts] == [
         {"share": 1.0, "seen": 1.0, "letter": letter, "scores": [1.0, 1.0], "correct": True,
          "reward_trl": 1.0, "reward_array": float(n)} for n, letter in enumerate("ABC")

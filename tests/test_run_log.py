@@ -24,7 +24,7 @@ def rollout(**changes):
 def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
     trace = {"text": ["a"], "sampler": [-0.5], "trainer": [-0.5], "after": [0.0], "advantage": [1]}
     with RunLog(tmp_path, CONFIG) as log:
-        log.log_rollouts("train", 1, [rollout(), rollout(token_traces=[trace])])
+        log.log_rollouts("train", 1, [rollout(), rollout(token_traces=[trace], tools=["look"])])
     plain, traced = read_records(tmp_path / "rollouts.jsonl")
     assert plain == {
         "update": 1, "kind": "train", "env": "e", "agent": "player", "seed": 3, "group_id": 4,
@@ -32,7 +32,7 @@ def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
         "episode_truncated": False, "error": "", "info": {"correct": True},
         "messages": rollout().messages,
     }  # fmt: skip
-    assert traced == plain | {"token_traces": [trace]}
+    assert traced == plain | {"token_traces": [trace], "tools": ["look"]}
 
 
 def test_any_name_and_number_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):

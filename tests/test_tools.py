@@ -436,6 +436,7 @@ def test_a_program_and_an_environment_of_the_same_tools_sample_after_the_same_id
     )
     assert (ours.error, theirs.error, theirs.episode_return) == ("", "", 1.0)
     assert sampled.prompts == asked.prompts and len(asked.prompts) == 7
+    assert ours.tools == theirs.tools == ["add", "crash", "repeat"]
 
 
 def test_a_rollout_with_calls_is_the_rendered_conversation(policy):

@@ -39,7 +39,7 @@ from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
 from environments.registry import place_of
-from environments.tools import END_OF_THOUGHT, OPENING, call_text, spoken
+from environments.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
 
 SAID = set[tuple[Any, Any]]()  # what was said to whom
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like
@@ -240,6 +240,7 @@ class Conversations:
         if choice.calls:
             self.texts[with_ids(answer)] = spoken(completion.text)
         self.num_turns += 1
+        rollout.tools = [*dict.fromkeys([*rollout.tools, *map(name_of, ask.tools)])]
         rollout.turns.append(turn)
         rollout.messages.append({"role": "assistant", "content": completion.text})
         return choice

@@ -95,6 +95,8 @@ class RunLog:
                 "info": r.info,
                 "messages": r.messages,
             }
+            if r.tools:
+                row["tools"] = r.tools
             if r.opponents:
                 row["opponents"] = r.opponents
             if r.token_traces:

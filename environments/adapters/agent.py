@@ -17,7 +17,8 @@ is the reward as JSON.
 
 Reward: what the program returns, a number or a dict with `reward`, `turns`, a reward for each
 answer, in the order in which they were asked for, and any other numbers, which become metrics.
-`info["correct"]`: `correct` of the dict, else whether the reward is 1 or more.
+`info["correct"]`: `correct` of the dict, else whether the reward is 1 or more; `info["row"]`:
+FILE:LINE of the row.
 
 Breaking the program does not pay: whatever goes wrong after an answered request counts as the
 policy's doing, be it an exception, a result that is no reward, or a command that ends with another
@@ -37,7 +38,6 @@ import ctypes
 import inspect
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -54,7 +54,6 @@ from environments import event_loop
 from environments.adapters import endpoint, remote
 from environments.adapters.endpoint import Ask, Choice, Session
 from environments.base import (
-    EVAL_SEEDS,
     MAX_MESSAGE,
     MAX_REWARD,
     EndRun,
@@ -68,7 +67,7 @@ from environments.base import (
 from environments.dataset import Row
 from environments.options import split_words
 from environments.registry import import_attribute, place_of
-from environments.rewarded import load
+from environments.rewarded import draw, load
 from environments.tools import read_calls
 
 POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampling
@@ -206,15 +205,12 @@ class Agent(Env):
     def reset(self, seed: int) -> list[Message]:
         """Starts the program. Returns the messages of its first request, if that comes at once."""
         self.close()
-        if seed in EVAL_SEEDS:  # in their order, each once
-            row = self.test[(seed - EVAL_SEEDS.start) % len(self.test)]
-        else:
-            row = random.Random(seed).choice(self.train)
+        row = draw(seed, self.train, self.test)
         self.asks, self.turns, self.over_limit, self.error = [], [], False, None
-        self.since = time.monotonic()
+        self.since, self.place = time.monotonic(), row.place
         self.play = play = Play(endpoint.shared(self.host).open())
         work = self._run_function if self.function else self._run_command
-        play.thread = threading.Thread(target=self._run, args=(work, play, row), daemon=True)
+        play.thread = threading.Thread(target=self._run, args=(work, play, {**row}), daemon=True)
         play.thread.start()
         if not self._wait():
             self._outcome()  # raises: nothing was answered
@@ -330,6 +326,7 @@ class Agent(Env):
         return checked_step(self._last_step(reward, info), "the program", is_single=True)
 
     def _last_step(self, reward: float, info: dict[str, Any]) -> Step:
+        info = {"row": self.place} | info
         return Step(None, reward, True, info, truncated=self.over_limit)
 
     def _run(self, work: Any, play: Play, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint, on loopback by default: HTTP on one side, `Ask`s to answer on the other.
+"""An OpenAI-compatible endpoint on this machine: HTTP on one side, `Ask`s to answer on the other.
 
     POST /v1/chat/completions      with tools, n, stop, max_tokens, logprobs, stream
     POST /v1/responses             what the OpenAI Agents SDK asks by default
