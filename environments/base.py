@@ -88,7 +88,8 @@ class EndRun(UsageError):
 class Step:
     """The result of one response.
 
-    `message`: the next message; None at the end of the episode.
+    `message`: the next message. At the end of the episode None, or what readers of the episode see
+    last, such as the board; no policy reads it.
     `reward`: the reward of this response alone.
     `done`: whether the episode has ended.
     `info`: details. `info["correct"]` says whether the task was solved, independent of partial

@@ -38,7 +38,7 @@ import math
 import random
 
 from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
-from environments.parsing import Retries, integer, read_action, user
+from environments.parsing import Retries, integer, read_action, result, user
 
 # Bitboard: the stones of a side are the bits of one integer, bit 7 * column + row, row 0 at the
 # bottom. Bit 6 of each column stays 0: no line continues from the top of a column into the next.
@@ -80,14 +80,14 @@ class ConnectFour(Env):
             return self.retries.refuse(_hint(choices))
         self.x |= stone(self.x | self.o, move - 1)
         if has_line(self.x):
-            return Step(None, 1.0, True, {"correct": True})
+            return _end(1.0, self.x, self.o)
         if not legal(self.x | self.o):
-            return Step(None, 0.0, True, {"correct": False})
+            return _end(0.0, self.x, self.o)
         reply = self._reply()
         if has_line(self.o):
-            return Step(None, -1.0, True, {"correct": False})
+            return _end(-1.0, self.x, self.o)
         if not legal(self.x | self.o):
-            return Step(None, 0.0, True, {"correct": False})
+            return _end(0.0, self.x, self.o)
         self.guess = self.rng.choice(legal(self.x | self.o))
         shown = f"O drops in {reply + 1}.\n{show(self.x, self.o)}"
         return Step(user(shown), 0.0, False, {"correct": False})
@@ -133,12 +133,10 @@ class SelfPlay(MultiAgentEnv):
             return {mover: refused, other: unaffected} if refused.done else {mover: refused}
         first = not self.taken
         self.stones[mover] |= stone(self.taken, move - 1)
-        won = has_line(self.stones[mover])
+        won, x, o = has_line(self.stones[mover]), self.stones["X"], self.stones["O"]
         if won or not legal(self.taken):
-            rewards = {mover: float(won), other: -float(won)}
-            return {s: Step(None, r, True, {"correct": r > 0}) for s, r in rewards.items()}
+            return {mover: _end(float(won), x, o), other: _end(-float(won), x, o)}
         self.turn = other
-        x, o = self.stones["X"], self.stones["O"]
         ask = _opening("O", x, o) if first else f"{mover} drops in {move}.\n{show(x, o)}"
         return {mover: Step(None, 0.0, False, info), other: Step(user(ask), 0.0, False, info)}
 
@@ -237,6 +235,11 @@ def show(x: int, o: int) -> str:
 def _opening(side: str, x: int, o: int) -> str:
     rules = f"Connect four: you are {side}. Drop stones in columns 1 to 7; four in a line win."
     return f"{rules} Work it out, then end with <move>column</move>.\n{show(x, o)}"
+
+
+def _end(reward: float, x: int, o: int) -> Step:
+    last = user(f"{result(reward)}\n{show(x, o)}")
+    return Step(last, reward, True, {"correct": reward > 0})
 
 
 def _hint(columns: list[int]) -> str:

@@ -97,6 +97,11 @@ class Retries:
         return Step(user(hint), -self.penalty, False, {"correct": False, "invalid": True, **info})
 
 
+def result(reward: float) -> str:
+    """How a game for two ended, from a player's reward: "You won.", "A draw." or "You lost."."""
+    return "You won." if reward > 0 else "You lost." if reward < 0 else "A draw."
+
+
 def user(content: str) -> Message:
     """Returns a user message."""
     return {"role": "user", "content": content}

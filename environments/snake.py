@@ -78,12 +78,13 @@ class Snake(Env):
         eats = head == self.fruit
         rest = self.body if eats else self.body[:-1]
         if head in rest or not _inside(head, self.size):
-            return self._end(-1 - STEP_COST)
+            what = "your body" if _inside(head, self.size) else "a wall"
+            return self._end(-1 - STEP_COST, f"You hit {what}.")
         self.body = [head, *rest]
         self.eaten += eats
         reward = eats - STEP_COST
         if self.eaten == self.fruits or self.steps == self.max_steps:
-            return self._end(reward)
+            return self._end(reward, f"You ate {self.eaten} of {self.fruits} fruits.")
         if eats:
             self.fruit = self._draw_fruit(self.body)
         info = {"correct": False, "fruits": self.eaten}
@@ -115,9 +116,9 @@ class Snake(Env):
         cells = [(x, y) for y in range(self.size) for x in range(self.size)]
         return self.rng.choice([cell for cell in cells if cell not in body])
 
-    def _end(self, reward: float) -> Step:
+    def _end(self, reward: float, text: str) -> Step:
         info = {"correct": self.eaten == self.fruits, "fruits": self.eaten}
-        return Step(None, reward, True, info)
+        return Step(user(f"{text}\n{self._show()}"), reward, True, info)
 
     def _show(self) -> str:
         head, *rest = self.body

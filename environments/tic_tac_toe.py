@@ -33,7 +33,7 @@ import random
 from functools import cache
 
 from environments.base import Env, Message, MultiAgentEnv, Step, UsageError
-from environments.parsing import Retries, integer, read_action, user
+from environments.parsing import Retries, integer, read_action, result, user
 
 LINES = [(0, 1, 2), (3, 4, 5), (6, 7, 8), (0, 3, 6), (1, 4, 7), (2, 5, 8), (0, 4, 8), (2, 4, 6)]
 EMPTY = "." * 9
@@ -92,7 +92,8 @@ class AgainstOpponent(Env):
 
     def _end(self) -> Step:
         reward = outcome(self.board, "X")
-        return Step(None, reward, True, {"correct": reward > (-1 if self.perfect else 0)})
+        info = {"correct": reward > (-1 if self.perfect else 0)}
+        return Step(_last(self.board, "X"), reward, True, info)
 
 
 class SelfPlay(MultiAgentEnv):
@@ -116,7 +117,8 @@ class SelfPlay(MultiAgentEnv):
         self.board = place(self.board, cell, mover)
         if is_over(self.board):
             rewards = {side: outcome(self.board, side) for side in (mover, other)}
-            return {s: Step(None, r, True, {"correct": r > 0}) for s, r in rewards.items()}
+            return {s: Step(_last(self.board, s), r, True, {"correct": r > 0})
+                    for s, r in rewards.items()}  # fmt: skip
         self.turn = other
         ask = _opening("O", self.board) if first else _later(mover, cell, self.board)
         info = {"correct": False}
@@ -222,6 +224,10 @@ def _opening(side: str, board: str) -> str:
 
 def _later(mover: str, cell: int, board: str) -> str:
     return f"{mover} takes {cell}. Board: {_show(board)}"
+
+
+def _last(board: str, side: str) -> Message:
+    return user(f"{result(outcome(board, side))} Board: {_show(board)}")
 
 
 def _hint(board: str) -> str:

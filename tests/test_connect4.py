@@ -61,11 +61,13 @@ def test_minimax_wins_before_it_blocks_and_sees_a_double_threat():
 NEARLY_FULL = ".OXOXOX XOXOXOX OXOXOXO OXOXOXO XOXOXOX XOXOXOX"
 
 
-@pytest.mark.parametrize("board, opponent, column, reward", [
-    ("OOO.... XXX....", "random", 4, 1.0), ("X...... OOO.XX.", "minimax", 7, -1.0),
-    (NEARLY_FULL, "random", 1, 0.0),
+@pytest.mark.parametrize("board, opponent, column, reward, last", [
+    ("OOO.... XXX....", "random", 4, 1.0, "You won. OOO.... XXXX..."),
+    ("X...... OOO.XX.", "minimax", 7, -1.0, "You lost. X...... OOOOXXX"),
+    (NEARLY_FULL, "random", 1, 0.0, f"A draw. {NEARLY_FULL.replace('.', 'X')}"),
 ])  # fmt: skip
-def test_rewards_of_a_win_a_loss_and_a_full_board(board, opponent, column, reward):
+def test_rewards_and_last_board(board, opponent, column, reward, last):
     step = at(board, opponent, 1).step(f"<move>{column}</move>")
-    assert (step.message, step.reward, step.done) == (None, reward, True)
+    assert (step.reward, step.done) == (reward, True)
+    assert " ".join(step.message["content"].replace(".......\n", "").split("\n")) == last
     assert step.info == {"correct": reward == 1.0}

@@ -43,7 +43,7 @@ def test_only_the_action_of_the_asked_agent_counts():
     observations, rewards, terminated, _, infos = env.step({"X": "<move>3</move>"})
     assert rewards == {"X": 1, "O": -1} and terminated == {"X": True, "O": True}
     assert infos["X"] == {"asked": False, "correct": True} and not infos["O"]["correct"]
-    assert env.agents == [] and observations == {"X": "", "O": ""}
+    assert env.agents == [] and observations["O"] == "You lost. Board: X X X / O O . / . . ."
 
 
 class Nim(pettingzoo.AECEnv):

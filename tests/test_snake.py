@@ -28,14 +28,17 @@ def test_a_fruit_has_reward_1_and_grows_the_snake_and_the_last_one_is_correct():
     assert step.info == {"correct": False, "fruits": 1}
     env.fruit = (6, 4)
     step = env.step(move("up"))
-    assert step.reward == pytest.approx(0.999) and step.done and step.message is None
+    assert step.reward == pytest.approx(0.999) and step.done
+    last = "You ate 2 of 2 fruits.\nhead 6,4 body 6,5 5,5 4,5 3,5 fruit 6,4"
+    assert step.message["content"] == last
     assert step.info == {"correct": True, "fruits": 2}
 
 
-@pytest.mark.parametrize("word", ["left", "up"])
-def test_the_body_and_a_wall_end_the_episode(word):
+@pytest.mark.parametrize("word, what", [("left", "your body"), ("up", "a wall")])
+def test_the_body_and_a_wall_end_the_episode(word, what):
     step = at([(5, 0), (4, 0), (3, 0)], (9, 9)).step(move(word))
-    assert (step.reward, step.done, step.message) == (-1.001, True, None)
+    assert (step.reward, step.done) == (-1.001, True)
+    assert step.message["content"] == f"You hit {what}.\nhead 5,0 body 4,0 3,0 fruit 9,9"
     assert step.info == {"correct": False, "fruits": 0}
 
 

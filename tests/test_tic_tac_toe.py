@@ -58,16 +58,16 @@ def test_the_perfect_player_never_loses_and_draws_with_itself(perfect):
 
 
 @pytest.mark.parametrize("perfect", [False, True])
-@pytest.mark.parametrize("board, cell, reward", [
-    ("XX.OO....", 3, 1.0),
-    ("XOXXOO.XO", 7, 1.0),  # the last free cell
-    ("XOXOOX.XO", 7, 0.0),  # X fills the board
-    ("XO.OOX.XO", 3, 0.0),  # O fills it
-    ("OOXXOXO..", 8, -1.0),  # O takes 9
+@pytest.mark.parametrize("board, cell, reward, last", [
+    ("XX.OO....", 3, 1.0, "You won. Board: X X X / O O . / . . ."),
+    ("XOXXOO.XO", 7, 1.0, "You won. Board: X O X / X O O / X X O"),  # the last free cell
+    ("XOXOOX.XO", 7, 0.0, "A draw. Board: X O X / O O X / X X O"),  # X fills the board
+    ("XO.OOX.XO", 3, 0.0, "A draw. Board: X O X / O O X / O X O"),  # O fills it
+    ("OOXXOXO..", 8, -1.0, "You lost. Board: O O X / X O X / O X O"),  # O takes 9
 ])  # fmt: skip
-def test_rewards_of_a_win_a_draw_and_a_loss(board, cell, reward, perfect):
+def test_rewards_and_last_board_of_a_win_a_draw_and_a_loss(board, cell, reward, last, perfect):
     step = at(board, perfect).step(f"<move>{cell}</move>")
-    assert (step.message, step.reward, step.done) == (None, reward, True)
+    assert (step.message["content"], step.reward, step.done) == (last, reward, True)
     # a draw is correct against the perfect opponent only
     assert step.info == {"correct": reward == 1.0 or (perfect and reward == 0.0)}
 
@@ -82,7 +82,10 @@ def test_in_self_play_each_agent_has_its_own_reward(cells, x, o):
     assert not any(step.done for step in moves(env, *cells[:-1]).values())
     steps = moves(env, cells[-1])
     assert {agent: step.reward for agent, step in steps.items()} == {"X": x, "O": o}
-    assert all(step.done and step.message is None for step in steps.values())
+    assert all(step.done for step in steps.values())
+    ends = {1.0: "You won. ", 0.0: "A draw. ", -1.0: "You lost. "}
+    assert steps["X"].message["content"].startswith(ends[x])
+    assert steps["O"].message["content"].startswith(ends[o])
     assert steps["X"].info["correct"] == (x == 1.0) and steps["O"].info["correct"] == (o == 1.0)
 
 

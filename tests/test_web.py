@@ -57,7 +57,8 @@ def test_episode_is_played_by_requests(serve):
     assert state["log"][2]["reward"] == -0.1 and state["returns"] == {"player": -0.1}
     while state["waiting"]:
         state = json.loads(ask(server, "/act", {"agent": "player", "player": "demonstrator"})[2])
-    assert state["log"][-1]["done"] and state["returns"]["player"] == -0.1  # perfect play: a draw
+    assert state["log"][-2]["done"] and state["returns"]["player"] == -0.1  # perfect play: a draw
+    assert state["log"][-1]["text"].startswith("A draw. Board: ")
     state = json.loads(ask(server, "/new", {"seed": 5})[2])
     assert state["seed"] == 5 and len(state["log"]) == 1 and state["returns"] == {}
 
@@ -169,9 +170,18 @@ def test_board_is_clicked_until_the_game_is_over(visit):
         moves += 1
         page.wait_for_selector(f"html:not([data-ready='{rows}'])")
     assert page.locator(".board").last.locator("button").count() == 0
+    assert page.locator(".board").count() == moves + 1  # also the last one
     assert "The episode is over: return" in page.inner_text("#end")
     assert page.inner_text("article.response >> nth=0").endswith("</move>")
     assert page.locator(".reward").count() == moves
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("rows, cells", [("...\nX.O\nOXX", 9), ("XOX\nOXO", 6), ("one\ntwo", 0)])
+def test_full_rows_belong_to_the_board(visit, rows, cells):
+    env = Hostile()
+    env.TEXT = f"You won.\n{rows}"
+    assert visit(env).locator(".board td").count() == cells
 
 
 @pytest.mark.browser
