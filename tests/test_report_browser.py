@@ -213,7 +213,7 @@ def test_keyboard_reaches_everything(run, visit):
     page.keyboard.press("Enter")
     assert page.locator(".open").count() == 1
     chosen = page.evaluate(f"{focused}.ariaLabel")
-    for _ in range(3):  # past the close button and the loss explorer to the tokens
+    for _ in range(9):  # past explanations, the close button and the loss explorer to the tokens
         page.keyboard.press("Tab")
         if page.evaluate(f"{focused}.getAttribute('role')") == "option":
             break
@@ -240,9 +240,23 @@ def test_phone_needs_no_horizontal_scrolling(run, visit):
         page.locator(f".open {part}").last.bounding_box() for part in (".inspector", ".tokens")
     )
     assert panel["y"] >= text["y"] + text["height"]  # below the rollout, not over it
-    number = page.locator(".open .head abbr").first
-    number.click()  # as a tap, which shows no tooltip
-    assert page.locator("#tip").inner_text() == number.get_attribute("title")
+
+
+@pytest.mark.parametrize("part", ["#about", "#charts h3", ".open .head", ".controls"])
+def test_explanations_need_no_mouse(run, visit, part):
+    page = visit(run[0], 400, 900)
+    page.locator(".explore summary").click()
+    word = page.locator(f"{part} abbr").first
+    meaning = word.get_attribute("title")
+    word.click()  # as a tap, which shows no tooltip
+    assert page.locator("#tip").inner_text() == meaning
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    assert page.locator("#tip").inner_text() == meaning
+    page.emulate_media(media="print")
+    shown = word.evaluate("word => getComputedStyle(word, '::after').content")
+    page.emulate_media(media="screen")
+    assert meaning in shown
 
 
 def tricky_page(folder, texts):
