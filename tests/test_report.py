@@ -5,13 +5,14 @@ import re
 import shlex
 from dataclasses import replace
 
+import matplotlib.image
 import pytest
 import yaml
 
 from core import report
 from core.algorithm import name_of
 from core.config import resolve
-from core.report import compare, page
+from core.report import compare, curves, page
 from core.report.page import write_report
 from core.report.summary import algorithm_title, final_lines
 from core.run import cli
@@ -244,6 +245,16 @@ def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsy
     assert (first["name"], second["name"], second["seed"]) == ("a", "b", 8)
     assert updates_of(first) == [1, 2] and updates_of(second) == [1]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("equal", [2, 3])
+def test_equal_runs_are_all_seen(tmp_path, equal):
+    records = [evaluated(update, update / 4) | {"tokens/sampled": 100} for update in range(4)]
+    curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(equal)])
+    left = matplotlib.image.imread(tmp_path / "c.png")[:, :400, :3]  # without the legend
+    for i in range(equal):
+        colour = matplotlib.colors.to_rgb(f"C{i}")
+        assert (abs(left - colour).max(axis=2) < 0.02).sum() > 300
 
 
 def test_compare_ranks_runs_by_the_tokens_that_they_sampled_until_the_target(tmp_path):

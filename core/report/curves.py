@@ -73,17 +73,18 @@ def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
             _label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
             axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--",
                          label=f"accuracy {TARGET_ACCURACY:g}; ★: reached")  # fmt: skip
-            for i, (name, records) in enumerate(runs):
-                points = accuracy_by_tokens(env, records)
+            curves = [accuracy_by_tokens(env, records) for _, records in runs]
+            for i, ((name, records), points) in enumerate(zip(runs, curves, strict=True)):
                 tokens, accuracy = zip(*points, strict=True) if points else ((), ())
-                look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4}
-                axis.plot(tokens, accuracy, label=name, **look)
+                wider = 2.5 * curves[i + 1 :].count(points)  # than equal runs that lie on it
+                look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4 + wider}
+                axis.plot(tokens, accuracy, label=name, linewidth=1.5 + wider, **look)
                 evaluated = [r for r in records if f"eval/{env}/accuracy" in r]
                 low, high = ([r[f"eval/{env}/ci_{end}"] for r in evaluated]
                              for end in ("low", "high"))  # fmt: skip
                 axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
                 if reached := [point for point in points if point[1] >= TARGET_ACCURACY]:
-                    axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16}))
+                    axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16 + 2 * wider}))
             axis.set_ylim(-0.03, 1.05)
             axis.xaxis.set_major_formatter("{x:,.0f}")
             axis.legend(frameon=False, loc="lower right")
