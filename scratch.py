@@ -22,6 +22,7 @@ if __name__ == "__main__":
     from core.run import cli
 
     cli.need_temporary_folder("scratch.py")  # torch cannot be imported without one
+    cli.say_loading()
 
 import torch
 from torch import Tensor, nn

@@ -255,3 +255,12 @@ def test_a_name_that_is_taken_is_refused_at_once(tmp_path):
     assert done.returncode == 2 and "runs/mine exists" in done.stderr
     imported = re.findall(r"\| +([\w.]+)$", done.stderr, re.M)
     assert "tyro" in imported and "torch" not in imported  # which takes seconds
+
+
+@pytest.mark.parametrize("program", ["train.py --lr 9e9", "scratch.py --hint 3"])
+def test_the_import_of_torch_is_announced_in_a_pipe_too(program):
+    command = [sys.executable, "-X", "importtime", *program.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    before, announced, after = done.stderr.partition("loading torch ..\n")
+    assert announced and not re.search(r"\| +torch", before)
+    assert re.search(r"\| +torch$", after, re.M)

@@ -139,4 +139,4 @@ def test_ctrl_c_in_the_start_ends_without_a_traceback(tmp_path):
         [sys.executable, f"{ROOT}/train.py"], cwd=tmp_path, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": path},
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr

@@ -128,8 +128,10 @@ def run(main: Callable[[Flags, Config], int], args: list[str]) -> int:
     return cli.run(lambda parsed: main(*parsed), args, parse, "core.chat")
 
 
-if __name__ == "__main__" and (code := run(lambda *_: 0, sys.argv[1:])):
-    sys.exit(code)  # --help and errors, before the slow imports
+if __name__ == "__main__":
+    if code := run(lambda *_: 0, sys.argv[1:]):
+        sys.exit(code)  # --help and errors, before the slow imports
+    cli.say_loading()
 
 from torch import Tensor
 

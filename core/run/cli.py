@@ -283,12 +283,17 @@ def answer_at_once(args: list[str]) -> None:
         named = _named_first(args)
         if named.run_name and not named.resume and "TORCHELASTIC_RUN_ID" not in os.environ:
             new_folder(config.RUNS, named.run_name, "")  # raises for a name that is taken
-        if sys.stderr.isatty() and os.environ.get("LOCAL_RANK", "0") == "0":
-            print("loading torch and the model ..", file=sys.stderr)  # seconds without a line
+        say_loading()
         return parse(args)
 
     if code := _run(lambda _: 0, args, announced, "train.py"):
         sys.exit(code)
+
+
+def say_loading() -> None:
+    """Prints a line on stderr before imports that take seconds, on the first rank only."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print("loading torch ..", file=sys.stderr, flush=True)
 
 
 def need_temporary_folder(program: str) -> None:
