@@ -327,8 +327,8 @@ KEPT = "--env letter_counting:difficulty=2 reverse --eval-env snake"
         ("--model-id me/mine --max-turns 3 --stop-on never_stops no_reward --fp32-head", "ppo"),
         ("--grpo.loss-type grpo --grpo.clip-high 0.3 --kl-coef 0.1 --kl-in loss", "ppo"),
         ("--system-prompt a'b --num-minibatches 4 --max-model-len 900", "ppo"),
-        ("--algo cispo", "ppo"), ("--algo ppo --gamma 0.9 --ppo.gae-lambda 0.9", "grpo"),
-        ("--algo reinforce", "grpo"), ("--algo reinforce --group-size 1", "ppo"),
+        ("--algo cispo", "ppo"), ("--algo reinforce", "grpo"),
+        ("--algo reinforce --group-size 1", "ppo"),
     ],
 )  # fmt: skip
 def test_the_next_command_keeps_all_settings_but_the_algorithm(tmp_path, monkeypatch, flags, algo):
@@ -338,6 +338,19 @@ def test_the_next_command_keeps_all_settings_but_the_algorithm(tmp_path, monkeyp
     assert after == replace(cfg, algo=algo, options=after.options, credit=after.credit)
     assert after.options == resolve(cli.parse(["--algo", algo])).options
     assert all(word not in line for word in ("--num-updates", "--sft-lr", "--credit"))
+
+
+def test_no_next_command_leads_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags, found = "--algo reinforce --gamma 0.9", []
+    for _ in range(5):
+        _, after, line = next_of(tmp_path, flags, LEARNED)
+        found.append((after.algo, after.model_id, after.lora_rank, after.seed, after.gamma))
+        flags = line.removeprefix("next: python train.py ")
+    assert found == [
+        ("grpo", "tiny", 0, 0, 0.9), ("ppo", "tiny", 0, 0, 0.9), ("ppo", "smollm2", 16, 0, 0.9),
+        ("ppo", "smollm2", 16, 1, 0.9), ("ppo", "smollm2", 16, 2, 0.9),
+    ]  # fmt: skip
 
 
 def test_the_next_command_names_only_settings_that_are_not_defaults(tmp_path, monkeypatch):

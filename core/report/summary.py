@@ -121,8 +121,8 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
     """Returns a command to go on with, which has the settings of the run but for one.
 
     After an evaluation alone, training. Without any reward, a warm start, a better model or a check
-    of the environment. After exercises of scratch.py that did not learn, their check. Otherwise an
-    algorithm with another baseline.
+    of the environment. After exercises of scratch.py that did not learn, their check. Otherwise
+    GRPO, then PPO, then a better model, then other seeds: no suggestion leads back.
     """
     saved = read_config(run_dir / "config.yaml")
     cfg = as_given(with_algorithm(saved, saved.algo))
@@ -135,7 +135,7 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
     if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
         return quoted(["python", _relative_path(cfg.algo) if is_file(cfg.algo) else "scratch.py"])
     own, baseline = is_scratch or is_file(cfg.algo), BASELINES & needs(resolve(cfg))
-    for algo in (Config.algo, *algorithm_names()):
+    for algo in (Config.algo, *algorithm_names()) if own or "value_head" not in baseline else ():
         with suppress(UsageError):
             other = as_given(with_algorithm(cfg, algo))
             validate(resolve(other))
@@ -143,7 +143,18 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
                 own or BASELINES & needs(resolve(other)) != baseline
             ):
                 return train_command(*flags_of(other))
+    with suppress(UsageError):
+        return _on_smollm2(cfg)
     return train_command(*flags_of(replace(cfg, seed=cfg.seed + 1)))
+
+
+def _on_smollm2(cfg: Config) -> str:
+    """The command with a better model. Raises UsageError if there is none or settings forbid it."""
+    if cfg.model_id not in TINY:
+        raise UsageError(f"{cfg.model_id} is no worse")
+    cfg = replace(cfg, model_id=SMOLLM2, lora_rank=cfg.lora_rank or 16)
+    validate(resolve(cfg))
+    return train_command(*flags_of(cfg))
 
 
 def _after_no_reward(cfg: Config) -> str:
@@ -152,9 +163,8 @@ def _after_no_reward(cfg: Config) -> str:
             check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
             steps = 800 if cfg.model_id == "tiny-random" else 200
             return train_command(*flags_of(replace(cfg, sft_steps=steps)))
-    if cfg.model_id in TINY:
-        rank = cfg.lora_rank or 16
-        return train_command(*flags_of(replace(cfg, model_id=SMOLLM2, lora_rank=rank)))
+    with suppress(UsageError):
+        return _on_smollm2(cfg)
     return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
 
 
