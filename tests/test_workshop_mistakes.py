@@ -1,6 +1,7 @@
 """Mistakes as participants write them into scratch.py, and unusual solutions that are right.
 
-Each changes the solution of one exercise; the checker sees only the resulting functions.
+Each changes the solution of one exercise; the checker sees only the resulting functions. The right
+ones are those furthest from the solution: other precision, other algebra, other types, in place.
 """
 
 import ast
@@ -52,7 +53,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "sampled"),
         ("filled up in front", "in front", "sampled[1:]", "[False] + sampled[1:]"),
         ("0 and 1 instead of bool", "integer tensor", "dtype=torch.bool", "dtype=torch.int64"),
-        ("two entries dropped", "observed: the shape", "sampled[1:]", "sampled[2:]"),
     ],
     "group_advantages": [
         ("whole batch", "whole batch",
@@ -64,8 +64,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "advantages = torch.zeros_like(returns)", "advantages = []", MEMBERS,
          "advantages.append(centered / (returns[members].std() + 1e-4))", "return advantages",
          "return torch.cat(advantages)"),
-        ("largest return as baseline", "observed", "returns[members].mean()",
-         "returns[members].max()"),
         ("group ids as an index", "observed: the function raises",
          "    means = torch.stack([returns[group_ids == g].mean() for g in group_ids.unique()])\n"
          "    return returns - means[group_ids]\n"),
@@ -74,7 +72,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("where after the product", "mask was applied last", "(advantages[mask] * logprobs[mask])",
          "torch.where(mask, advantages * logprobs, 0)"),
         ("a float", "a float;", "return -", "return float(-", "mask.sum()", "mask.sum())"),
-        ("half the loss", "observed: the number is 0.5 times", "return -", "return -0.5 * "),
     ],
     "clipped_loss": [
         ("minimum of the negated products", "larger", MINIMUM,
@@ -82,13 +79,9 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("where |ratio - 1| is large", "only the clipped product", MINIMUM,
          "torch.where((ratio - 1).abs() > clip, clipped * advantages, ratio * advantages)"),
         ("if", "`if`", "    clipped = ", "    if ratio > 1 + clip: ratio = ratio\n    clipped = "),
-        ("product clamped", "observed", MINIMUM, "(ratio * advantages).clamp(1 - clip, 1 + clip)"),
-        ("ratio squared", "observed", ".exp()", ".exp() ** 2"),
     ],
     "kl_k3": [
         ("mean", "a mean", "log_r.exp() - 1 - log_r", "(log_r.exp() - 1 - log_r).mean()"),
-        ("half of k3", "observed: the number is 0.5 times", "log_r.exp() - 1 - log_r",
-         "(log_r.exp() - 1 - log_r) / 2"),
     ],
     "gae": [
         ("next value never kept", "next value is missing",
@@ -100,8 +93,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    return torch.stack(out)\n"),
         ("sign of δ", "wrong sign", "delta = rewards[t] + gamma * next_value - values[t]",
          "delta = values[t] - rewards[t] - gamma * next_value"),
-        ("γ squared", "observed", "gamma * lam", "gamma * gamma * lam"),
-        ("centered", "observed", "return advantages", "return advantages - advantages.mean()"),
     ],
     "sample": [
         ("small temperature for 0", "small number",
@@ -110,7 +101,6 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
          "    all_logprobs = (logits / temperature).log_softmax(-1)\n" + DRAWN),
         ("exchanged results", "result 1", "return ids, " + PICK, "return " + PICK + ", ids"),
         ("only ids", "a tuple is asked for", "return ids, " + PICK, "return ids"),
-        ("temperature squared", "observed", "logits / temperature", "logits / temperature**2"),
     ],
     "training_step": [
         ("clipped before backward", "not clipped", "    loss.backward()\n" + CLIP,
@@ -120,22 +110,16 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("backward without brackets", "backward was not called", "backward()", "backward"),
         ("(-loss).backward()", "wrong direction", "loss.backward()", "(-loss).backward()"),
         ("loss as a tensor", "a float tensor", "return loss.item()", "return loss"),
-        ("values clipped", "observed", "clip_grad_norm_", "clip_grad_value_"),
-        ("mask shifted once more", "observed: the function raises", "mask)", "mask[:, 1:])"),
     ],
     "advantages_of_tokens": [
         ("mean of each rollout", "still the reward per token", "(rewards * mask).sum(1)",
          "torch.stack([r[m].mean() for r, m in zip(rewards, mask)])"),
         ("one number for each rollout", "observed: the shape", ")[:, None] * mask", ")"),
-        ("half the baseline", "observed", "- baseline", "- baseline / 2"),
     ],
 }  # fmt: skip
 
 RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right too
     "token_logprobs": [
-        ("loop", "    B, n = input_ids.shape\n"
-         "    return torch.stack([torch.stack([logits[b, t].log_softmax(0)[input_ids[b, t + 1]] "
-         "for t in range(n - 1)]) for b in range(B)])\n"),
         ("einsum onehot", "    import torch.nn.functional as F\n"
          "    hot = F.one_hot(input_ids[:, 1:], logits.shape[-1]).to(logits.dtype)\n"
          "    return torch.einsum('btv,btv->bt', logits[:, :-1].log_softmax(-1), hot)\n"),
@@ -143,35 +127,13 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    return -F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), input_ids[:, "
          "1:].reshape(-1), reduction='none').view(input_ids.shape[0], -1)\n"),
         ("float64", "logits[:, :-1]", "logits[:, :-1].double()"),
-        ("logsumexp", "    x = logits[:, :-1]\n"
-         "    return x.gather(-1, input_ids[:, 1:, None])[..., 0] - x.logsumexp(-1)\n"),
-        ("Categorical",
-         "    return torch.distributions.Categorical(logits=logits[:, :-1]).log_prob(input_ids[:, "
-         "1:])\n"),
-        ("f64 softmax log", "log_softmax(-1)", "double().softmax(-1).log()"),
         ("softmax then shift, slice", "    lp = logits.log_softmax(2)\n"
          "    return torch.take_along_dim(lp, input_ids.roll(-1, 1)[..., None], 2)[:, :-1, 0]\n"),
-        ("arange idx", "    lp = logits[:, :-1].log_softmax(-1)\n"
-         "    b = torch.arange(len(lp))[:, None]; t = torch.arange(lp.shape[1])[None]\n"
-         "    return lp[b, t, input_ids[:, 1:]]\n"),
     ],
     "completion_mask": [
         ("cat",
          "    return torch.cat([torch.cat([torch.zeros(len(c)), torch.ones(len(d))]) for c, d in "
          "turns])[1:].bool()\n"),
-        ("numpy", "    import numpy as np\n"
-         "    return torch.from_numpy(np.concatenate([[False] * len(c) + [True] * len(d) for c, d "
-         "in turns])[1:].astype(bool))\n"),
-        ("repeat_interleave", "    n = torch.tensor([len(p) for turn in turns for p in turn])\n"
-         "    return torch.tensor([False, True] * len(turns)).repeat_interleave(n)[1:]\n"),
-        ("slices", "    total = sum(len(c) + len(d) for c, d in turns)\n"
-         "    m = torch.zeros(total, dtype=torch.bool)\n"
-         "    i = 0\n"
-         "    for c, d in turns:\n"
-         "        i += len(c)\n"
-         "        m[i:i+len(d)] = True\n"
-         "        i += len(d)\n"
-         "    return m[1:]\n"),
         ("ones ==", "    out = []\n"
          "    for c, d in turns:\n"
          "        out.extend(0 for _ in c)\n"
@@ -188,32 +150,14 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    return torch.BoolTensor(out[1:])\n"),
     ],
     "group_advantages": [
-        ("einsum", "    same = (group_ids[:, None] == group_ids[None]).float()\n"
-         "    n = same.sum(1)\n"
-         "    c = returns - torch.einsum('ij,j->i', same, returns) / n\n"
-         "    return c / ((torch.einsum('ij,j->i', same, c ** 2) / (n - 1)).sqrt() + 1e-4)\n"),
-        ("scatter", "    u, inv = group_ids.unique(return_inverse=True)\n"
-         "    n = torch.bincount(inv)\n"
-         "    m = torch.zeros(len(u)).index_add(0, inv, returns) / n\n"
-         "    c = returns - m[inv]\n"
-         "    v = torch.zeros(len(u)).index_add(0, inv, c ** 2) / (n - 1)\n"
-         "    return c / (v.sqrt()[inv] + 1e-4)\n"),
-        ("float64", "centered / (returns[members].std() + 1e-4)",
-         "(centered.double() / (returns[members].double().std() + 1e-4)).float()"),
         ("float64 out", "torch.zeros_like(returns)",
          "torch.zeros_like(returns, dtype=torch.float64)",
          "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = (centered / (returns[members].std() + 1e-4)).double()"),
-        ("eps 1e-8", "1e-4", "1e-8"),
-        ("eps 1e-6", "1e-4", "1e-6"),
-        ("eps 1e-5", "1e-4", "1e-5"),
         ("eps 1e-9", "1e-4", "1e-9"),
         ("eps 2e-4", "1e-4", "2e-4"),
         ("clamp", "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = centered / returns[members].std().clamp(min=1e-4)"),
-        ("if std 0", "advantages[members] = centered / (returns[members].std() + 1e-4)",
-         "s = returns[members].std()\n"
-         "        if s > 0: advantages[members] = centered / s"),
         ("nan_to_num", "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = (centered / returns[members].std()).nan_to_num()"),
         ("python statistics", "    import statistics\n"
@@ -222,17 +166,12 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        mine = [x for x, h in zip(returns.tolist(), group_ids.tolist()) if h == g]\n"
          "        out.append((r - statistics.mean(mine)) / (statistics.stdev(mine) + 1e-4))\n"
          "    return torch.tensor(out)\n"),
-        ("rollout loop",
-         "    return torch.stack([(r - returns[group_ids == g].mean()) / (returns[group_ids == "
-         "g].std() + 1e-4) for r, g in zip(returns, group_ids)])\n"),
         ("in place", "    for g in set(group_ids.tolist()):\n"
          "        m = group_ids == g\n"
          "        s = returns[m].std() + 1e-4\n"
          "        returns[m] -= returns[m].mean()\n"
          "        returns[m] /= s\n"
          "    return returns\n"),
-        ("sqrt(var+1e-8)", "advantages[members] = centered / (returns[members].std() + 1e-4)",
-         "advantages[members] = centered / (returns[members].var() + 1e-8).sqrt()"),
         ("eps sqrt var + 1e-10 + nothing",
          "advantages[members] = centered / (returns[members].std() + 1e-4)",
          "advantages[members] = centered * torch.rsqrt(returns[members].var() + 1e-10)"),
@@ -248,29 +187,9 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("where both",
          "    x = torch.where(mask, logprobs, 0.0); a = torch.where(mask, advantages, 0.0)\n"
          "    return -(a * x).sum() / mask.sum()\n"),
-        ("masked_fill mean",
-         "    x = logprobs.masked_fill(~mask, 0); a = advantages.masked_fill(~mask, 0)\n"
-         "    return -(a * x).mean() * mask.numel() / mask.sum()\n"),
-        ("einsum",
-         "    return -torch.einsum('n,n->', advantages[mask], logprobs[mask]) / mask.sum()\n"),
-        ("dot", "    return -torch.dot(advantages[mask], logprobs[mask]) / mask.float().sum()\n"),
         ("double", "    return -(advantages[mask].double() * logprobs[mask].double()).mean()\n"),
-        ("masked_select",
-         "    return (-advantages.masked_select(mask) * logprobs.masked_select(mask)).mean()\n"),
-        ("nonzero", "    i = mask.nonzero(as_tuple=True)\n"
-         "    return -(advantages[i].detach() * logprobs[i]).mean()\n"),
     ],
     "clipped_loss": [
-        ("loop", "    total = 0.0\n"
-         "    for b, t in mask.nonzero().tolist():\n"
-         "        r = (logprobs[b, t] - old_logprobs[b, t]).exp()\n"
-         "        a = advantages[b, t]\n"
-         "        total = total - torch.min(r * a, r.clamp(1 - clip, 1 + clip) * a)\n"
-         "    return total / mask.sum()\n"),
-        ("where on sign", "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
-         "    r = torch.exp(x - o)\n"
-         "    return -(torch.where(a > 0, r.clamp(max=1 + clip), r.clamp(min=1 - clip)) * "
-         "a).mean()\n"),
         ("exp/exp", "(logprobs - old_logprobs).exp()", "logprobs.exp() / old_logprobs.exp()"),
         ("clamp in log space", "ratio.clamp(1 - clip, 1 + clip)",
          "(logprobs - old_logprobs).clamp(torch.tensor(1 - clip).log(), torch.tensor(1 + "
@@ -278,54 +197,25 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
         ("double", "    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], "
          "advantages[mask]\n", "    logprobs, old_logprobs, advantages = logprobs[mask].double(), "
          "old_logprobs[mask].double(), advantages[mask].double()\n"),
-        ("torch.stack min", "torch.minimum(ratio * advantages, clipped * advantages)",
-         "torch.stack([ratio * advantages, clipped * advantages]).amin(0)"),
-        ("stack min values", "torch.minimum(ratio * advantages, clipped * advantages)",
-         "torch.stack([ratio * advantages, clipped * advantages]).min(0).values"),
         ("python min", "    ts = []\n"
          "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
          "        r = (x - o).exp()\n"
          "        ts.append(min(r * a, torch.clip(r, 1 - clip, 1 + clip) * a))\n"
          "    return -sum(ts) / len(ts)\n"),
-        ("min/max clamp", ".clamp(1 - clip, 1 + clip)",
-         ".maximum(torch.tensor(1 - clip)).minimum(torch.tensor(1 + clip))"),
         ("relu form", "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
          "    r = (x - o).exp()\n"
          "    return -(r * a - (a * (r - 1) - clip * a.abs()).relu()).mean()\n"),
-        ("max of neg", "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
-         "    r = (x - o).exp()\n"
-         "    return torch.max(-r * a, -torch.clamp(r, 1.0 - clip, 1.0 + clip) * a).mean()\n"),
-        ("masked_fill with old filled",
-         "    x, o, a = (t.masked_fill(~mask, 0.) for t in (logprobs, old_logprobs, advantages))\n"
-         "    r = (x - o).exp()\n"
-         "    return -torch.min(r * a, r.clamp(1 - clip, 1 + clip) * a).sum() / mask.sum()\n"),
-        ("where one-hot unclipped",
-         "    x, o, a = logprobs[mask], old_logprobs[mask], advantages[mask]\n"
-         "    r = (x - o).exp()\n"
-         "    dead = ((r > 1 + clip) & (a > 0)) | ((r < 1 - clip) & (a < 0))\n"
-         "    c = torch.where(r > 1, 1 + clip, 1 - clip)\n"
-         "    return -torch.where(dead, c * a, r * a).mean()\n"),
     ],
     "kl_k3": [
         ("expm1", "return log_r.exp() - 1 - log_r", "return torch.expm1(log_r) - log_r"),
         ("exp/exp", "return log_r.exp() - 1 - log_r",
          "r = ref_logprobs.exp() / logprobs.exp(); return r - 1 - r.log()"),
-        ("double", "ref_logprobs - logprobs", "ref_logprobs.double() - logprobs.double()"),
-        ("clamp 0", "return log_r.exp() - 1 - log_r",
-         "return (log_r.exp() - 1 - log_r).clamp(min=0)"),
         ("relu", "return log_r.exp() - 1 - log_r", "return (log_r.exp() - 1 - log_r).relu()"),
-        ("ref detach", "ref_logprobs - logprobs", "ref_logprobs.detach() - logprobs"),
         ("loop",
          "    return torch.stack([torch.stack([(b - a).exp() - 1 - (b - a) for a, b in zip(x, "
          "y)]) for x, y in zip(logprobs, ref_logprobs)])\n"),
     ],
     "gae": [
-        ("list reversed", "    out, nv, na = [], 0.0, 0.0\n"
-         "    for r, v in zip(rewards.flip(0), values.flip(0)):\n"
-         "        na = r + gamma * nv - v + gamma * lam * na\n"
-         "        nv = v\n"
-         "        out.insert(0, na)\n"
-         "    return torch.stack(out)\n"),
         ("python floats", "    out, nv, na = [], 0.0, 0.0\n"
          "    for r, v in zip(rewards.tolist()[::-1], values.tolist()[::-1]):\n"
          "        na = r + gamma * nv - v + gamma * lam * na\n"
@@ -337,15 +227,6 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    i = torch.arange(n)\n"
          "    p = (i[None] - i[:, None]).clamp(min=0)\n"
          "    return torch.triu((gamma * lam) ** p.float()) @ d\n"),
-        ("double sum", "    n = len(rewards)\n"
-         "    v = torch.cat([values, torch.zeros(1)])\n"
-         "    return torch.stack([sum((gamma * lam) ** (k - t) * (rewards[k] + gamma * v[k+1] - "
-         "v[k]) for k in range(t, n)) for t in range(n)])\n"),
-        ("recursion", "    def A(t):\n"
-         "        if t == len(rewards): return 0.0\n"
-         "        nv = values[t + 1] if t + 1 < len(rewards) else 0.0\n"
-         "        return rewards[t] + gamma * nv - values[t] + gamma * lam * A(t + 1)\n"
-         "    return torch.stack([A(t) for t in range(len(rewards))])\n"),
         ("double", "    r, v = rewards.double(), values.double()\n"
          "    out = torch.zeros_like(r)\n"
          "    na = nv = 0.0\n"
@@ -380,14 +261,6 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "        u = torch.rand(len(logits), 1, generator=generator)\n"
          "        ids = (lp.exp().cumsum(-1) < u).sum(-1).clamp(max=logits.shape[-1] - 1)\n"
          "    return ids, lp.gather(-1, ids[:, None])[:, 0]\n"),
-        ("row loop", "    t = temperature or 1.0\n"
-         "    lp = torch.log_softmax(logits / t, -1)\n"
-         "    ids = torch.stack([row.argmax() if temperature == 0 else "
-         "torch.multinomial(row.exp(), 1, generator=generator)[0] for row in lp])\n"
-         "    return ids, torch.stack([row[i] for row, i in zip(lp, ids)])\n"),
-        ("double", "(logits / temperature)", "(logits.double() / temperature)"),
-        ("softmax(logits/T)", "torch.multinomial(all_logprobs.exp(), 1",
-         "torch.multinomial(torch.softmax(logits / temperature, -1), 1"),
         ("unnormalised probs ok", "torch.multinomial(all_logprobs.exp(), 1",
          "torch.multinomial((logits / temperature).exp(), 1"),
         ("list returned", "    return ids, all_logprobs.gather(-1, ids[:, None]).squeeze(-1)",
@@ -398,19 +271,9 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    p = torch.softmax(logits / temperature, -1)\n"
          "    ids = torch.multinomial(p, 1, generator=generator)\n"
          "    return ids.squeeze(-1), p.gather(-1, ids).log().squeeze(-1)\n"),
-        ("topk at T0", "    if temperature == 0:\n"
-         "        v, i = logits.log_softmax(-1).topk(1)\n"
-         "        return i[:, 0], v[:, 0]\n"
-         "    lp = torch.distributions.Categorical(logits=logits / temperature)\n"
-         "    ids = torch.multinomial(lp.probs, 1, generator=generator)[:, 0]\n"
-         "    return ids, lp.log_prob(ids)\n"),
         ("int32 ids", "return ids, ", "return ids.int(), "),
     ],
     "training_step": [
-        ("zero first", "    logprobs = token", "    optimizer.zero_grad()\n    logprobs = token"),
-        ("repeat", "[:, None].expand_as(logprobs)", "[:, None].repeat(1, logprobs.shape[1])"),
-        ("unsqueeze * ones", "[:, None].expand_as(logprobs)",
-         ".unsqueeze(1) * torch.ones_like(logprobs)"),
         ("times mask", "[:, None].expand_as(logprobs)", "[:, None] * mask"),
         ("autograd.grad", "loss.backward()", "\n"
          "    for p, g in zip(model.parameters(), torch.autograd.grad(loss, "
@@ -438,40 +301,21 @@ RIGHT: dict[str, list[tuple[str, ...]]] = {  # other solutions that are right to
          "    optimizer.step()\n"
          "    optimizer.zero_grad()\n"
          "    return float(loss)\n"),
-        ("log-prob grad (reinforce) w value of ratio?", "return loss.item()",
-         "return float(loss.detach())"),
-        ("model.train", "    logprobs = token", "    model.train()\n    logprobs = token"),
-        ("grad None", "optimizer.zero_grad()", "\n    for p in model.parameters(): p.grad = None"),
-        ("foreach False", "1.0)", "1.0, foreach=False)"),
-        ("params list from optimizer", "model.parameters()",
-         "[p for g in optimizer.param_groups for p in g['params']]"),
-        ("old clone", "logprobs.detach(), ", "logprobs.clone().detach(), "),
-        ("old data", "logprobs.detach(), ", "logprobs.data, "),
         ("kw", "clipped_loss(logprobs, logprobs.detach(), advantages, mask)",
          "clipped_loss(mask=mask, advantages=advantages, old_logprobs=logprobs.detach(), "
          "logprobs=logprobs)"),
     ],
     "advantages_of_tokens": [
-        ("where", "(rewards * mask).sum(1)", "torch.where(mask, rewards, 0.).sum(1)"),
-        ("einsum", "(rewards * mask).sum(1)", "torch.einsum('bn,bn->b', rewards, mask.float())"),
         ("loop", "    out = torch.zeros_like(rewards)\n"
          "    ret = [float(r[m].sum()) for r, m in zip(rewards, mask)]\n"
          "    for b in range(len(ret)):\n"
          "        g = [x for x, h in zip(ret, group_ids.tolist()) if h == int(group_ids[b])]\n"
          "        out[b, mask[b]] = ret[b] - sum(g) / len(g)\n"
          "    return out\n"),
-        ("group loop", "    ret = (rewards * mask).sum(1)\n"
-         "    adv = torch.zeros_like(ret)\n"
-         "    for g in group_ids.unique():\n"
-         "        m = group_ids == g\n"
-         "        adv[m] = ret[m] - ret[m].mean()\n"
-         "    return adv.unsqueeze(1).expand_as(mask).masked_fill(~mask, 0)\n"),
         ("double", "(rewards * mask).sum(1)",
          "(rewards.double() * mask).sum(1)", ".float()", ".double()"),
         ("where at end", "return (returns - baseline)[:, None] * mask",
          "return torch.where(mask, (returns - baseline)[:, None], 0.0)"),
-        ("mean * len", "(rewards * mask).sum(1)",
-         "(rewards * mask).sum(1) / mask.sum(1) * mask.sum(1)"),
         ("nansum", "(rewards * mask).sum(1)", "rewards.masked_fill(~mask, float('nan')).nansum(1)"),
     ],
 }  # fmt: skip
