@@ -14,7 +14,7 @@ from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, opens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from core.chat_template import clean_message, prompt_ids, render, render_calls, with_system
+from core.chat_template import clean_message, prompt_ids, with_system
 from core.context import Agent, Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
@@ -439,20 +439,6 @@ def test_a_program_and_an_environment_of_the_same_tools_sample_after_the_same_id
     assert ours.tools == theirs.tools == ["add", "crash", "repeat"]
 
 
-def test_a_rollout_with_calls_is_the_rendered_conversation(policy):
-    """Qwen's template only appends, so its own text of the conversation has the same ids."""
-    with_template(policy, QWEN)
-    call = f"<tool_call>\n{A}\n</tool_call>"
-    _, sampler = play(policy, f"{call}\n{call}", call, "ok")
-    two, one = ([("add", {"a": 2, "b": 3})] * n for n in (2, 1))
-    result = {"role": "tool", "content": "5"}
-    tail = render_calls(policy.tokenizer, "", two, [result, result]).partition("?<|im_end|>\n")[2]
-    tail += render_calls(policy.tokenizer, "", one, [result]).partition("?<|im_end|>\n")[2]
-    text = render(policy.tokenizer, [user("Add.")], open_turn=False, tools=schemas(Adder()))
-    text += tail + "<|im_start|>assistant\n"
-    assert sampler.prompts[-1] == policy.tokenizer.encode(text, add_special_tokens=False)
-
-
 REFUSED = {
     "unknown": (call_text("subtract", a=1), "there is no tool 'subtract'; there are add, crash"),
     "missing": (call_text("add", a=1), "add: missing a required argument: 'b'"),
@@ -508,30 +494,25 @@ def test_async_tools_are_awaited_in_one_event_loop(policy):
     assert rollout.info["tool_errors"] == 2 and not rollout.error
 
 
-def test_the_letters_of_a_result_are_those_that_the_tool_returned(policy):
+def test_the_letters_of_a_result_are_those_that_the_tool_returned():
     """Escaped, as Krak\\u00f3w, they would be several tokens each."""
 
-    @register("towns")
-    class Towns(Adder):
-        def __init__(self):
-            super().__init__()
-            self.tools = (self.town,)
+    def town() -> dict:
+        """Names a town."""
+        return {"name": "Kraków, 東京", "sizes": ["größer", 0]}
 
-        def town(self, place: int) -> dict:
-            """
-            Names a town.
+    assert content_of(town, {}) == '{"name": "Kraków, 東京", "sizes": ["größer", 0]}'
 
-            Args:
-                place: Its number.
-            """
-            return {"name": ["Kraków", "東京"][place], "sizes": ["größer", place]}
 
-    calls = call_text("town", place=0) + call_text("town", place=1)
-    with_template(policy, FAMILIES["none"].template)
-    rollout, _ = play(policy, calls, "ok", env="towns")
-    assert results(rollout) == [
-        '{"name": "Kraków", "sizes": ["größer", 0]}', '{"name": "東京", "sizes": ["größer", 1]}'
-    ]  # fmt: skip
+def content_of(tool, arguments):
+    """What the policy reads after a call of this tool."""
+    env = Adder()
+    env.tools = [tool]
+    env = ToolEnv(env, lambda _: [Call(tool.__name__, arguments)])
+    env.reset(0)
+    content = env.step("").message["content"]
+    env.close()
+    return content
 
 
 def tag(
@@ -566,12 +547,7 @@ def tag(
      "error: tag: words.0 must be of the type string"),
 ])  # fmt: skip
 def test_arguments_are_checked_against_the_type_hints(arguments, result):
-    env = Adder()
-    env.tools = [tag]
-    env = ToolEnv(env, lambda _: [Call("tag", arguments)])
-    env.reset(0)
-    assert env.step("").message["content"] == result
-    env.close()
+    assert content_of(tag, arguments) == result
 
 
 def test_a_result_is_cut_and_cannot_forge_a_turn(policy):
