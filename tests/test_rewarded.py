@@ -215,21 +215,20 @@ def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
     assert opened == [f"Say {n}." for n in range(100, 108)]  # the first eight of an evaluation
 
 
-@pytest.mark.parametrize("prompt", [
-    "read! " * 2_000, [{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"],
-    [{"role": "user", "content": "read! " * 2_000}, {"role": "user", "content": "a"}],
-])  # fmt: skip
-def test_a_row_that_cannot_be_rendered_is_left_out_before_the_run_begins(command, prompt):
-    write("some.jsonl", [{"prompt": prompt}, *ROWS[:30]])
-    write("none.jsonl", [{"prompt": prompt}])
+def test_rows_that_cannot_be_rendered_are_left_out_before_the_run_begins(command):
+    long = "read! " * 2_000
+    wrong = [long, [{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"],
+             [{"role": "user", "content": long}, {"role": "user", "content": "a"}]]  # fmt: skip
+    write("none.jsonl", [{"prompt": prompt} for prompt in wrong])
+    write("some.jsonl", [*({"prompt": prompt} for prompt in wrong), *ROWS[:30]])
     some, none, rows = (f"rewarded:data={x}.jsonl,reward=rewards.py:zero"
                         for x in ("some", "none", "rows"))  # fmt: skip
     options = "--num-prompts", 1, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 2
     code, out, err = command("--env", some, *options)
-    assert code == 0 and out.count("some.jsonl: left out 1 rows that cannot be a prompt; the") == 1
+    assert code == 0 and out.count("some.jsonl: left out 5 rows that cannot be a prompt; the") == 1
     assert "failed" not in out + err
     code, _, err = command("--env", none, "--eval-env", rows, *options)
-    assert code == 2 and "left out 1 rows" in err and "leaves 0 for training and" in err
+    assert code == 2 and "left out 5 rows" in err and "leaves 0 for training and" in err
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -261,12 +260,12 @@ def test_a_lock_of_a_module_works_in_all_batches_whichever_thread_calls(policy):
         assert list(pool.map(step_all, range(6))) == [[1.0] * 4] * 6
 
 
-@pytest.mark.parametrize("value", [None, "", " \n", []])
-def test_rows_whose_prompt_is_empty_are_left_out_and_counted(capsys, value):
-    write("gaps.jsonl", [{"prompt": value}, *({"prompt": f"row {n}"} for n in range(40))])
+def test_rows_whose_prompt_is_empty_are_left_out_and_counted(capsys):
+    rows = [*(f"row {n}" for n in range(40)), None, "", " \n", []]
+    write("gaps.jsonl", [{"prompt": prompt} for prompt in rows])
     env = make("rewarded:data=gaps.jsonl,reward=rewards.py:two")
     assert len(env.train) + len(env.test) == 40
-    assert "left out 1 of 41 rows, whose 'prompt' is empty" in capsys.readouterr().err
+    assert "left out 4 of 44 rows, whose 'prompt' is empty" in capsys.readouterr().err
 
 
 def test_an_evaluation_asks_each_row_of_the_data_once():
@@ -455,12 +454,6 @@ def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
     env.reset(0)
     info = env.step("?").info
     assert (info["reward_rewards_accuracy"], info["reward_second_accuracy"]) == (0.0, 0.25)
-
-
-def test_check_prints_an_error_of_one_line_once():
-    report = check_env("rewarded:data=rows.jsonl,reward=rewards.py:raises", 3, other_process=False)
-    [problem] = report.problems
-    assert "KeyError: 'judge'" in problem and "inf" not in "".join(report.lines())
 
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
