@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from core.run.console import Display, print_line, printable, sparkline
+from core.run.console import Display, print_line, sparkline
 from core.types import Rollout
 
 RECORD = {
@@ -98,21 +98,6 @@ def test_terminal_shows_progress_metrics_and_a_completion(monkeypatch):
     for part in ("warm start", "20/20", "3/3", "[b]quiet[/b]", "reward", "worked", "how many?",
                  "[b]3[/b]", "[held-out] accuracy"):  # fmt: skip
         assert part in text
-
-
-def test_text_of_others_cannot_write_control_characters(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    file, attack = io.StringIO(), "\x1b]0;renamed\x07"
-    rollout = Rollout("e", "player", 0, 0, [{"role": "assistant", "content": f"a{attack}"}])
-    console = Console(file=file, highlight=False, force_terminal=True)
-    with Display("x", console) as display:
-        with display.phase("evaluation", 1) as phase:
-            phase.advance(f"b{attack}")
-        display.update(1, RECORD, [rollout])
-        display.say(f"c{attack}")
-    shown = file.getvalue()
-    assert attack not in shown and printable("é\u3000\u200d\n\t") == "é\u3000\u200d\n\t"
-    assert all(f"{letter}\ufffd]0;renamed\ufffd" in shown for letter in "abc")
 
 
 def test_the_screen_says_how_far_the_run_is_and_for_how_long(monkeypatch):
