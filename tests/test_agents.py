@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import AGENTS
+from conftest import AGENTS, PROGRAM
 
 from core.batching import to_rollout_batch
 from core.context import Renderer
@@ -112,6 +112,11 @@ def run(task, client):
     return {"reward": 1.0, "conversations": len(conversations)}
 """
 
+ONE_REQUEST = """
+def run(task, client):
+    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+    return 1.0
+"""
 CALL = '<tool_call>{"name": "look", "arguments": {"at":   "é"}}</tool_call>'
 
 
@@ -376,6 +381,8 @@ def run(task, client):
 CAUSES = {
     "client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': IMAGE}])":
         "ValueError: no request of the program was answered: only contents of text are supported",
+    "client.chat.completions.create(model='m', messages=[], tools=[{'type': 'web_search'}])":
+        "ValueError: no request of the program was answered: a tool of the type 'web_search'",
     "client.embeddings.create(model='m', input='x')":
         "ValueError: no request of the program was answered: /v1/embeddings: there is no such",
     "client.moderations.create(input='x')":
@@ -528,29 +535,6 @@ async def run(task):
     wait_for(lambda: not thread.is_alive())
 
 
-NO = "no request of the program was answered: "
-
-
-@pytest.mark.parametrize("pause", [0, 2 * agent.POLL])
-@pytest.mark.parametrize("request_, reason", [
-    ('messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]',
-     NO + "only contents of text are supported"),
-    ('messages=[], tools=[{"type": "web_search"}]', NO + "a tool of the type 'web_search'"),
-])  # fmt: skip
-def test_an_episode_without_an_answer_says_why(policy, write, request_, reason, pause):
-    spec = write(f"""
-import time
-def run(task, client):
-    time.sleep({pause})
-    try:
-        client.chat.completions.create(model="m", {request_})
-    except Exception:
-        return 1.0
-""")
-    [rollout] = collect(policy, spec, num=1)
-    assert rollout.error.startswith(f"ValueError: {reason}")
-
-
 def test_far_too_much_text_is_refused_without_tokenizing_it(policy, write, monkeypatch):
     texts, encode = [], policy.tokenizer.encode
     spy = lambda text, **options: texts.append(text) or encode(text, **options)  # noqa: E731
@@ -575,20 +559,7 @@ def run(task, client):
     assert max(map(len, texts)) < 100_000
 
 
-def test_the_programs_client_asks_no_proxy(policy, write, monkeypatch):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    spec = write("""
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
-    return 1.0
-""")
-    assert [r.error for r in collect(policy, spec, num=1)] == [""]
-
-
-@pytest.mark.parametrize("num, pause", [(4, 0), (1, 9)])
+@pytest.mark.parametrize("num, pause", [(4, 0), (1, 3)])
 def test_a_program_may_wait_for_another_and_longer_than_a_call(policy, write, num, pause):
     spec = write(f"""
 import threading, time
@@ -600,7 +571,7 @@ def run(task, client):
         time.sleep({pause})
     return 1.0
 """, timeout=60)  # fmt: skip
-    rollouts = collect(policy, spec, num, env_timeout=8 if pause else 0)
+    rollouts = collect(policy, spec, num, env_timeout=2 if pause else 0)
     assert [(r.error, r.episode_return, len(r.turns)) for r in rollouts] == [("", 1.0, 2)] * num
 
 
@@ -611,11 +582,7 @@ def test_the_time_of_sampling_is_not_the_programs(policy, write, monkeypatch):
             return super().step()
 
     now = time.monotonic
-    spec = write("""
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return 1.0
-""", timeout=300)  # fmt: skip
+    spec = write(ONE_REQUEST, timeout=300)  # fmt: skip
     [rollout] = collect(policy, spec, 1, sampler=Slow(policy))
     assert (rollout.error, rollout.episode_return) == ("", 1.0)
 
@@ -641,11 +608,7 @@ def run(task, client):
 
 
 def test_a_prompt_needs_room_for_a_token(policy, write):
-    spec = write("""
-def run(task, client):
-    client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
-    return 1.0
-""")
+    spec = write(ONE_REQUEST)
     [rollout] = collect(policy, spec, 1)
     policy.max_length = len(rollout.turns[0].prompt_ids) + 1
     [rollout] = collect(policy, spec, 1)
@@ -984,21 +947,9 @@ def test_agents_of_frameworks_play_to_their_end(name):
     )
 
 
-def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(
-    command, qwen3_folder, write, tmp_path
-):
-    spec = write("""
-async def run(task, base_url, api_key):
-    import openai
-    client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key)
-    messages = [{"role": "user", "content": str(task["n"])}]
-    for _ in range(2):
-        answer = await client.chat.completions.create(model="m", messages=messages)
-        messages += [answer.choices[0].message, {"role": "user", "content": "on"}]
-    return len(answer.choices[0].message.content) % 3 / 2
-""")
-    flags = f"""--model-id {qwen3_folder} --env {spec} --num-prompts 2 --group-size 4 --max-tokens 8
-        --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
+def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(command, qwen3_folder, tmp_path):
+    flags = f"""--model-id {qwen3_folder} --env {PROGRAM} --num-prompts 2 --group-size 4
+        --max-tokens 8 --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
     code, _, err = command(*flags, "--num-updates", "4", "--run-name", "whole")
     assert (code, err) == (0, "")
     assert command(*flags, "--num-updates", "2", "--run-name", "part")[0] == 0

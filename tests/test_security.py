@@ -1,4 +1,4 @@
-"""Code from others does not run, keys stay here, and no request goes to a host of others.
+"""Code from others does not run, and keys stay here.
 
 Each attack is real: a careless reader of the same file would run it, and create the file `marker`.
 ruff's rules in pyproject.toml reject eval, exec, pickle, shells and unsafe YAML in our own source.
@@ -10,8 +10,6 @@ import itertools
 import json
 import os
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,9 +17,8 @@ import pytest
 import torch
 import transformers
 import yaml
-from conftest import LoopbackServer, save_small
-from test_openai_sampler import Server
-from test_wikipedia_maze import visit
+from conftest import save_small
+from test_openai_sampler import server  # noqa: F401
 
 from core import config
 from core.extras import chat
@@ -30,11 +27,10 @@ from core.optimizer import make_optimizer
 from core.run import cli
 from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError
-from environments import registry, wikipedia
+from environments import registry
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
 from environments.registry import make
-from environments.wikipedia_maze import WikipediaMaze
 
 SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
     --device cpu --run-name a""".split()
@@ -224,18 +220,18 @@ def test_what_the_command_line_names_needs_no_trust(tmp_path):
 
 
 def test_the_key_is_sent_to_an_address_of_the_command_line_only(tmp_path, monkeypatch):
-    server = {"base_url": "http://there/v1", "num_updates": 0}
+    saved = {"base_url": "http://there/v1", "num_updates": 0}
     evaluate = ["--sampler", "openai"]
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    assert parse(tmp_path, evaluate, **server).base_url == "http://there/v1"
+    assert parse(tmp_path, evaluate, **saved).base_url == "http://there/v1"
     monkeypatch.setenv("OPENAI_API_KEY", "secret-7")
     with pytest.raises(UsageError, match="would send OPENAI_API_KEY to http://there/v1"):
-        parse(tmp_path, evaluate, **server)
+        parse(tmp_path, evaluate, **saved)
     monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "a: secret-8")  # openai sends it to any server
     with pytest.raises(UsageError, match="would send OPENAI_API_KEY OPENAI_CUSTOM_HEADERS to http"):
-        parse(tmp_path, evaluate, **server)
+        parse(tmp_path, evaluate, **saved)
     here = [*evaluate, "--base-url", "http://here/v1"]
-    assert parse(tmp_path, here, **server).base_url == "http://here/v1"
+    assert parse(tmp_path, here, **saved).base_url == "http://here/v1"
 
 
 @pytest.mark.parametrize("spec", [
@@ -293,76 +289,6 @@ def test_a_run_does_not_bring_its_own_scratch_py(tmp_path, monkeypatch):
     assert parse(tmp_path, [], algo="scratch").algo == "scratch"
 
 
-OTHER_HOSTS = [  # links of a page; the policy asks for them too
-    *("//evil.example/wiki/Evil", "https://evil.example/wiki/Evil", "http:/evil.example/wiki/Evil"),
-    *("\\\\evil.example\\wiki\\Evil", "https://127.0.0.1@evil.example/wiki/Evil"),
-    *("javascript:alert(1)", "data:text/html,Evil"),
-]
-TITLES = ["/evil.example/A", "../../evil.example/B?c=d&page=C", "@evil.example"]  # valid titles
-
-
-class Wiki(BaseHTTPRequestHandler):
-    """A page full of links to other hosts; 'Away' is a redirect to the other server."""
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        title = self.path.partition("page=")[2].partition("&")[0]
-        self.send_response(302 if title == "Away" else 200)
-        self.send_header("Location", self.server.other_url)
-        self.send_header("Refresh", f"0; url={self.server.other_url}")
-        self.end_headers()
-        links = [*OTHER_HOSTS, *(f"/wiki/{title}" for title in (*TITLES, "Away"))]
-        text = "".join(f'<p>see <a href="{link}">x</a></p>' for link in links)
-        answer = {"parse": {"title": title, "text": f"{text}<base href='//evil.example/'>"}}
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.fixture
-def serve():
-    """Starts a server with a handler. Each notes in `asked` what it was asked."""
-    servers = []
-
-    def start(handler):
-        server = LoopbackServer(handler)
-        server.asked = []
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-def test_the_live_wiki_asks_no_other_host(serve, monkeypatch):
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    wikipedia.fetch_page.cache_clear()
-    here, there = serve(Wiki), serve(Wiki)
-    here.other_url = f"http://127.0.0.1:{there.server_port}/w/api.php?page=Evil"
-    base_url = f"http://127.0.0.1:{here.server_port}/w/api.php"
-    env = WikipediaMaze(live=True, base_url=base_url, start="Home", target="Deep", max_visits=99)
-    for wish in OTHER_HOSTS:
-        env.reset(0)
-        assert env.links == [*TITLES, "Away"]
-        assert env.step(visit(wish)).reward < 0  # not a link of this page
-    for title in TITLES:
-        env.reset(0)
-        assert not env.step(visit(title)).done
-    env.reset(0)
-    with pytest.raises(EnvFailure, match="Away: HTTP status 302"):
-        env.step(visit("Away"))
-    assert len(here.asked) > 4 and there.asked == []
-    assert all(path.startswith("/w/api.php?action=parse&page=") for path in here.asked)
-    wikipedia.fetch_page.cache_clear()
-    for hidden in ("https://en.wikipedia.org@evil.example/api.php", "//evil.example/"):
-        with pytest.raises(UsageError, match="base_url"):
-            WikipediaMaze(live=True, base_url=hidden)
-
-
 SECRETS = {
     "OPENAI_API_KEY": "sk-openai-61f0c2", "HF_TOKEN": "hf_hub_93be1d",
     "WANDB_API_KEY": "wandb-5527aa", "FOO_SECRET": "foo-secret-c04e77",
@@ -388,11 +314,9 @@ def test_a_run_writes_no_secret_of_its_environment(command, secrets):
     assert not [secret for secret in SECRETS.values() if secret in out]
 
 
-def test_a_run_with_a_server_writes_no_key(command, secrets, serve):
-    server = serve(Server)
-    server.failures, server.finish, server.broken = [], "stop", {}
+def test_a_run_with_a_server_writes_no_key(command, secrets, server):  # noqa: F811
     flags = "--sampler openai --num-updates 0 --eval-num-tasks 4 --run-name a --model-id m".split()
-    code, out, err = command(*flags, "--base-url", f"http://127.0.0.1:{server.server_port}/v1")
+    code, out, err = command(*flags, "--base-url", server.url)
     assert (code, err) == (0, "")
     assert {key for _, _, key in server.asked} == {f"Bearer {SECRETS['OPENAI_API_KEY']}"}
     assert leaks(Path("runs")) == []

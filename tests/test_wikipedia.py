@@ -9,6 +9,7 @@ import pytest
 from conftest import LoopbackServer
 from test_wikipedia_maze import visit, walk
 
+from core.types import UsageError
 from environments import wikipedia
 from environments.base import EnvFailure
 from environments.wikipedia_maze import WikipediaMaze
@@ -26,17 +27,31 @@ ARTICLES = {
     "Food": '<p>It needs <a href="/wiki/Broken">x</a>, <a href="/wiki/Fail">f</a>, '
     '<a href="/wiki/Gone">g</a>, <a href="/wiki/Odd_%22%C3%A9%22">q</a>.</p>',
 }
+OTHER_HOSTS = [  # links of a page; the policy asks for them too
+    *("//evil.example/wiki/Evil", "https://evil.example/wiki/Evil", "http:/evil.example/wiki/Evil"),
+    *("\\\\evil.example\\wiki\\Evil", "https://127.0.0.1@evil.example/wiki/Evil"),
+    *("javascript:alert(1)", "data:text/html,Evil"),
+]
+TITLES = ["/evil.example/A", "../../evil.example/B?c=d&page=C", "@evil.example"]  # valid titles
+LINKS = [*OTHER_HOSTS, *(f"/wiki/{title}" for title in (*TITLES, "Away"))]
+ARTICLES["Home"] = "<base href='//evil.example/'>" + "".join(
+    f'<p>see <a href="{link}">x</a></p>' for link in LINKS
+)
+ARTICLES |= dict.fromkeys(TITLES, ARTICLES["Deep"])
 REDIRECTS = {"Sea water": "Sea", "Ocean": "Sea"}
 
 
 class Wiki(BaseHTTPRequestHandler):
     def do_GET(self):
+        self.server.asked.append(self.path)
         url = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(url.query).items()}
         assert (query["action"], query["prop"], query["format"]) == ("parse", "text", "json")
         title = REDIRECTS.get(query["page"], query["page"])
-        self.send_response(500 if title == "Fail" else 200)
+        self.send_response({"Fail": 500, "Away": 302}.get(title, 200))
         self.send_header("Content-Type", "application/json")
+        self.send_header("Location", self.server.elsewhere)  # read in a redirect
+        self.send_header("Refresh", f"0; url={self.server.elsewhere}")
         self.end_headers()
         if title in ARTICLES:
             answer = {"parse": {"title": title, "pageid": 1, "text": ARTICLES[title]}}
@@ -50,15 +65,28 @@ class Wiki(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def wiki(monkeypatch):
+def servers(monkeypatch):
+    """A wiki, and another host to which `Away` is a redirect; `asked`: the paths of requests."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     wikipedia.fetch_page.cache_clear()
-    server = LoopbackServer(Wiki)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/w/api.php"
-    server.shutdown()
-    server.server_close()
+    servers = [LoopbackServer(Wiki), LoopbackServer(Wiki)]
+    for server in servers:
+        server.asked, server.elsewhere = [], url_of(servers[1])
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield servers
+    for server in servers:
+        server.shutdown()
+        server.server_close()
     wikipedia.fetch_page.cache_clear()
+
+
+@pytest.fixture
+def wiki(servers):
+    return url_of(servers[0])
+
+
+def url_of(server):
+    return f"http://127.0.0.1:{server.server_port}/w/api.php"
 
 
 def live(wiki, start="Salt", target="Deep", **options):
@@ -109,3 +137,23 @@ def test_a_page_that_does_not_exist_ends_the_episode_with_reward_0(wiki):
     assert (step.reward, step.done, step.message) == (0.0, True, None)
     assert step.info["correct"] is False and step.info["visits"] == 1
     assert step.info["error"].startswith("Gone: ")
+
+
+def test_no_other_host_is_asked(servers):
+    here, there = servers
+    env = live(url_of(here), start="Home", max_visits=99)
+    for wish in OTHER_HOSTS:
+        env.reset(0)
+        assert env.links == [*TITLES, "Away"]
+        assert env.step(visit(wish)).reward < 0  # not a link of this page
+    for title in TITLES:
+        env.reset(0)
+        assert not env.step(visit(title)).done
+    env.reset(0)
+    with pytest.raises(EnvFailure, match="Away: HTTP status 302"):
+        env.step(visit("Away"))
+    assert len(here.asked) > 4 and there.asked == []
+    assert all(path.startswith("/w/api.php?action=parse&page=") for path in here.asked)
+    for hidden in ("https://en.wikipedia.org@evil.example/api.php", "//evil.example/"):
+        with pytest.raises(UsageError, match="base_url"):
+            live(hidden)
