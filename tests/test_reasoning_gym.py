@@ -4,15 +4,15 @@ import functools
 import random
 import re
 
-import pytest
-
-pytest.importorskip("reasoning_gym", reason="needs picorl[envs]")
-
 import numpy as np
+import pytest
+from conftest import needs
 
 from core.types import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
 from environments.registry import make
+
+pytestmark = needs("envs", "reasoning_gym")
 
 DATASETS = "chain_sum simple_integration n_queens".split()
 

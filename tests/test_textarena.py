@@ -2,14 +2,14 @@
 
 import random
 
-import pytest
-
-pytest.importorskip("textarena", reason="needs picorl[envs]")
-
 import numpy as np
+import pytest
+from conftest import needs
 
 from environments.adapters.textarena import TextArena
 from environments.registry import make
+
+pytestmark = needs("envs", "textarena")
 
 
 def play(env, seed, *actions):

@@ -1,11 +1,12 @@
 """TextWorld: commands, rewards, seeds, demonstrations. Compiling a game takes a second or more."""
 
 import pytest
-
-pytest.importorskip("textworld", reason="needs picorl[envs]")
+from conftest import needs
 
 from environments.adapters.textworld import LEVELS, TextWorld, read_command
 from environments.registry import make
+
+pytestmark = needs("envs", "textworld")
 
 
 @pytest.mark.parametrize(
