@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import train
 from core.episodes import RolloutCollector
 
-SMALL = """--num-updates 6 --num-prompts 2 --group-size 4 --eval-num-tasks 4 --eval-every 0
+SMALL = """--num-updates 5 --num-prompts 2 --group-size 4 --eval-num-tasks 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
 
 
@@ -52,9 +52,9 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, seen, staleness
     flags = "--staleness", staleness, "--lora-rank", rank
     assert command(*SMALL, *flags, "--run-name", "a")[0] == 0
     sampling, training = seen()
-    assert len(training) == 6
+    assert len(training) == 5
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
-    for update in range(6):
+    for update in range(5):
         assert torch.equal(sampling[update], training[max(0, update - staleness)]), update
     gaps = [record["gap/logprob_mean"] for record in metrics_of("a")[1:]]
     assert gaps[0] < 1e-5  # the first update has no older weights
@@ -66,7 +66,7 @@ def test_a_resumed_run_samples_from_the_same_older_weights(command):
     assert code == 0 and "sampler_gap" not in out
     whole = metrics_of("a")
     newest = max(Path("runs/a/checkpoint").iterdir())
-    shutil.rmtree(newest)  # so update 6 is repeated
+    shutil.rmtree(newest)  # so update 5 is repeated
     code, _, err = command("--resume", "runs/a")
     assert code == 0, err
     assert newest.exists() and metrics_of("a") == whole
@@ -83,7 +83,7 @@ def test_a_failed_collection_leaves_the_newest_weights(command, seen, monkeypatc
 
     monkeypatch.setattr(RolloutCollector, "collect", fail_in_update_3)
     with pytest.raises(RuntimeError, match="no environment"):
-        command(*SMALL, "--staleness", 1, "--eval-num-tasks", 0, "--run-name", "a")
+        command(*SMALL, "--staleness", 1, "--run-name", "a")
     assert torch.equal(sampling[2], training[1])  # the older ones
     newest = max(Path("runs/a/checkpoint").iterdir())  # of the end of update 2
     saved = load_file(newest / "weights.safetensors")
