@@ -202,12 +202,11 @@ def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_fil
     assert code == 0, err
 
 
-@pytest.mark.parametrize("algo", ["scratch", "scratch.py"])
-def test_a_run_imports_the_exercises_once(command, monkeypatch, algo):
+def test_a_run_imports_the_exercises_once(command, monkeypatch):
     monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
     count = "with open('imports.txt', 'a') as file:\n    file.write('x')\n"
     Path("scratch.py").write_text(f"{solved()}\n{count}", encoding="utf-8")
-    code, out, err = command(*SHORT, "--algo", algo, "--run-name", "mine")
+    code, out, err = command(*SHORT, "--algo", "scratch", "--run-name", "mine")
     assert code == 0 and "picoRL · scratch (exercises 3, 5, 8) · vowels" in out, err
     assert Path("imports.txt").read_text() == "x"
     assert command("--resume", "runs/mine", "--num-updates", "2")[0] == 0
