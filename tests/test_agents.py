@@ -468,7 +468,6 @@ def run(task, base_url, api_key):
 
 @pytest.mark.parametrize("ask", [
     'await openai.AsyncOpenAI(base_url=url, api_key=key, http_client=HTTP).responses.create(',
-    'await asyncio.to_thread(openai.OpenAI(base_url=url, api_key=key).responses.create, ',
     'openai.OpenAI(base_url=url, api_key=key).responses.create(',  # keeps the loop
 ])  # fmt: skip
 def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write, ask):
