@@ -4,8 +4,6 @@ import io
 import itertools
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -284,7 +282,6 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
 
 
-def test_help_explains_the_settings():
-    command = [sys.executable, "-m", "core.chat", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "Sampling temperature" in done.stdout
+def test_help_explains_the_settings(talk):
+    code, out, _ = talk("--help")
+    assert code == 0 and "Sampling temperature" in out
