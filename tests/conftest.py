@@ -6,6 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when Hugging Face's libraries are imp
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small tensors slower
 
 import copy
+import json
 import signal
 import sys
 from functools import cache
@@ -123,6 +124,13 @@ def load_small(folder, **options):
 @cache
 def _load_once(folder, options):
     return load_policy(folder, device="cpu", **dict(options))
+
+
+def metrics_of(run):
+    """The records of a run, but for its times."""
+    lines = Path(run, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = map(json.loads, lines)
+    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
 class AtOnce(Sampler):

@@ -16,14 +16,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import AGENTS, PROGRAM
+from conftest import AGENTS, PROGRAM, metrics_of
 
 from core.batching import to_rollout_batch
 from core.context import Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents
 from core.loading import load_policy
-from core.run.log import read_records
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
@@ -946,18 +945,14 @@ def test_agents_of_frameworks_play_to_their_end(name):
     )
 
 
-def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(command, qwen3_folder, tmp_path):
+def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(command, qwen3_folder):
     flags = f"""--model-id {qwen3_folder} --env {PROGRAM} --num-prompts 2 --group-size 4
         --max-tokens 8 --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
     code, _, err = command(*flags, "--num-updates", "4", "--run-name", "whole")
     assert (code, err) == (0, "")
     assert command(*flags, "--num-updates", "2", "--run-name", "part")[0] == 0
     assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
-    whole, part = (
-        [{k: v for k, v in record.items() if not k.startswith("time/")}
-         for record in read_records(tmp_path / "runs" / name / "metrics.jsonl")]
-        for name in ("whole", "part")
-    )  # fmt: skip
+    whole, part = metrics_of("runs/whole"), metrics_of("runs/part")
     rewards = [r["reward/mean"] for r in whole if "reward/mean" in r]
     assert len(rewards) == 4 and len({*rewards}) > 1
     assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 4

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROGRAM
+from conftest import PROGRAM, metrics_of
 
 from core import distributed
 from core.run import cli
@@ -37,11 +37,6 @@ def launch(folder, *args, ranks=2, restarts=0, program=ROOT / "train.py", **opti
 def finish(process, seconds=240):
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
-
-
-def metrics_of(run):
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in records]
 
 
 def assert_alike(ours, theirs, tolerance=1e-5):

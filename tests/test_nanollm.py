@@ -17,10 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import PROGRAM, save_small
+from conftest import PROGRAM, metrics_of, save_small
 from test_process_state import state
 from test_sampler import staggered, trainer_gap
-from test_train import metrics_of
 
 from core import nanollm, weight_sharing
 from core.loading import load_policy
@@ -487,7 +486,7 @@ def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
 
     code, _, err = command("--run-name", "whole", "--device", device, *SMALL)
     assert (code, err) == (0, "")
-    records = metrics_of(Path("runs/whole"))
+    records = metrics_of("runs/whole")
     updates = [r for r in records if r.get("update", 0) > 0]
     assert len(updates) == 4
     for record in updates:
@@ -507,14 +506,14 @@ def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
     assert code == 130
     assert "stopped and saved" in out
     assert command("--resume", "runs/stopped")[0] == 0
-    assert metrics_of(Path("runs/stopped")) == records
+    assert metrics_of("runs/stopped") == records
 
 
 def test_a_program_is_trained_on_what_vllm_sampled(command, device):
     flags = f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --num-updates 2 --run-name program"
     code, _, err = command("--device", device, *SMALL, *flags.split())
     assert (code, err) == (0, "")
-    updates = [r for r in metrics_of(Path("runs/program")) if r.get("update", 0) > 0]
+    updates = [r for r in metrics_of("runs/program") if r.get("update", 0) > 0]
     assert len(updates) == 2
     for record in updates:
         assert record["tokens/trained"] == record["tokens/sampled"] > 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import AtOnce, LoopbackServer, load_small
+from conftest import AtOnce, LoopbackServer, load_small, metrics_of
 
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
@@ -18,7 +18,6 @@ from core.extras import opponents
 from core.extras.opponents import Opponents, copies_at, load_opponent
 from core.run import checkpoint
 from core.run import folder as run_dir
-from core.run.log import read_records
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError
@@ -278,13 +277,6 @@ def test_a_model_behind_a_server_plays_and_leaves_the_context_of_the_policy(poli
 FLAGS = """--env nim:opponent=older:1 --eval-env nim:opponent=older:1 nim:opponent=guess
     --num-prompts 2 --group-size 2 --eval-num-tasks 6 --eval-every 0 --save-every 1
     --max-tokens 6 --device cpu --lr 1e-3""".split()
-
-
-def metrics_of(run):
-    return [
-        {k: v for k, v in record.items() if not k.startswith("time/")}
-        for record in read_records(Path(run, "metrics.jsonl"))
-    ]
 
 
 @pytest.mark.slow

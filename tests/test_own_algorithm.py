@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import needs
+from conftest import metrics_of, needs
 
 from core.algorithm import algorithm_names, load_algorithm
-from core.run.log import read_records
 
 ROOT = Path(__file__).parent.parent
 MINE = '''
@@ -57,18 +56,13 @@ SHORT = """--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --ev
     --microscope 64""".split()
 
 
-def records(run):
-    kept = read_records(Path("runs", run, "metrics.jsonl"))
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in kept]
-
-
 @pytest.mark.parametrize("text", [MINE, MINE.replace("(LoopOptions)", "")], ids=["loop", "plain"])
 def test_a_file_trains_logs_reports_and_resumes(command, text):
     Path("mine.py").write_text(text)
     algo = ["--algo", "mine.py", "--mine.beta", "0.5"]
     code, out, err = command(*SHORT, *algo, "--num-updates", "2", "--run-name", "whole")
     assert code == 0 and "picoRL · mine · letter_counting" in out and "beta=0.5" in out, err
-    last = records("whole")[-1]
+    last = metrics_of("runs/whole")[-1]
     assert last["update/steps"] == 1 and 0 < last["mine/gain"] < 1 and last["grad/norm"] >= 0
     assert 0 <= last["mine/solved"] <= 1
     saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())
@@ -79,7 +73,7 @@ def test_a_file_trains_logs_reports_and_resumes(command, text):
     assert command(*SHORT, *algo, "--num-updates", "1", "--run-name", "parts")[0] == 0
     Path("mine.py").unlink()  # the run has a copy
     assert command("--resume", "runs/parts", "--num-updates", "2")[0] == 0
-    assert records("parts")[1:] == records("whole")[1:]
+    assert metrics_of("runs/parts")[1:] == metrics_of("runs/whole")[1:]
     code, _, err = command("--resume", "runs/parts", "--mine.beta", "0.6")
     assert code == 2 and "mine.beta is 0.5 in this run, not 0.6" in err
 
@@ -102,7 +96,7 @@ def test_its_warnings_are_those_of_any_algorithm(command):
     equal = ["--env", "gymnasium:id=CartPole-v1", "--max-turns", "1", "--num-updates", "3"]
     code, out, _ = command(*algo, *equal, "--eval-num-tasks", "0", "--run-name", "equal")
     assert code == 0 and "warning: dead_groups: in all 3 updates" in out
-    assert "dead_groups" in records("equal")[-1]["warnings"]
+    assert "dead_groups" in metrics_of("runs/equal")[-1]["warnings"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The programs on a pretended Windows (pretend_windows.py), and with an output in ASCII."""
 
-import json
 import os
 import signal
 import subprocess
@@ -9,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import metrics_of
 from pretend_windows import ROOT, environment
 
 SMALL = "--num-prompts 4 --num-updates 2 --eval-num-tasks 16 --run-name a".split()
@@ -55,13 +55,6 @@ def finished(windows):
         return output
 
     return run
-
-
-def metrics_of(run):
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith("time/")} for line in lines
-    ]
 
 
 def end_when(process, finished, end):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
+from conftest import metrics_of
 from safetensors.torch import load_file
 from test_sampler import trainer_gap
-from test_train import metrics_of
 
 from core.config import Config
 from core.extras import chat

@@ -1,12 +1,12 @@
 """--staleness: which weights sample, which train, and that a resumed run goes on exactly."""
 
 import itertools
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import metrics_of
 from safetensors.torch import load_file
 
 import train
@@ -14,11 +14,6 @@ from core.episodes import RolloutCollector
 
 SMALL = """--num-updates 5 --num-prompts 2 --group-size 4 --eval-num-tasks 0
     --save-every 1 --max-tokens 16 --lr 1e-3 --entropy-coef 0.1 --device cpu""".split()
-
-
-def metrics_of(run):
-    lines = Path("runs", run, "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k[:5] != "time/"} for line in lines]
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, seen, staleness
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(training))
     for update in range(5):
         assert torch.equal(sampling[update], training[max(0, update - staleness)]), update
-    gaps = [record["gap/logprob_mean"] for record in metrics_of("a")[1:]]
+    gaps = [record["gap/logprob_mean"] for record in metrics_of("runs/a")[1:]]
     assert gaps[0] < 1e-5  # the first update has no older weights
     assert all((gap > 1e-5) == (staleness > 0) for gap in gaps[1:])
 
@@ -64,12 +59,12 @@ def test_samples_are_of_the_weights_of_some_updates_ago(command, seen, staleness
 def test_a_resumed_run_samples_from_the_same_older_weights(command):
     code, out, _ = command(*SMALL, "--staleness", 2, "--run-name", "a")
     assert code == 0 and "sampler_gap" not in out
-    whole = metrics_of("a")
+    whole = metrics_of("runs/a")
     newest = max(Path("runs/a/checkpoint").iterdir())
     shutil.rmtree(newest)  # so update 5 is repeated
     code, _, err = command("--resume", "runs/a")
     assert code == 0, err
-    assert newest.exists() and metrics_of("a") == whole
+    assert newest.exists() and metrics_of("runs/a") == whole
 
 
 def test_a_failed_collection_leaves_the_newest_weights(command, seen, monkeypatch):
