@@ -89,6 +89,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
+    ("--device tpu9", "--device must be"),
     ("--offload-optimizer --device cpu", "--offload-optimizer"),
     ("--model-id nobody/nothing", "HF_HUB_OFFLINE is set"),
     ("--model-id runs/none", "there is no such folder"),
@@ -103,9 +104,7 @@ COMMANDS = [  # a command line, and what its message names
 MODELS = {  # what is wrong with a model, and what the message names
     "adapter": "adapter",
     "unknown_type": "nonsense",
-    "half_the_layers": "11 of its weights",
     "cut_short": "SafetensorError",
-    "without_tokenizer": "tokenizer.json",
     "stop_beyond_embeddings": "stop token 9999 ",
     "huge_weights": "its logits are not finite",
 }
@@ -122,14 +121,8 @@ def change(model, what):
     elif what == "unknown_type":
         settings = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(settings | {"model_type": "nonsense"}))
-    elif what == "half_the_layers":
-        of_layer_0 = {k: v for k, v in weights.items() if "layers.1." not in k}
-        save_file(of_layer_0, file, metadata={"format": "pt"})
     elif what == "cut_short":
         file.write_bytes(file.read_bytes()[:9000])
-    elif what == "without_tokenizer":
-        (model / "tokenizer.json").unlink()
-        (model / "tokenizer_config.json").unlink()
     elif what == "stop_beyond_embeddings":
         (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [9999]}))
     else:
