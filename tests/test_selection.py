@@ -25,21 +25,6 @@ def rollout(reward, seed=0, group=0, agent="player", env="e"):
     return Rollout(env, agent, seed, group, [{"role": "user", "content": "?"}], [turn])
 
 
-@pytest.mark.parametrize(
-    ("returns", "kept"),
-    [
-        ([0.0, 1.0], True),
-        ([0.0, 0.0], False),  # all wrong
-        ([1.0, 1.0], False),  # all right
-        ([0.5, 0.5], False),  # partial credit, without spread
-        ([0.99, 1.0], True),  # nearly all right, with spread
-    ],
-)
-def test_groups_are_filtered_by_the_spread_of_their_returns(returns, kept):
-    rollouts = [rollout(r) for r in returns]
-    assert with_spread(Config(), rollouts) == (rollouts if kept else [])
-
-
 def played(*rewards, tokens=2, group=0):
     """A rollout with a turn for each reward; all but the last turn have one token."""
     lengths = [1] * (len(rewards) - 1) + [tokens]
@@ -51,6 +36,7 @@ def played(*rewards, tokens=2, group=0):
 @pytest.mark.parametrize(
     ("settings", "rollouts", "differ"),
     [
+        ({}, [played(0), played(1)], True),
         ({}, [played(0, 1), played(1, 0)], False),
         ({"gamma": 0.9}, [played(0, 1), played(1, 0)], True),  # 0.9 and 1
         ({"gamma": 0.5}, [played(0, 2), played(1, 0)], False),  # 1 and 1
