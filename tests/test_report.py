@@ -93,19 +93,6 @@ def test_report_names_what_the_environment_reports_without_importing_a_file(tmp_
     assert data["meanings"] == {"worked": "fraction that spell the word"}
 
 
-def test_comparison_on_a_narrow_screen_folds_no_cell(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    records = [evaluated(0, 0.25), *trained(1), evaluated(2, 0.75)]
-    run = write_run(tmp_path / "a_run_with_a_name", records)
-    assert compare.main([str(run)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
-        "-  a_run_with_a_name: grpo on adding",
-        "   0.25 [0.15, 0.35] -> 0.75 [0.65, 0.85]",
-    ]
-    assert all(len(line) <= 80 for line in lines[:3])
-
-
 def test_page_keeps_text_inside_its_data(tmp_path):
     rows = [row("train", 1, 9, MARKUP, prompt=MARKUP, agent=MARKUP, error=MARKUP, env=MARKUP)]
     data = report_data(tmp_path, trained(1), rows, {**CONFIG, "model_id": MARKUP})
@@ -351,15 +338,6 @@ def test_no_next_command_leads_back(tmp_path, monkeypatch):
         ("grpo", "tiny", 0, 0, 0.9), ("ppo", "tiny", 0, 0, 0.9), ("ppo", "smollm2", 16, 0, 0.9),
         ("ppo", "smollm2", 16, 1, 0.9), ("ppo", "smollm2", 16, 2, 0.9),
     ]  # fmt: skip
-
-
-def test_the_next_command_names_only_settings_that_are_not_defaults(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = "--sft-steps 30 --lora-rank 8 --temperature 0.7"
-    assert next_of(tmp_path, flags, LEARNED)[2] == (
-        "next: python train.py --env letter_counting --seed 0 --lora-rank 8 --temperature 0.7 "
-        "--sft-steps 30 --algo ppo"
-    )
 
 
 class Silent(Env):
