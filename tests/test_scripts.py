@@ -37,40 +37,13 @@ def test_script_prints_its_help(file, monkeypatch, capsys):
     assert end.value.code in (0, None) and "usage" in capsys.readouterr().out.lower()
 
 
-@pytest.fixture
-def answers(monkeypatch):
-    """runs/smollm2/answers.py, imported."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return runpy.run_path(str(ROOT / "runs/smollm2/answers.py"))
-
-
-def answer(update, *asked, correct):
-    return {"update": update, "asked": [*asked], "correct": correct}
-
-
-def test_a_question_that_repeats_counts_once_in_the_table_of_smollm2(answers):
-    before = [answer(0, q, correct=False) for q in ("1 + 1", "2 + 2", "1 + 1")]
-    after = [answer(5, q, correct=q == "1 + 1") for q in ("1 + 1", "2 + 2", "1 + 1")]
-    tables = answers["evaluations"](before + after)
-    assert [[a["correct"] for a in table.values()] for table in tables] == [[0, 0], [1, 0]]
-
-
-def test_episodes_that_share_only_their_first_question_count_each_in_the_table(answers):
-    before = [answer(0, "ab", correct=False), answer(0, "ab", "cd", correct=True),
-              answer(0, "ab", correct=False)]  # fmt: skip
-    after = [answer(5, "ab", word, correct=True) for word in ("ef", "cd", "cd")]
-    tables = answers["evaluations"](before + after)
-    assert [[a["correct"] for a in table.values()] for table in tables] == [[0, 1, 0], [1, 1, 1]]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_random_model_of_the_benchmarks_never_ends_a_completion(tmp_path, monkeypatch, dtype):
+def test_a_random_model_of_the_benchmarks_never_ends_a_completion(tmp_path, monkeypatch):
     """Not even after steps of ten times the learning rate of the benchmarks."""
     monkeypatch.setattr(sys, "path", [str(ROOT / "runs/benchmarks"), *sys.path])
     from workload import SHAPES, save_model
 
-    save_model(str(tmp_path), SHAPES["minute"], dtype)
-    policy = load_policy(str(tmp_path), device="cpu", dtype=dtype)
+    save_model(str(tmp_path), SHAPES["minute"], "float16")
+    policy = load_policy(str(tmp_path), device="cpu", dtype="float16")
     optimizer, ends, steps = make_optimizer(policy, lr=2e-5), list[float](), 0
     generator = torch.Generator().manual_seed(0)
     for _ in range(100):
