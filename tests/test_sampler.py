@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
@@ -281,19 +280,6 @@ def test_training_renormalizes_over_the_tokens_that_the_sampler_kept(policy, opt
     batch.kept_ids = {}
     over_all, _ = train.score_logprobs(policy, batch, temperature=0.8)
     assert (over_all - batch.sampler_logprobs)[batch.completion_mask].mean() < -0.05
-
-
-def test_logprobs_and_entropy_over_kept_tokens_by_hand():
-    """Of probabilities 1/2, 1/4, 1/8, 1/8 the first two are kept: 2/3 and 1/3."""
-    logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log().requires_grad_()
-    hidden, ids, mask = torch.ones(2, 1), torch.tensor([[3, 1]]), torch.tensor([[True]])
-    logprobs, entropy = token_logprobs(
-        hidden, torch.tensor([[0, 1]]), ids, mask, lambda h: h * logits, kept_ids=[[0, 1]]
-    )
-    assert logprobs.item() == pytest.approx(math.log(1 / 3))
-    assert entropy.item() == pytest.approx(-math.log(1 / 3) / 3 - 2 * math.log(2 / 3) / 3)
-    (logprobs + entropy).sum().backward()
-    assert logits.grad[2:].tolist() == [0, 0] and logits.grad.isfinite().all()
 
 
 def test_uniforms_differ_between_seeds_and_streams():
