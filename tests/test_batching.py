@@ -15,16 +15,6 @@ def rollout(*turns, group_id=0):
     return Rollout("env", "player", 0, group_id, turns=made)
 
 
-def contexts(batch):
-    """All (context, token) pairs at which the sequences are trained."""
-    return [
-        (s.token_ids[:i], s.token_ids[i])
-        for s in batch.sequences
-        for i, place in enumerate(s.places)
-        if place >= 0
-    ]
-
-
 TWO_TURNS = rollout(([1, 2], [3, 9], 0.25), ([1, 2, 3, 9, 4], [5, 9], 1.0))
 DROPPED = rollout(([1, 2], [3, 9], 0.0), ([1, 2, 9, 4], [5, 6, 9], 1.0))  # 3 left the context
 
@@ -53,16 +43,6 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
     begun = [([1, 2, 3], [4], 0.0), ([1], [2], 0.0)]  # the next prompt begins with both
     batch = to_rollout_batch([rollout(*begun, ([1, 2, 3, 4, 5], [6], 0.0))])
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 5, 6], [1, 2]]
-
-
-@pytest.mark.parametrize("episode", [TWO_TURNS, DROPPED])
-def test_tokens_trained_are_those_sampled_in_their_contexts_eos_included(episode):
-    sampled = [
-        (turn.prompt_ids + turn.completion_ids[:i], token)
-        for turn in episode.turns
-        for i, token in enumerate(turn.completion_ids)
-    ]
-    assert contexts(to_rollout_batch([episode])) == sampled
 
 
 def test_rewards_are_at_the_last_token_of_their_turn():
