@@ -2,33 +2,8 @@
 
 import json
 
-import pytest
-import torch
-
-from algorithms import grpo
-from algorithms.common import Batch
-from algorithms.variants import gdpo
 from core.batching import to_rollout_batch
 from core.types import Rollout, Turn
-
-
-def advantages(rewards, groups, weights=(1.0, 1.0)):
-    """Of one token per rollout."""
-    mask = torch.ones(len(rewards), 1, dtype=torch.bool)
-    batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups),
-                  reward_parts=torch.tensor(rewards, dtype=torch.float64),
-                  reward_weights=torch.tensor([weights] * len(rewards)).double())  # fmt: skip
-    return gdpo.compute_advantages(batch, gdpo.Options())[:, 0].tolist()
-
-
-def test_one_reward_is_grpo_normalized_over_the_batch():
-    rewards, groups = [[1.0], [0.0], [0.0], [5.0], [2.0], [2.0]], [0, 0, 0, 1, 1, 1]
-    mask = torch.ones(6, 1, dtype=torch.bool)
-    batch = Batch(completion_mask=mask, group_ids=torch.tensor(groups), turn_ids=0 * mask.long(),
-                  rewards=torch.tensor(rewards))  # fmt: skip
-    by_group = grpo.compute_advantages(batch, grpo.resolve(grpo.Options()))[:, 0].double()
-    want = by_group / (by_group.std() + 1e-4)
-    assert advantages(rewards, groups, weights=(1.0,)) == pytest.approx(want.tolist(), abs=1e-6)
 
 
 def test_the_batch_has_the_rewards_that_the_environment_reports():
