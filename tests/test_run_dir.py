@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -133,30 +132,6 @@ def test_a_run_whose_config_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match=r"File too large.*config\.yaml"), small_files(9):
         create_run(tmp_path / "a", SETTINGS)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_resumed_run_does_not_write_through_a_link(tmp_path, command):
-    """A `checkpoint` on another disk, and what else the user has in the folder, stays."""
-    assert command(*SMALL)[0] == 0
-    run, outside, scratch = Path("runs/a"), tmp_path / "outside", tmp_path / "scratch"
-    outside.mkdir()
-    (run / "checkpoint").rename(scratch)
-    for name in ("checkpoint", "best"):
-        (run / name).symlink_to(scratch)
-    for name in ("prompts.txt", "exported.model"):
-        (run / name).mkdir()
-    os.mknod(run / "socket", stat.S_IFSOCK | 0o600)
-    for name in ("README.md", "metrics.jsonl", "rollouts.jsonl", "model"):
-        (run / name).rename(outside / name)
-        (run / name).symlink_to(outside / name)
-
-    def contents():
-        return {path: path.read_bytes() for path in outside.rglob("*") if path.is_file()}
-
-    before = contents()
-    assert command("--resume", "runs/a", "--num-updates", "2")[0] == 0
-    assert contents() == before and len(before) > 4
-    assert (run / "checkpoint").is_symlink() and len(list(scratch.iterdir())) == 2
 
 
 def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
