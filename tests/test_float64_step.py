@@ -471,16 +471,3 @@ def test_both_gradients_of_an_update_equal_float64_loops(seed, folder, weights):
     for mine, other in zip(ours, theirs, strict=True):
         assert other.norm() > 1e-4
         assert (mine - other).norm() < TOLERANCE * other.norm()
-
-
-def test_the_fast_settings_have_every_variant_and_two_values_of_each_option():
-    drawn = [draw_settings(seed) for seed in range(FAST)]
-    assert len({c.options.loss_type for c in drawn if c.algo in ("grpo", "kl_cov")}) >= 3
-    assert len({c.options.baseline for c in drawn if c.algo == "reinforce"}) == 4
-    names = """gamma temperature entropy_coef kl_estimator kl_in tis_level tis_mode reward_coef
-        overlong_buffer mask_truncated_completions credit""".split()
-    for name in names:
-        assert len({getattr(c, name) for c in drawn}) >= 2, name
-    like_grpo = [c.options for c in drawn if c.algo not in ("reinforce", "ppo", "gdpo")]
-    for name in ("aggregation", "scale_rewards"):
-        assert len({getattr(options, name) for options in like_grpo}) >= 3, name

@@ -130,7 +130,7 @@ def gradient_of(model):
     return torch.cat([p.grad.flatten() for _, p in sorted(model.named_parameters())])
 
 
-def their_steps(folder, weights, rollouts, vllm=None, rewards=None, **changes):
+def their_steps(folder, weights, rollouts, rewards=None, **changes):
     """Gradients of TRL's steps on our rollouts, and what it logged of the last; what isn't given is
     as TRL has it. `rewards`: a column for each reward function; None: the return is the only one.
     """
@@ -153,10 +153,6 @@ def their_steps(folder, weights, rollouts, vllm=None, rewards=None, **changes):
     )
     if trainer.ref_model is not None:
         trainer.ref_model.load_state_dict(weights["reference"])
-    if vllm:  # as if vLLM had sampled, and had the newest weights
-        trainer.use_vllm, trainer._last_loaded_step = True, 0
-        for name, value in vllm.items():
-            setattr(trainer, f"vllm_importance_sampling_{name}", value)
     trainer.train()
     return watch.gradients, trainer.state.log_history[-2]  # the very last is of the whole run
 
@@ -243,16 +239,3 @@ def test_gdpo_equals_trl_s_normalize_then_sum(folder, weights, draw):
         multi_objective_aggregation="normalize_then_sum", **LOSS_TYPES["dapo"],
     )  # fmt: skip
     assert_same_steps(ours, theirs)
-
-
-@pytest.mark.parametrize("name", ["temperature", "weights"])
-def test_options_do_what_trl_s_do(folder, weights, draw, name):
-    rollouts = draw()
-    changes, trl_s = {
-        "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
-        "weights": ({"tis_cap": 2.0, "tis_mode": "mask"},
-                    {"vllm": {"mode": "token_mask", "clip_max": 2.0, "clip_min": 0.5}}),
-    }[name]  # fmt: skip
-    ours = our_steps(folder, weights, rollouts, options=grpo.Options("dapo"), **changes)
-    assert_same_steps(ours, their_steps(folder, weights, rollouts, **LOSS_TYPES["dapo"], **trl_s))
-    assert (0 < ours[1]["weights/capped"] < 1) == (name == "weights")
