@@ -7,8 +7,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # a second thread makes small ten
 
 import copy
 import json
+import shutil
 import signal
 import sys
+import threading
+from contextlib import contextmanager
 from functools import cache
 from http.server import ThreadingHTTPServer
 from importlib.util import find_spec
@@ -75,6 +78,32 @@ class LoopbackServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+
+@contextmanager
+def loopback(handler):
+    """Such a server with this handler, at `url`; `asked` is for what the handler notes."""
+    with LoopbackServer(handler) as server:
+        server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium, which must be installed: tests with the mark `browser` are never skipped."""
+    from playwright.sync_api import sync_playwright
+
+    flags = """--no-sandbox --disable-gpu --disable-quic --no-first-run
+        --disable-background-networking --disable-component-update --disable-sync""".split()
+    with sync_playwright() as playwright:
+        path = shutil.which("chromium")
+        browser = playwright.chromium.launch(executable_path=path, args=flags)
+        yield browser
+        browser.close()
 
 
 def pytest_addoption(parser):

@@ -5,13 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LoopbackServer, load_small, save_small
+from conftest import load_small, loopback, save_small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -285,15 +284,12 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(tmp_path, q
     shutil.copytree(qwen3_folder, cached / "snapshots/abc")
     (cached / "refs").mkdir()
     (cached / "refs/main").write_text("abc")
-    with LoopbackServer(Silent) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        changes = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+    with loopback(Silent) as server:
+        changes = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
         done = subprocess.run([sys.executable, "-c", SILENT_HUB], env=os.environ | changes,
                               cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-        server.shutdown()
     policy, teacher = done.stdout.splitlines()
     assert policy.startswith("--model-id me/other: ") and teacher.startswith("--teacher me/other: ")
-    assert f"{address} cannot be reached" in policy and "tiny or smollm2" in policy
+    assert f"{server.url} cannot be reached" in policy and "tiny or smollm2" in policy
     asked = [line for line in asked if b" /api/" not in line]  # of huggingface_hub about itself
     assert asked == [b"HEAD / HTTP/1.1\r\n"] * 3, done.stderr

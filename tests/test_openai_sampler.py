@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
-from conftest import LoopbackServer
+from conftest import loopback
 
 from core.chat_template import clean_message
 from core.extras import openai_sampler
@@ -118,18 +118,12 @@ class Server(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    server = LoopbackServer(Server)
-    server.asked, server.failures, server.finish = [], [], "stop"
-    server.retry_after = {"retry-after-ms": "1"}
-    server.broken, server.ended = {}, threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.ended.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with loopback(Server) as server:
+        server.url += "/v1"
+        server.failures, server.finish, server.retry_after = [], "stop", {"retry-after-ms": "1"}
+        server.broken, server.ended = {}, threading.Event()
+        yield server
+        server.ended.set()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import AtOnce, LoopbackServer, load_small, metrics_of
+from conftest import load_small, loopback, metrics_of
+from test_episodes import Scripted
 
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
@@ -27,19 +27,6 @@ from environments.registry import make, split_opponent
 from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=8, seed=5)
-
-
-class Scripted(AtOnce):
-    """Answers every prompt with `text`."""
-
-    def __init__(self, policy, text=""):
-        super().__init__()
-        self.text = text
-        self.ids = policy.tokenizer.encode(text, add_special_tokens=False)
-        self.ids.append(policy.end_of_turn_id)
-
-    def complete(self, request):
-        return Completion([*self.ids], [-1.0] * len(self.ids), self.text, "stop")
 
 
 @pytest.fixture(autouse=True)
@@ -258,16 +245,13 @@ class Server(BaseHTTPRequestHandler):
 
 def test_a_model_behind_a_server_plays_and_leaves_the_context_of_the_policy(policy, tmp_path):
     pytest.importorskip("openai")
-    server = LoopbackServer(Server)
-    server.asked = []
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    spec = f"nim:opponent=openai:m@http://127.0.0.1:{server.server_port}/v1"
     max_length, collector = policy.max_length, RolloutCollector(policy, max_turns=30)
-    collector.opponents = Opponents(Config(env=(spec,)), policy, tmp_path, {"update": 0})
-    tasks = [Task(spec, seed, seed) for seed in (0, 1)]
     sampler = Scripted(policy, "<move>9</move>")
-    rollouts = collector.collect(tasks, sampler, replace(PARAMS, temperature=0.0))
-    server.shutdown()
+    with loopback(Server) as server:
+        spec = f"nim:opponent=openai:m@{server.url}/v1"
+        collector.opponents = Opponents(Config(env=(spec,)), policy, tmp_path, {"update": 0})
+        tasks = [Task(spec, seed, seed) for seed in (0, 1)]
+        rollouts = collector.collect(tasks, sampler, replace(PARAMS, temperature=0.0))
     assert [r.agent for r in rollouts] == ["first", "second"] and not any(r.error for r in rollouts)
     assert {body["model"] for body in server.asked} == {"m"} and policy.max_length == max_length
     assert all(body["messages"][-1]["role"] == "user" for body in server.asked)

@@ -5,7 +5,6 @@ These tests need chromium and playwright and are never skipped: `pytest -m brows
 
 import math
 import random
-import shutil
 import statistics
 
 import pytest
@@ -15,8 +14,6 @@ from core.report.page import write_page, write_report
 
 pytestmark = pytest.mark.browser
 
-FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync""".split()
 UPDATES, GROUPS, ROLLOUTS, TOKENS = 10, 5, 6, 16
 MARKUP = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 2'>&lt; \ud800"
 NAME = "a<img src=x onerror=window.ran=3>"  # of a run: any legal name of a folder
@@ -65,18 +62,13 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tab():
+def tab(browser):
     """One browser tab, and the requests and error messages of its pages."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page, requests, errors = browser.new_page(), [], []
-        page.on("request", lambda request: requests.append(request.url))
-        page.on("console", lambda message: errors.append(message.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        yield page, requests, errors
-        browser.close()
+    page, requests, errors = browser.new_page(), [], []
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("console", lambda message: errors.append(message.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    return page, requests, errors
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import shutil
 import threading
 
 import pytest
@@ -114,21 +113,6 @@ def test_page_allows_its_own_script_only_and_is_on_loopback(serve):
     assert "default-src 'none'" in headers["Content-Security-Policy"]
     assert server.server_address[0] == "127.0.0.1"
     assert nonce not in ask(server, "/")[2]
-
-
-FLAGS = """--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
-    --disable-component-update --disable-sync""".split()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 """The live wiki, against a local HTTP server: text, links, redirects and failed requests."""
 
 import json
-import threading
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from conftest import LoopbackServer
+from conftest import loopback
 from test_wikipedia_maze import visit, walk
 
 from core.types import UsageError
@@ -69,14 +68,9 @@ def servers(monkeypatch):
     """A wiki, and another host to which `Away` is a redirect; `asked`: the paths of requests."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     wikipedia.fetch_page.cache_clear()
-    servers = [LoopbackServer(Wiki), LoopbackServer(Wiki)]
-    for server in servers:
-        server.asked, server.elsewhere = [], url_of(servers[1])
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield servers
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with loopback(Wiki) as here, loopback(Wiki) as there:
+        here.elsewhere = there.elsewhere = url_of(there)
+        yield here, there
     wikipedia.fetch_page.cache_clear()
 
 
@@ -86,7 +80,7 @@ def wiki(servers):
 
 
 def url_of(server):
-    return f"http://127.0.0.1:{server.server_port}/w/api.php"
+    return f"{server.url}/w/api.php"
 
 
 def live(wiki, start="Salt", target="Deep", **options):
