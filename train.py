@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from algorithms import common, off_policy, sft
+from algorithms.token_logprobs import token_logprobs
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
 from core.batching import (
@@ -243,7 +244,7 @@ def forward(
     # [L, D], L distinct prefixes (core/prefix_sharing.py), or b·T with padding: the output of the
     # transformer before its last layer, which is `policy.to_logits`
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
-    logprobs, entropy = common.token_logprobs(
+    logprobs, entropy = token_logprobs(
         hidden, micro.nodes, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
         policy.logits_chunk, micro.kept_ids, entropy_grad,
     )  # fmt: skip

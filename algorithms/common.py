@@ -1,4 +1,4 @@
-"""The afternoon, 6 of 6. What the algorithms share: log-probs, returns, token weights, KL.
+"""The afternoon, 6 of 6. What the algorithms share: returns, token weights, KL.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
 a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a
@@ -9,13 +9,11 @@ weights are computed once per gradient step, so the gradients of micro-batches a
 gradient of the step, however the step was cut.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from algorithms.options import KL, Aggregation
 
@@ -74,64 +72,6 @@ class Micro(TokenTensors):
 
     sampler_ratio: Tensor = NOT_YET  # π_old / π_sampler
     importance_weights: Tensor = NOT_YET  # made of it: capped, or 0 where a token is rejected
-
-
-def token_logprobs(
-    hidden: Tensor,
-    nodes: Tensor,
-    input_ids: Tensor,
-    completion_mask: Tensor,
-    to_logits: Callable[[Tensor], Tensor],
-    temperature: float = 1.0,
-    chunk: int = 4096,
-    kept_ids: Sequence[list[int] | bytes | None] | None = None,
-    entropy_grad: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
-
-        log π(x_{t+1} | x_{≤t}) = log softmax(logits_t / temperature)[x_{t+1}]
-
-    `hidden` [L, D] of L distinct prefixes, `nodes` [b, T] which of them ends at each token,
-    `input_ids` [b, T], `completion_mask` [b, T-1]; `to_logits` maps [l, D] to [l, V]. Returns two
-    float32 tensors [b, T-1] in nats, 0 off the mask. Gradients flow through the log-probs, and with
-    `entropy_grad` through the entropy.
-
-    There is one row of logits for each distinct prefix after which a token was sampled. If these
-    are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
-    `kept_ids`: see `only_kept`; None: all ids.
-    """
-    # causal shift: the prefix that ends at t predicts the token at t+1
-    predictors = nodes[:, :-1][completion_mask]  # [n]
-    targets = input_ids[:, 1:][completion_mask]  # [n]
-    if kept_ids is None:
-        prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
-    else:  # each token has kept ids of its own
-        prefixes, place = predictors, torch.arange(len(predictors), device=nodes.device)
-
-    def one_chunk(start: int, here: Tensor) -> tuple[Tensor, Tensor]:
-        h = hidden[prefixes[start : start + chunk]]
-        logits = to_logits(h).float() / temperature  # [l, V]
-        if kept_ids is not None:
-            logits = only_kept(logits, kept_ids[start : start + len(h)])
-        all_logprobs = logits.log_softmax(-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        index = place[here] - start
-        return all_logprobs[index, targets[here]], entropy[index]
-
-    logprobs, entropy = hidden.new_zeros(2, len(targets), dtype=torch.float32)
-    several = len(prefixes) > chunk
-    for start in range(0, max(1, len(prefixes)), chunk):
-        here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
-        args = one_chunk, start, here
-        found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
-        logprobs = logprobs.index_copy(0, here, found[0])
-        entropy = entropy.index_copy(0, here, found[1])
-    zeros = torch.zeros(completion_mask.shape, device=hidden.device)
-    return (
-        zeros.masked_scatter(completion_mask, logprobs),
-        zeros.masked_scatter(completion_mask, entropy),
-    )
 
 
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -314,30 +254,3 @@ def surrogate_metrics(
         "clip/high_fraction": high.sum().item(),
         "kl/approx": kl.sum().item(),
     }
-
-
-def only_kept(
-    logits: Tensor, kept_ids: Sequence[list[int] | bytes | None], others: float = -1e30
-) -> Tensor:
-    """`logits` [n, V] with `others` for all but `kept_ids[i]`, in each position i.
-
-    These are token ids, or bytes with one bit for each id, lowest first; None: all ids. A JSON
-    schema, top-k and top-p kept them when the token was sampled, so the softmax is over these only
-    (arXiv:2512.02556, section 3.1). Otherwise the importance weights would be too small by a
-    factor, the total probability of the kept ids. `others` is finite for the trainer, as 0 · -inf
-    is not 0 in the entropy.
-    """
-    places = [(i, j) for i, ids in enumerate(kept_ids) if isinstance(ids, list) for j in ids]
-    index = torch.tensor(places, dtype=torch.int64, device=logits.device).view(-1, 2)
-    is_kept = torch.zeros_like(logits, dtype=torch.bool)
-    is_kept[index[:, 0], index[:, 1]] = True
-    is_kept[[i for i, ids in enumerate(kept_ids) if ids is None]] = True
-    if masks := {ids: None for ids in kept_ids if isinstance(ids, bytes)}:  # each distinct one once
-        packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device)
-        bits = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=logits.device)
-        unpacked = (packed.view(len(masks), -1, 1) & bits).bool().flatten(1)[:, : logits.shape[1]]
-        number = {ids: n for n, ids in enumerate(masks)}
-        rows = [(i, number[ids]) for i, ids in enumerate(kept_ids) if isinstance(ids, bytes)]
-        row, mask = torch.tensor(rows, device=logits.device).T
-        is_kept[row] = unpacked[mask]
-    return logits.masked_fill(~is_kept, others)

@@ -1,4 +1,4 @@
-"""PPO: a learned value before each token as the baseline, and a clipped policy ratio.
+"""An evening on PPO. A learned value before each token as the baseline, and a clipped policy ratio.
 
     δ_t = r_t + γ_t V°_{t+1} - V°_t,   A_t = δ_t + γ_t λ A_{t+1}   GAE, arXiv:1506.02438
     L   = -Σ_t min(ρ_t Â_t, clip(ρ_t, 1-ε, 1+ε) Â_t) + c Σ_t (V_t - (A_t + V°_t))² / 2

@@ -1,4 +1,4 @@
-"""NanoLLM: a vLLM engine that samples from the weights of the training model, without a copy.
+"""An evening on NanoLLM. A vLLM engine that samples from the training model's weights, no copy.
 
     pip install -e ".[vllm]"
     python train.py --sampler vllm

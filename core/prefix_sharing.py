@@ -1,4 +1,4 @@
-"""Compute each distinct prefix once: what an update computes, and what it need not.
+"""An evening on prefixes, 2 of 2. Each distinct prefix is computed once.
 
 The sequences of an update begin alike. All have the chat template, the completions of a group have
 its prompt, and many completions begin with the same tokens, or are equal. A hidden state depends

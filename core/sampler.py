@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from algorithms.common import only_kept
+from algorithms.token_logprobs import only_kept
 from core.kv_cache import prefill
 from core.policy import Policy
 from core.seeds import derive_seed

@@ -12,13 +12,12 @@ from algorithms.common import (
     masked_mean,
     minus,
     normalize,
-    only_kept,
     overlong_penalty,
     surrogate_metrics,
-    token_logprobs,
     token_weights,
     turn_returns,
 )
+from algorithms.token_logprobs import only_kept, token_logprobs
 
 NAN, INF = float("nan"), float("inf")
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])

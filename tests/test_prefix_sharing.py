@@ -13,7 +13,7 @@ from torch.nn.functional import rms_norm
 
 import core.loading as loading
 import train
-from algorithms.common import token_logprobs
+from algorithms.token_logprobs import token_logprobs
 from core import batching, prefix_sharing
 from core.loading import load_policy
 from core.optimizer import make_optimizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from algorithms.common import token_logprobs
+from algorithms.token_logprobs import token_logprobs
 from core import nanollm
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch

@@ -4,7 +4,7 @@
 
 llguidance makes a grammar of the schema. Before each token it says which ones the grammar allows;
 the others get probability 0, and what is left is the distribution that is sampled and trained
-(`only_kept` in algorithms/common.py). The end of the turn is allowed where the JSON is complete.
+(algorithms/token_logprobs.py). The end of the turn is allowed where the JSON is complete.
 Properties are in the order of the schema, and separated as json.dumps does it: free whitespace
 would let a small model write nothing else. Where the chat template has thoughts, one may come
 first, and where the request has tools, calls may come instead; both are free text.

@@ -151,7 +151,7 @@ EXERCISES = (
         "logits[:, :-1] and input_ids[:, 1:] line up. log_softmax(-1) makes log-probs; gather(-1, "
         "ids[:, :, None]) picks one of V at each position, and squeeze(-1) drops the last axis.",
         ".gather(-1, input_ids",
-        "token_logprobs in algorithms/common.py: only at sampled tokens, in chunks",
+        "token_logprobs in algorithms/token_logprobs.py: only at sampled tokens, in chunks",
         (
             Fact("4 tokens have 3 predictions: logits [2, 4, 5] give log-probs [2, 3]",
                  lambda f: tuple(f.token_logprobs(*example_logits()).shape),

@@ -376,7 +376,7 @@ def lora(args: Args) -> dict[str, Any]:
 
 def gap(args: Args) -> dict[str, Any]:
     """|trainer - sampler| log-prob in nats, in the precision that names the part."""
-    from algorithms.common import token_logprobs
+    from algorithms.token_logprobs import token_logprobs
     from core.sampler import SamplingParams
 
     policy, sampler = make_nanollm(args, dtype=args.child)
