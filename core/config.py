@@ -40,14 +40,7 @@ from core.algorithm import (
 )
 from core.types import UsageError
 from environments.options import key_value_pairs, read_literal
-from environments.registry import (
-    absolute,
-    relative,
-    runs_code,
-    short,
-    split_opponent,
-    split_spec,
-)
+from environments.registry import EnvSpec, absolute, relative, runs_code
 
 T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
@@ -340,7 +333,10 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
-    envs, eval_envs = (tuple(map(absolute, specs)) for specs in (cfg.env, cfg.eval_env))
+    # read once: what is read of a spec stays with it
+    envs, eval_envs = (
+        tuple(EnvSpec(absolute(spec)) for spec in specs) for specs in (cfg.env, cfg.eval_env)
+    )
     cfg = replace(cfg, env=envs, eval_env=eval_envs)
     if cfg.max_model_len is None:
         messages = 1024 if cfg.model_id == SMOLLM2 else 4096
@@ -543,7 +539,7 @@ def problem_of_words(name: str, words: Sequence[str]) -> Iterator[str]:
         if re.match(r"\w+ *=", word):
             options = itertools.takewhile(lambda option: "=" in option, words[number:])
             spec, parts = relative(words[number - 1]), [option.strip(",") for option in options]
-            colon = "," if split_spec(spec)[1] else ":"
+            colon = "," if EnvSpec(spec).options else ":"
             meant = f"{spec.strip(',')}{colon}{','.join(parts)}"
             yield f'{flag(name)} {spec} {" ".join(parts)}: write "{meant}"'
             return
@@ -585,7 +581,7 @@ def _range_problems(cfg: Config) -> Iterator[str]:
             if value is not None and (problem := range_problem(prefix + name, value, allowed)):
                 yield problem
     for specs in (cfg.env, cfg.eval_env):
-        if len({*map(short, specs)}) < len({*specs}):
+        if len({EnvSpec(spec).short for spec in specs}) < len({*specs}):
             yield f"{' '.join(specs)}: two environments have the same file name; rename one"
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
@@ -617,7 +613,7 @@ def _settings_without_effect(cfg: Config) -> Iterator[str]:
         if name in given and not getattr(cfg, other.setting):
             yield f"{flag(name)} has no effect without {flag(other.setting)}"
     for name in ("train_difficulty", "curriculum"):
-        if name in given and not any(map(difficulty_key, cfg.env)):
+        if name in given and not any(map(difficulty_key, map(EnvSpec, cfg.env))):
             yield f"{flag(name)}: no environment of --env has a difficulty"
 
 
@@ -659,7 +655,7 @@ def _url_problems(url: str, subject: str) -> Iterator[str]:
 
 def opponents(cfg: Config) -> list[str]:
     """The opponents of --env and --eval-env that core/extras/opponents.py plays, each once."""
-    found = (split_opponent(spec)[1] for spec in (*cfg.env, *cfg.eval_env))
+    found = (EnvSpec(spec).opponent for spec in (*cfg.env, *cfg.eval_env))
     return [*dict.fromkeys(filter(None, found))]
 
 

@@ -32,7 +32,7 @@ from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Message, Rollout, UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
-from environments.registry import place_of, short, split_opponent
+from environments.registry import place_of
 from environments.tools import name_of
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
@@ -106,7 +106,7 @@ class RolloutCollector:
             return Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
 
         def from_policy_or_opponent(episode: Episode, agent: Agent) -> Ask:
-            opponent = split_opponent(episode.task.env)[1]
+            opponent = episode.task.env.opponent
             if opponent:
                 self.take_seat(episode, agent.rollout.agent)
             if not opponent or episode.seat == agent.rollout.agent:
@@ -252,7 +252,7 @@ class RolloutCollector:
         The seed decides the task that takes its place, so a group has the same one. Raises
         UsageError for a held-out task, and after MAX_DRAWS tasks.
         """
-        seed, env = episode.task.seed, short(episode.task.env)
+        seed, env = episode.task.seed, episode.task.env.short
         try:
             for name, messages in openings.items():
                 agent = self.new_agent(episode, name)
@@ -284,7 +284,7 @@ class RolloutCollector:
         task, number = episode.task, len(episode.agents)
         if number == STREAMS_PER_EPISODE:
             raise ValueError(f"the environment has more than {STREAMS_PER_EPISODE} agents")
-        rollout = Rollout(short(task.env), name, task.seed, task.group_id, episode_truncated=True)
+        rollout = Rollout(task.env.short, name, task.seed, task.group_id, episode_truncated=True)
         rollout.tools = [*map(name_of, episode.env.schemas)]
         stream = episode.number * STREAMS_PER_EPISODE + number
         return Agent(self.renderer, rollout, stream, episode.env.schemas)

@@ -25,7 +25,7 @@ from core.selection import num_episodes
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
 from environments.base import PLAYER, Env
-from environments.registry import make, short
+from environments.registry import EnvSpec, make
 
 
 def held_out_tasks(cfg: Config) -> list[Task]:
@@ -113,7 +113,7 @@ def comparisons(
     counted = played(rollouts)
     distinct = metrics.distinct_tasks(counted)
     trivial = progress.setdefault("trivial", {})
-    for env in dict.fromkeys(short(task.env) for task in tasks):
+    for env in dict.fromkeys(task.env.short for task in tasks):
         own = [rollout for rollout in counted if rollout.env == env]
         if not own:
             continue
@@ -128,7 +128,7 @@ def comparisons(
         for seat, episodes in metrics.by_seat(own).items() if first else ():  # nothing to compare
             results[f"eval/{seat}/p_value"] = p_value(episodes, first, distinct)
         if env not in trivial:
-            mine = [t for t in tasks if short(t.env) == env and (env, t.seed) in distinct]
+            mine = [t for t in tasks if t.env.short == env and (env, t.seed) in distinct]
             trivial[env] = trivial_accuracy(mine, distinct, play_trivial)
         if trivial[env] is not None:
             results[f"eval/{env}/trivial"] = trivial[env]
@@ -140,7 +140,7 @@ def opening_checksum(rollout: Rollout) -> int:
 
     Other agents have, in games, and agent programs, which may write the time into a prompt.
     """
-    if rollout.agent != PLAYER or is_program(rollout.env):
+    if rollout.agent != PLAYER or is_program(EnvSpec(rollout.env)):
         return 0
     opening = itertools.takewhile(lambda m: m["role"] != "assistant", rollout.messages)
     return zlib.crc32(json.dumps([*opening], sort_keys=True).encode())

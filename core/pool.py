@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from core.threads import Outcome, Threads
-from environments.base import PLAYER, Env, Message, Step, UsageError, as_multi, checked_step
-from environments.registry import constructor, make, options_of
+from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step
+from environments.registry import EnvSpec, make
 
 LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
 ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fast environment
@@ -40,11 +40,11 @@ class Pool:
 
     def __init__(self, prepare: Callable[[Env], Env], threads: Threads, max_heavy: int | None):
         self.prepare, self.threads, self.max_heavy = prepare, threads, max_heavy
-        self.idle: dict[str, list[PooledEnv]] = defaultdict(list)  # by spec
+        self.idle: dict[EnvSpec, list[PooledEnv]] = defaultdict(list)
         self.lent: set[PooledEnv] = set()  # to episodes
-        self.step_seconds: dict[str, deque[float]] = defaultdict(partial(deque, maxlen=64))
+        self.step_seconds: dict[EnvSpec, deque[float]] = defaultdict(partial(deque, maxlen=64))
 
-    def borrow(self, spec: str) -> Generator[list[Call], Any, "PooledEnv"]:
+    def borrow(self, spec: EnvSpec) -> Generator[list[Call], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
         heavy, most = is_heavy(spec), self.max_heavy or most_at_once(spec)
         while not self.idle[spec]:
@@ -111,7 +111,7 @@ class Pool:
 class PooledEnv:
     """One environment of a pool; its first reset builds it, in a thread."""
 
-    def __init__(self, spec: str, heavy: bool, pool: Pool):
+    def __init__(self, spec: EnvSpec, heavy: bool, pool: Pool):
         self.spec, self.heavy, self.pool = spec, heavy, pool
         self.env: Any = None  # a MultiAgentEnv
         self.is_single = self.steps_together = False
@@ -178,24 +178,18 @@ def has_step_batch(env: Env) -> bool:
     return getattr(own, "__func__", own) is not default.__func__ and not env.tools
 
 
-def is_heavy(spec: str) -> bool:
+def is_heavy(spec: EnvSpec) -> bool:
     """Whether the environment's class is `heavy`, or a program; False for an unknown name."""
-    return _declares(spec, "heavy") or is_program(spec)
+    return bool(spec.declares("heavy") or is_program(spec))
 
 
-def most_at_once(spec: str) -> int:
+def most_at_once(spec: EnvSpec) -> int:
     """How many heavy environments exist while one of these begins: more would only wait."""
     if not is_program(spec):
         return 32
-    return (os.cpu_count() or 1) + 4 if "command" in options_of(spec) else 64  # processes, threads
+    return (os.cpu_count() or 1) + 4 if "command" in spec.values else 64  # processes, threads
 
 
-def is_program(spec: str) -> bool:
+def is_program(spec: EnvSpec) -> bool:
     """Whether the environment is an agent program, which asks for its answers."""
-    return _declares(spec, "is_program")
-
-
-def _declares(spec: str, name: str) -> bool:
-    with suppress(UsageError):
-        return getattr(constructor(spec), name, False)
-    return False
+    return bool(spec.declares("is_program"))

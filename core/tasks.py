@@ -14,16 +14,7 @@ from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
-from environments.options import key_value_pairs
-from environments.registry import (
-    Constructor,
-    accepts,
-    constructor,
-    describe_error,
-    make,
-    options_of,
-    split_spec,
-)
+from environments.registry import Constructor, EnvSpec, describe_error, make
 from environments.tools import schemas
 
 # options that make a task harder
@@ -32,16 +23,24 @@ DIFFICULTIES = "difficulty level depth n_hops length".split()
 
 @dataclass(frozen=True)
 class Task:
-    """One episode: the spec of its environment, the seed that decides it, and its group."""
+    """One episode: its environment, the seed that decides it, and its group."""
 
-    env: str
+    env: EnvSpec
     seed: int
     group_id: int
     hasty: bool = False  # for a demonstration: a well-formed guess instead of a worked answer
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "env", EnvSpec(self.env))  # of a text, too
+
 
 def train_tasks(
-    envs: Sequence[str], seed: int, update: int, num_prompts: int, group_size: int, attempt: int = 0
+    envs: Sequence[EnvSpec],
+    seed: int,
+    update: int,
+    num_prompts: int,
+    group_size: int,
+    attempt: int = 0,
 ) -> list[Task]:
     """The P·G tasks of an update, group by group; environments take turns.
 
@@ -55,7 +54,9 @@ def train_tasks(
     return tasks
 
 
-def demo_tasks(envs: list[str], seed: int, step: int, batch_size: int, hasty: float) -> list[Task]:
+def demo_tasks(
+    envs: list[EnvSpec], seed: int, step: int, batch_size: int, hasty: float
+) -> list[Task]:
     """The demonstrations of a warm-start step; each is a hasty guess with probability `hasty`."""
     rng = random.Random(derive_seed(seed, DEMONSTRATIONS, step))
     return [
@@ -71,47 +72,47 @@ def eval_tasks(envs: Sequence[str], num_tasks: int) -> list[Task]:
     """
     return [
         Task(env, EVAL_SEEDS[i], group_id=e * num_tasks + i)
-        for e, env in enumerate(envs)
+        for e, env in enumerate(map(EnvSpec, envs))
         for i in range(min(num_tasks, rewarded.num_held_out(env)))
     ]
 
 
-def training_envs(envs: Sequence[str], difficulty: int, level: int = 0) -> list[str]:
-    """The specs to train on: at `difficulty` (0: unchanged), `level` curriculum steps harder."""
-    return [harder(with_difficulty(spec, difficulty), level) for spec in envs]
+def training_envs(envs: Sequence[str], difficulty: int, level: int = 0) -> list[EnvSpec]:
+    """Those to train on: at `difficulty` (0: unchanged), `level` steps of the curriculum harder."""
+    return [harder(with_difficulty(EnvSpec(env), difficulty), level) for env in envs]
 
 
-def held_out_envs(eval_envs: Sequence[str], envs: Sequence[str], difficulty: int) -> list[str]:
-    """The specs to evaluate on: --eval-env, or those of --env at the training difficulty."""
-    return [with_difficulty(spec, 0) for spec in eval_envs] or training_envs(envs, difficulty)
+def held_out_envs(eval_envs: Sequence[str], envs: Sequence[str], difficulty: int) -> list[EnvSpec]:
+    """Those to evaluate on: --eval-env, or those of --env at the training difficulty."""
+    return [with_difficulty(EnvSpec(env), 0) for env in eval_envs] or training_envs(
+        envs, difficulty
+    )
 
 
-def with_difficulty(spec: str, difficulty: int) -> str:
+def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
     """The spec with its difficulty option set; unchanged if `difficulty` is 0 or it has none.
 
-    >>> with_difficulty("letter_counting", 6), with_difficulty("math_qa:level=2", 3)
-    ('letter_counting:difficulty=6', 'math_qa:level=3')
+    Raises UsageError for unknown names and options, and if the environment refuses their values.
+
+    >>> with_difficulty(EnvSpec("math_qa:level=2"), 3)
+    'math_qa:level=3'
     """
-    options_of(spec)  # refuses unknown names and options
-    key = difficulty_key(spec)
+    key = difficulty_key(spec) if spec.values else None
     if difficulty and key:
-        name, options = split_spec(spec)
-        pairs = key_value_pairs(options, spec)
-        pairs.pop(key, None)
-        pairs[key] = str(difficulty)
-        spec = f"{name}:{','.join(f'{k}={v}' for k, v in pairs.items())}"
-    _check(spec, constructor(spec))
+        others = {k: v for k, v in spec.pairs.items() if k != key}
+        spec = spec.with_pairs(others | {key: str(difficulty)})
+    has_tools(spec)
     return spec
 
 
-def harder(spec: str, by: int) -> str:
+def harder(spec: EnvSpec, by: int) -> EnvSpec:
     """The spec `by` steps harder, or at its highest difficulty.
 
-    >>> harder("letter_counting:difficulty=2", 1), harder("math_qa", 99), harder("tic_tac_toe", 1)
-    ('letter_counting:difficulty=3', 'math_qa:level=6', 'tic_tac_toe')
+    >>> harder(EnvSpec("letter_counting:difficulty=2"), 1), harder(EnvSpec("math_qa"), 99)
+    ('letter_counting:difficulty=3', 'math_qa:level=6')
     """
     key = difficulty_key(spec)
-    start = options_of(spec)[key] if key and by > 0 else None
+    start = spec.values[key] if key and by > 0 else None
     if isinstance(start, int | float):
         with suppress(UsageError):  # beyond the highest difficulty
             for difficulty in range(int(start) + 1, int(start) + by + 1):
@@ -119,7 +120,7 @@ def harder(spec: str, by: int) -> str:
     return spec
 
 
-def next_level(envs: Sequence[str], level: int, accuracy: float, target: float) -> int:
+def next_level(envs: Sequence[EnvSpec], level: int, accuracy: float, target: float) -> int:
     """The curriculum: one level up at an accuracy of `target`, one level down at half of it."""
     if accuracy >= target and any(harder(e, level + 1) != harder(e, level) for e in envs):
         return level + 1
@@ -143,18 +144,18 @@ def check_demonstrations(envs: Sequence[str]) -> None:
             raise UsageError(f"--env {spec} has no demonstrations: take --sft-steps 0")
 
 
-def difficulty_key(spec: str) -> str | None:
+def difficulty_key(spec: EnvSpec) -> str | None:
     """The option that makes the environment harder, if it has one."""
-    return next((key for key in DIFFICULTIES if accepts(spec, key)), None)
+    return next((key for key in DIFFICULTIES if spec.accepts(key)), None)
 
 
-def has_tools(spec: str) -> bool:
-    """Whether the environment has tools. Raises UsageError if it refuses `spec`."""
-    return _check(spec, constructor(spec))
+def has_tools(spec: EnvSpec) -> bool:
+    """Whether the environment has tools. Raises UsageError if it refuses the options."""
+    return _has_tools(spec, spec.constructor)
 
 
 @cache
-def _check(spec: str, constructor: Constructor) -> bool:
+def _has_tools(spec: EnvSpec, constructor: Constructor) -> bool:
     """As `has_tools`; builds the environment once per `constructor`."""
     with closing(make(spec)) as env:
         try:

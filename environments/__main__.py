@@ -18,7 +18,7 @@ from rich.text import Text
 
 from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, UsageError
 from environments.check import check_env
-from environments.registry import constructor, describe_error, list_envs, make
+from environments.registry import EnvSpec, describe_error, list_envs, make
 from environments.text import one_line, print_any_character, printable
 from environments.web import SPEAKERS, YOU, Episode, serve
 
@@ -64,7 +64,7 @@ def overview() -> Table:
     table = Table("name", "options", "what it is")
     for name in list_envs():
         try:
-            build = constructor(name)
+            build = EnvSpec(name).constructor
             options = ", ".join(
                 key if p.default is p.empty else f"{key}={p.default}"
                 for key, p in inspect.signature(build).parameters.items()

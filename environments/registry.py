@@ -34,7 +34,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -154,14 +154,136 @@ def list_envs() -> list[str]:
     return sorted({*ENVIRONMENTS, *_installed()})
 
 
+class EnvSpec(str):
+    """A spec as a value: the text, and what it says, read once and only where it is asked for.
+
+    >>> spec = EnvSpec("C:/my/games.py:Maze:size=4,url=http://a")
+    >>> spec.name, spec.options, spec.short
+    ('C:/my/games.py:Maze', 'size=4,url=http://a', 'games.py:Maze:size=4,url=http://a')
+    >>> EnvSpec("tic_tac_toe:opponent=runs/x").opponent, EnvSpec("reverse:length=7").values
+    ('runs/x', {'kind': 'words', 'turns': 3, 'length': 7})
+    """
+
+    def __new__(cls, text: str) -> "EnvSpec":
+        return text if isinstance(text, cls) else super().__new__(cls, text)
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return EnvSpec, (str(self),)  # without what was read
+
+    @cached_property
+    def _parts(self) -> tuple[str, str]:
+        name, _, options = self.partition(":")
+        match = _source(self)
+        return (f"{match[1]}:{match[2]}", match[3] or "") if match else (name, options)
+
+    @property
+    def name(self) -> str:
+        """The name, module:Class if it is imported."""
+        return self._parts[0]
+
+    @property
+    def options(self) -> str:
+        """The text of the options."""
+        return self._parts[1]
+
+    @cached_property
+    def pairs(self) -> dict[str, str]:
+        """The options as they are written. Raises UsageError for another text."""
+        return key_value_pairs(self.options, f"--env {self}")
+
+    def with_pairs(self, pairs: dict[str, str]) -> "EnvSpec":
+        """The same environment with other options."""
+        return EnvSpec(":".join(filter(None, [self.name, ",".join(map("=".join, pairs.items()))])))
+
+    @cached_property
+    def constructor(self) -> Constructor:
+        """The class or function that builds the environment.
+
+        Raises UsageError for an unknown name, and if the module or file cannot be imported.
+        """
+        return _constructor(self)
+
+    def accepts(self, key: str) -> bool:
+        """Whether the environment has an option `key`."""
+        return key in inspect.signature(self.constructor).parameters
+
+    def declares(self, name: str) -> Any:
+        """What the environment's class says, such as whether it is `heavy`; False if unknown."""
+        with suppress(UsageError):
+            return getattr(self.constructor, name, False)
+        return False
+
+    @cached_property
+    def _game_and_opponent(self) -> tuple["EnvSpec", str]:
+        if "opponent" not in self.options:
+            return self, ""
+        pairs = dict(self.pairs)
+        opponent = unquoted(pairs.pop("opponent", ""))
+        if not OPPONENT.fullmatch(opponent):
+            return self, ""
+        if self.accepts("opponent"):
+            pairs["opponent"] = "self"
+        game = self.with_pairs(pairs)
+        if "opponent" in pairs and not _plays_itself(self.constructor, game):
+            return self, ""  # an opponent of its own, such as the file of an engine
+        return game, opponent
+
+    @property
+    def game(self) -> "EnvSpec":
+        """Of a game with an `opponent`: the game between agents; else the spec itself."""
+        return self._game_and_opponent[0]
+
+    @property
+    def opponent(self) -> str:
+        """The opponent that is no option of the environment; "" if there is none."""
+        return self._game_and_opponent[1]
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """Every option of the environment with its value: from the spec, else its default.
+
+        Raises UsageError for an unknown name or key, a missing or repeated key, and a value of the
+        wrong type.
+        """
+        spec = self.game
+        build = spec.constructor
+        try:
+            parameters = dict(inspect.signature(build, eval_str=True).parameters)
+        except Exception as error:  # an annotation that Python cannot evaluate
+            raise UsageError(f"--env {spec}: {describe_error(error)}") from error
+        several = [k for k, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        other = [p for k in several if (p := parameters.pop(k)).kind is p.VAR_KEYWORD]  # **kwargs
+        given: dict[str, Any] = {}
+        for key, text in spec.pairs.items():
+            if key not in parameters and not (other and key.isidentifier()):
+                names = ", ".join(parameters) or "none"
+                hint = f"; opponents of any game: {OPPONENTS}" if key == "opponent" else ""
+                raise UsageError(
+                    f"--env {spec}: unknown key {key!r}; available keys: {names}{hint}"
+                )
+            try:
+                given[key] = convert(text, parameters[key] if key in parameters else other[0])
+            except ValueError as error:
+                raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
+        missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
+        if missing:
+            raise UsageError(f"--env {spec}: set {', '.join(f'{key}=..' for key in missing)}")
+        return {key: p.default for key, p in parameters.items()} | given
+
+    @cached_property
+    def short(self) -> str:
+        """The spec without the folders of its absolute paths: its name in titles and metrics."""
+        return _change_paths(self, lambda path, parts, _: short_path(path, parts))
+
+
 def make(spec: str) -> Env | MultiAgentEnv:
     """Builds an environment from its spec.
 
     Raises UsageError for an unknown name or key, for a value that the option's type or the
     environment does not allow, and for any other exception of the constructor.
     """
-    game, opponent = split_opponent(spec)
-    env = _make(game)
+    spec = EnvSpec(spec)
+    env, opponent = _make(spec.game), spec.opponent
     if opponent:
         agents, several = getattr(env, "agents", ()), isinstance(env, MultiAgentEnv)
         method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
@@ -175,82 +297,9 @@ def make(spec: str) -> Env | MultiAgentEnv:
     return env
 
 
-def split_opponent(spec: str) -> tuple[str, str]:
-    """Splits off an opponent that is no option of the environment: the spec of the game between
-    agents, and the opponent; "" if there is none.
-
-    >>> split_opponent("tic_tac_toe:opponent=runs/x")
-    ('tic_tac_toe:opponent=self', 'runs/x')
-    >>> split_opponent("tic_tac_toe:opponent=perfect")
-    ('tic_tac_toe:opponent=perfect', '')
-    """
-    name, options = split_spec(spec)
-    if "opponent" not in options:
-        return spec, ""
-    pairs = key_value_pairs(options, f"--env {spec}")
-    opponent = unquoted(pairs.pop("opponent", ""))
-    if not OPPONENT.fullmatch(opponent):
-        return spec, ""
-    if accepts(spec, "opponent"):
-        pairs["opponent"] = "self"
-    game = ":".join(filter(None, [name, ",".join(f"{k}={v}" for k, v in pairs.items())]))
-    if "opponent" in pairs and not _plays_itself(constructor(spec), game):
-        return spec, ""  # an opponent of its own, such as the file of an engine
-    return game, opponent
-
-
-def accepts(spec: str, key: str) -> bool:
-    """Whether the environment of `spec` has an option `key`."""
-    return key in inspect.signature(constructor(spec)).parameters
-
-
-def options_of(spec: str) -> dict[str, Any]:
-    """Returns every option of the environment with its value: from `spec`, else its default.
-
-    Raises UsageError for an unknown name or key, a missing or repeated key, and a value of the
-    wrong type.
-
-    >>> options_of("reverse:length=7")
-    {'kind': 'words', 'turns': 3, 'length': 7}
-    """
-    spec = split_opponent(spec)[0]
-    build = constructor(spec)
-    try:
-        parameters = dict(inspect.signature(build, eval_str=True).parameters)
-    except Exception as error:  # an annotation that Python cannot evaluate
-        raise UsageError(f"--env {spec}: {describe_error(error)}") from error
-    several = [k for k, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    other = [p for k in several if (p := parameters.pop(k)).kind is p.VAR_KEYWORD]  # **kwargs
-    given: dict[str, Any] = {}
-    for key, text in key_value_pairs(split_spec(spec)[1], f"--env {spec}").items():
-        if key not in parameters and not (other and key.isidentifier()):
-            names = ", ".join(parameters) or "none"
-            hint = f"; opponents of any game: {OPPONENTS}" if key == "opponent" else ""
-            raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}{hint}")
-        try:
-            given[key] = convert(text, parameters[key] if key in parameters else other[0])
-        except ValueError as error:
-            raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
-    missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
-    if missing:
-        raise UsageError(f"--env {spec}: set {', '.join(f'{key}=..' for key in missing)}")
-    return {key: p.default for key, p in parameters.items()} | given
-
-
-def split_spec(spec: str) -> tuple[str, str]:
-    """Returns the name in `spec` (module:Class if it is imported) and the text of the options.
-
-    >>> split_spec("snake:size=5"), split_spec("C:/my/games.py:Maze:size=4,url=http://a")
-    (('snake', 'size=5'), ('C:/my/games.py:Maze', 'size=4,url=http://a'))
-    """
-    name, _, options = spec.partition(":")
-    match = _source(spec)
-    return (f"{match[1]}:{match[2]}", match[3] or "") if match else (name, options)
-
-
 def is_imported(spec: str) -> bool:
     """Whether `spec` names a class, or functions, of a module or of a file."""
-    name = split_spec(spec)[0]
+    name = EnvSpec(spec).name
     return ":" in name or name == "rewarded"
 
 
@@ -260,10 +309,9 @@ def runs_code(spec: str) -> bool:
     >>> [runs_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
     [False, False, True]
     """
-    name, options = split_spec(spec)
-    adapter = str(ENVIRONMENTS.get(name, "")).startswith("environments.adapters.")
+    adapter = str(ENVIRONMENTS.get(EnvSpec(spec).name, "")).startswith("environments.adapters.")
     try:
-        pairs = key_value_pairs(options, spec) if adapter else {}
+        pairs = EnvSpec(spec).pairs if adapter else {}
     except UsageError:
         return True
     named = {value for key, value in pairs.items() if key not in ("url", "opponent")}
@@ -283,15 +331,6 @@ def relative(spec: str) -> str:
     """The spec with paths from the current folder, for those that lie in it."""
     here = f"{Path.cwd().as_posix()}/"
     return _change_paths(spec, lambda path, *_: path.removeprefix(here))
-
-
-def short(spec: str) -> str:
-    """The spec without the folders of its absolute paths: the name in titles, tables and metrics.
-
-    >>> short("/home/me/games.py:Maze:size=4"), short("tic_tac_toe:opponent=/home/me/runs/x")
-    ('games.py:Maze:size=4', 'tic_tac_toe:opponent=runs/x')
-    """
-    return _change_paths(spec, lambda path, parts, _: short_path(path, parts))
 
 
 def short_path(path: str, parts: int = 2) -> str:
@@ -318,16 +357,12 @@ def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
     for spec in specs:
         with suppress(UsageError):
             if trust or not runs_code(spec):
-                found |= getattr(constructor(spec), "meanings", {})
+                found |= getattr(EnvSpec(spec).constructor, "meanings", {})
     return found
 
 
-def constructor(spec: str) -> Constructor:
-    """Returns the class or function that builds the environment of `spec`.
-
-    Raises UsageError for an unknown name, and if the module or file cannot be imported.
-    """
-    name, points = split_spec(spec)[0], _installed().get(split_spec(spec)[0], [])
+def _constructor(spec: EnvSpec) -> Constructor:
+    name, points = spec.name, _installed().get(spec.name, [])
     if len(points) + (name in ENVIRONMENTS) > 1:
         packages = ", ".join(point.dist.name for point in points if point.dist)
         raise UsageError(f"--env {spec}: several environments have the name {name!r}, also in "
@@ -415,10 +450,10 @@ def find_file(path: str) -> Path:
 
 
 @restored_torch()
-def _make(spec: str) -> Env | MultiAgentEnv:
-    options = options_of(spec)
+def _make(spec: EnvSpec) -> Env | MultiAgentEnv:
+    options = spec.values
     try:
-        env = constructor(spec)(**options)
+        env = spec.constructor(**options)
         if not isinstance(env, Env | MultiAgentEnv):
             raise UsageError(f"it returned {env!r:.80}, no Env and no MultiAgentEnv")
         return env
@@ -429,7 +464,7 @@ def _make(spec: str) -> Env | MultiAgentEnv:
 
 
 @cache
-def _plays_itself(build: Constructor, game: str) -> bool:
+def _plays_itself(build: Constructor, game: EnvSpec) -> bool:
     """Whether the environment has agents that opponents can play; builds it once."""
     try:
         return isinstance(_make(game), MultiAgentEnv)
@@ -467,13 +502,13 @@ def _change_paths(spec: str, change: Change) -> str:
     """
     if match := _source(spec):
         spec = change(match[1], 1, True) + spec[match.end(1) :]
-    name, options = split_spec(spec)
+    read = EnvSpec(spec)
     try:
-        pairs = key_value_pairs(options, spec)
-    except UsageError:  # `options_of` says what is wrong
+        pairs = read.pairs
+    except UsageError:  # `EnvSpec.values` says what is wrong
         return spec
-    new = {key: _change_value(name, key, value, change) for key, value in pairs.items()}
-    return f"{name}:{','.join(f'{k}={v}' for k, v in new.items())}" if new != pairs else spec
+    new = {key: _change_value(read.name, key, value, change) for key, value in pairs.items()}
+    return read.with_pairs(new) if new != pairs else spec
 
 
 def _change_value(name: str, key: str, value: str, change: Change) -> str:

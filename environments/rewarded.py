@@ -56,7 +56,7 @@ from environments import event_loop
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
-from environments.registry import find_file, import_attribute, options_of, split_spec
+from environments.registry import EnvSpec, find_file, import_attribute
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 
@@ -208,8 +208,8 @@ def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
     for sources, specs in ((TRAINED, trained), (EVALUATED, evaluated)):
         sources.clear()
         for spec in specs:
-            if split_spec(spec)[0] in ("rewarded", "agent"):
-                o = options_of(spec)
+            if EnvSpec(spec).name in ("rewarded", "agent"):
+                o = EnvSpec(spec).values
                 sources.add((o["data"], o["config"], o["split"], o.get("prompt", "")))
     read.cache_clear()
     load.cache_clear()
@@ -320,15 +320,15 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
     return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
 
 
-def num_held_out(spec: str) -> int:
+def num_held_out(spec: EnvSpec) -> int:
     """The number of rows for evaluation of an environment with data; no limit for any other."""
-    if split_spec(spec)[0] not in ("rewarded", "agent"):
+    if spec.name not in ("rewarded", "agent"):
         return sys.maxsize
-    o = options_of(spec)
+    o = spec.values
     return len(load(o["data"], o.get("prompt", ""), o["config"], o["split"])[1])
 
 
-def leave_out(spec: str, render: Callable[[list[Message]], list[int]], length: int) -> str:
+def leave_out(spec: EnvSpec, render: Callable[[list[Message]], list[int]], length: int) -> str:
     """Leaves out of all instances of `spec` the rows that `render` refuses, or that are too long.
 
     `render`: messages to token ids; raises UsageError or TypeError. `length`: tokens of a context.
@@ -336,7 +336,7 @@ def leave_out(spec: str, render: Callable[[list[Message]], list[int]], length: i
     at least one. Returns how many rows were left out, with the first reason; "" if none were.
     Raises UsageError if that leaves none.
     """
-    o = options_of(spec)
+    o = spec.values
     train, test, _ = load(o["data"], o["prompt"], o["config"], o["split"])
     rendered: dict[str, int] = {}  # what messages are like: the number of tokens of the first ones
     refused: dict[int, str] = {}  # id of a row: why

@@ -12,7 +12,7 @@ import pytest
 from core import config
 from environments.base import EVAL_SEEDS
 from environments.check import check_env
-from environments.registry import constructor, list_envs, make, options_of
+from environments.registry import EnvSpec, list_envs, make
 
 TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()
@@ -61,12 +61,16 @@ PLAYERS = {  # (environment, latest message, random generator) -> response
 
 def test_table_lists_every_environment_with_its_options_and_defaults():
     names = [row[0].strip("`") for row in ROWS]
-    ours = [name for name in list_envs() if constructor(name).__module__.startswith("environments")]
+    ours = [
+        name
+        for name in list_envs()
+        if EnvSpec(name).constructor.__module__.startswith("environments")
+    ]
     assert sorted(names) == ours
     for name, row in zip(names, ROWS, strict=True):
         listed = re.findall(r"`(\w+)=([^`]*)`", row[2]) or "as `reverse`" in row[2]
         defaults = {k: str(v).lower() if v in (True, False) and type(v) is bool else str(v)
-                    for k, v in options_of(name).items()}  # fmt: skip
+                    for k, v in EnvSpec(name).values.items()}  # fmt: skip
         assert listed is True or dict(listed) == defaults, name
 
 

@@ -23,7 +23,7 @@ from core.tasks import Task
 from core.types import Completion, UsageError
 from environments import registry
 from environments.base import EVAL_SEEDS, MultiAgentEnv
-from environments.registry import make, split_opponent
+from environments.registry import EnvSpec, make
 from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=8, seed=5)
@@ -55,7 +55,7 @@ def joined(policy, folder, *specs, samplers=None, progress=None):
     ],
 )
 def test_the_opponents_of_an_environment_keep_their_meaning(spec, game, opponent):
-    assert split_opponent(spec) == (game, opponent)
+    assert (EnvSpec(spec).game, EnvSpec(spec).opponent) == (game, opponent)
     assert isinstance(make(spec), MultiAgentEnv) == bool(opponent)
 
 

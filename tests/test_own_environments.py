@@ -18,16 +18,13 @@ from environments.__main__ import run_command
 from environments.base import Env, Step
 from environments.registry import (
     ENVIRONMENTS,
+    EnvSpec,
     absolute,
-    constructor,
     import_attribute,
     list_envs,
     make,
-    options_of,
     register,
     relative,
-    short,
-    split_spec,
 )
 
 GAMES = """
@@ -78,20 +75,20 @@ def place(tmp_path, monkeypatch, command):
     ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", "size=4"),
 ])  # fmt: skip
 def test_split_spec_separates_the_name_from_the_options(spec, name, options):
-    assert split_spec(spec) == (name, options)
+    assert (EnvSpec(spec).name, EnvSpec(spec).options) == (name, options)
 
 
 def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkeypatch):
     monkeypatch.syspath_prepend(place)
     specs = ["games.py:Maze:size=4", "my_envs/games.py:Maze:size=4", "my_envs.games:Maze:size=4"]
     for spec in [*specs, f"{place}/games.py:Maze:size=4"]:
-        assert make(spec).reset(7)[0]["content"] == "go 7 4" and options_of(spec)["size"] == 4
+        assert make(spec).reset(7)[0]["content"] == "go 7 4" and EnvSpec(spec).values["size"] == 4
     assert make("games.py:small").size == 3
-    assert constructor("games.py:Maze") is constructor("games.py:Maze:size=4")
-    assert (
-        tasks.with_difficulty("games.py:Maze:level=2,size=4", 5) == "games.py:Maze:size=4,level=5"
-    )
-    assert tasks.harder("my_envs.games:Maze", 2) == "my_envs.games:Maze:level=3"
+    build = EnvSpec("games.py:Maze").constructor
+    assert build is EnvSpec("games.py:Maze:size=4").constructor
+    spec = EnvSpec("games.py:Maze:level=2,size=4")
+    assert tasks.with_difficulty(spec, 5) == "games.py:Maze:size=4,level=5"
+    assert tasks.harder(EnvSpec("my_envs.games:Maze"), 2) == "my_envs.games:Maze:level=3"
 
 
 @pytest.mark.parametrize(("spec", "full"), [
@@ -130,9 +127,9 @@ def test_a_spec_is_made_absolute_and_its_short_name_is_what_was_typed(
     spec, full = spec.replace("{{", "{").replace("}}", "}"), full.format(place)
     found = absolute(spec)
     assert found == full == absolute(found)
-    assert short(found) == relative(found) == spec
+    assert EnvSpec(found).short == relative(found) == spec
     monkeypatch.chdir("/")
-    assert absolute(spec, str(place)) == found and short(found) == spec
+    assert absolute(spec, str(place)) == found and EnvSpec(found).short == spec
 
 
 def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, monkeypatch):
@@ -152,7 +149,7 @@ def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, 
         env = make(found)
         env.reset(0)
         assert env.step("?").reward == total
-        assert "/" not in short(found)
+        assert "/" not in EnvSpec(found).short
         monkeypatch.chdir(folder)
 
 

@@ -17,6 +17,7 @@ from core.tasks import (
 from core.types import UsageError
 from environments import registry
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
+from environments.registry import EnvSpec
 
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
 
@@ -65,8 +66,9 @@ def test_every_evaluation_has_the_same_tasks():
 
 
 def test_train_difficulty_overrides_the_one_in_the_spec():
-    assert with_difficulty("letter_counting:difficulty=2", 6) == "letter_counting:difficulty=6"
-    assert with_difficulty("letter_counting:difficulty=2", 0) == "letter_counting:difficulty=2"
+    spec = EnvSpec("letter_counting:difficulty=2")
+    assert with_difficulty(spec, 6) == "letter_counting:difficulty=6"
+    assert with_difficulty(spec, 0) == spec
 
 
 def test_another_attempt_of_an_update_draws_other_tasks():
@@ -76,18 +78,18 @@ def test_another_attempt_of_an_update_draws_other_tasks():
 
 def test_difficulty_sets_the_option_that_the_environment_has_for_it():
     specs = ["math_qa", "reverse:length=4,turns=1", "wikipedia_maze", "tic_tac_toe"]
-    assert [with_difficulty(spec, 3) for spec in specs] == [
+    assert [with_difficulty(EnvSpec(spec), 3) for spec in specs] == [
         "math_qa:level=3", "reverse:turns=1,length=3", "wikipedia_maze:n_hops=3", "tic_tac_toe",
     ]  # fmt: skip
 
 
 def test_the_curriculum_follows_the_training_accuracy():
-    envs = ["math_qa:level=2", "letter_counting"]
+    envs = [EnvSpec("math_qa:level=2"), EnvSpec("letter_counting")]
     assert [next_level(envs, 1, accuracy, target=0.8) for accuracy in (0.8, 0.79, 0.41, 0.4)] == [
         2, 1, 1, 0,
     ]  # fmt: skip
     assert next_level(envs, 0, 0.0, target=0.8) == 0  # not below the given difficulty
-    assert next_level(["math_qa:level=6"], 0, 1.0, target=0.8) == 0  # the highest level
+    assert next_level([EnvSpec("math_qa:level=6")], 0, 1.0, target=0.8) == 0  # the highest level
     assert [harder(env, 5) for env in envs] == ["math_qa:level=6", "letter_counting:difficulty=6"]
 
 
@@ -108,7 +110,7 @@ def test_environments_that_are_only_looked_at_are_closed(monkeypatch):
             living.remove(self)
 
     monkeypatch.setitem(registry.ENVIRONMENTS, "counted", Counted)
-    assert not has_tools("counted")
+    assert not has_tools(EnvSpec("counted"))
     with pytest.raises(UsageError, match="has no demonstrations"):
         check_demonstrations(["counted"])
     assert trivial_accuracy([Task("counted", 0, 0)], {}, None) is None

@@ -38,7 +38,6 @@ from core.run.files import scratch_folder
 from core.run.folder import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError
 from environments import rewarded
-from environments.registry import short
 from environments.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
@@ -184,7 +183,7 @@ def main(flags: Flags, cfg: Config) -> int:
         )
         read_calls = partial(tools.read_calls, tokenizer)
         note = OF_TINY if cfg.model_id == "tiny" else ""
-        episode = web.Episode(env, short(task.env), task.seed, players, read_calls, talkers, note)
+        episode = web.Episode(env, task.env.short, task.seed, players, read_calls, talkers, note)
         web.serve(episode, flags.port)
         return 0
     task_numbers = itertools.count()
@@ -371,7 +370,7 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
         rollouts = speaker.collector.collect([task], TorchSampler(speaker.policy), params)
     for rollout in rollouts:
         agent = f", agent {rollout.agent}" if len(rollouts) > 1 else ""
-        _note(f"held-out task of {short(task.env)}, seed {task.seed}{agent}")
+        _note(f"held-out task of {task.env.short}, seed {task.seed}{agent}")
         for message in rollout.messages:
             role = speaker.label if message["role"] == "assistant" else message["role"]
             OUT.print(Text(printable(f"{role}: "), STYLES.get(role, "bold")), end="")

@@ -31,7 +31,7 @@ from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.types import Message, Rollout, UsageError
 from environments import web
 from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
-from environments.registry import make, short
+from environments.registry import make
 
 POLL = 0.1  # seconds
 MAX_TURNS = 10_000  # whose ids are kept; then all are forgotten, and rendered again
@@ -90,7 +90,7 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
     if flags.web:
         task = chat.held_out_task(cfg, 0)
         talkers: dict[str, web.Player] = {speaker.label: partial(ask_endpoint, endpoint.url)}
-        page = web.Episode(make(task.env), short(task.env), task.seed, talkers, talkers=talkers)
+        page = web.Episode(make(task.env), task.env.short, task.seed, talkers, talkers=talkers)
         threading.Thread(target=web.serve, args=(page,), daemon=True).start()
     with suppress(KeyboardInterrupt), speaker.policy.adapters():
         answer_all(endpoint, speaker, cfg)

@@ -40,7 +40,7 @@ from core.results import before_after, describe
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from core.types import UsageError
-from environments.registry import short
+from environments.registry import EnvSpec
 from environments.text import printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
@@ -149,7 +149,7 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
     """
     found: list[tuple[str, float, float, list[Record], list[str]]] = []
     for run_dir, config, records in runs:
-        envs = " ".join(map(short, config["env"]))
+        envs = " ".join(EnvSpec(env).short for env in config["env"])
         for env, first, last in before_after(records) or [(envs, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [

@@ -28,7 +28,7 @@ from core.results import before_after
 from core.run import diagnostics
 from core.run.files import published
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
-from environments.registry import meanings, short
+from environments.registry import EnvSpec, meanings
 from environments.text import printable_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -205,7 +205,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
     data: Record = {
         "name": run_dir.name,
         "algo": shorten(algorithm_title(config), 200),
-        "env": shorten(" ".join(map(short, config["env"])), 500),
+        "env": shorten(" ".join(EnvSpec(env).short for env in config["env"]), 500),
         "model": shorten(str(config["model_id"]), 500),
         "seed": config["seed"],
         "command": repeat_command(run_dir, config),

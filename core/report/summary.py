@@ -24,7 +24,7 @@ from core.run.folder import quoted, read_config, train_command, with_algorithm
 from core.run.log import METRICS, Record, read_records
 from core.tasks import check_demonstrations, training_envs
 from core.types import UsageError
-from environments.registry import relative, short
+from environments.registry import EnvSpec, relative
 
 BASELINES = {"groups", "value_head"}  # needs (core/algorithm.py) that tell baselines apart
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
@@ -80,7 +80,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
         algo=algorithm_title(config),
         name=run_dir.name,
-        env=" ".join(map(short, config["env"])),
+        env=" ".join(EnvSpec(env).short for env in config["env"]),
         updates=num_updates(records),
         minutes=minutes(records),
         torch=torch.__version__,

@@ -31,7 +31,7 @@ from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
 from core.config import COMMAND_LINE_ONLY, Config, flag, similar, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
-from environments.registry import absolute, short
+from environments.registry import EnvSpec, absolute
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
@@ -48,7 +48,7 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     values = {k: v for k, v in vars(cfg).items() if k not in left_out}
     if cfg.options is not None:
         values[name_of(cfg.algo)] = dict(vars(cfg.options))
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    return {k: [*map(str, v)] if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def read_config(file: Path) -> Config:
@@ -106,7 +106,8 @@ def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
     before |= {f"{prefix}.{key}": value for key, value in own.items()}
     now |= {f"{prefix}.{key}": value for key, value in vars(cfg.options).items()}
     for values in (before, now):  # their files may have moved
-        values |= {k: tuple(map(short, values[k])) for k in ("env", "eval_env") if k in values}
+        values |= {k: tuple(EnvSpec(env).short for env in values[k])
+                   for k in ("env", "eval_env") if k in values}  # fmt: skip
         values |= {"algo": name_of(values["algo"])} if "algo" in values else {}
     return {
         name: (value, now[name])

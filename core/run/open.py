@@ -41,7 +41,7 @@ from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
 from core.types import Stopped, UsageError
 from environments import Env, rewarded
-from environments.registry import constructor, meanings, short, split_spec
+from environments.registry import EnvSpec, meanings
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def folder_of(cfg: Config, restarted: bool = False) -> tuple[Path, bool]:
         raise UsageError("torchrun --max-restarts needs a --run-name, to find the run to resume")
     if restarted and (RUNS / cfg.run_name).exists():
         return RUNS / cfg.run_name, False
-    names = [split_spec(spec)[0].rpartition(":")[2] for spec in cfg.env]  # of module:Class, Class
+    names = [env.name.rpartition(":")[2] for env in map(EnvSpec, cfg.env)]  # of module:Class, Class
     stem = f"{name_of(cfg.algo)}-{'+'.join(names)}"
     return run_dir.new_folder(RUNS, cfg.run_name, stem[: config.MAX_NAME_BYTES]), True
 
@@ -230,16 +230,16 @@ def num_rollouts(cfg: Config) -> int:
     >>> num_rollouts(Config(env=("iterated_game",)))
     0
     """
-    if not all(map(has_one_agent, (*cfg.env, *cfg.eval_env))):
+    if not all(map(has_one_agent, map(EnvSpec, (*cfg.env, *cfg.eval_env)))):
         return 0
     trained = cfg.num_prompts * cfg.group_size if cfg.num_updates else 0
     evaluated = cfg.eval_num_tasks * max(1, cfg.eval_samples) * len(cfg.eval_env or cfg.env)
     return -(-max(trained, evaluated) // distributed.num_ranks())
 
 
-def has_one_agent(spec: str) -> bool:
+def has_one_agent(spec: EnvSpec) -> bool:
     """Whether an episode never asks for several completions at the same time; False: unknown."""
-    made: Any = constructor(spec)
+    made: Any = spec.constructor
     return isinstance(made, type) and issubclass(made, Env) and not is_agent_program(spec)
 
 
@@ -272,7 +272,8 @@ def _continue_files(
 def _open_display(cfg: Config, algorithm: Any, policy: Policy, quiet: bool) -> Display:
     algo = title_of(cfg.algo, getattr(algorithm, "variant", cfg.options.loss_type))
     ranks = f" x {distributed.num_ranks()}" if distributed.num_ranks() > 1 else ""
-    title = f"picoRL · {algo} · {' '.join(map(short, cfg.env))} · {policy.size()}{ranks}"
+    envs = " ".join(EnvSpec(env).short for env in cfg.env)
+    title = f"picoRL · {algo} · {envs} · {policy.size()}{ranks}"
     updates = 0 if cfg.max_sampled_tokens else cfg.num_updates
     return Display(title, None, quiet, meanings(cfg.env, trust=True), updates)
 
@@ -280,7 +281,7 @@ def _open_display(cfg: Config, algorithm: Any, policy: Policy, quiet: bool) -> D
 def _make_collector(
     cfg: Config, policy: Policy, opponents: Any, say: Callable[[str], None]
 ) -> RolloutCollector:
-    envs, renderer = (*cfg.env, *cfg.eval_env), Renderer
+    envs, renderer = [*map(EnvSpec, (*cfg.env, *cfg.eval_env))], Renderer
     if any(map(tasks.has_tools, envs)):
         from core.extras.tools import ToolRenderer as renderer
     collector = RolloutCollector(
@@ -298,5 +299,6 @@ def _make_collector(
 def _rows_left_out(cfg: Config, collector: RolloutCollector) -> list[str]:
     """Leaves out the rows of `rewarded` that cannot be a prompt of the model; lines about them."""
     render, length = collector.renderer.first_prompt, collector.policy.max_length
-    own = [e for e in dict.fromkeys((*cfg.env, *cfg.eval_env)) if split_spec(e)[0] == "rewarded"]
+    envs = map(EnvSpec, dict.fromkeys((*cfg.env, *cfg.eval_env)))
+    own = [env for env in envs if env.name == "rewarded"]
     return [line for env in own if (line := rewarded.leave_out(env, render, length))]

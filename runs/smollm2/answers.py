@@ -29,7 +29,7 @@ from core.metrics import mcnemar, wilson  # noqa: E402
 from core.run import cli  # noqa: E402
 from core.run import open as open_module  # noqa: E402
 from environments.base import Step  # noqa: E402
-from environments.registry import constructor  # noqa: E402
+from environments.registry import EnvSpec  # noqa: E402
 
 COIN = random.Random(0)  # shared by all episodes: each reward is a flip of its own
 
@@ -38,7 +38,7 @@ def main(how: str, flags: list[str]) -> int:
     open_module.LOGGED_ROLLOUTS = 10**6
     if how == "coin":
         for env in cli.parse(flags).env:
-            flip_rewards(constructor(env))
+            flip_rewards(EnvSpec(env).constructor)
     code = train.run_command(flags)
     run = record.ROOT / "runs" / flags[flags.index("--run-name") + 1]
     rows = record.read_records(run / "rollouts.jsonl")
