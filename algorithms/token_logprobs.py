@@ -12,6 +12,7 @@ only over the tokens that could be drawn.
 
 from collections.abc import Callable, Sequence
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -89,12 +90,9 @@ def only_kept(
     is_kept = torch.zeros_like(logits, dtype=torch.bool)
     is_kept[index[:, 0], index[:, 1]] = True
     is_kept[[i for i, ids in enumerate(kept_ids) if ids is None]] = True
-    if masks := {ids: None for ids in kept_ids if isinstance(ids, bytes)}:  # each distinct one once
-        packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(logits.device)
-        bits = torch.tensor([1 << n for n in range(8)], dtype=torch.uint8, device=logits.device)
-        unpacked = (packed.view(len(masks), -1, 1) & bits).bool().flatten(1)[:, : logits.shape[1]]
-        number = {ids: n for n, ids in enumerate(masks)}
-        rows = [(i, number[ids]) for i, ids in enumerate(kept_ids) if isinstance(ids, bytes)]
-        row, mask = torch.tensor(rows, device=logits.device).T
-        is_kept[row] = unpacked[mask]
+    rows = {i: ids for i, ids in enumerate(kept_ids) if isinstance(ids, bytes)}
+    if masks := {mask: n for n, mask in enumerate({*rows.values()})}:  # each distinct one once
+        packed = numpy.frombuffer(b"".join(masks), numpy.uint8).reshape(len(masks), -1)
+        bits = torch.from_numpy(numpy.unpackbits(packed, 1, logits.shape[1], "little"))
+        is_kept[[*rows]] = bits.to(logits.device).bool()[[masks[mask] for mask in rows.values()]]
     return logits.masked_fill(~is_kept, others)

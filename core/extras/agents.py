@@ -326,13 +326,12 @@ def differences(ask: Ask, params: SamplingParams) -> list[str]:
 def matcher(
     ask: Ask, prompt: Prompt, policy: Policy, sampler: Sampler, say: Callable[[str], None]
 ) -> Any:
-    """What lets the answer follow the schema of the request; None, which is said once, if nothing
-    can."""
+    """What lets the answer follow the schema of the request; None, said once, if nothing can."""
     if not ask.schema:
         return None
     try:
         if not sampler.constrains:
-            raise UsageError("only --sampler torch can do more")
+            raise UsageError("with --sampler torch its answer would follow it")
         call = opening_of_calls(policy.tokenizer) if ask.tools else ""
         if ask.tools and not call:
             raise UsageError("this model writes calls of tools as JSON, too")

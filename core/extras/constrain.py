@@ -68,7 +68,7 @@ def _matcher(
 
 
 @lru_cache(maxsize=1)  # takes a second
-def _tokenizer(tokenizer: Tokenizer, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
+def _tokenizer(tokenizer: Any, vocab_size: int, stop_ids: tuple[int, ...]) -> Any:
     from llguidance import hf
 
     try:
