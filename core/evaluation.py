@@ -135,6 +135,25 @@ def comparisons(
     return results
 
 
+def forget_edited(files: dict[str, dict[str, str]], progress: dict[str, Any]) -> str:
+    """Which files of the environments were edited since the checkpoint, as text; "": none.
+
+    `files`: the checksums of each environment's files, which `progress` keeps. Environments with
+    edited files are not compared with their first evaluation any more.
+    """
+    now = {name: checksum for own in files.values() for name, checksum in own.items()}
+    before = progress.get("files", now)
+    edited = [name for name in now if before.get(name, now[name]) != now[name]]
+    progress["files"] = now
+    for env in [EnvSpec(env).short for env, own in files.items() if own.keys() & {*edited}]:
+        progress.setdefault("first_correct", {})[env] = {}
+        progress.setdefault("trivial", {}).pop(env, None)
+    if not edited:
+        return ""
+    return (f"{', '.join(edited)} changed since update {progress['update']}: numbers before and "
+            "after are of different rewards or tasks, and no p-value compares them")  # fmt: skip
+
+
 def opening_checksum(rollout: Rollout) -> int:
     """Of the messages with which the environment opened the episode; 0: others had a part in them.
 

@@ -22,6 +22,7 @@ first used, so the libraries of the other environments are not loaded.
 
 import copy
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -331,6 +332,22 @@ def relative(spec: str) -> str:
     """The spec with paths from the current folder, for those that lie in it."""
     here = f"{Path.cwd().as_posix()}/"
     return _change_paths(spec, lambda path, *_: path.removeprefix(here))
+
+
+def checksums(spec: str) -> dict[str, str]:
+    """SHA-256 of the files that a spec names, but for its data, by their names."""
+    found: dict[str, str] = {}
+    data = unquoted(EnvSpec(spec).pairs.get("data", ""))
+
+    def add(path: str, *_: object) -> str:
+        for file in (path, f"{path}.py"):  # a module is named without
+            if path != data and os.path.isfile(file):
+                name, content = os.path.basename(file), Path(file).read_bytes()
+                found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
+        return path
+
+    _change_paths(spec, add)
+    return found
 
 
 def short_path(path: str, parts: int = 2) -> str:

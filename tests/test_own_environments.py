@@ -12,6 +12,7 @@ import yaml
 import train
 from core import tasks
 from core.config import Config
+from core.run.log import read_records
 from core.types import UsageError
 from environments import registry
 from environments.__main__ import run_command
@@ -273,6 +274,46 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 2 and "no file" in err and "name it again" in err
     code, _, err = command(*again, "--env", f"{tmp_path}/moved/games.py:Maze:size=4")
     assert code == 0, err
+
+
+AGENT = """
+import json, os, urllib.request
+def run(task, base_url, api_key):
+    body = b'{"messages": [{"role": "user", "content": "?"}]}'
+    headers = {"Authorization": "Bearer " + api_key}
+    request = urllib.request.Request(base_url + "/chat/completions", body, headers)
+    with urllib.request.urlopen(request) as answer:
+        return len(json.load(answer)["choices"][0]["message"]["content"]) % 2
+if __name__ == "__main__":
+    print(run(0, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"]))
+def score(completions, **columns):
+    return [len(text) % 2 for text in completions]
+"""
+
+
+@pytest.mark.parametrize("spec", [
+    "games.py:Maze", "rewarded:data=rows.jsonl,reward=games.py:score",
+    "agent:data=rows.jsonl,run=games.py:run", f"agent:data=rows.jsonl,command={sys.executable} "
+    "games.py",
+])  # fmt: skip
+def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command, spec):
+    file, rows = place / "games.py", [{"prompt": f"{n}"} for n in range(40)]
+    file.write_text(GAMES + AGENT)
+    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, _, err = command("--env", spec, *SMALL, "--eval-every", "1", "--run-name", "a")
+    assert code == 0, err
+    said = []
+    for update in (2, 3):
+        if update == 2:
+            file.write_text(f"{file.read_text()}# edited\n")
+        code, out, err = command("--resume", "a", "--num-updates", str(update))
+        assert code == 0, err
+        said.append(f"games.py changed since update {update - 1}" in out)
+    assert said == [True, False]
+    records = read_records(place / "runs/a/metrics.jsonl")
+    compared = [any("p_value" in key for key in record) for record in records]
+    noted = ["changed_code" in record.get("warnings", {}) for record in records]
+    assert compared == [True, True, False, False] and noted == [False, False, True, False]
 
 
 WRONG = """

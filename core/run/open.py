@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from core import STARTED, config, distributed, tasks
+from core import STARTED, config, distributed, evaluation, tasks
 from core.algorithm import FOLDER, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
@@ -41,7 +41,7 @@ from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
 from core.types import Stopped, UsageError
 from environments import Env, rewarded
-from environments.registry import EnvSpec, meanings
+from environments.registry import EnvSpec, checksums, meanings
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         if is_program():
             seconds["import"] = started - STARTED
         budget = memory.set_micro_batch_budget(policy, cfg, reserved + optimizer.gradient_bytes())
-    notes, changed = _continue_files(cfg, algorithm, folder, log_dir, found, new)
+    notes, changed = _continue_files(cfg, algorithm, folder, log_dir, progress, new)
     records = run_log.read_records(log_dir / run_log.METRICS)
     settings, quiet = run_dir.config_to_dict(cfg), log_dir != folder
     with (
@@ -154,6 +154,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
     ):
         sampler.say = interrupt.say = display.say
         lines = [*found.remarks, notes.get("damaged_log", ""), changed]
+        lines.append(notes.get("changed_code", ""))
         lines += [policy.remark, sampler.remark]
         lines += config.remarks(cfg, distributed.num_ranks())
         lines += [*budget, *getattr(algorithm, "remarks", ())]
@@ -244,22 +245,26 @@ def has_one_agent(spec: EnvSpec) -> bool:
 
 
 def _continue_files(
-    cfg: Config, algorithm: Any, folder: Path, log_dir: Path, found: checkpoint.ResumePoint,
-    new: bool,
+    cfg: Config, algorithm: Any, folder: Path, log_dir: Path, progress: dict[str, Any], new: bool
 ) -> tuple[dict[str, str], str]:  # fmt: skip
     """Drops the records after the checkpoint, writes config.yaml and keeps the algorithm's file.
 
     Returns what the next record says about that, and a line about settings that have changed.
+    What was edited since the checkpoint is compared with nothing from before.
     """
-    damage = distributed.broadcast_from_rank_0(
-        lambda: run_log.rewind(log_dir, found.progress, cfg.trust)
-    )
+    damage = distributed.broadcast_from_rank_0(lambda: run_log.rewind(log_dir, progress, cfg.trust))
     changes = distributed.broadcast_from_rank_0(
         lambda: {} if new else run_dir.changed_settings(cfg, folder)
     )
     changed = {name: f"{name} {before} -> {now}" for name, (before, now) in changes.items()}
     recorded = [line for name, line in changed.items() if name not in config.FREE_ON_RESUME]
-    notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded)}
+    held_out = tasks.held_out_envs(cfg.eval_env, cfg.env, cfg.train_difficulty)
+    files = distributed.broadcast_from_rank_0(
+        lambda: {env: checksums(env) for env in (*cfg.env, *held_out)}
+    )
+    edited = evaluation.forget_edited(files, progress)
+    notes = {"damaged_log": damage, "changed_settings": ", ".join(recorded),
+             "changed_code": edited}  # fmt: skip
     run_dir.write_config(log_dir, run_dir.config_to_dict(cfg))
     file = Path(algorithm.__file__)
     if FOLDER not in file.parents:  # a file of the user's, which the run keeps
