@@ -272,7 +272,9 @@ def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
             for number, name in enumerate([] if by_run else names):
                 curves = [run.curve(metric) for run in runs if run.name == name]
                 if all(curves):
-                    seed_band(axis, curves, color=colors[number % len(colors)], label=name)
+                    turn, place = divmod(number, len(colors))
+                    look = {"color": colors[place], "linestyle": ("-", "--", ":")[turn]}
+                    seed_band(axis, curves, label=name, **look)
             if metric.startswith("gap/"):
                 axis.set_yscale("log")
             panel(axis, title, "update")
