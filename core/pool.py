@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from core.threads import Outcome, Threads
-from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step
+from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
 from environments.registry import EnvSpec, make
 
 LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
@@ -169,13 +169,6 @@ def step_together(calls: list[Call]) -> list[Outcome]:
         except Exception as error:
             outcomes.append((None, error))
     return outcomes
-
-
-def has_step_batch(env: Env) -> bool:
-    """Whether the class steps several instances in one call, without tools to answer first."""
-    own: Any = type(env).step_batch
-    default: Any = Env.step_batch
-    return getattr(own, "__func__", own) is not default.__func__ and not env.tools
 
 
 def is_heavy(spec: EnvSpec) -> bool:

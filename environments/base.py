@@ -254,6 +254,13 @@ class Env(Instance, ABC):
         return None
 
 
+def has_step_batch(env: Env) -> bool:
+    """Whether the class steps several instances in one call, without tools to answer first."""
+    own: Any = type(env).step_batch
+    default: Any = Env.step_batch
+    return getattr(own, "__func__", own) is not default.__func__ and not env.tools
+
+
 class MultiAgentEnv(Instance, ABC):
     """A task for several agents. Agents that are absent from a dict are not asked to act.
 

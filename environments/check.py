@@ -5,8 +5,8 @@
 `check_env` plays episodes with demonstrations, guesses and hostile texts and reports
 
     problems   a seed does not determine its episode; an invalid Step or message; an exception or a
-               slow step because of a response; demonstrations that never succeed; single-turn tasks
-               that training and evaluation share
+               slow step because of a response; an exception in a batch; demonstrations that never
+               succeed; single-turn tasks that training and evaluation share
     warnings   multi-turn openings that they share; no info["correct"]; guesses that never succeed;
                the same reward for every response; episodes that unreadable responses never end
 
@@ -32,12 +32,15 @@ from typing import Any
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
+    PLAYER,
     TRAIN_SEEDS,
+    Env,
     Message,
     MultiAgentEnv,
     SingleAgentEnv,
     Step,
     checked_step,
+    has_step_batch,
 )
 from environments.registry import describe_error, make, place_of, variables_of_python
 from environments.tools import hostile_calls, with_tools
@@ -142,6 +145,7 @@ def check_env(
     checks: dict[str, Callable[[], None]] = {
         "seeds": lambda: _check_seeds(report, other_process),
         "demonstrations": lambda: _check_demonstrations(report, env, num_seeds),
+        "steps of a batch": lambda: _check_batch(report),
         "hostile texts": lambda: _check_hostile_texts(report, env, seconds),
         "openings": lambda: _check_openings(report, env, seconds),
     }
@@ -253,6 +257,29 @@ def _check_demonstrations(report: Report, env: MultiAgentEnv, num_seeds: int) ->
     if count and isinstance(env, SingleAgentEnv):
         raise Problem(text)
     report.warnings.append(text)  # without demonstrations, or against other agents
+
+
+def _check_batch(report: Report) -> None:
+    """Steps several instances in one call, as training does, where their class can."""
+    if not isinstance(env := make(report.spec), Env) or not has_step_batch(env):
+        return
+    texts = ["", "12", "an answer", "<answer>of several words</answer>"]
+    envs: list[Any] = [env, *(make(report.spec) for _ in texts[1:])]
+    for seed, each in enumerate(envs):
+        each.reset(seed)
+    together = type(env).step_batch(envs, texts)
+    if len(together) != len(texts):
+        raise Problem(f"{len(together)} steps for {len(texts)} responses")
+    for seed, (text, step) in enumerate(zip(texts, together, strict=True)):
+        if isinstance(step, Exception):
+            raise step
+        env.reset(seed)
+        alone = checked_step(env.step(text), PLAYER, True)
+        if alone.reward != checked_step(step, PLAYER, True).reward:
+            report.warnings.append(
+                f"the response {text!r} earned {step.reward:g} beside others and {alone.reward:g} "
+                "alone, which is right only if rewards compare responses")  # fmt: skip
+            return
 
 
 def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> None:

@@ -40,6 +40,7 @@ import copy
 import functools
 import inspect
 import json
+import math
 import os
 import random
 import reprlib
@@ -113,7 +114,10 @@ class Rewarded(Env):
         return _messages(self.row[self.prompt])
 
     def step(self, response: str) -> Step:
-        return self.score([self], [response])[0]
+        [step] = self.score([self], [response])
+        if isinstance(step, Exception):
+            raise step
+        return step
 
     @classmethod
     def step_batch(cls, envs: Sequence[Env], responses: list[str]) -> list[Step | Exception]:
@@ -131,7 +135,9 @@ class Rewarded(Env):
             for places in by_row.values():
                 own = [batch[place] for place in places]
                 try:
-                    found: Sequence[Any] = cls.score(own, [responses[place] for place in places])
+                    found: Sequence[Step | Exception] = cls.score(
+                        own, [responses[place] for place in places]
+                    )
                 except Exception as error:
                     found = [error] * len(places)
                 for place, step in zip(places, found, strict=True):
@@ -147,7 +153,7 @@ class Rewarded(Env):
         return steps
 
     @classmethod
-    def score(cls, batch: Sequence["Rewarded"], responses: list[str]) -> list[Step]:
+    def score(cls, batch: Sequence["Rewarded"], responses: list[str]) -> list[Step | Exception]:
         """The steps of a batch, from one call of each function."""
         return cls.to_steps(batch, *cls.call(batch, responses))
 
@@ -184,7 +190,7 @@ class Rewarded(Env):
     @classmethod
     def to_steps(
         cls, batch: Sequence["Rewarded"], returned: dict[str, Any], logged: list[dict[str, Any]]
-    ) -> list[Step]:
+    ) -> list[Step | Exception]:
         values: list[dict[str, float | None]] = [{} for _ in batch]
         for name, numbers in returned.items():
             with _named(name):
@@ -192,8 +198,13 @@ class Rewarded(Env):
                     value[name] = number
         return [batch[0].to_step(v, info) for v, info in zip(values, logged, strict=True)]
 
-    def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step:
-        """The Step of one completion, from the value of each function and what they logged."""
+    def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
+        """The Step of one completion, from the value of each function and what they logged; an
+        error that names the function and the row, if a value is infinite or NaN."""
+        for name, value in values.items():
+            if value is not None and not math.isfinite(value):
+                error = ValueError(f"it returned {value} for a completion")
+                return _with_names(error, name, self.row)
         reward = sum(weight * (values[name] or 0.0) for name, _, weight in self.functions)
         first = values[self.functions[0][0]]
         info = {f"reward_{name}": value for name, value in values.items() if value is not None}
@@ -425,6 +436,10 @@ def _named(name: str, row: Row | None = None) -> Iterator[None]:
     except EnvFailure as error:
         raise EnvFailure(f"{name}: {error}") from error
     except Exception as error:
-        columns = ", ".join(f"{key}={value!r:.60}" for key, value in (row or {}).items())
-        text = f"{name}: {type(error).__name__}: {error!s:.200}"
-        raise RuntimeError(f"{text}; the row: {columns}" if row else text) from error
+        raise _with_names(error, name, row) from error
+
+
+def _with_names(error: Exception, name: str, row: Row | None) -> RuntimeError:
+    columns = ", ".join(f"{key}={value!r:.60}" for key, value in (row or {}).items())
+    text = f"{name}: {type(error).__name__}: {error!s:.200}"
+    return RuntimeError(f"{text}; the row: {columns}" if row else text)

@@ -100,6 +100,17 @@ def array(completions, **columns):
 def short_extra(completions, log_extra, **columns):
     log_extra("x", [])
     return [1.0] * len(completions)
+def nan(completions, **columns):
+    return [float("nan") if "b" in text else 1.0 for text in completions]
+def infinite(prompts, completions, **columns):
+    return [float(text in "a-") or -float("inf") for text in completions]
+def first_only(completions, **columns):
+    return [float(len(completions[0]))]
+def first_for_all(completions, **columns):
+    return [float(len(completions[0])) for _ in completions]
+def one_row(completions, **columns):
+    [only] = completions
+    return [float(len(only))]
 def nan_metric(completions, log_metric, **columns):
     log_metric("loss_of_judge", float("nan"))
     return [1.0] * len(completions)
@@ -440,6 +451,26 @@ def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(policy, name,
     rollouts = RolloutCollector(policy, 1).collect(tasks, Letters(policy), SamplingParams(4))
     assert [r.error[: len(error)] for r in rollouts] == [error] * 2 + [""] * 4
     assert [r.episode_return for r in rollouts[2:]] == [1.0] * 4
+
+
+@pytest.mark.parametrize(("name", "value", "failed"), [
+    ("nan", "nan", [1]), ("infinite", "-inf", [1, 2]),
+])  # fmt: skip
+def test_an_infinite_reward_names_its_function_and_its_row(policy, name, value, failed):
+    rollouts, _ = play(policy, f"rewards.py:sometimes rewards.py:{name}")
+    assert [i for i, r in enumerate(rollouts) if r.error] == failed
+    text = f"RuntimeError: {name}: ValueError: it returned {value} for a completion; the row: "
+    assert all(rollouts[i].error.startswith(text) for i in failed)
+
+
+@pytest.mark.parametrize(("name", "found"), [
+    ("first_only", "problem: steps of a batch: RuntimeError: first_only: ValueError: 1 rewards"),
+    ("one_row", "problem: steps of a batch: RuntimeError: one_row: ValueError: too many values"),
+    ("first_for_all", "warning: the response '12' earned 0 beside others and 2 alone"),
+])  # fmt: skip
+def test_check_finds_a_function_that_handles_only_the_first_completion(name, found):
+    report = check_env(f"rewarded:data=rows.jsonl,reward=rewards.py:{name}", 3, other_process=False)
+    assert any(line.startswith(found) for line in report.lines())
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
