@@ -50,7 +50,8 @@ def board(
 
     Raises UsageError if there is no run to rank, or no budget.
     """
-    terms = [terms_of(config, records) for _, config, records in runs]
+    models = names_of_models([str(config["model_id"]) for _, config, _ in runs])
+    terms = [terms_of(*run[1:], model) for run, model in zip(runs, models, strict=True)]
     known = [(term, run[1]["max_sampled_tokens"])
              for term, run in zip(terms, runs, strict=True) if term[0]]  # fmt: skip
     if not known:
@@ -89,16 +90,28 @@ def board(
 Terms = tuple[str, int, str, str, int, str]
 
 
-def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
+def names_of_models(ids: list[str]) -> list[str]:
+    """A name for the model that each --model-id stands for: of a folder its own name, or its path
+    if another folder has that name. Runs of other machines name folders that are not here."""
+    paths = [Path(model_id).expanduser() for model_id in ids]
+    here = [path.resolve() if path.is_dir() else None for path in paths]
+    names = [
+        path.parent.name if path.name == "model" else folder.name if folder else model_id
+        for model_id, path, folder in zip(ids, paths, here, strict=True)
+    ]  # runs/base/model: base
+    count = Counter(name for name, folder in {*zip(names, here, strict=True)} if folder)
+    return [str(folder) if folder and count[name] > 1 else name
+            for name, folder in zip(names, here, strict=True)]  # fmt: skip
+
+
+def terms_of(config: dict[str, Any], records: list[Record], model: str) -> Terms:
     """What the runs of a board have in common. The held-out tasks follow from the environment and
     their number (core/tasks.py), whatever the seed of the run."""
     evaluated = before_after(records)
     env, first = evaluated[0][:2] if evaluated else ("", {})
     start = f"{first[f'eval/{env}/accuracy']:.2f}" if evaluated else ""
-    model = Path(config["model_id"])
-    name = model.parent.name if model.name == "model" else config["model_id"]  # runs/base/model
     trained = " ".join(config["env"])
-    return env, config["eval_num_tasks"], name, trained, config["sft_steps"], start
+    return env, config["eval_num_tasks"], model, trained, config["sft_steps"], start
 
 
 def difference(term: Terms, common: Terms) -> str:
