@@ -250,6 +250,21 @@ def test_what_cannot_be_imported_or_built_is_one_line(place, command, spec, word
     assert not Path("marker").exists() and not Path("runs").exists()
 
 
+@pytest.mark.parametrize("folder", [".", "../elsewhere"])
+def test_an_error_in_a_library_names_the_users_own_line(place, monkeypatch, folder):
+    """The library lies outside site-packages, as an editable one does; so may the user's file."""
+    library = place.parent / "src"
+    for name in (library, place / folder):
+        name.mkdir(exist_ok=True)
+    (library / "checkout.py").write_text("def f(x):\n\n\n    return int(x)\n")
+    (place / folder / "uses.py").write_text("import checkout\n\ndef g():\n    checkout.f('x')\n")
+    monkeypatch.syspath_prepend(library)
+    function = registry.import_attribute(f"{folder}/uses.py", "g")
+    with pytest.raises(ValueError) as raised:
+        function()
+    assert registry.place_of(raised.value) == " (uses.py, line 4)"
+
+
 def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     place, command, tmp_path, monkeypatch
 ):
