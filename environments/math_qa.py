@@ -7,11 +7,13 @@ data set:
     math          EleutherAI/hendrycks_math, all seven subjects; evaluated on their test splits
     math500       the training splits of math; evaluated on HuggingFaceH4/MATH-500
     FILE.jsonl    a file with "question" and "answer" in each line; "#### 42" (GSM8K) and \boxed{42}
-                  (MATH) mark the answer in a longer text; at least 16 lines
+                  (MATH) mark the answer in a longer text; at least 16 lines; other kinds of files
+                  are read as `rewarded` reads them
 
 One expression or line of a file in eight is reserved for evaluation, a sum or product with all
-orders of its terms. Questions of a data set are evaluated in their order, so --eval-num-tasks 1319
-evaluates the test split of GSM8K once, and 500 that of MATH-500.
+orders of its terms; where --eval-env names other data, files are used whole, as in `rewarded`.
+Questions of a data set are evaluated in their order, so --eval-num-tasks 1319 evaluates the test
+split of GSM8K once, and 500 that of MATH-500.
 
 Observation: one user message; the second form is that of `style=plain`, for small models:
 
@@ -41,8 +43,9 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
-from environments.dataset import import_for, read_hub, read_jsonl
+from environments import rewarded
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
+from environments.dataset import import_for, read_hub
 from environments.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
@@ -74,7 +77,7 @@ class Problem(NamedTuple):
 
 
 class MathQA(Env):
-    """One question, one response. `level`: 1 to 6; `data`: a name of `HUB` or a JSONL file;
+    """One question, one response. `level`: 1 to 6; `data`: a name of `HUB` or a file;
     `style`: tags or plain."""
 
     def __init__(self, level: int = 1, data: str = "", style: str = "tags"):
@@ -155,6 +158,9 @@ def load(data: str) -> tuple[list[Problem], list[Problem]]:
     return train, test
 
 
+rewarded.CACHED.append(load)
+
+
 def _from_hub(data: str) -> list[list[Problem]]:
     *sources, question, solution = HUB[data]
     splits = []
@@ -165,19 +171,16 @@ def _from_hub(data: str) -> list[list[Problem]]:
 
 
 def _from_file(path: str) -> list[list[Problem]]:
-    try:
-        rows = read_jsonl(path)
-    except (OSError, UnicodeError) as error:
-        raise UsageError(f"data must be {', '.join(HUB)} or a JSONL file: {error}") from None
-    problems = []
-    for number, row in rows:
-        if not {"question", "answer"} <= row.keys():
-            raise UsageError(f'{path}, line {number}: not {{"question": .., "answer": ..}}')
-        problems.append(_problem(str(row["question"]), str(row["answer"])))
-    problems = _usable(problems)
-    if len(problems) < MIN_LINES:
-        raise UsageError(f"{path} has {len(problems)} usable lines; it needs {MIN_LINES}")
-    return [[p for p in problems if is_held_out(p.question) == use] for use in (False, True)]
+    if not path.endswith(rewarded.FILES):
+        raise UsageError(f"data must be {', '.join(HUB)} or a file such as FILE.jsonl, not {path}")
+    splits = []
+    for rows in rewarded.load(path, "question", "", "train")[:2]:
+        if without := [row for row in rows if "answer" not in row]:
+            raise UsageError(f'{path}: not {{"question": .., "answer": ..}}: {without[0]!r:.60}')
+        splits.append(_usable(_problem(row["question"], str(row["answer"])) for row in rows))
+    if (count := sum(map(len, splits))) < MIN_LINES:
+        raise UsageError(f"{path} has {count} usable lines; it needs {MIN_LINES}")
+    return splits
 
 
 def _problem(question: str, solution: str) -> Problem:

@@ -215,15 +215,20 @@ class Rewarded(Env):
 
 
 def set_sources(trained: Iterable[str], evaluated: Iterable[str]) -> None:
-    """Tells `load` on which data a run trains and evaluates, by the specs of its environments."""
+    """Tells `load` on which data a run trains and evaluates, by the specs of its environments.
+
+    These are `rewarded`, `agent` and `math_qa`; the data sets that `math_qa` knows are not divided.
+    """
     for sources, specs in ((TRAINED, trained), (EVALUATED, evaluated)):
         sources.clear()
         for spec in specs:
-            if EnvSpec(spec).name in ("rewarded", "agent"):
-                o = EnvSpec(spec).values
-                sources.add((o["data"], o["config"], o["split"], o.get("prompt", "")))
-    read.cache_clear()
-    load.cache_clear()
+            env = EnvSpec(spec)
+            if env.name in ("rewarded", "agent", "math_qa"):
+                o = {"config": "", "split": "train"} | env.values
+                prompt = "question" if env.name == "math_qa" else o.get("prompt", "")
+                sources.add((o["data"], o["config"], o["split"], prompt))
+    for cached in CACHED:
+        cached.cache_clear()
 
 
 class Placed(Row):
@@ -329,6 +334,9 @@ def read(data: str, config: str, split: str, prompt: str) -> tuple[dict[str, Pla
         print(f"{data}: left out {duplicates} of {len(rows)} rows, which occur before",
               file=sys.stderr)  # fmt: skip
     return unique, [n for n in dict.fromkeys(key for _, row in rows for key in row) if n != prompt]
+
+
+CACHED: list[Any] = [load, read]  # and what depends on them
 
 
 def num_held_out(spec: EnvSpec) -> int:

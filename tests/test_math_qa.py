@@ -9,6 +9,7 @@ import pytest
 from conftest import needs
 
 import environments.math_qa
+from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
 from environments.math_answers import parse_number
 from environments.math_expressions import Node, canonical
@@ -134,6 +135,20 @@ def test_a_file_reserves_one_line_in_eight_and_reads_three_forms_of_answers(tmp_
         assert env.step(env.demonstrate()).reward == 1.0
         forms.add(form)
     assert forms == {"Twice", "Half", "Next"}
+
+
+@pytest.mark.parametrize(("evaluated", "sizes"), [("test", (38, 20)), ("train", None)])
+def test_a_file_is_used_whole_where_another_one_is_for_evaluation(tmp_path, evaluated, sizes):
+    """Questions of both are left out of training."""
+    files = {"train": ROWS[:40], "test": ROWS[38:58]}
+    specs = {name: f"math_qa:data={write_lines(tmp_path / f'{name}.jsonl', rows)}"
+             for name, rows in files.items()}  # fmt: skip
+    rewarded.set_sources([specs["train"]], [specs[evaluated]])
+    env = make(specs["train"])
+    held_out = sum(is_held_out(row["question"]) for row in ROWS[:40])
+    found = len(env.train), len(make(specs[evaluated]).test)
+    rewarded.set_sources((), ())
+    assert found == (sizes or (40 - held_out, held_out)) and held_out > 1
 
 
 def test_the_order_of_terms_does_not_decide_whether_an_expression_is_held_out():

@@ -83,7 +83,7 @@ COMMANDS = [  # a command line, and what its message names
         "--sft-steps 0",
         marks=needs("envs", "gymnasium"),
     ),
-    ("--env math_qa:data=shape.jsonl", "line 1"),
+    ("--env math_qa:data=shape.jsonl", "row 1"),
     ("--config none.yaml", "none.yaml"),
     ("--resume runs/none", "runs/none"),
     ("--run-name there", "runs/there"),
