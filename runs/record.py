@@ -2,7 +2,7 @@
 
     python runs/record.py letter_counting_tiny                # every run of the page
     python runs/record.py letter_counting_tiny grpo-seed0     # one run
-    python runs/record.py letter_counting_tiny 'grpo*'        # runs whose names match
+    python runs/record.py letter_counting_tiny "grpo*"        # runs whose names match
     python runs/record.py letter_counting_tiny --missing      # the runs that are not recorded yet
     python runs/record.py letter_counting_tiny --draw         # the table and the picture; no run
 

@@ -27,6 +27,10 @@ PAGES = [
     "core/workshop/README.md", "environments/README.md", "runs/README.md",
     "runs/benchmarks/README.md", "runs/published/README.md", "runs/which_model/README.md",
 ]  # fmt: skip
+OTHER_PAGES = [
+    page.relative_to(ROOT).as_posix() for pattern in ("*.md", "[!.]*/*.md", "[!.]*/*/*.md")
+    for page in ROOT.glob(pattern) if not (page.parent / "config.yaml").exists()  # of no run
+]  # fmt: skip
 SMALL = """--sft-steps 2 --sft-batch-size 2 --num-updates 1 --num-prompts 2 --group-size 2
     --eval-num-tasks 2 --max-tokens 8 --max-turns 1 --device cpu""".split()
 
@@ -37,13 +41,16 @@ def commands_of(page, program):
     return [line.strip() for line in lines]
 
 
-@pytest.mark.parametrize("page", [*PAGES, "environments/agents/README.md"])
+@pytest.mark.parametrize("page", sorted({*PAGES, *OTHER_PAGES}))
 def test_every_command_of_a_page_works_in_powershell(page):
-    """It expands no pattern, reads a,b as two words, and in Windows has no &&."""
-    programs = "python|pip|uv|torchrun|git|ruff|mypy|pytest"
-    for line in re.findall(rf"^ +(?:{programs}) .*", (ROOT / page).read_text(), re.M):
+    """It expands no pattern, reads a,b as two words, sets no variable before a command, continues
+    no line after a backslash, and in Windows has no &&. A POSIX shell runs the YAML of a page.
+    """
+    programs = r"(?:[A-Z_]+=\S* )*(?:python|pip|uv|torchrun|git|ruff|mypy|pytest)"
+    text = re.sub("^```yaml.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+    for line in re.findall(rf"^ +{programs} .*|(?<=`){programs} [^`]*(?=`)", text, re.M):
         bare = re.sub('"[^"]*"', "", line.partition(" #")[0])
-        assert not re.search(r"[,*&'$`]", bare), line
+        assert not re.search(r"[,*&'$`\\]|^ *[A-Z_]+=", bare), line
 
 
 @pytest.mark.parametrize("flags", commands_of("README.md", r"python train\.py"))
