@@ -343,9 +343,9 @@ def run(task, client):
     return 1.0
 ''', rows, zero_on="Odd httpx.ConnectError", timeout=timeout)  # fmt: skip
     threads = threading.active_count()
-    rollouts = collect(policy, spec, 8, max_turns=4)
+    rollouts = collect(policy, spec, 4, max_turns=4)
     failing = [r for r in rollouts if r.episode_return != 1]
-    assert failing and (hangs or len(failing) < 8)
+    assert failing and (hangs or len(failing) < 4)
     for rollout in rollouts:
         if rollout not in failing:
             assert not rollout.error and not rollout.episode_truncated
@@ -948,12 +948,12 @@ def test_agents_of_frameworks_play_to_their_end(name):
 def test_a_run_trains_a_program_and_resumes_to_the_same_metrics(command, qwen3_folder):
     flags = f"""--model-id {qwen3_folder} --env {PROGRAM} --num-prompts 2 --group-size 4
         --max-tokens 8 --eval-num-tasks 4 --device cpu --dtype float64 --save-every 1""".split()
-    code, _, err = command(*flags, "--num-updates", "4", "--run-name", "whole")
+    code, _, err = command(*flags, "--num-updates", "3", "--run-name", "whole")
     assert (code, err) == (0, "")
-    assert command(*flags, "--num-updates", "2", "--run-name", "part")[0] == 0
-    assert command("--resume", "runs/part", "--num-updates", "4")[0] == 0
+    assert command(*flags, "--num-updates", "1", "--run-name", "part")[0] == 0
+    assert command("--resume", "runs/part", "--num-updates", "3")[0] == 0
     whole, part = metrics_of("runs/whole"), metrics_of("runs/part")
     rewards = [r["reward/mean"] for r in whole if "reward/mean" in r]
-    assert len(rewards) == 4 and len({*rewards}) > 1
-    assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 4
+    assert len(rewards) == 3 and len({*rewards}) > 1
+    assert [r["gap/logprob_max"] for r in whole if "gap/logprob_max" in r] == [0.0] * 3
     assert [r for r in part if "update" in r][-2:] == [r for r in whole if "update" in r][-2:]
