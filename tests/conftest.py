@@ -40,6 +40,7 @@ from core.tiny import tiny_tokenizer
 from core.types import Rollout, Turn
 from environments import rewarded
 
+collect_ignore = ["openenv_server.py"]  # no doctest is worth the seconds that its import takes
 FAMILIES = {  # supported by both samplers
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),

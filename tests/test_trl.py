@@ -15,10 +15,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import save_small
-from datasets import Dataset
 from single_update import single_update
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import train
 from algorithms import grpo
@@ -134,6 +132,9 @@ def their_steps(folder, weights, rollouts, rewards=None, **changes):
     """Gradients of TRL's steps on our rollouts, and what it logged of the last; what isn't given is
     as TRL has it. `rewards`: a column for each reward function; None: the return is the only one.
     """
+    from datasets import Dataset  # imports that take seconds
+    from trl import GRPOConfig, GRPOTrainer
+
     sampled, watch = as_trl_has_it(rollouts), Watch(weights["present"])
     fixed = {
         "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "report_to": "none",
