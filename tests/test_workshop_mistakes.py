@@ -72,6 +72,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("where after the product", "mask was applied last", "(advantages[mask] * logprobs[mask])",
          "torch.where(mask, advantages * logprobs, 0)"),
         ("a float", "a float;", "return -", "return float(-", "mask.sum()", "mask.sum())"),
+        ("half the loss", "observed: the number is 0.5 times", "return -", "return -0.5 * "),
     ],
     "clipped_loss": [
         ("minimum of the negated products", "larger", MINIMUM,
