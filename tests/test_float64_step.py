@@ -380,7 +380,8 @@ def loss_of(cfg, rollouts, new, old, ref, kept, advantages, targets):
 
 
 def reference_gradients(cfg, rollouts, models, head):
-    """The gradient of each of the two steps, flat; weights by name, then those of the head."""
+    """The gradient of each of the two steps, flat; weights by name, then those of the head. And the
+    loss of the second."""
     with torch.no_grad():
         old = score(models["old"], rollouts, cfg.temperature, head)
         ref = score(models["reference"], rollouts, cfg.temperature)
@@ -415,7 +416,7 @@ def reference_gradients(cfg, rollouts, models, head):
             torch.zeros_like(p) if g is None else g for p, g in zip(trained, found, strict=True)
         ]
         gradients.append(torch.cat([g.flatten() for g in parts]))
-    return gradients
+    return gradients, loss.item()
 
 
 # --- Ours ---------------------------------------------------------------------------------------
@@ -448,8 +449,8 @@ def our_gradients(cfg, rollouts, folder, models, head):
         reference.model.load_state_dict(
             {k: v.float() for k, v in models["reference"].state_dict().items()}
         )
-    single_update(cfg, policy, optimizer, rollouts, reference=reference)
-    return gradients
+    metrics = single_update(cfg, policy, optimizer, rollouts, reference=reference)
+    return gradients, metrics["loss"]
 
 
 @pytest.mark.parametrize(
@@ -465,9 +466,9 @@ def test_both_gradients_of_an_update_equal_float64_loops(seed, folder, weights):
             (0.3 * torch.randn(shape, generator=generator)).double().requires_grad_()
             for shape in ((1, 32), (1,))
         )
-    theirs = reference_gradients(cfg, rollouts, weights, head)
-    ours = our_gradients(cfg, rollouts, folder, weights, head)
-    assert len(ours) == 2
+    theirs, their_loss = reference_gradients(cfg, rollouts, weights, head)
+    ours, loss = our_gradients(cfg, rollouts, folder, weights, head)
+    assert len(ours) == 2 and loss == pytest.approx(their_loss, rel=1e-4, abs=1e-4)
     for mine, other in zip(ours, theirs, strict=True):
         assert other.norm() > 1e-4
         assert (mine - other).norm() < TOLERANCE * other.norm()

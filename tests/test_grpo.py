@@ -8,10 +8,10 @@ import pytest
 import torch
 from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 
-from algorithms import grpo
+from algorithms import grpo, ppo, reinforce
 from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, LOSS_TYPES, Options, compute_advantages, resolve
-from algorithms.variants import cispo, dppo, gdpo, gspo
+from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov
 
 
 def of_returns(returns, group_ids, scale):
@@ -279,3 +279,27 @@ def test_weights_and_scale_multiply_loss_and_gradient(algo):
     loss, gradient, _ = loss_of([[1.0]], [[3.0]], None, [[0.5]], [[0.25]], algo=algo)
     assert loss == pytest.approx(plain_loss / 8, abs=1e-6)
     assert gradient.item() == plain.item() / 8 == pytest.approx(-3 / 8, abs=1e-6)
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "algo, options",
+    [
+        (grpo, resolve(Options())), (gspo, gspo.Options()), (cispo, cispo.resolve(cispo.Options())),
+        (dppo, dppo.Options()), (kl_cov, resolve(kl_cov.Options())), (ppo, ppo.Options()),
+        (reinforce, reinforce.Options()),
+    ],
+)  # fmt: skip
+def test_what_is_off_the_mask_reaches_neither_loss_nor_gradient(algo, options, junk):
+    mask, one = torch.tensor([[True, False]]), torch.ones(1, 2)
+    off = torch.where(mask, one, junk)
+    micro = Micro(completion_mask=mask, old_logprobs=-off, sampler_logprobs=-off, advantages=off,
+                  importance_weights=off, token_weights=off, values=off, value_targets=off,
+                  own={"penalty_coef": off})  # fmt: skip
+    logprobs, values = (off * x for x in (-1.1, 0.5))
+    logprobs.requires_grad_(), values.requires_grad_()
+    loss, metrics = algo.compute_loss(logprobs, values, micro, options)
+    loss.backward()
+    assert all(map(math.isfinite, [loss.item(), *metrics.values()]))
+    for gradient in (logprobs.grad, values.grad if algo is ppo else one * mask):
+        assert gradient[0, 0] != 0 == gradient[0, 1]
