@@ -19,7 +19,7 @@ import pytest
 import torch
 from conftest import PROGRAM, metrics_of, save_small
 from test_process_state import state
-from test_sampler import staggered, trainer_gap
+from test_sampler import check_ends, staggered, trainer_gap
 
 from core import nanollm, weight_sharing
 from core.loading import load_policy
@@ -207,18 +207,9 @@ class TestOneEngine:
         assert state() == before
 
     def test_completion_ends_with_a_stop_token_or_at_the_limit(self, engine, monkeypatch):
-        stop_ids = list(range(0, 704, 3))  # a third of all tokens ends a completion
-        monkeypatch.setattr(engine.policy, "stop_ids", stop_ids)
+        monkeypatch.setattr(engine.policy, "stop_ids", list(range(0, 704, 3)))  # a third of all
         completions = sample(engine, PROMPTS, SamplingParams(max_tokens=3, seed=5))
-        assert {c.finish_reason for c in completions} == {"stop", "length"}
-        for completion in completions:
-            stopped = completion.token_ids[-1] in stop_ids
-            assert completion.finish_reason == ("stop" if stopped else "length")
-            assert not set(completion.token_ids[:-1]) & set(stop_ids)
-            assert stopped or len(completion.token_ids) == 3
-            assert len(completion.logprobs) == len(completion.token_ids)
-            text_ids = completion.token_ids[:-1] if stopped else completion.token_ids
-            assert completion.text == engine.policy.tokenizer.decode(text_ids)
+        check_ends(engine.policy, completions, 3)
         assert trainer_gap(engine.policy, completions, 1.0, PROMPTS).max() < 1e-4
 
     def test_requests_that_come_while_others_are_sampled_have_the_same_tokens(

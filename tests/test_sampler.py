@@ -193,14 +193,18 @@ def test_seed_and_stream_determine_a_completion_whatever_shares_the_batch(policy
 
 def test_completion_ends_with_a_stop_token_or_at_the_limit(policy, monkeypatch):
     monkeypatch.setattr(policy, "stop_ids", EVERY_SIXTH)
-    completions = TorchSampler(policy).sample(PROMPTS * 8, SamplingParams(max_tokens=10))
+    check_ends(policy, TorchSampler(policy).sample(PROMPTS * 8, SamplingParams(max_tokens=10)), 10)
+
+
+def check_ends(policy, completions, limit):
+    """Some of the completions end with the only stop token that they have, others at the limit."""
     assert {c.finish_reason for c in completions} == {"stop", "length"}
     for c in completions:
-        is_stop = [token in EVERY_SIXTH for token in c.token_ids]
+        is_stop = [token in policy.stop_ids for token in c.token_ids]
         assert not any(is_stop[:-1])
         assert is_stop[-1] == (c.finish_reason == "stop")
-        assert len(c.token_ids) == len(c.logprobs) <= 10
-        assert is_stop[-1] or len(c.token_ids) == 10
+        assert len(c.token_ids) == len(c.logprobs) <= limit
+        assert is_stop[-1] or len(c.token_ids) == limit
         text_ids = c.token_ids[:-1] if is_stop[-1] else c.token_ids
         assert c.text == policy.tokenizer.decode(text_ids)
 
