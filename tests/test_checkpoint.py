@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import load_small
 from test_files import small_files
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from core.extras.opponents import saved_updates
 from core.loading import load_policy
@@ -202,6 +202,7 @@ def test_the_model_is_a_link_to_the_weights_of_the_last_checkpoint(run, small_fo
         model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
         assert not any(report.values())  # no weight is missing, none unexpected
         assert torch.equal(model(ids).logits, policy.model(ids).logits)
+        assert AutoTokenizer.from_pretrained(exported).chat_template
 
 
 def no_link(*_):

@@ -1,11 +1,8 @@
 """What a training pass holds is counted, and layers are computed twice when it is too much."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from conftest import load_small, rollouts_of
+from conftest import load_small, metrics_of, rollouts_of
 
 import train
 from core import batching
@@ -159,8 +156,7 @@ SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-p
 
 
 def losses_of(run):
-    lines = Path("runs", run, "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line).get("loss") for line in lines]
+    return [record.get("loss") for record in metrics_of(f"runs/{run}")]
 
 
 def test_a_run_that_runs_out_of_memory_names_the_command_that_resumes_it_exactly(

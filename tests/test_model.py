@@ -100,27 +100,6 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
 
 
-def test_an_exported_model_loads_with_transformers(small_folder, tmp_path):
-    policy = load_small(small_folder)
-    with torch.no_grad():
-        next(iter(policy.trainable().values())).mul_(1.1)
-    model = AutoModelForCausalLM.from_pretrained(export_model(tmp_path, policy))
-    assert torch.equal(model(IDS).logits, policy.model(IDS).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
-
-
-def test_an_exported_adapter_loads_with_peft(small_folder, tmp_path):
-    from peft import PeftModel
-
-    policy = load_small(small_folder, lora_rank=2)
-    with torch.no_grad():
-        for parameter in policy.trainable().values():
-            parameter.normal_()
-    base = AutoModelForCausalLM.from_pretrained(small_folder)
-    model = PeftModel.from_pretrained(base, export_model(tmp_path, policy))
-    assert torch.allclose(model(IDS).logits, policy.model(IDS).logits, atol=1e-5)
-
-
 def test_only_special_tokens_that_the_template_does_not_write_may_be_beyond_the_embedding(tmp_path):
     tokenizer = tiny_tokenizer()
     folder = save_small("qwen3", tmp_path, vocab_size=len(tokenizer))
