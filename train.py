@@ -59,18 +59,19 @@ from core.batching import (
     shape_rewards,
     to_rollout_batch,
 )
+from core.loop.open import open_run, optimizer_for
+from core.loop.run import Run, is_due
 from core.metrics import UpdateStats, rollout_metrics
 from core.policy import Policy
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
-from core.run.open import open_run, optimizer_for
 from core.run.reference import freeze_reference, load_teacher
-from core.run.run import Run, is_due
 from core.run.staleness import older_weights
 from core.sampler import SamplingParams
 from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
-from environments import registry, rewarded
+from environments import rewarded
+from environments.plumbing import registry
 
 
 def main(cfg: Config) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 import algorithms
 from algorithms.options import LoopOptions
 from core.types import UsageError
-from environments.registry import describe_error, find_file, import_file
+from environments.plumbing.registry import describe_error, find_file, import_file
 
 FOLDER = Path(algorithms.__file__).parent
 WORKSHOP = "core.workshop.as_algorithm"  # of --algo scratch and scratch.py

@@ -22,8 +22,8 @@ from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.types import Message, UsageError
-from environments.text import one_line
-from environments.tools import call_text
+from environments.plumbing.text import one_line
+from environments.plumbing.tools import call_text
 
 ROLES = ("system", "user", "assistant", "tool")
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"

@@ -32,8 +32,8 @@ from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Message, Rollout, UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
-from environments.registry import place_of
-from environments.tools import name_of
+from environments.plumbing.registry import place_of
+from environments.plumbing.tools import name_of
 
 POLL = 0.05  # seconds that the loop waits for environments before it looks at Ctrl-C again
 MAX_DRAWS = 10  # tasks whose prompt cannot be rendered, until their episode fails

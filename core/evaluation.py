@@ -1,6 +1,6 @@
 """Held-out evaluation: the same tasks every time, greedy decoding, accuracy with its interval.
 
-`Evaluator` (core/run/evaluator.py) samples the rollouts, shows the lines and logs the metrics. An
+`Evaluator` (core/loop/evaluator.py) samples the rollouts, shows the lines and logs the metrics. An
 episode whose environment failed counts as wrong, but one that raised EnvFailure, or that the server
 of --sampler openai did not answer, is left out. core/README.md says what each metric means.
 """
@@ -25,7 +25,7 @@ from core.selection import num_episodes
 from core.tasks import Task, eval_tasks, held_out_envs
 from core.types import Rollout
 from environments.base import PLAYER, Env
-from environments.registry import EnvSpec, make
+from environments.plumbing.registry import EnvSpec, make
 
 
 def held_out_tasks(cfg: Config) -> list[Task]:

@@ -74,7 +74,7 @@ def load_policy(
     PEFT has, without their dropout. `adapters` is the folder of others for the same base model.
     `max_length` lowers the model's own limit. `seed` determines all random weights. `fp32_head`
     computes the logits in float32. `template_options` and `template_date` are those of `Config`.
-    `from_pretrained` loads the weights (core/extras/quantize.py has another one). Raises
+    `from_pretrained` loads the weights (core/run/quantize.py has another one). Raises
     UsageError, in one line that names `flag`, if the model cannot be loaded, and if the device does
     not exist.
     """
@@ -147,7 +147,7 @@ def reads_cache(model_id: str, flag: str) -> bool:
             problem = "HF_HUB_OFFLINE is set: unset it to download the model"
         raise UsageError(f"{flag} {model_id}: there is no such folder or model in the cache, and "
                          f"{problem}, give the folder of a model, or take tiny or smollm2 "
-                         "(core/extras/smollm2.py)") from error  # fmt: skip
+                         "(core/run/smollm2.py)") from error  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:

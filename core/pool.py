@@ -15,7 +15,7 @@ from typing import Any
 
 from core.threads import Outcome, Threads
 from environments.base import PLAYER, Env, Message, Step, as_multi, checked_step, has_step_batch
-from environments.registry import EnvSpec, make
+from environments.plumbing.registry import EnvSpec, make
 
 LATE = 0.03  # seconds; if half of the latest steps take longer, episodes do not wait for each other
 ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fast environment

@@ -14,8 +14,8 @@ from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
 from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
-from environments.registry import Constructor, EnvSpec, describe_error, make
-from environments.tools import schemas
+from environments.plumbing.registry import Constructor, EnvSpec, describe_error, make
+from environments.plumbing.tools import schemas
 
 # options that make a task harder
 DIFFICULTIES = "difficulty level depth n_hops length".split()

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from environments.base import PLAYER, Env, EnvFailure, MultiAgentEnv, UsageError
-from environments.check import check_env
-from environments.registry import EnvSpec, describe_error, list_envs, make
-from environments.text import one_line, print_any_character, printable
-from environments.web import SPEAKERS, YOU, Episode, serve
+from environments.plumbing.check import check_env
+from environments.plumbing.registry import EnvSpec, describe_error, list_envs, make
+from environments.plumbing.text import one_line, print_any_character, printable
+from environments.plumbing.web import SPEAKERS, YOU, Episode, serve
 
 CONSOLE = Console()
 MAX_TURNS = 50

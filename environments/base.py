@@ -213,7 +213,7 @@ class Env(Instance, ABC):
     """A task for one agent.
 
     `tools`: functions that the policy may call before it responds, such as methods of the instance,
-    with type hints and Google-style docstrings; environments/tools.py says how they are called.
+    with type hints and Google-style docstrings; plumbing/tools.py says how they are called.
     """
 
     tools: Sequence[Callable[..., Any]] = ()

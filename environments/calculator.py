@@ -30,9 +30,9 @@ import random
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.countdown import value_of
-from environments.math_answers import find_answer, parse_number
 from environments.parsing import user
-from environments.tools import call_text
+from environments.plumbing.math_answers import find_answer, parse_number
+from environments.plumbing.tools import call_text
 
 OPERATORS = "+-*"
 MAX_DIGITS = 9

@@ -38,9 +38,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
-from environments.math_answers import find_answer
 from environments.math_expressions import MAX_VALUE, Node, Tree, render, solve
 from environments.parsing import user
+from environments.plumbing.math_answers import find_answer
 
 
 class Level(NamedTuple):

@@ -26,7 +26,7 @@ whatever the form. Reward:
 
     0      no answer: it is missing, empty or longer than 200 characters; plain: no number
     0.1    a wrong answer
-    1.0    a right answer (see environments/math_answers.py); only then `info["correct"]` is True
+    1.0    a right answer (plumbing/math_answers.py); only then `info["correct"]` is True
 
 >>> env = MathQA(level=1)
 >>> env.reset(seed=713)[0]["content"]
@@ -45,10 +45,10 @@ from typing import NamedTuple
 
 from environments import rewarded
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError
-from environments.dataset import import_for, read_hub
-from environments.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 from environments.math_expressions import LEVELS, make_expression
 from environments.parsing import user
+from environments.plumbing.dataset import import_for, read_hub
+from environments.plumbing.math_answers import MAX_ANSWER, find_answer, is_equal, parse_number
 
 GUESS_ERRORS = [-10, -2, -1, -1, 0, 1, 1, 2, 10]  # a hasty demonstration adds one of these
 MIN_LINES = 16  # of a file

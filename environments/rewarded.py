@@ -53,11 +53,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import event_loop
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
-from environments.dataset import Row, read_hub, read_jsonl
 from environments.parsing import user
-from environments.registry import EnvSpec, find_file, import_attribute
+from environments.plumbing import event_loop
+from environments.plumbing.dataset import Row, read_hub, read_jsonl
+from environments.plumbing.registry import EnvSpec, find_file, import_attribute
 
 Function = tuple[str, Callable[..., Any], float]  # name, function, weight
 

@@ -12,8 +12,8 @@ import random
 
 from environments import Env, Message, MultiAgentEnv, Step
 from environments.base import EVAL_SEEDS, is_held_out
-from environments.check import check_env
 from environments.parsing import Retries, integer, one_of, read_action, user
+from environments.plumbing.check import check_env
 
 
 class Parity(Env):

@@ -36,10 +36,10 @@ from functools import cache
 from typing import NamedTuple
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
-from environments.math_answers import find_answer
-from environments.pages import LINK, bundled, fold
 from environments.parsing import user
-from environments.tools import call_text
+from environments.plumbing.math_answers import find_answer
+from environments.plumbing.pages import LINK, bundled, fold
+from environments.plumbing.tools import call_text
 
 GAP = "___"
 NUMBER = re.compile(r"(?<![\w,])\d[\d,]*\d(?![\w,])")  # of two digits or more

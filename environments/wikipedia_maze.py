@@ -2,7 +2,7 @@
 
 The pages are the bundled web of `pages.json`: a hundred short pages, each reachable from every
 other one. With live=true they are articles of Wikipedia, or of another wiki with the MediaWiki API
-(environments/wikipedia.py).
+(environments/plumbing/wikipedia.py).
 
 Observation: the current page, after one line of rules in the first message.
 
@@ -44,9 +44,9 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote
 
-from environments import pages, wikipedia
 from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
+from environments.plumbing import pages, wikipedia
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 NEXT_PART = '{"action": "next_part"}'

@@ -33,7 +33,7 @@ from core.run import cli  # noqa: E402
 from core.run.folder import new_folder  # noqa: E402
 from core.run.log import read_records  # noqa: E402
 from core.types import UsageError  # noqa: E402
-from environments.text import one_line, printable  # noqa: E402
+from environments.plumbing.text import one_line, printable  # noqa: E402
 
 try:
     import flyte

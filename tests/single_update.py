@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import train
+from core.loop.run import Run
 from core.run import checkpoint
-from core.run.run import Run
 
 
 def single_update(cfg, policy, optimizer, rollouts, update=1, reference=None):

@@ -6,7 +6,7 @@ import pytest
 
 from core.types import UsageError
 from environments.adapters.pettingzoo import as_pettingzoo
-from environments.registry import make
+from environments.plumbing.registry import make
 from environments.tic_tac_toe import tic_tac_toe
 
 

@@ -27,11 +27,11 @@ from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.tiny import PRETRAINED
 from core.types import Completion
-from environments import event_loop
 from environments.adapters import agent, endpoint
 from environments.base import EVAL_SEEDS, EndRun, UsageError
-from environments.check import check_env
-from environments.registry import make
+from environments.plumbing import event_loop
+from environments.plumbing.check import check_env
+from environments.plumbing.registry import make
 
 RECORDED = AGENTS.parents[1] / "runs" / "agents"
 CHAOS = """

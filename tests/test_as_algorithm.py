@@ -18,7 +18,7 @@ from core.types import Message, UsageError
 from core.workshop import checker
 from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
 from environments.base import Env, Step
-from environments.registry import ENVIRONMENTS
+from environments.plumbing.registry import ENVIRONMENTS
 
 OPTIONS = grpo.Options("grpo", "group", 0.2, 0.2, "token")
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import report
 from core.run.log import read_records
-from environments import registry
 from environments.base import Env, Step
+from environments.plumbing import registry
 
 WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 5e-3 --num-prompts 8 --group-size 8 --num-epochs 4

@@ -21,8 +21,8 @@ from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
 from core.types import Message, UsageError
-from environments import registry
 from environments.base import EVAL_SEEDS, Env, Step
+from environments.plumbing import registry
 
 ROOT = Path(__file__).parent.parent
 QUESTION = 'How many r in "cherry"?'

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from environments import registry
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, MultiAgentEnv, Step
-from environments.check import check_env
 from environments.parsing import user
-from environments.registry import ENVIRONMENTS, register
+from environments.plumbing import registry
+from environments.plumbing.check import check_env
+from environments.plumbing.registry import ENVIRONMENTS, register
 
 
 class Echo(Env):

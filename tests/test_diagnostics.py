@@ -10,7 +10,8 @@ from core.config import KNOWN, Config, WarningName
 from core.run import diagnostics
 from core.run.checkpoint import find_checkpoint
 from core.run.log import read_records
-from environments import base, registry
+from environments import base
+from environments.plumbing import registry
 
 RUNS = Path(__file__).parent.parent / "runs"
 

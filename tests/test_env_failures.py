@@ -19,7 +19,6 @@ from core.episodes import RolloutCollector
 from core.selection import drop_failed
 from core.tasks import Task
 from core.types import UsageError
-from environments import registry
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,
@@ -30,6 +29,7 @@ from environments.base import (
     Step,
     checked_step,
 )
+from environments.plumbing import registry
 
 
 class OneTurn(Env):

@@ -12,8 +12,8 @@ from conftest import needs
 
 from core.types import UsageError
 from environments.base import EVAL_SEEDS
-from environments.check import check_env, digest
-from environments.registry import make
+from environments.plumbing.check import check_env, digest
+from environments.plumbing.registry import make
 
 ROOT = Path(__file__).parent.parent
 
@@ -92,7 +92,7 @@ def test_check_env_finds_nothing_wrong_with_our_environments(spec):
 
 def test_another_process_plays_the_same_episodes():
     seeds = [0, EVAL_SEEDS[0]]
-    code = "import json; from environments.check import digest\n"
+    code = "import json; from environments.plumbing.check import digest\n"
     code += f"print(json.dumps([digest(s, {seeds}) for s in {FAST}]))"
     output = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,

@@ -5,7 +5,7 @@ import re
 import pytest
 
 import environments.__main__ as command
-from environments.registry import list_envs
+from environments.plumbing.registry import list_envs
 
 SPECS = ["snake", "tic_tac_toe:opponent=self"]
 

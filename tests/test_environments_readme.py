@@ -11,8 +11,8 @@ import pytest
 
 from core import config
 from environments.base import EVAL_SEEDS
-from environments.check import check_env
-from environments.registry import EnvSpec, list_envs, make
+from environments.plumbing.check import check_env
+from environments.plumbing.registry import EnvSpec, list_envs, make
 
 TEMPLATE = Path(__file__).parent.parent / "environments/template.py"
 README = (Path(__file__).parent.parent / "environments/README.md").read_text()

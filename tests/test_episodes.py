@@ -11,9 +11,9 @@ from core.sampler import SamplingParams, TorchSampler
 from core.seeds import derive_seed
 from core.tasks import Task, train_tasks
 from core.types import Completion
-from environments import registry
 from environments.base import Env, MultiAgentEnv, Step
-from environments.registry import register
+from environments.plumbing import registry
+from environments.plumbing.registry import register
 from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=4)

@@ -7,7 +7,7 @@ from threading import Event
 
 import pytest
 
-from environments import event_loop
+from environments.plumbing import event_loop
 
 
 async def loop_after(seconds=0.0):

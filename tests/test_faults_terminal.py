@@ -16,7 +16,7 @@ from core.run.console import Display
 from core.types import Rollout, UsageError
 from environments import __main__ as play
 from environments.base import Env, Step
-from environments.text import CONTROL_CHARACTERS
+from environments.plumbing.text import CONTROL_CHARACTERS
 
 ATTACKS = (
     "\x1b]0;renamed\x07", "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "\x07",

@@ -21,7 +21,7 @@ from environments.adapters.gymnasium_players import GAMES, Game
 from environments.adapters.spaces import describe, read_json_action, to_json
 from environments.base import Env, Step
 from environments.parsing import user
-from environments.registry import make
+from environments.plumbing.registry import make
 
 
 @pytest.mark.parametrize(

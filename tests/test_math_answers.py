@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 from conftest import needs
 
-from environments.math_answers import find_answer, is_equal, parse_number
+from environments.plumbing.math_answers import find_answer, is_equal, parse_number
 
 
 @pytest.mark.parametrize("response, answer", [

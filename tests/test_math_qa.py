@@ -11,10 +11,10 @@ from conftest import needs
 import environments.math_qa
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, is_held_out
-from environments.math_answers import parse_number
 from environments.math_expressions import Node, canonical
 from environments.math_qa import MathQA
-from environments.registry import make
+from environments.plumbing.math_answers import parse_number
+from environments.plumbing.registry import make
 
 GSM8K = [
     {

@@ -13,6 +13,7 @@ from core import evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
 from core.evaluation import left_out_lines
+from core.loop.evaluator import Evaluator
 from core.metrics import (
     UpdateStats,
     distinct_tasks,
@@ -25,7 +26,6 @@ from core.metrics import (
     wilson,
 )
 from core.results import before_after, describe
-from core.run.evaluator import Evaluator
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.tasks import Task, eval_tasks

@@ -22,7 +22,7 @@ from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed
 from core.types import UsageError
 from environments.base import EVAL_SEEDS
-from environments.registry import make
+from environments.plumbing.registry import make
 
 PARAMS = SamplingParams(max_tokens=32, temperature=0.5, top_p=0.9, seed=7)
 

@@ -5,7 +5,7 @@ from conftest import needs
 
 from environments.adapters.openenv import OpenEnv
 from environments.base import EnvFailure, UsageError
-from environments.registry import make
+from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "openenv")
 

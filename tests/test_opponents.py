@@ -21,9 +21,9 @@ from core.run import folder as run_dir
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError
-from environments import registry
 from environments.base import EVAL_SEEDS, MultiAgentEnv
-from environments.registry import EnvSpec, make
+from environments.plumbing import registry
+from environments.plumbing.registry import EnvSpec, make
 from environments.template import Nim
 
 PARAMS = SamplingParams(max_tokens=8, seed=5)

@@ -14,10 +14,10 @@ from core import tasks
 from core.config import Config
 from core.run.log import read_records
 from core.types import UsageError
-from environments import registry
 from environments.__main__ import run_command
 from environments.base import Env, Step
-from environments.registry import (
+from environments.plumbing import registry
+from environments.plumbing.registry import (
     ENVIRONMENTS,
     EnvSpec,
     absolute,

@@ -17,7 +17,7 @@ from pettingzoo.test import parallel_api_test
 
 from environments.adapters.gymnasium_players import Game
 from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
-from environments.registry import make
+from environments.plumbing.registry import make
 
 
 def test_as_pettingzoo_passes_pettingzoos_checker():

@@ -10,11 +10,11 @@ from test_sampler import trainer_gap
 
 from core.config import Config
 from core.extras import chat
-from core.extras.quantize import num_bytes
 from core.optimizer import make_optimizer
 from core.policy import is_quantized, num_weights
 from core.run.folder import read_config
 from core.run.models import load_policy
+from core.run.quantize import num_bytes
 from core.sampler import SamplingParams, TorchSampler
 
 functional = pytest.importorskip("bitsandbytes.functional", reason="needs picorl[quantize]")

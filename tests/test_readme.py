@@ -17,7 +17,7 @@ from core.extras import chat
 from core.results import before_after, describe
 from core.run import cli
 from core.run.log import read_records
-from environments.check import check_env
+from environments.plumbing.check import check_env
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,7 @@ from conftest import needs
 
 from core.types import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
-from environments.registry import make
+from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "reasoning_gym")
 

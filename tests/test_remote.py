@@ -10,7 +10,7 @@ import pytest
 
 from environments.adapters.remote import Remote, RemoteAgents, RemoteError
 from environments.base import EnvFailure, Step
-from environments.registry import make
+from environments.plumbing.registry import make
 
 # answers the reset, then misbehaves on the first step
 SERVER = """

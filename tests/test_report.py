@@ -19,7 +19,7 @@ from core.run import cli
 from core.run.diagnostics import WARNINGS
 from core.run.folder import config_to_dict
 from environments.base import Env, Step
-from environments.registry import ENVIRONMENTS
+from environments.plumbing.registry import ENVIRONMENTS
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "tiny", "seed": 7, "sft_steps": 0,
           "sampler": "auto"}  # fmt: skip

@@ -18,8 +18,8 @@ from core.tasks import Task, eval_tasks
 from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
-from environments.check import check_env
-from environments.registry import absolute, make
+from environments.plumbing.check import check_env
+from environments.plumbing.registry import absolute, make
 
 FUNCTIONS = """
 import asyncio

@@ -18,9 +18,9 @@ from test_files import small_files
 from core.chat_template import prompt_ids
 from core.config import Config
 from core.extras import chat
+from core.loop.open import folder_of
 from core.run import open as run
 from core.run.folder import create_run, lock_run_dir, new_folder
-from core.run.open import folder_of
 from core.types import CannotWrite, Fault, UsageError
 
 ROOT = Path(__file__).parent.parent

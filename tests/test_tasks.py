@@ -15,9 +15,9 @@ from core.tasks import (
     with_difficulty,
 )
 from core.types import UsageError
-from environments import registry
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
-from environments.registry import EnvSpec
+from environments.plumbing import registry
+from environments.plumbing.registry import EnvSpec
 
 ENVS = ["letter_counting", "letter_counting:difficulty=2", "letter_counting:difficulty=3"]
 

@@ -7,7 +7,7 @@ import pytest
 from conftest import needs
 
 from environments.adapters.textarena import TextArena
-from environments.registry import make
+from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "textarena")
 

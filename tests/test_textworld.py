@@ -4,7 +4,7 @@ import pytest
 from conftest import needs
 
 from environments.adapters.textworld import LEVELS, TextWorld, read_command
-from environments.registry import make
+from environments.plumbing.registry import make
 
 pytestmark = needs("envs", "textworld")
 

@@ -20,8 +20,8 @@ from core.extras.tools import ToolRenderer
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.threads import Threads
-from environments import registry
 from environments.base import Env, EnvFailure, MultiAgentEnv, Step
+from environments.plumbing import registry
 
 
 @pytest.fixture

@@ -23,12 +23,12 @@ from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
 from core.types import Completion, Rollout, UsageError
-from environments import registry
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user
-from environments.registry import make, register
-from environments.tools import (
+from environments.plumbing import registry
+from environments.plumbing.registry import make, register
+from environments.plumbing.tools import (
     MAX_CALLS,
     MAX_RESULT,
     UNREADABLE,
@@ -38,7 +38,7 @@ from environments.tools import (
     describe,
     schemas,
 )
-from environments.web import Episode
+from environments.plumbing.web import Episode
 
 PARAMS = SamplingParams(max_tokens=4)
 SPECIAL = (

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
+from core.loop.run import MAX_SKIPPED
 from core.run import checkpoint
-from core.run.run import MAX_SKIPPED
 from core.types import UsageError
-from environments import base, registry
+from environments import base
 from environments.base import Env, Step
-from environments.registry import register
+from environments.plumbing import registry
+from environments.plumbing.registry import register
 
 SMALL = """--sft-steps 6 --sft-batch-size 4 --num-updates 4 --num-prompts 3 --group-size 4
     --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24 --device cpu

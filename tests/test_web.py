@@ -8,8 +8,8 @@ import pytest
 
 from environments.base import EVAL_SEEDS, Env, Step, UsageError
 from environments.parsing import user
-from environments.registry import make
-from environments.web import Episode, make_server
+from environments.plumbing.registry import make
+from environments.plumbing.web import Episode, make_server
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from conftest import loopback
 from test_wikipedia_maze import visit, walk
 
 from core.types import UsageError
-from environments import wikipedia
 from environments.base import EnvFailure
+from environments.plumbing import wikipedia
 from environments.wikipedia_maze import WikipediaMaze
 
 ARTICLES = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from environments import pages
+from environments.plumbing import pages
 from environments.wikipedia_maze import WikipediaMaze
 
 NEXT_PART = '{"action": "next_part"}'

@@ -24,7 +24,7 @@ from core import config
 from core.config import Config
 from core.run import cli
 from core.types import UsageError
-from environments.installed import NEEDED
+from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = [  # invalid settings, and the flag that the message names

@@ -38,8 +38,8 @@ from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn, UsageError
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
-from environments.registry import place_of
-from environments.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
+from environments.plumbing.registry import place_of
+from environments.plumbing.tools import END_OF_THOUGHT, OPENING, call_text, name_of, spoken
 
 SAID = set[tuple[Any, Any]]()  # what was said to whom
 Key = tuple[str, ...]  # of a conversation: tools and schema, and what each message reads like

@@ -38,7 +38,7 @@ from core.run.files import scratch_folder
 from core.run.folder import read_config
 from core.types import Completion, Fault, Message, Rollout, UsageError
 from environments import rewarded
-from environments.text import one_line, printable
+from environments.plumbing.text import one_line, printable
 
 COMMANDS = "/task: play a held-out task · /reset: forget the conversation · /quit or Ctrl-D: end"
 OF_TINY = "tiny knows only its tasks' wording, one task per conversation"
@@ -148,10 +148,10 @@ from core.run.models import load_exported, load_policy
 from core.sampler import SamplingParams, TorchSampler, draw, to_completion
 from core.seeds import derive_seed
 from core.tasks import Task
-from environments import web
 from environments.base import EVAL_SEEDS
-from environments.registry import make
-from environments.tools import schemas
+from environments.plumbing import web
+from environments.plumbing.registry import make
+from environments.plumbing.tools import schemas
 
 
 @dataclass
@@ -385,7 +385,7 @@ def play(speaker: Speaker, task: Task, params: SamplingParams) -> None:
 
 
 def player(speaker: Speaker, cfg: Config, schemas: list[Schema]) -> Callable[[list[Message]], str]:
-    """The policy as a player of environments/web.py: from a conversation to the next response."""
+    """The policy as a player of the web page: from a conversation to the next response."""
 
     def respond(chat: list[Message]) -> str:
         ids = speaker.collector.renderer.first_prompt(chat, schemas)

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from core.config import is_installed
 from core.policy import Policy
 from core.types import UsageError
-from environments.tools import END_OF_THOUGHT, THOUGHT
+from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT
 
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 

@@ -26,7 +26,7 @@ from core.sampler import Request, Sampler
 from core.seeds import derive_seed
 from core.threads import Outcome, Threads, TimeLimit
 from core.types import Completion, Message, UsageError
-from environments.tools import call_text
+from environments.plumbing.tools import call_text
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it
 MAX_FAILURES = 8  # in a row: then the server counts as gone, and no further request is sent

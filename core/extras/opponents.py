@@ -41,7 +41,7 @@ from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
 from core.types import Completion, UsageError
 from environments.base import EVAL_SEEDS
-from environments.registry import short_path
+from environments.plumbing.registry import short_path
 
 KEEP = 4  # older copies that are drawn from
 

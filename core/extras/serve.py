@@ -29,9 +29,9 @@ from core.extras.agents import Conversations, Prompt, cut_at, differences, match
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
 from core.types import Message, Rollout, UsageError
-from environments import web
 from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
-from environments.registry import make
+from environments.plumbing import web
+from environments.plumbing.registry import make
 
 POLL = 0.1  # seconds
 MAX_TURNS = 10_000  # whose ids are kept; then all are forgotten, and rendered again

@@ -39,9 +39,9 @@ from core.chat_template import (
 )
 from core.context import Renderer
 from core.types import Completion, Message, UsageError
-from environments import tools
 from environments.base import Env
-from environments.tools import (
+from environments.plumbing import tools
+from environments.plumbing.tools import (
     END_OF_THOUGHT,
     MAX_CALLS,
     UNREADABLE_CALL,
@@ -85,7 +85,7 @@ def call_format(tokenizer: Tokenizer) -> ReadCalls | None:
 
 
 def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
-    """The calls of a completion, as `environments.tools.read_calls`; none inside a thought."""
+    """The calls of a completion, as `tools.read_calls`; none inside a thought."""
     opened = opened_thought(tokenizer)
     if opened and END_OF_THOUGHT not in opened + text:
         return []
@@ -93,7 +93,7 @@ def read_calls(tokenizer: Tokenizer, text: str) -> list[Call]:
 
 
 def in_format_of(tokenizer: Tokenizer, text: str) -> str:
-    """A demonstration with the calls of `environments.tools.call_text` in the template's format."""
+    """A demonstration with the calls of `tools.call_text`, in the template's format."""
     calls = tools.read_calls(text)
     if not calls:
         return text
@@ -273,7 +273,7 @@ def _object_calls(opening: str, name_key: str, arguments_key: str, text: str) ->
 
 def _named_calls(start: re.Pattern[str], pair: re.Pattern[str] | None, text: str) -> list[Call]:
     """The calls that begin with `start`, whose group is the name. Arguments: pairs of key and
-    value, which stays a text, or without `pair` JSON. As `environments.tools.json_calls`."""
+    value, which stays a text, or without `pair` JSON. As `tools.json_calls`."""
     text, position, calls = tools.spoken(text), 0, list[Call]()
     while len(calls) <= MAX_CALLS and (match := start.search(text, position)):
         position, arguments = match.end(), dict[str, str]()

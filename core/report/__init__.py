@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from core.types import Fault
-from environments.registry import meanings
-from environments.text import one_line
+from environments.plumbing.registry import meanings
+from environments.plumbing.text import one_line
 
 
 def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:

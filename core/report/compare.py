@@ -40,8 +40,8 @@ from core.results import before_after, describe
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from core.types import UsageError
-from environments.registry import EnvSpec
-from environments.text import printable
+from environments.plumbing.registry import EnvSpec
+from environments.plumbing.text import printable
 
 HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip

@@ -28,8 +28,8 @@ from core.results import before_after
 from core.run import diagnostics
 from core.run.files import published
 from core.run.log import METRICS, OLD_ROLLOUTS, ROLLOUTS, Record, iter_records, read_records
-from environments.registry import EnvSpec, meanings
-from environments.text import printable_json
+from environments.plumbing.registry import EnvSpec, meanings
+from environments.plumbing.text import printable_json
 
 TEMPLATE = Path(__file__).with_name("page.html")
 PAGE_BYTES = 9_500_000

@@ -24,7 +24,7 @@ from core.run.folder import quoted, read_config, train_command, with_algorithm
 from core.run.log import METRICS, Record, read_records
 from core.tasks import check_demonstrations, training_envs
 from core.types import UsageError
-from environments.registry import EnvSpec, relative
+from environments.plumbing.registry import EnvSpec, relative
 
 BASELINES = {"groups", "value_head"}  # needs (core/algorithm.py) that tell baselines apart
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy

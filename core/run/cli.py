@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from core.run import interrupt
-from environments.text import print_any_character
+from environments.plumbing.text import print_any_character
 
 if interrupt.is_program():
     interrupt.set_hooks()  # before the slow imports
@@ -38,8 +38,8 @@ from core.run.folder import (
     with_algorithm,
 )
 from core.types import Fault, RankLost, Stopped, UsageError
-from environments.registry import ENVIRONMENTS
-from environments.text import one_line
+from environments.plumbing.registry import ENVIRONMENTS
+from environments.plumbing.text import one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 MAX_NAMES = 10  # of runs that a message lists

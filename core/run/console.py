@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from core.types import Rollout
-from environments.text import printable
+from environments.plumbing.text import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 PLAIN_LINES = 10  # per phase, without a live display

@@ -76,7 +76,7 @@ ADVICE = {  # what to try with these models if no reward was earned
     "tiny": "what tiny was pretrained on, which is all that it can do (--env "
     f"{' '.join(KNOWN)}); for other tasks a warm start with --sft-steps 200, where the environment"
     " has demonstrations, or a model that follows instructions, such as --model-id smollm2"
-    " (core/extras/smollm2.py)",
+    " (core/run/smollm2.py)",
     "tiny-random": "a warm start with --sft-steps 800, as its weights are random, or --model-id"
     " tiny",
 }

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from environments.text import one_line
+from environments.plumbing.text import one_line
 
 SEAL = "state.json"  # of a sealed folder
 PART = ".part-"  # begins the name of everything that is not complete yet

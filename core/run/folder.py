@@ -31,7 +31,7 @@ from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
 from core.config import COMMAND_LINE_ONLY, Config, flag, similar, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
-from environments.registry import EnvSpec, absolute
+from environments.plumbing.registry import EnvSpec, absolute
 
 DISK_ERRORS = {
     getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from core.types import Stopped
-from environments.text import printable
+from environments.plumbing.text import printable
 
 
 def is_program() -> bool:

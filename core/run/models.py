@@ -30,7 +30,7 @@ def load_policy(
     which raises UsageError. `tiny_folder`: see `folder_of`.
     """
     if quantize == "nf4":
-        from core.extras.quantize import load_in_4_bits
+        from core.run.quantize import load_in_4_bits
 
         device = loading.pick_device(cfg.device)
         options["from_pretrained"] = partial(load_in_4_bits, device=device)
@@ -62,7 +62,7 @@ def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> 
     `tiny_folder`: a run's own copy of tiny, and of tiny-random, whose weights `seed` determines.
     """
     if model_id == SMOLLM2:
-        from core.extras.smollm2 import smollm2_folder
+        from core.run.smollm2 import smollm2_folder
 
         return str(smollm2_folder())
     if model_id not in TINY:

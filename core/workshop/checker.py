@@ -38,7 +38,7 @@ from core.workshop.mistakes import (
     changed_solution,
     mistakes_in,
 )
-from environments.text import print_any_character
+from environments.plumbing.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
 TIME_LIMIT = 5.0  # seconds for one fact

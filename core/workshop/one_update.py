@@ -26,7 +26,7 @@ from core.loading import load_policy
 from core.policy import Policy
 from core.tiny import PRETRAINED
 from environments.letter_counting import LetterCounting
-from environments.text import printable
+from environments.plumbing.text import printable
 
 SEEDS = [2, 3]  # each is a task, one question; P = 2
 G = 8  # answers to each question: a group

@@ -50,7 +50,6 @@ from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
-from environments import event_loop
 from environments.adapters import endpoint, remote
 from environments.adapters.endpoint import Ask, Choice, Session
 from environments.base import (
@@ -64,11 +63,12 @@ from environments.base import (
     UsageError,
     checked_step,
 )
-from environments.dataset import Row
-from environments.options import split_words
-from environments.registry import import_attribute, place_of
+from environments.plumbing import event_loop
+from environments.plumbing.dataset import Row
+from environments.plumbing.options import split_words
+from environments.plumbing.registry import import_attribute, place_of
+from environments.plumbing.tools import read_calls
 from environments.rewarded import draw, load
-from environments.tools import read_calls
 
 POLL = 0.5  # seconds that a call waits at most; each look interrupts the sampling
 INTERVAL = 0.5  # seconds between interruptions of a program that must end

@@ -39,7 +39,7 @@ from environments.adapters.gymnasium_players import Game, find_game, format_hint
 from environments.adapters.spaces import as_element, to_json
 from environments.base import TRAIN_SEEDS, Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
-from environments.registry import import_attribute, import_source
+from environments.plumbing.registry import import_attribute, import_source
 
 MAX_TEXT_LENGTH = 100_000  # characters
 CHARACTERS = "".join(map(chr, range(0x3000)))  # alphabets, punctuation, symbols

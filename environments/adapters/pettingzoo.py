@@ -42,7 +42,7 @@ from environments.adapters.gymnasium_players import (
 from environments.adapters.spaces import MAX_SPELLED, as_element, check_observations, to_json
 from environments.base import TRAIN_SEEDS, Message, MultiAgentEnv, Step, UsageError
 from environments.parsing import Retries, user
-from environments.registry import import_source
+from environments.plumbing.registry import import_source
 
 NOT_ASKED = Step(None, 0.0, False)
 

@@ -59,10 +59,10 @@ from environments.base import (
     UsageError,
     checked_step,
 )
-from environments.options import split_words
-from environments.registry import make, variables_of_python
-from environments.text import one_line
-from environments.tools import schemas
+from environments.plumbing.options import split_words
+from environments.plumbing.registry import make, variables_of_python
+from environments.plumbing.text import one_line
+from environments.plumbing.tools import schemas
 
 T = TypeVar("T")
 MAX_ANSWER_BYTES = 4 << 20

@@ -43,8 +43,8 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 
 def train(way: str) -> dict[str, Any]:
     """The seconds from the end of update FIRST to the end of update LAST."""
+    from core.loop.run import Run
     from core.run import checkpoint, cli
-    from core.run.run import Run
     from train import main as train_main
 
     ends: dict[int, float] = {}

@@ -239,7 +239,7 @@ def picorl(
     import workload  # noqa: F401 (registers its environment)
 
     import train
-    from core.run.run import Run
+    from core.loop.run import Run
 
     timer = StepTimer(gpu)
     collect, log, save = train.collect_rollouts, Run.log, Run.save

@@ -204,9 +204,9 @@ def settings(name: str, seed: int, updates: int) -> Any:
 def run_picorl(name: str, seed: int, updates: int) -> Race:
     """Trains with train.py."""
     import train
-    from core.run.evaluator import Evaluator
-    from core.run.outputs import Outputs
-    from core.run.run import Run
+    from core.loop.evaluator import Evaluator
+    from core.loop.outputs import Outputs
+    from core.loop.run import Run
 
     race = Race("picoRL", CASES[name].accuracy)
     collect, all_updates, log = train.collect_rollouts, Run.updates, Run.log
@@ -261,7 +261,7 @@ def run_trl(name: str, seed: int, updates: int, given: list[list[int]] | None = 
     from core.episodes import RolloutCollector
     from core.run.models import folder_of, load_policy
     from core.sampler import SamplingParams, TorchSampler
-    from environments.registry import make
+    from environments.plumbing.registry import make
 
     cfg = train.prepare(settings(name, seed, updates))
     race = Race("TRL", CASES[name].accuracy)

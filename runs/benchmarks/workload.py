@@ -21,7 +21,7 @@ sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 
 from core.types import Message
 from environments.base import Env, Step
-from environments.registry import register
+from environments.plumbing.registry import register
 
 if TYPE_CHECKING:
     from core.policy import Policy
@@ -109,7 +109,7 @@ def save_smollm2(folder: str) -> int:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from core.extras.smollm2 import smollm2_folder
+    from core.run.smollm2 import smollm2_folder
 
     converted = smollm2_folder()
     tokenizer = AutoTokenizer.from_pretrained(converted)

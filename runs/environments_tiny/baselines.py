@@ -18,7 +18,7 @@ from record import Run, cell, write_table  # noqa: E402
 from core.metrics import distinct_tasks, eval_metrics  # noqa: E402
 from core.types import Message, Rollout, Turn  # noqa: E402
 from environments.base import EVAL_SEEDS  # noqa: E402
-from environments.registry import make  # noqa: E402
+from environments.plumbing.registry import make  # noqa: E402
 
 Player = Callable[[list[Message], random.Random], str]  # (chat so far, random) -> response
 CARTPOLE = "gymnasium:id=CartPole-v1,repeat=3,max_steps=90,memory=false"

@@ -185,7 +185,7 @@ def backward(policy, optimizer) -> None:
 
 def state_bytes(policy, optimizer) -> tuple[int, int]:
     """Returns the bytes of all weights, masters, gradients and moments: of the device, the host."""
-    from core.extras.quantize import num_bytes
+    from core.run.quantize import num_bytes
 
     weights = sum(num_bytes(p) for p in policy.model.parameters())
     shared = {p.data_ptr() for p in policy.model.parameters()}

@@ -2,9 +2,9 @@
 
     python runs/own_environments/outside.py --env my_envs.py:Parity --num-updates 8 --run-name a
 
-Copies environments/template.py as my_envs.py and rewards.py into a temporary folder, and writes
-letters.jsonl there: 1,200 questions with their answers. The flags are those of train.py. Moves the
-run's folder to runs/ at its end.
+Copies environments/template.py as my_envs.py and rewards.py into a temporary folder, and
+writes letters.jsonl there: 1,200 questions with their answers. The flags are those of train.py.
+Moves the run's folder to runs/ at its end.
 """
 
 import json

@@ -12,7 +12,7 @@ sys.path.append(str(HERE.parents[1]))
 
 import torch  # noqa: E402
 
-import core.run.open as run_module  # noqa: E402
+import core.loop.open as run_module  # noqa: E402
 import train  # noqa: E402
 from core.episodes import RolloutCollector  # noqa: E402
 from core.loading import load_policy  # noqa: E402
@@ -20,7 +20,7 @@ from core.policy import Policy  # noqa: E402
 from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
 from core.tasks import Task  # noqa: E402
 from core.tiny import PRETRAINED  # noqa: E402
-from environments.registry import register  # noqa: E402
+from environments.plumbing.registry import register  # noqa: E402
 from environments.reverse import Reverse  # noqa: E402
 
 NUM_TASKS, TRIES = 64, 16  # tasks; tries of each to choose them

@@ -94,11 +94,11 @@ def side_of(folder: Path, name: str) -> Callable[[], dict[str, Any]]:
 def sampling(max_tokens: int, twice: bool = False) -> dict[str, Any]:
     """Greedy completions of held-out prompts; `twice`: also of those that repeat."""
     from core.chat_template import prompt_ids
-    from core.extras.smollm2 import smollm2_folder
     from core.loading import load_policy
+    from core.run.smollm2 import smollm2_folder
     from core.sampler import SamplingParams, TorchSampler
     from core.tasks import eval_tasks
-    from environments.registry import make
+    from environments.plumbing.registry import make
 
     policy = load_policy(str(smollm2_folder()), device="cpu")
     tasks = eval_tasks(["math_qa:level=1,style=plain"], 128)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from environments import make
 from environments.base import DEMO_SEEDS, Env
-from environments.pages import bundled
+from environments.plumbing.pages import bundled
 
 # every text environment, also those that tiny is not pretrained on
 ENVIRONMENTS = """letter_counting letter_counting:difficulty=2 reverse reverse_echo math_qa:level=1

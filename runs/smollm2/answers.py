@@ -29,7 +29,7 @@ from core.metrics import mcnemar, wilson  # noqa: E402
 from core.run import cli  # noqa: E402
 from core.run import open as open_module  # noqa: E402
 from environments.base import Step  # noqa: E402
-from environments.registry import EnvSpec  # noqa: E402
+from environments.plumbing.registry import EnvSpec  # noqa: E402
 
 COIN = random.Random(0)  # shared by all episodes: each reward is a flip of its own
 

@@ -19,6 +19,9 @@ from core.algorithm import FOLDER, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
+from core.loop.evaluator import Evaluator
+from core.loop.outputs import Outputs
+from core.loop.run import Run
 from core.nanollm import make_sampler
 from core.optimizer import MasterAdamW, make_optimizer
 from core.policy import Policy
@@ -29,19 +32,16 @@ from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
 from core.run.console import Display, print_line
-from core.run.evaluator import Evaluator
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
 from core.run.models import load_policy
-from core.run.outputs import Outputs
 from core.run.reference import reference_bytes
-from core.run.run import Run
 from core.run.staleness import Weights
 from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
 from core.types import Stopped, UsageError
 from environments import Env, rewarded
-from environments.registry import EnvSpec, checksums, meanings
+from environments.plumbing.registry import EnvSpec, checksums, meanings
 
 
 @contextmanager

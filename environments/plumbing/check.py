@@ -42,8 +42,8 @@ from environments.base import (
     checked_step,
     has_step_batch,
 )
-from environments.registry import describe_error, make, place_of, variables_of_python
-from environments.tools import hostile_calls, with_tools
+from environments.plumbing.registry import describe_error, make, place_of, variables_of_python
+from environments.plumbing.tools import hostile_calls, with_tools
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_STEP_SECONDS = 0.5  # CPU time of one step, whatever the response
@@ -204,7 +204,7 @@ def _check_seeds(report: Report, other_process: bool) -> None:
         report.warnings.append("all seeds give the same episode")
     if other_process:
         done = subprocess.run(
-            [sys.executable, "-m", "environments.check", report.spec, *map(str, seeds)],
+            [sys.executable, "-m", "environments.plumbing.check", report.spec, *map(str, seeds)],
             capture_output=True, encoding="utf-8",
             env=variables_of_python() | {"PYTHONHASHSEED": "12345"},
         )  # fmt: skip

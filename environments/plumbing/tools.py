@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
 from jsonschema.validators import extend
 
-from environments import event_loop
 from environments.base import Env, EnvFailure, Message, MultiAgentEnv, Step, UsageError, as_multi
+from environments.plumbing import event_loop
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"

@@ -29,8 +29,8 @@ from typing import Any
 
 from environments.base import Env, Message, MultiAgentEnv, UsageError
 from environments.parsing import user
-from environments.text import printable_json
-from environments.tools import ReadCalls, describe, read_calls, with_tools
+from environments.plumbing.text import printable_json
+from environments.plumbing.tools import ReadCalls, describe, read_calls, with_tools
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
 HOST = "127.0.0.1"

@@ -9,14 +9,14 @@ from typing import Any
 from core import config, distributed
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.loop.evaluator import Evaluator
+from core.loop.outputs import Outputs
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.run import diagnostics
 from core.run import log as run_log
 from core.run.console import Display
-from core.run.evaluator import Evaluator
 from core.run.interrupt import Interrupt
-from core.run.outputs import Outputs
 from core.run.staleness import Weights
 from core.sampler import Sampler
 from core.selection import drop_failed

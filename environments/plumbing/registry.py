@@ -42,7 +42,7 @@ from types import ModuleType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from environments.base import Env, MultiAgentEnv, UsageError, restored_torch
-from environments.options import QUOTED, convert, key_value_pairs, unquoted
+from environments.plumbing.options import QUOTED, convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
@@ -91,10 +91,10 @@ WORD = re.compile(rf"{QUOTED}|[^\s,\[\]{{}}\"']+", re.DOTALL)  # of the value of
 # Classes, functions and constants in the text of a Python file; environments alone
 NAMES = r"^(?:class |def |async def |(?=[A-Z]\w* *=))([^\W_]\w*)"
 ENVS = r"^class (\w+)\(.*Env\):"
-HERE = os.path.dirname(__file__)
+HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
     "<frozen", os.path.join(os.path.dirname(HERE), "core"),
-    *(os.path.join(HERE, name) for name in ("adapters", "base.py", "registry.py", "rewarded.py")),
+    *(os.path.join(HERE, name) for name in ("adapters", "base.py", "plumbing", "rewarded.py")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
 FOLDERS = set[str]()  # of the user's files that were imported by their path
@@ -359,7 +359,7 @@ def short_path(path: str, parts: int = 2) -> str:
 
 def variables_of_python() -> dict[str, str]:
     """Returns variables with which a new Python process imports this package."""
-    paths = [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")]
+    paths = [os.path.dirname(HERE), os.environ.get("PYTHONPATH")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

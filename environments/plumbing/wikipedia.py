@@ -16,7 +16,7 @@ from html.parser import HTMLParser
 from urllib.parse import unquote
 
 from environments.base import EnvFailure, UsageError
-from environments.pages import Sections
+from environments.plumbing.pages import Sections
 
 TIMEOUT = 10.0  # seconds: to connect, for each read, and for the whole answer
 MAX_BYTES = 8_000_000  # of an answer; about twice the longest articles
