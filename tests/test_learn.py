@@ -240,7 +240,7 @@ def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):
         policy=policy, optimizer=optimizer, progress={"sft_step": 18},
         collector=SimpleNamespace(demonstrate=demonstrate),
         sampler=SimpleNamespace(sync=lambda: synced.append(run.optimizer)),
-        run_log=SimpleNamespace(log=logged.append),
+        outputs=SimpleNamespace(run_log=SimpleNamespace(log=logged.append)),
     )  # fmt: skip
     cfg = train.prepare(Config(sft_steps=22, sft_batch_size=2, sft_lr=0.01, seed=3))
     train.warm_start(cfg, run)

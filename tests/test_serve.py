@@ -1,9 +1,10 @@
 """`python -m core.serve`: a trained policy behind OpenAI's API."""
 
-import _thread
+import os
 import re
-from concurrent.futures import ThreadPoolExecutor
-from queue import Queue
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import openai
@@ -17,29 +18,30 @@ from core.tiny import PRETRAINED
 from environments.adapters.endpoint import Endpoint, read_ask
 
 
-def test_it_answers_as_the_policy_and_keeps_the_conversation_until_ctrl_c(monkeypatch, capsys):
-    made = Queue()
-
-    class Noted(Endpoint):
-        def __init__(self, *args, **options):
-            super().__init__(*args, **options)
-            made.put(self.url)
-
-    def ask():
+@pytest.fixture
+def served():
+    """The address of a server in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "core.serve",
+        str(PRETRAINED),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        line = process.stdout.readline()
         try:
-            converse(made.get(timeout=60))
+            yield re.search(r"http://127\.0\.0\.1:\d+/v1", line)[0]
         finally:
-            _thread.interrupt_main()
-
-    monkeypatch.setattr(serve, "Endpoint", Noted)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask)
-        assert serve.run([str(PRETRAINED), "--port", "0", "--device", "cpu"]) == 0
-    asked.result()
-    assert re.match(r"OPENAI_BASE_URL=http://127\.0\.0\.1:\d+/v1 ", capsys.readouterr().out)
+            os.kill(process.pid, signal.SIGINT)
+            assert process.wait() == 0
 
 
-def converse(served):
+def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
     client = openai.OpenAI(base_url=served, api_key="any", max_retries=0)
     messages = [{"role": "user", "content": 'How many r in "cherry"? Work it out, then end with '
                                             "<answer>number</answer>."}]  # fmt: skip
