@@ -1,7 +1,7 @@
 """An evening on sampling, 2 of 3. `add` takes requests, `step` samples on, as in vLLM's engine.
 
 `TorchSampler` samples in plain PyTorch. One step is one token of every completion of its batch:
-`_sample_tokens`, which draws with `draw`. Requests that come later join the batch. What happens
+`_admit` those that wait, `_draw`, `_end` those that are complete, `_regroup` the rest. What happens
 when memory runs out is in `_begin_again_with_half`. The cache makes the forward passes
 (core/kv_cache.py). It computes each distinct prefix once: completions that are equal so far share a
 row, until their draws differ.
@@ -177,25 +177,44 @@ class TorchSampler(Sampler):
     @torch.inference_mode()
     def _sample_tokens(self) -> None:
         """Samples one token of each of the C completions in the batch. R: rows, V: vocabulary."""
-        # 1. Prefill: compute the prompts that begin now, each distinct one once
-        if new := self._admitted():
-            self.batch += new
-            first = 0 if self.cache is None else len(self.cache.logits)
-            row_of: dict[tuple[int, ...], int] = {}
-            for partial in new:
-                prompt = tuple(partial.request.prompt)
-                partial.row = first + row_of.setdefault(prompt, len(row_of))
-            longest = max(partial.limit for partial in new)
-            added = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
-            if self.cache is None:
-                self.cache = added
-            else:
-                self.cache.merge(added)
-        if not self.batch:
+        self._admit()
+        if self.batch:
+            self._end(*self._draw())
+        if self.batch:
+            self._regroup()
+
+    def _admit(self) -> None:
+        """Computes the prompts that begin now, each distinct one once; a row of the cache each."""
+        few = len(self.waiting) < ADMIT_ABOVE * len(self.batch)
+        if not self.waiting or (self.batch and (few or not self.cache.can_merge)):
             return
-        # 2. Draw the next token of each completion from the logits [C, V] of its row, of those that
-        #    its schema allows; at temperature 0, where all completions of a row get the same one,
-        #    from [R, V]
+        if not self.batch:
+            self.policy.causal_lm.eval()  # without dropout
+        room = len(self.waiting) if self.max_batch is None else self.max_batch - len(self.batch)
+        new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
+        if not new:
+            return
+        first = 0 if self.cache is None else len(self.cache.logits)
+        row_of: dict[tuple[int, ...], int] = {}
+        for partial in new:
+            request, prompt = partial.request, tuple(partial.request.prompt)
+            partial.row = first + row_of.setdefault(prompt, len(row_of))
+            partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
+            partial.matcher = request.matcher and request.matcher.deep_copy()
+        self.batch += new  # before the prefill, whose memory may not suffice
+        longest = max(partial.limit for partial in new)
+        added = prefill(self.policy, [list(prompt) for prompt in row_of], longest)
+        if self.cache is None:
+            self.cache = added
+        else:
+            self.cache.merge(added)
+
+    def _draw(self) -> tuple[list[int], list[float], Iterable[Kept | None]]:
+        """The next token of each completion, its log-prob, and what could be drawn (None: all).
+
+        From the logits [C, V] of its row, of those that its schema allows; at temperature 0, where
+        all completions of a row get the same token, from [R, V].
+        """
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
         allowed = [self._allowed(partial) for partial in self.batch]
@@ -213,10 +232,21 @@ class TorchSampler(Sampler):
         if params.drops_tokens:
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
-        # 3. Append it; a completion ends with a stop token, or at its limit
+        return drawn.tolist(), logprobs.tolist(), kept
+
+    def _allowed(self, partial: "_Partial") -> bytes | None:
+        """The mask of the tokens that may come next; None: all."""
+        mask = partial.matcher and partial.matcher.compute_bitmask()
+        return mask and self.masks.setdefault(mask, mask)
+
+    def _end(
+        self, drawn: list[int], logprobs: list[float], kept: Iterable[Kept | None]
+    ) -> None:  # fmt: skip
+        """Appends the tokens; completions that end, with a stop token or at their limit, leave."""
         going: list[_Partial] = []
-        columns = (self.batch, drawn.tolist(), logprobs.tolist(), kept)
-        for partial, token_id, logprob, kept_here in zip(*columns, strict=True):
+        for partial, token_id, logprob, kept_here in zip(
+            self.batch, drawn, logprobs, kept, strict=True
+        ):
             ids = partial.token_ids
             ids.append(token_id)
             partial.logprobs.append(logprob)
@@ -233,37 +263,17 @@ class TorchSampler(Sampler):
         self.batch = going
         if not going:
             self.cache, self.masks = None, {}
-            return
-        # 4. The next rows are the distinct pairs of a row and the token drawn after it
+
+    def _regroup(self) -> None:
+        """The next rows are the distinct pairs of a row and the token after it; computes these."""
         next_row: dict[tuple[int, int], int] = {}
-        for partial in going:
+        for partial in self.batch:
             pair = partial.row, partial.token_ids[-1]
             partial.row = next_row.setdefault(pair, len(next_row))
         before, token_ids = torch.tensor(list(next_row), device=self.policy.device).T
         if before.tolist() != list(range(len(self.cache.logits))):
             self.cache.select(before)
-        # 5. Compute the logits of the tokens after those drawn
         self.cache.append(token_ids)
-
-    def _allowed(self, partial: "_Partial") -> bytes | None:
-        """The mask of the tokens that may come next; None: all."""
-        mask = partial.matcher and partial.matcher.compute_bitmask()
-        return mask and self.masks.setdefault(mask, mask)
-
-    def _admitted(self) -> list["_Partial"]:
-        """Takes the completions that begin now from those that wait."""
-        few = len(self.waiting) < ADMIT_ABOVE * len(self.batch)
-        if not self.waiting or (self.batch and (few or not self.cache.can_merge)):
-            return []
-        if not self.batch:
-            self.policy.causal_lm.eval()  # without dropout
-        room = len(self.waiting) if self.max_batch is None else self.max_batch - len(self.batch)
-        new = [self.waiting.popleft() for _ in range(min(room, len(self.waiting)))]
-        for partial in new:
-            request = partial.request
-            partial.uniform = uniforms(request.seed, [request.stream], partial.limit)[0].numpy()
-            partial.matcher = request.matcher and request.matcher.deep_copy()
-        return new
 
     def _begin_again_with_half(self) -> None:
         """Lets all completions wait, and from now on samples half as many of them at once."""
