@@ -3,7 +3,7 @@
 `episode` is one episode, from its reset to its last step. It is a generator: at each `yield` it
 asks for something and pauses until the answers come back as the value of the `yield`:
 
-    answers = yield [ask, ...]      each is a Request to a sampler, or a Call of an environment
+    answers = yield [ask, ...]      each is a Request to a sampler, or an EnvCall of an environment
 
 `run` is the loop around all episodes, and `resume` sends the answers into one. In the default run
 all episodes move together, in rounds: all ask for `reset`, and a thread makes the calls
@@ -25,7 +25,7 @@ from typing import Any
 from core import distributed
 from core.context import Agent, Renderer
 from core.policy import Policy
-from core.pool import Call, Pool, PooledEnv, is_program
+from core.pool import EnvCall, Pool, PooledEnv, is_program
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
@@ -53,9 +53,9 @@ class Episode:
     seat: str = ""  # in games with opponents: the policy's agent, whose rollout alone is kept
 
 
-Ask = Request | Call
-Play = Generator[Sequence[Ask], Any, None]  # an episode while it is played
-Answerer = Callable[[Episode, Agent], Ask]  # whom to ask for an agent's next response
+Wanted = Request | EnvCall
+Play = Generator[Sequence[Wanted], Any, None]  # an episode while it is played
+Answerer = Callable[[Episode, Agent], Wanted]  # whom to ask for an agent's next response
 
 
 class RolloutCollector:
@@ -100,12 +100,12 @@ class RolloutCollector:
         episode, and how often these were asked to act.
         """
 
-        def from_policy(episode: Episode, agent: Agent) -> Ask:
+        def from_policy(episode: Episode, agent: Agent) -> Wanted:
             chat, _ = self.renderer.for_template(agent.chat, agent.schemas)
             seed = derive_seed(params.seed, episode.rounds)
             return Request(agent.prompt_ids, params, seed, agent.stream, chat, sampler)
 
-        def from_policy_or_opponent(episode: Episode, agent: Agent) -> Ask:
+        def from_policy_or_opponent(episode: Episode, agent: Agent) -> Wanted:
             opponent = episode.task.env.opponent
             if opponent:
                 self.take_seat(episode, agent.rollout.agent)
@@ -125,13 +125,13 @@ class RolloutCollector:
         `trivial`: with the trivial baseline of an environment for one agent instead.
         """
 
-        def from_environment(episode: Episode, agent: Agent) -> Ask:
+        def from_environment(episode: Episode, agent: Agent) -> Wanted:
             self.take_seat(episode, agent.rollout.agent)
             env, name = episode.env, agent.rollout.agent
             if trivial:
-                return Call(env, env.env.trivial)
+                return EnvCall(env, env.game.trivial)
             hasty = episode.task.hasty or name != episode.seat
-            return Call(env, env.env.demonstrate, (name, hasty))
+            return EnvCall(env, env.game.demonstrate, (name, hasty))
 
         return self.play(tasks, from_environment)
 
@@ -157,7 +157,7 @@ class RolloutCollector:
         agents, env = episode.agents, episode.env  # env: one agent, too, is a dict with PLAYER
         opened = False
         while not opened:
-            [openings] = yield [Call(env, env.reset, (episode.task.seed,))]
+            [openings] = yield [EnvCall(env, env.reset, (episode.task.seed,))]
             opened = self.open(episode, openings)
         if not any(agent.chat for agent in agents.values()):
             raise ValueError("reset() returned no message")
@@ -170,7 +170,7 @@ class RolloutCollector:
                 responses[agent.rollout.agent] = agent.add(answer)
             episode.rounds += 1
 
-            [steps] = yield [Call(env, env.step, (responses,))]
+            [steps] = yield [EnvCall(env, env.step, (responses,))]
             for name, step in steps.items():
                 if name not in agents:  # it joins after the start
                     agents[name] = self.new_agent(episode, name)
@@ -200,11 +200,11 @@ class RolloutCollector:
         A round waits for all answers: nobody continues before everything that was asked for has
         ended, and requests begin when no call is open.
         """
-        waits: dict[Play, Sequence[Ask]] = {play: [] for play in plays}  # what each one waits for
-        calls: list[Call] = []  # asked for, and not begun
+        waits: dict[Play, Sequence[Wanted]] = {play: [] for play in plays}  # what each waits for
+        calls: list[EnvCall] = []  # asked for, and not begun
         requests: list[Request] = []  # the same
         sampling, calling = Counter[Sampler](), 0  # how many have begun
-        answers: dict[Ask, Outcome] = {}  # (value, None), or (None, exception)
+        answers: dict[Wanted, Outcome] = {}  # (value, None), or (None, exception)
         in_rounds = True
         try:
             while waits:
@@ -215,7 +215,7 @@ class RolloutCollector:
                         asks = resume(play, [answers.pop(ask) for ask in waits.pop(play)])
                         if asks is not None:
                             waits[play] = asks
-                            calls += [ask for ask in asks if isinstance(ask, Call)]
+                            calls += [ask for ask in asks if isinstance(ask, EnvCall)]
                             requests += [ask for ask in asks if isinstance(ask, Request)]
                     in_rounds = in_rounds and not self.pool.answers_late()
                 # 2. What they ask for begins
@@ -294,7 +294,7 @@ class RolloutCollector:
 
         Consecutive seeds have the seats in turn. Raises ValueError if `acting` is no such agent.
         """
-        agents = episode.env.env.agents
+        agents = episode.env.game.agents
         if agents and acting not in agents:
             raise ValueError(f"{acting!r} acts, but is not one of its agents, {', '.join(agents)}")
         if agents:
@@ -307,11 +307,11 @@ class RolloutCollector:
         if not episode.agents:
             episode.agents[PLAYER] = self.new_agent(episode, PLAYER)
         for agent in episode.agents.values():
-            agent.rollout.error = describe(error)
+            agent.rollout.error = error_text(error)
             agent.rollout.env_failure = isinstance(error, EnvFailure)
 
 
-def resume(play: Play, answers: list[Outcome]) -> Sequence[Ask] | None:
+def resume(play: Play, answers: list[Outcome]) -> Sequence[Wanted] | None:
     """Lets an episode continue with its answers; returns what it asks for, None at its end."""
     try:
         for _, error in answers:
@@ -331,7 +331,7 @@ def check_seats(episode: Episode) -> None:
                 raise ValueError(f"step() never returned a Step for {agent.rollout.agent}")
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The type and the message of an error, at most 500 characters, and the user's line."""
     try:
         message = str(error)

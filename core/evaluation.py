@@ -18,7 +18,7 @@ from core import metrics
 from core.config import Config
 from core.metrics import Tasks
 from core.pool import is_program
-from core.results import describe
+from core.results import accuracy_of
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.selection import num_episodes
@@ -48,7 +48,7 @@ def accuracy_metrics(rollouts: list[Rollout]) -> dict[str, float]:
 def accuracy_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:
     """The accuracy of each environment, and with several agents of each agent, as text."""
     seats = metrics.by_seat(played(rollouts))
-    return [f"{describe(seat, found)}  {seat}" for seat in seats]
+    return [f"{accuracy_of(seat, found)}  {seat}" for seat in seats]
 
 
 def few_tasks_lines(rollouts: list[Rollout], found: dict[str, float]) -> list[str]:

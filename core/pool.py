@@ -22,7 +22,7 @@ ENOUGH = 8  # steps to know this from: a busy machine delays a few calls of a fa
 
 
 @dataclass(eq=False)  # so that a call can be the key of a dict
-class Call:
+class EnvCall:
     """A call of a method of an environment, which a thread makes."""
 
     env: "PooledEnv"
@@ -44,7 +44,7 @@ class Pool:
         self.lent: set[PooledEnv] = set()  # to episodes
         self.step_seconds: dict[EnvSpec, deque[float]] = defaultdict(partial(deque, maxlen=64))
 
-    def borrow(self, spec: EnvSpec) -> Generator[list[Call], Any, "PooledEnv"]:
+    def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
         heavy, most = is_heavy(spec), self.max_heavy or most_at_once(spec)
         while not self.idle[spec]:
@@ -64,16 +64,16 @@ class Pool:
         self.lent.remove(env)
         self.idle[env.spec].append(env)
 
-    def discard(self, env: "PooledEnv") -> Generator[list[Call], Any, None]:
+    def discard(self, env: "PooledEnv") -> Generator[list[EnvCall], Any, None]:
         """Closes an environment that is not used again."""
         self.lent.add(env)
         with suppress(Exception, SystemExit):
-            yield [Call(env, env.close)]
+            yield [EnvCall(env, env.close)]
         self.lent.remove(env)
 
-    def begin(self, calls: list[Call]) -> None:
+    def begin(self, calls: list[EnvCall]) -> None:
         """Starts calls in threads; the steps of a class with `step_batch` are one call."""
-        groups: dict[Any, list[Call]] = defaultdict(list)
+        groups: dict[Any, list[EnvCall]] = defaultdict(list)
         for call in calls:
             together = call.is_step and call.env.steps_together
             groups[call.env.spec if together else call].append(call)
@@ -113,11 +113,12 @@ class PooledEnv:
 
     def __init__(self, spec: EnvSpec, heavy: bool, pool: Pool):
         self.spec, self.heavy, self.pool = spec, heavy, pool
-        self.env: Any = None  # a MultiAgentEnv
+        self.game: Any = None  # a MultiAgentEnv
+        self.made: Any = None  # the same, but of one player an Env
         self.is_single = self.steps_together = False
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
-        if self.env is None:
+        if self.game is None:
             made: Any = make(self.spec)
             if isinstance(made, Env):
                 self.is_single, self.steps_together = True, has_step_batch(made)
@@ -129,34 +130,34 @@ class PooledEnv:
             if is_program(self.spec):
                 made.waits = False  # no call takes longer than a moment
                 self.pool.threads.draws_freely.add(self.spec)  # programs draw at the same time
-            self.env = as_multi(made)
-        return self.env.reset(seed)
+            self.made, self.game = made, as_multi(made)
+        return self.game.reset(seed)
 
     def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        return self.checked(self.env.step(responses))
+        return self.checked(self.game.step(responses))
 
     def checked(self, steps: dict[str, Step]) -> dict[str, Step]:
         return {name: checked_step(step, name, self.is_single) for name, step in steps.items()}
 
     def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
+        if self.game is not None:
+            self.game.close()
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
         """Of the tools that the agents may call."""
-        return getattr(self.env.env, "schemas", []) if self.is_single and self.env else []
+        return getattr(self.made, "schemas", []) if self.is_single else []
 
 
-def make_one(calls: list[Call]) -> list[Outcome]:
+def make_one(calls: list[EnvCall]) -> list[Outcome]:
     """Makes a call that is not part of a batch."""
     [call] = calls
     return [(call.method(*call.args), None)]
 
 
-def step_together(calls: list[Call]) -> list[Outcome]:
+def step_together(calls: list[EnvCall]) -> list[Outcome]:
     """The steps of environments of one class, made by its `step_batch`."""
-    envs: list[Any] = [call.env.env.env for call in calls]  # each is the Env that `make` returned
+    envs: list[Any] = [call.env.made for call in calls]
     steps = type(envs[0]).step_batch(envs, [call.args[0][PLAYER] for call in calls])
     if len(steps) != len(calls):
         raise ValueError(f"step_batch() returned {len(steps)} steps for {len(calls)} responses")

@@ -13,7 +13,7 @@ def before_after(records: list[dict[str, Any]]) -> list[tuple[str, dict, dict]]:
     return [(name, evaluated[0], evaluated[-1]) for name in names]
 
 
-def describe(env: str, record: dict[str, Any]) -> str:
+def accuracy_of(env: str, record: dict[str, Any]) -> str:
     """'0.98 [0.96, 0.99]': accuracy with its interval."""
     value, low, high = (record[f"eval/{env}/{k}"] for k in ("accuracy", "ci_low", "ci_high"))
     return f"{value:.2f} [{low:.2f}, {high:.2f}]"

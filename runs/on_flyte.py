@@ -28,7 +28,7 @@ from rich.text import Text
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
-from core.results import before_after, describe  # noqa: E402
+from core.results import accuracy_of, before_after  # noqa: E402
 from core.run import cli  # noqa: E402
 from core.run.folder import new_folder  # noqa: E402
 from core.run.log import read_records  # noqa: E402
@@ -159,7 +159,7 @@ def train_once(flags: list[str]) -> Rows:
         raise RuntimeError([*lines, f"exit code {process.returncode}"][0])
     folder = Path("runs", flags[-1])
     evaluated = before_after(read_records(folder / "metrics.jsonl"))
-    results = [[env, describe(env, first), describe(env, last)] for env, first, last in evaluated]
+    results = [[env, *(accuracy_of(env, record) for record in both)] for env, *both in evaluated]
     minutes = f"{(time.monotonic() - started) / 60:.1f}"
     return [[*row, minutes, str(folder)] for row in results or [["", "not evaluated", ""]]]
 

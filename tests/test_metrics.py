@@ -25,7 +25,7 @@ from core.metrics import (
     rollout_metrics,
     wilson,
 )
-from core.results import before_after, describe
+from core.results import accuracy_of, before_after
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.tasks import Task, eval_tasks
@@ -144,7 +144,7 @@ def test_before_and_after_are_the_first_and_last_evaluations():
     records = [{"sft_step": 1}, record(0, 0.2), {"update": 1}, record(2, 0.5), record(4, 0.75)]
     ((env, first, last),) = before_after(records)
     assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
-    assert describe(env, last) == "0.75 [0.10, 0.90]"
+    assert accuracy_of(env, last) == "0.75 [0.10, 0.90]"
     assert before_after(records[:2]) == [("a:k=1", records[1], records[1])]
     assert before_after([{"update": 1}]) == []
 

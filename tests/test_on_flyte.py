@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from core.results import describe
+from core.results import accuracy_of
 from core.run import cli
 from core.run.log import read_records
 
@@ -49,5 +49,5 @@ def test_a_sweep_trains_and_evaluates_each_run_in_flytes_local_mode(folder):
     for _, env, before, after, minutes, run in rows[1:]:
         records = read_records(Path(run) / "metrics.jsonl")
         assert env == "letter_counting" and float(minutes) >= 0
-        assert (before, after) == (describe(env, records[-2]), describe(env, records[-1]))
+        assert (before, after) == (accuracy_of(env, records[-2]), accuracy_of(env, records[-1]))
         assert (Path(run) / "report.html").exists()

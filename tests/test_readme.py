@@ -14,7 +14,7 @@ from conftest import needs
 
 from core import config
 from core.extras import chat
-from core.results import before_after, describe
+from core.results import accuracy_of, before_after
 from core.run import cli
 from core.run.log import read_records
 from environments.plumbing.check import check_env
@@ -120,12 +120,12 @@ def test_results_are_those_of_the_recorded_runs():
         file = ROOT / f"runs/letter_counting_tiny/grpo-seed{seed}.jsonl"
         ((env, first, last),) = before_after(read_records(file))
         trivial = f"{last[f'eval/{env}/trivial']:.2f}"
-        assert tiny[1:] == (describe(env, first), describe(env, last), trivial)
+        assert tiny[1:] == (accuracy_of(env, first), accuracy_of(env, last), trivial)
     accuracies = []
     for seed in smollm2[0].split(", "):
         records = read_records(ROOT / f"runs/smollm2/sums-seed{seed}.jsonl")
         ((env, first, last),) = before_after(records)
-        assert smollm2[1] == describe(env, first)
+        assert smollm2[1] == accuracy_of(env, first)
         assert smollm2[3] == f"{last[f'eval/{env}/trivial']:.2f}"
         accuracies.append(last[f"eval/{env}/accuracy"])
     low, middle, high = min(accuracies), median(accuracies), max(accuracies)

@@ -35,7 +35,7 @@ from environments.plumbing.tools import (
     Call,
     ToolEnv,
     call_text,
-    describe,
+    lines_about,
     schemas,
 )
 from environments.plumbing.web import Episode
@@ -305,7 +305,7 @@ def test_schemas_come_from_hints_and_docstrings():
                        "b": {"type": "integer", "description": "The second."}},
     }  # fmt: skip
     assert others[-1]["function"]["parameters"]["required"] == ["text"]
-    assert describe(Adder())[1].endswith("Crash.")
+    assert lines_about(Adder())[1].endswith("Crash.")
     assert schemas(make("letter_counting")) == []
 
 

@@ -29,10 +29,10 @@ from core.chat_template import (
     with_system,
 )
 from core.context import Agent, Renderer
-from core.episodes import Answerer, Episode, Play, RolloutCollector, describe
+from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
 from core.extras import constrain, tools
 from core.policy import Policy
-from core.pool import Call
+from core.pool import EnvCall
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.types import Completion, Message, Rollout, Turn, UsageError
@@ -59,8 +59,8 @@ USUAL = {"tool_choice": "auto", "parallel_tool_calls": True, "truncation": "disa
 
 def play_program(collector: RolloutCollector, episode: Episode, answerer: Answerer) -> Play:
     """One episode of a program, from its first request to its reward."""
-    yield [Call(episode.env, episode.env.reset, (episode.task.seed,))]
-    program: Any = episode.env.env.env
+    yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
+    program: Any = episode.env.made
     if collector.renderer.drop_thinking:
         collector.pool.threads.say_once("--thinking drop does nothing for agents: their programs "
                                         "decide what is sent back")  # fmt: skip
@@ -115,13 +115,13 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
                 prompt.new = []
                 if len(choices[ask]) == ask.n:
                     ask.reply(choices[ask], len(prompt.ids))
-        [steps] = yield [Call(episode.env, episode.env.step, ({PLAYER: ""},))]
+        [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
         step = steps[PLAYER]
         if program.remark:
             say_once(collector.pool.threads.say, program.remark, program.remark)
     if broken := program.error:
-        line = (f"an agent ended with {describe(broken)}; such episodes earn the lowest reward. If "
-                "the policy is not the cause, correct it, or raise environments.base.EnvFailure"
+        line = (f"an agent ended with {error_text(broken)}; such episodes earn the lowest reward. "
+                "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
         say_once(collector.pool.threads.say, line, (type(broken), place_of(broken)))
     if len(program.turns) > len(rollout.turns):

@@ -29,10 +29,10 @@ import torch
 from core import distributed
 from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
-from core.episodes import Ask, Episode
+from core.episodes import Episode, Wanted
 from core.extras.openai_sampler import OpenAISampler
 from core.policy import Policy
-from core.pool import Call
+from core.pool import EnvCall
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
 from core.run.files import remove, sealed, unseal
 from core.run.models import load_exported
@@ -90,7 +90,7 @@ class Opponents:
     def ask(
         self, opponent: str, episode: Episode, agent: Agent, params: SamplingParams,
         copy: int | None = None,
-    ) -> Ask:  # fmt: skip
+    ) -> Wanted:  # fmt: skip
         """Whom the collector asks for the next response of an agent that `opponent` plays.
 
         `copy`: the update whose copy plays, -1 for none; None: as the task draws it.
@@ -102,9 +102,9 @@ class Opponents:
         stream = derive_seed(agent.stream, len(agent.rollout.turns))
         name, env = agent.rollout.agent, episode.env
         if opponent == "guess":
-            return Call(env, env.env.guess, (name, random.Random(derive_seed(seed, stream))))
+            return EnvCall(env, env.game.guess, (name, random.Random(derive_seed(seed, stream))))
         if opponent == "demonstrate":
-            return Call(env, env.env.demonstrate, (name,))
+            return EnvCall(env, env.game.demonstrate, (name,))
         if copy >= 0:
             opponent = f"update {copy}"
             self.samplers.setdefault(opponent, OlderCopy(self, copy))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from core.report.summary import algorithm_title, minutes
-from core.results import before_after, describe
+from core.results import accuracy_of, before_after
 from core.run.log import Record
 from core.types import UsageError
 
@@ -71,7 +71,7 @@ def board(
     for place, entry in enumerate(entries, 1):
         if is_better(first.evaluation, entry.evaluation, env):
             first, rank = entry, place
-        rows.append([str(rank), entry.name, entry.algorithm, describe(env, entry.evaluation),
+        rows.append([str(rank), entry.name, entry.algorithm, accuracy_of(env, entry.evaluation),
                      f"{entry.tokens:,}", f"{entry.minutes:.1f}"])  # fmt: skip
     why: dict[str, list[str]] = {}
     for run, term in zip(runs, terms, strict=True):

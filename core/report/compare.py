@@ -36,7 +36,7 @@ from core.report.summary import (
     sampled_tokens,
     tokens_to_target,
 )
-from core.results import before_after, describe
+from core.results import accuracy_of, before_after
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
 from core.types import UsageError
@@ -154,7 +154,8 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [
                 run_dir.name, algorithm_title(config), env,
-                f"{describe(env, first)} -> {describe(env, last)}" if first else "not evaluated",
+                f"{accuracy_of(env, first)} -> {accuracy_of(env, last)}" if first
+                else "not evaluated",
                 f"{sampled_tokens(records):,}", "not reached" if tokens is None else f"{tokens:,}",
                 f"{minutes(records):.1f}",
             ]  # fmt: skip

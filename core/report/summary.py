@@ -17,7 +17,7 @@ from core.config import (
     trust_flags,
     validate,
 )
-from core.results import before_after, describe
+from core.results import accuracy_of, before_after
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command, with_algorithm
@@ -70,7 +70,7 @@ def algorithm_title(config: dict[str, Any]) -> str:
 def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
     """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
     rows = [
-        f"| {env} | {describe(env, first)} | {'' if last is first else describe(env, last)} |"
+        f"| {env} | {accuracy_of(env, first)} | {'' if last is first else accuracy_of(env, last)} |"
         for env, first, last in before_after(records)
     ]
     import torch  # takes seconds, which other commands that need this file do not wait for
@@ -208,9 +208,9 @@ def _relative_path(path: str) -> str:
 def _change(env: str, first: Record, last: Record) -> str:
     """The accuracy before RL and after; the accuracy alone where no update followed."""
     p, trivial, tasks = (last.get(f"eval/{env}/{key}") for key in ("p_value", "trivial", "tasks"))
-    line, parts = describe(env, first), []
+    line, parts = accuracy_of(env, first), []
     if last is not first:
-        line += f" before RL -> {describe(env, last)} after {last['update']} updates"
+        line += f" before RL -> {accuracy_of(env, last)} after {last['update']} updates"
         if p is not None:
             verdict = "a clear change" if p < 0.05 else "may be chance"
             parts.append(f"{verdict}: {tasks or 'the same'} tasks, McNemar's p = {p:.1g}")

@@ -151,7 +151,7 @@ class Play:
                 pass
 
 
-class Agent(Env):
+class AgentProgram(Env):
     """`run`: FILE.py:function, or `command`; `data`: FILE.jsonl, a data set of the hub or a folder
     with one, with its `config` and `split`; `zero_on`: exceptions that are the policy's doing, by
     class name; `error_reward`: what they earn at most; `timeout`: seconds between two requests, and

@@ -35,7 +35,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 Json = dict[str, Any]
-Call = tuple[str, str, str]  # id, name, arguments as JSON text
+OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
 HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
 MAX_CHOICES = 128  # `n` of a request
@@ -79,7 +79,7 @@ class Choice:
     content: str
     finish_reason: str  # stop, length or tool_calls
     tokens: list[tuple[str, float]]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[OpenAICall] = field(default_factory=list)
     thought: str = ""
 
 

@@ -19,9 +19,9 @@ on the server fails the episode with RuntimeError.
 reset; the server decides whether it uses the seed. Each instance opens a session of its own, so the
 server must allow --env-instances sessions (EnvFailure otherwise).
 
->>> describe({"echoed_message": "hi", "message_length": 2, "metadata": {}})
+>>> as_text({"echoed_message": "hi", "message_length": 2, "metadata": {}})
 'echoed_message: hi\nmessage_length: 2'
->>> describe({"prompt": "Name a prime.", "legal": None})
+>>> as_text({"prompt": "Name a prime.", "legal": None})
 'Name a prime.'
 """
 
@@ -71,7 +71,7 @@ class OpenEnv(Env):
             try:
                 if self.client is None:
                     self._connect()
-                return [user(describe(self.client.reset(seed=seed).observation))]
+                return [user(as_text(self.client.reset(seed=seed).observation))]
             except Exception as error:
                 self._disconnect()
                 if "CAPACITY_REACHED" in str(error):
@@ -101,7 +101,7 @@ class OpenEnv(Env):
         if result.done:
             self._disconnect()
             return Step(None, reward, True, {"correct": reward > 0})
-        return Step(user(describe(result.observation)), reward, False, {"correct": False})
+        return Step(user(as_text(result.observation)), reward, False, {"correct": False})
 
     def close(self) -> None:
         """Ends the session."""
@@ -151,7 +151,7 @@ class OpenEnv(Env):
             client.close()
 
 
-def describe(observation: dict[str, Any]) -> str:
+def as_text(observation: dict[str, Any]) -> str:
     """Returns the fields of an observation that have a value, as text."""
     fields = {
         k: v for k, v in observation.items() if k not in HIDDEN_FIELDS and v not in (None, "")

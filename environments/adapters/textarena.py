@@ -14,7 +14,7 @@ least 1.
 TextArena uses the global random generators. Each instance keeps generator states of its own and
 restores the global ones, so parallel episodes do not affect each other.
 
->>> describe([(-1, "Your turn."), (0, "[4]"), (1, "[0]")], 0, {1: "Player 1"})
+>>> as_text([(-1, "Your turn."), (0, "[4]"), (1, "[0]")], 0, {1: "Player 1"})
 'Your turn.\n[Player 1] [0]'
 """
 
@@ -95,7 +95,7 @@ class TextArena(MultiAgentEnv):
             player, messages = self.game.get_observation()
         # a few games swap the text and the type of a message
         said = [(who, text if isinstance(text, str) else str(kind)) for who, text, kind in messages]
-        return _name(player), describe(said, player, self.game.state.role_mapping) or "Your turn."
+        return _name(player), as_text(said, player, self.game.state.role_mapping) or "Your turn."
 
     @contextmanager
     def _own_generators(self) -> Iterator[None]:
@@ -109,7 +109,7 @@ class TextArena(MultiAgentEnv):
                 self.generator_states = random.getstate(), np.random.get_state()
 
 
-def describe(said: list[tuple[int, str]], player: int, names: dict[int, str]) -> str:
+def as_text(said: list[tuple[int, str]], player: int, names: dict[int, str]) -> str:
     """Returns the messages (sender, text) of all others as one text; sender -1 is the game."""
     prefixes = {-1: ""} | {p: f"[{name}] " for p, name in names.items() if p >= 0}
     others = [(who, text) for who, text in said if who != player]

@@ -49,7 +49,7 @@ C = TypeVar("C", bound=Constructor)
 Change = Callable[[str, int, bool], str]
 
 ENVIRONMENTS: dict[str, str | Constructor] = {
-    "agent": "environments.adapters.agent:Agent",
+    "agent": "environments.adapters.agent:AgentProgram",
     "alphabet_sort": "environments.alphabet_sort:AlphabetSort",
     "calculator": "environments.calculator:Calculator",
     "compose": "environments.compose:Compose",

@@ -92,7 +92,7 @@ def parameters_of(schema: dict[str, Any]) -> dict[str, Any]:
     return schema["function"]["parameters"].get("properties", {})
 
 
-def describe(env: Any) -> list[str]:
+def lines_about(env: Any) -> list[str]:
     """One line for each tool: how a person calls it, and what it does."""
     lines = []
     for schema in schemas(env):

@@ -30,7 +30,7 @@ from typing import Any
 from environments.base import Env, Message, MultiAgentEnv, UsageError
 from environments.parsing import user
 from environments.plumbing.text import printable_json
-from environments.plumbing.tools import ReadCalls, describe, read_calls, with_tools
+from environments.plumbing.tools import ReadCalls, lines_about, read_calls, with_tools
 
 Player = Callable[[list[Message]], str]  # the conversation of an agent -> its response
 HOST = "127.0.0.1"
@@ -67,7 +67,7 @@ class Episode:
         self.responses: dict[str, str] = {}  # of the agents that have answered in this turn
         self.returns: dict[str, float] = {}
         openings = self.env.reset(seed)
-        for line in describe(self.env):
+        for line in lines_about(self.env):
             self.log.append({"agent": "", "speaker": "tools", "text": line})
         for agent, messages in openings.items():
             for message in messages:
