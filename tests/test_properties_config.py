@@ -73,8 +73,9 @@ def written(config, file):
 
 def as_saved(config):
     """The settings that config.yaml contains; the others have their defaults."""
-    left_out = {*COMMAND_LINE_ONLY, "run_name"}
-    return dataclasses.replace(config, **{name: getattr(Config(), name) for name in left_out})
+    left_out = {name: getattr(Config(), name) for name in (*COMMAND_LINE_ONLY, "run_name")}
+    options = config.options or load_algorithm(config.algo).Options()
+    return dataclasses.replace(config, options=options, **left_out)
 
 
 @MANY
@@ -90,11 +91,12 @@ def test_yaml_gives_settings_back(tmp_path, config):
 
 @MANY
 @given(configs)
-@example(Config(env=("a b", "c"), mask_truncated_completions=True, max_tokens=5, run_name="x=y"))
+@example(Config(env=("a b", "c"), mask_truncated_completions=True, max_tokens=5, teacher="x=y"))
 @example(Config(algo="ppo", options=ppo.Options(clip=0.3), stop_on=("any",)))
 def test_a_command_line_gives_settings_back(config):
     options = config.options or load_algorithm(config.algo).Options()
-    config = dataclasses.replace(config, config="", resume="", template_date="", options=options)
+    left_out = dict.fromkeys(("config", "resume", "template_date", "run_name"), "")
+    config = dataclasses.replace(config, options=options, **left_out)
     assert cli.parse(cli.flags_of(config)) == config
 
 

@@ -197,7 +197,6 @@ def test_no_file_runs_code_or_sends_the_key_without_trust(tmp_path, monkeypatch)
     ways = itertools.cycle(["--config", "--resume", "chat"])
     for settings, said in cases:
         how = next(ways) if said == "would run" else "--config"
-        settings = {"env_path": "{folder}", **settings}  # of an older version
         code, err = attack(tmp_path, settings, how)
         assert code == 2 and err.count("\n") == 1 and said in err and "--trust" in err, settings
         assert "secret-7" not in err and not (tmp_path / "marker").exists()
@@ -209,13 +208,17 @@ def parse(tmp_path, flags, **settings):
     return cli.parse(["--config", str(file), *flags])
 
 
-def test_what_the_command_line_names_needs_no_trust(tmp_path):
+def test_what_the_command_line_names_needs_no_trust(tmp_path, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parent)
     saved = {"env": ["evil.py:Maze"], "base_url": "http://there/v1"}
     assert parse(tmp_path, ["--env", "my.py:Game"], **saved).env == ("my.py:Game",)
     assert parse(tmp_path, ["--env", "snake"], **saved).env == ("snake",)
     assert parse(tmp_path, ["--trust"], **saved).env == ("evil.py:Maze",)
     with pytest.raises(UsageError, match=r"would run evil\.py:Maze: if you trust it, add --trust"):
         parse(tmp_path, ["--eval-env", "snake"], **saved)
+    (tmp_path / "mine.py").write_text("raise OSError('the wrong file')\n")  # beside the config
+    with pytest.raises(UsageError, match="no file"):
+        parse(tmp_path, ["--algo", "mine.py"])
     assert cli.parse(["--trust"]).trust  # for the code of the model
 
 
@@ -259,9 +262,7 @@ def test_a_run_of_this_user_in_runs_needs_no_trust(tmp_path, monkeypatch):
             cli.parse(["--resume", "runs/a"])
 
 
-def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
-    tmp_path, monkeypatch, marker
-):
+def test_code_that_a_flag_names_is_not_found_in_the_folder_of_a_file(tmp_path, monkeypatch, marker):
     def play_first_task(flags, cfg):
         registry.make(chat.held_out_task(cfg, 0).env).reset(0)
         return 0
@@ -269,24 +270,13 @@ def test_code_that_a_flag_names_is_not_found_in_the_folder_that_a_file_names(
     evil = tmp_path / "evil"
     (evil / "model").mkdir(parents=True)
     (evil / "my.py").write_text(CODE.format(marker=str(marker)))
-    settings = {"env": ["my.py:Maze:opponent=./model"], "env_path": str(evil)}
+    settings = {"env": ["my.py:Maze:opponent=./model"]}
     (evil / "config.yaml").write_text(yaml.safe_dump(settings))
     monkeypatch.chdir(tmp_path)
     assert chat.run(play_first_task, [str(evil)]) == 2
     Path("my.py").write_text("from environments.snake import Snake as Maze\n")
     chat.run(play_first_task, [str(evil), "--env", "my.py:Maze"])
     assert not marker.exists()
-
-
-def test_a_run_does_not_bring_its_own_scratch_py(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("scratch.py").touch()
-    with pytest.raises(UsageError, match=r"would run scratch\.py beside it"):
-        parse(tmp_path, [], algo="scratch")
-    assert parse(tmp_path, ["--trust"], algo="scratch").algo == "scratch"
-    assert parse(tmp_path, ["--algo", "scratch"], algo="scratch").algo == "scratch"
-    monkeypatch.chdir(tmp_path.parent)
-    assert parse(tmp_path, [], algo="scratch").algo == "scratch"
 
 
 SECRETS = {

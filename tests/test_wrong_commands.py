@@ -73,7 +73,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--trust 1", "1 follows no flag"),
     ("--model-id smolm2", "write --model-id smollm2"),
     ("--model-id=Tiny", "write --model-id tiny"),
-    ("--env a b:x=1, y=2 z=3 c", 'b:x=1, y=2 z=3: write "b:x=1,y=2,z=3"'),
+    ("--env a b:x=1, y=2 z=3 c", 'write a "b:x=1,y=2,z=3" c'),
     ("--eval-env a y=2, z=3 --lr 1", 'write "a:y=2,z=3"'),
     ("--env leter_counting", "letter_counting"),
     ("--env letter_counting:level=3", "'level'"),
@@ -168,33 +168,19 @@ def test_gdpo_ends_after_its_first_batch_if_no_reward_has_a_name(command, place)
     assert code == 2 and 'gdpo: letter_counting reports no info["reward_<name>"]; add' in err
 
 
-@pytest.mark.parametrize("line", ["--num-updates 1.5", "--ppo.clip 0.3"])
+@pytest.mark.parametrize("line", ["--num-updates 1.5", "--lr fast", "--ppo.clip 0.3"])
 def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, line):
     code, out, err = command(*line.split())
     assert (code, out) == (2, "") and line.split()[0] in err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("line", [
-    "", "--env a b --trust --lr=1e-5 --no-vllm-eager", "--system-prompt -x --seed -1",
+    "", "--env a b --trust --lr=1e-5 --no-vllm-eager", "--system-prompt=-x --seed -1",
     "--grpo.clip-low 0.1 -h", "--eval_env snake --model-id ./smolm2 --run-name tiny",
     "--model-id smol/smolm2", "--env x:words=a=b c:d=1", "--resume= --lr 1",
 ])  # fmt: skip
 def test_words_that_belong_to_a_flag_are_left_to_tyro(place, line):
     cli._check_words(line.split())
-
-
-@pytest.mark.parametrize(
-    ("flag", "what"),
-    [
-        ("--lr", "a number or None"), ("--grpo.clip-low", "a number or None"),
-        ("--max-tokens", "a whole number or None"), ("--seed", "a whole number"),
-        ("--temperature", "a number"),
-    ],
-)  # fmt: skip
-def test_a_text_in_place_of_a_number_is_answered_with_what_to_write(command, flag, what):
-    code, _, err = command(flag, "fast")
-    assert code == 2 and f"{flag}: write {what}, not 'fast'" in err
-    assert "NoneType" not in err and "convert" not in err and "literal" not in err
 
 
 @pytest.mark.parametrize("what", MODELS)

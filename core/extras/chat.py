@@ -75,8 +75,7 @@ def parse(args: list[str]) -> tuple[Flags, Config]:
     tyro exits with code 2 for invalid flags. Raises UsageError for what it cannot check.
     """
     kind = tyro.conf.FlagCreatePairsOff[Flags]
-    with cli.rules_for_numbers():
-        return settings(tyro.cli(kind, prog="python -m core.chat", args=args))
+    return settings(tyro.cli(kind, prog="python -m core.chat", args=args))
 
 
 def settings(flags: Flags) -> tuple[Flags, Config]:
@@ -101,9 +100,7 @@ def settings(flags: Flags) -> tuple[Flags, Config]:
             raise UsageError(f"{flags.policy}: there is no such run; {cli.known_runs()}")
     file, cfg = Path(flags.policy, "config.yaml"), Config(model_id=flags.policy)
     if file.exists():
-        cfg = read_config(file)
-        if not flags.trust:
-            config.check_trust(vars(cfg), file)
+        cfg = read_config(file, trust=flags.trust)
     elif flags.before:
         raise UsageError(f"--before needs the folder of a run; {file} does not exist")
     if cfg.sampler == "openai":

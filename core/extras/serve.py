@@ -71,8 +71,7 @@ class Waiting:
 def parse(args: list[str]) -> tuple[Flags, chat.Flags, Config]:
     """The flags, as those of core.chat, too; raises UsageError, as `chat.parse` does."""
     kind = tyro.conf.FlagCreatePairsOff[Flags]
-    with cli.rules_for_numbers():
-        flags: Flags = tyro.cli(kind, prog="python -m core.serve", args=args)
+    flags: Flags = tyro.cli(kind, prog="python -m core.serve", args=args)
     if not 0 <= flags.port < 65536:
         raise UsageError(f"--port must be 0 to 65535, not {flags.port}")
     shared = {k: v for k, v in vars(flags).items() if k not in ("port", "web")}

@@ -114,7 +114,7 @@ def with_date(cfg: Config, folder: Path, is_new: bool) -> Config:
         return cfg
     if cfg.sampler == "openai":  # the server has the template
         return cfg
-    saved = "" if is_new else run_dir.read_config(folder / "config.yaml").template_date
+    saved = "" if is_new else run_dir.read_settings(folder / "config.yaml").get("template_date")
     return replace(cfg, template_date=saved or date.today().isoformat())
 
 

@@ -133,7 +133,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
     for file in (path, run_dir / METRICS):
         if not file.is_file():
             raise UsageError(f"{run_dir}: not the folder of a run (it has no {file.name})")
-    config = read_settings(path, skip_unknown=True)
+    config = read_settings(path)
     if {"algo", "env", "model_id", "seed"} - config.keys():
         raise UsageError(f"{path}: not the settings of a run")
     return {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}

@@ -20,7 +20,7 @@ from core.config import (
 from core.results import accuracy_of, before_after
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
-from core.run.folder import quoted, read_config, train_command, with_algorithm
+from core.run.folder import quoted, read_config, train_command
 from core.run.log import METRICS, Record, read_records
 from core.tasks import check_demonstrations, training_envs
 from core.types import UsageError
@@ -124,8 +124,7 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
     of the environment. After exercises of scratch.py that did not learn, their check. Otherwise
     GRPO, then PPO, then a better model, then other seeds: no suggestion leads back.
     """
-    saved = read_config(run_dir / "config.yaml")
-    cfg = as_given(with_algorithm(saved, saved.algo))
+    cfg = as_given(read_config(run_dir / "config.yaml", trust=True))
     is_scratch = name_of(cfg.algo) == "scratch"
     if cfg.num_updates == 0:
         return train_command(*flags_of(replace(cfg, num_updates=Config.num_updates)))
@@ -137,7 +136,8 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
     own, baseline = is_scratch or is_file(cfg.algo), BASELINES & needs(resolve(cfg))
     for algo in (Config.algo, *algorithm_names()) if own or "value_head" not in baseline else ():
         with suppress(UsageError):
-            other = as_given(with_algorithm(cfg, algo))
+            options = cfg.options if algo == cfg.algo else Config.options
+            other = as_given(replace(cfg, algo=algo, options=options))
             validate(resolve(other))
             if name_of(algo) != "scratch" and (
                 own or BASELINES & needs(resolve(other)) != baseline

@@ -4,7 +4,6 @@ Flags override the file of --config or --resume, which overrides the defaults of
 tyro parses the flags, prints --help, and reports mistakes in a box with exit code 2.
 """
 
-import argparse
 import dataclasses
 import os
 import re
@@ -24,18 +23,16 @@ if interrupt.is_program():
     print_any_character()
 
 import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from core import config
-from core.algorithm import absolute_algorithm, name_of
+from core.algorithm import name_of
 from core.config import FREE_ON_RESUME, Config
 from core.run.folder import (
     DISK_ERRORS,
+    as_config,
     changed_settings,
     new_folder,
-    read_config,
-    read_run_config,
-    with_algorithm,
+    read_settings,
 )
 from core.types import Fault, RankLost, Stopped, UsageError
 from environments.plumbing.registry import ENVIRONMENTS
@@ -43,33 +40,31 @@ from environments.plumbing.text import one_line
 
 GROUPS = tuple(reversed(Config.__bases__))  # in the order of --help
 MAX_NAMES = 10  # of runs that a message lists
+HELP = "python train.py --help has all"
 
 
 def parse(args: list[str]) -> Config:
-    """The settings that `args` ask for. Raises UsageError for an invalid --config or --resume."""
-    _check_words(args)
-    named = _named_first(args)
-    if named.config and named.resume:
+    """The settings that `args` ask for. Raises UsageError for what tyro does not check.
+
+    Two passes: the first leaves out the options of the algorithm, whose import takes seconds.
+    """
+    flags = _check_words(args)
+    if flags.config and flags.resume:
         raise UsageError("give --config or --resume, not both: a run folder has its own config")
-    saved, file, run = Config(), Path(), Path()
-    if named.config:
-        file = _config_file(named.config)
-        saved = read_config(file)
-    elif named.resume:
-        run = _run_folder(named.resume)
-        file = run / "config.yaml"
-        saved = read_run_config(run)
-    algo = absolute_algorithm(named.algo) or saved.algo
-    if file != Path() and not named.algo and not named.trust:
-        _check_trust_of_algorithm(algo, file)
-    cfg = _parse_flags(args, with_algorithm(saved, algo))
-    if file == Path():
-        return cfg
-    given = _parse_flags(args, with_algorithm(Config(), algo))
-    if named.resume:
-        cfg = replace(cfg, resume=str(run))
-        _check_changes(cfg, saved, run)
-    return _trusted(cfg, given, file)
+    is_restart = "TORCHELASTIC_RUN_ID" in os.environ
+    if flags.run_name and not flags.resume and not is_restart:
+        new_folder(config.RUNS, flags.run_name, "")  # raises for a name that is taken
+    words = [w.partition("=")[0][2:].replace("-", "_") for w in args if w.startswith("--")]
+    given = {name: vars(flags)[name] for name in words if name in vars(flags)}
+    file = config_file(flags)
+    settings = read_settings(file) if file else {"algo": flags.algo}
+    say_loading()
+    saved = as_config(settings, file, given, flags.trust)
+    cfg, _ = _parse_flags(args, saved)
+    if file and flags.resume:
+        cfg = replace(cfg, resume=str(file.parent))
+        _check_changes(cfg, file.parent)
+    return cfg
 
 
 def flags_of(cfg: Config) -> list[str]:
@@ -92,64 +87,33 @@ def flags_of(cfg: Config) -> list[str]:
     return words
 
 
-def _named_first(args: list[str]) -> argparse.Namespace:
-    """The flags that decide which other flags there are, and their defaults."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("algo", "config", "resume", "run-name"):
-        parser.add_argument(f"--{name}", nargs="?", default="", const="")
-    parser.add_argument("--trust", action="store_true")
-    return parser.parse_known_args(args)[0]
+def _check_words(args: list[str]) -> Config:
+    """The settings of the flags but for those of the algorithm, by the rules of tyro.
 
-
-def _check_words(args: list[str]) -> None:
-    """Raises UsageError for a word that is no flag and no value of one.
-
-    The algorithm's own options, whose names have a dot, are left to tyro: to know them takes the
-    import of torch.
+    Raises UsageError for a word that is no flag and no value of one, and for a --model-id that is
+    no folder and nearly the name of a model that comes with picoRL.
     """
-    defaults = {k: v for k, v in vars(Config()).items() if k not in ("options", "template_date")}
-    switches = {f"no_{name}" for name, value in defaults.items() if isinstance(value, bool)}
-    values: dict[str, list[str]] = {}
-    name, takes = "", 0  # the last flag, and how many words it still takes; -1: any number
-    for word in args:
-        head, equals, value = word.partition("=")
-        looks_like_flag = re.fullmatch(r"--?[A-Za-z][\w.-]*", head) is not None
-        if takes == 1 or (takes and not looks_like_flag):
-            values.setdefault(name, []).append(word)
-            takes = min(takes, 0)
-            continue
-        if not looks_like_flag:
-            hint = f": write --env {word}" if word.split(":")[0] in ENVIRONMENTS else ""
-            raise UsageError(f"{word} follows no flag{hint or '; python train.py --help has all'}")
-        name = head.lstrip("-").replace("-", "_")
-        if "." in name or name.startswith("tyro_") or word in ("-h", "--help"):
-            takes = -1
-        elif not head.startswith("--") or name not in defaults.keys() | switches:
-            meant = config.similar(name, defaults)
-            advice = f"write {config.flag(meant)}" if meant else "python train.py --help has all"
-            raise UsageError(f"{head} is no flag; {advice}")
-        else:
-            usual = defaults.get(name, True)
-            takes = -1 if isinstance(usual, tuple) else 0 if isinstance(usual, bool) else 1
-            if equals:
-                values[name] = [value]
-                takes = min(takes, 0)
-    for name, words in values.items():
-        for problem in config.problem_of_words(name, words) if name in ("env", "eval_env") else ():
-            raise UsageError(problem)
-    model, own = values.get("model_id", [""])[-1], (*config.TINY, config.SMOLLM2)
-    meant = config.similar(model, own) if model not in own and not Path(model).exists() else ""
-    if meant and "/" not in model:
-        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {meant}, "
+    flags, others = _parse_flags([word for word in args if word not in ("-h", "--help")], Config())
+    word = next(iter(others), "--.")
+    if word[:1] != "-":
+        hint = f"write --env {word}" if word.split(":")[0] in ENVIRONMENTS else HELP
+        raise UsageError(f"{word} follows no flag; {hint}")
+    word = word.partition("=")[0]
+    if "." not in word:
+        near = config.similar(word.lstrip("-"), vars(flags))
+        raise UsageError(f"{word} is no flag; {f'write {config.flag(near)}' if near else HELP}")
+    for name, specs in (("env", flags.env), ("eval_env", flags.eval_env)):
+        if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
+            text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
+            meant = (s if ":" in s else s.replace(",", ":", 1) for s in text.split(" "))
+            words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
+            raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
+    model, own = flags.model_id, (*config.TINY, config.SMOLLM2)
+    near = "" if model in own or Path(model).exists() else config.similar(model, own)
+    if near and "/" not in model:
+        raise UsageError(f"--model-id {model}: there is no such folder; write --model-id {near}, "
                          "or the name of a model of the Hub with its owner")  # fmt: skip
-
-
-def _check_trust_of_algorithm(algo: str, file: Path) -> None:
-    """Raises UsageError if `file` names an algorithm whose code needs --trust."""
-    config.check_trust({"algo": algo}, file)
-    in_its_folder = file.resolve().parent == Path.cwd() and Path("scratch.py").exists()
-    if algo == "scratch" and in_its_folder:
-        raise UsageError(f"{file} would run scratch.py beside it: if you trust it, add --trust")
+    return flags
 
 
 def find_run(given: str) -> Path | None:
@@ -168,33 +132,20 @@ def known_runs() -> str:
     return f"{config.RUNS}/ has {', '.join(names)}{', ..' if len(files) > MAX_NAMES else ''}"
 
 
-def _run_folder(given: str) -> Path:
-    """The run that --resume names, with or without runs/. Raises UsageError if there is none."""
+def config_file(flags: Config) -> Path | None:
+    """The config.yaml that --config or --resume names, of a run with or without runs/, or any file
+    of --config; None without the two. Raises UsageError if there is none."""
+    if not (given := flags.config or flags.resume):
+        return None
+    if flags.config and (file := Path(given).expanduser()).is_file():
+        return file
     if run := find_run(given):
-        return run
-    if run := next((p for p in Path(given).parents if (p / "config.yaml").is_file()), None):
-        raise UsageError(f"--resume {given}: this is inside a run, which continues from its newest "
-                         f"checkpoint: write --resume {run}")  # fmt: skip
-    what = "not the folder of a run (it has no config.yaml)"
-    what = what if Path(given).exists() else "there is no such run"
-    raise UsageError(f"--resume {given}: {what}; {known_runs()}")
+        return run / "config.yaml"
+    what = f"--config {given}: no file and no" if flags.config else f"--resume {given}: no"
+    raise UsageError(f"{what} run has this name; {known_runs()}")
 
 
-def _config_file(given: str) -> Path:
-    """The file that --config names; for a folder, or the name of a run, its config.yaml.
-
-    Raises UsageError if there is none.
-    """
-    path, run = Path(given).expanduser(), find_run(given)
-    if path.exists() and not path.is_dir():
-        return path
-    if run is None:
-        what = "this folder has no config.yaml" if path.is_dir() else "there is no such file"
-        raise UsageError(f"--config {given}: {what}; {known_runs()}")
-    return run / "config.yaml"
-
-
-def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
+def _check_changes(cfg: Config, run: Path) -> None:
     """Raises UsageError for a change that a resumed run may not make.
 
     It may change a model's folder, which may have moved: weights that do not fit are refused later.
@@ -203,27 +154,9 @@ def _check_changes(cfg: Config, saved: Config, run: Path) -> None:
     for name, (before, now) in changed_settings(cfg, run).items():
         moved = name == "model_id" and before not in (*config.TINY, config.SMOLLM2)
         chosen = name in ("device", "sampler") and before == "auto" and now != "openai"
-        if moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME:
-            continue
-        group, _, key = name.rpartition(".")
-        in_file = getattr(with_algorithm(saved, cfg.algo).options if group else saved, key)
-        if in_file == now:
-            raise UsageError(f"{run / 'config.yaml'} has {name} {now}, and the checkpoint is from "
-                             f"{before}: change it back, or add --allow-changes")  # fmt: skip
-        raise UsageError(f"--resume {run}: {name} is {before} in this run, not {now}: remove it, "
-                         "or add --allow-changes")  # fmt: skip
-
-
-def _trusted(cfg: Config, given: Config, file: Path) -> Config:
-    """Raises UsageError if values of `file`, those that the flags `given` leave, need --trust."""
-    if cfg.trust:
-        return cfg
-    own = {name for name in ("env", "eval_env", "base_url")
-           if getattr(given, name) != getattr(Config, name)}  # fmt: skip
-    own.add("algo")  # checked before it was imported
-    from_file = {name: value for name, value in vars(cfg).items() if name not in own}
-    config.check_trust(from_file, file)
-    return cfg
+        if not (moved or chosen or cfg.allow_changes or name in FREE_ON_RESUME):
+            raise UsageError(f"--resume {run}: {name} is {before} in this run, not {now}: change "
+                             "it back, or add --allow-changes")  # fmt: skip
 
 
 def run(
@@ -277,22 +210,13 @@ def _run(
 def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
-
-    def announced(args: list[str]) -> Config:
-        _check_words(args)  # mistakes that are answered without torch
-        named = _named_first(args)
-        if named.run_name and not named.resume and "TORCHELASTIC_RUN_ID" not in os.environ:
-            new_folder(config.RUNS, named.run_name, "")  # raises for a name that is taken
-        say_loading()
-        return parse(args)
-
-    if code := _run(lambda _: 0, args, announced, "train.py"):
+    if code := _run(lambda _: 0, args, parse, "train.py"):
         sys.exit(code)
 
 
 def say_loading() -> None:
-    """Prints a line on stderr before imports that take seconds, on the first rank only."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Prints a line on stderr before the import of torch takes seconds, on the first rank only."""
+    if "torch" not in sys.modules and os.environ.get("LOCAL_RANK", "0") == "0":
         print("loading torch ..", file=sys.stderr, flush=True)
 
 
@@ -319,57 +243,31 @@ def _check_temporary_folder() -> None:
         raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
 
 
-def _parse_flags(args: list[str], default: Config) -> Config:
-    """tyro shows a box per nested dataclass, so nest the groups for it, and flatten its result."""
-    nested = {"algorithm": default.options}
-    for group in GROUPS:
-        values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
-        nested[group.__name__] = group(**values)
-    command = _command(default.algo, type(default.options))
-    with rules_for_numbers():
-        parsed = vars(tyro.cli(command, prog="train.py", args=args, default=command(**nested)))
-    flat = {"options": parsed["algorithm"]}
-    for group in GROUPS:
-        flat |= vars(parsed[group.__name__])
-    return Config(**flat)
+def _parse_flags(args: list[str], default: Config) -> tuple[Config, list[str]]:
+    """tyro shows a box per nested dataclass, so nest the groups for it, and flatten its result.
 
-
-def _command(algo: str, options: type) -> Any:
-    """The class that tyro parses: a field without a prefix per group, and one for the options of
-    the algorithm, whose flags begin with its name."""
+    Without `default.options` the options of the algorithm are not parsed, and what is no other
+    flag, or no value of one, is returned.
+    """
+    whole = default.options is not None
     fields: list[tuple[str, Any]] = []
+    nested: dict[str, Any] = {}
     for group in GROUPS:  # WarmStartOptions: a box with the title "warm start options"
         title = re.sub("(?<=[a-z])(?=[A-Z])", " ", group.__name__.removesuffix("Options")).lower()
-        kind = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
+        kind: Any = Annotated[tyro.conf.OmitArgPrefixes[group], tyro.conf.arg(name=title)]  # type: ignore
         fields.append((group.__name__, kind))
-    fields.append(("algorithm", Annotated[options, tyro.conf.arg(name=name_of(algo))]))
-    command = dataclasses.make_dataclass("Command", fields, namespace={"__doc__": Config.__doc__})
+        values = {f.name: getattr(default, f.name) for f in dataclasses.fields(group)}
+        nested[group.__name__] = group(**values)
+    if whole:  # their flags begin with the algorithm's name
+        kind = Annotated[type(default.options), tyro.conf.arg(name=name_of(default.algo))]
+        fields.append(("options", kind))
+        nested["options"] = default.options
+    command: Any = dataclasses.make_dataclass("Command", fields)
     command.__module__ = "builtins"  # tyro does not search the source of such a class for comments
-    return command
-
-
-def rules_for_numbers() -> ConstructorRegistry:
-    """tyro's own rules, but the error about a text that is no number says what to write."""
-    kinds: dict[Any, str] = {int: "a whole number", float: "a number"}
-    kinds |= {kind | None: f"{what} or None" for kind, what in kinds.items()}
-    specs: dict[Any, Any] = {
-        kind: ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
-        for kind in kinds
-    }
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        if info.type not in kinds:
-            return None
-        spec, what = specs[info.type], kinds[info.type]
-
-        def read(words: list[str]) -> Any:
-            try:
-                return spec.instance_from_str(words)
-            except ValueError:
-                raise ValueError(f"write {what}, not {words[0]!r}") from None
-
-        return replace(spec, instance_from_str=read)
-
-    return registry
+    found: Any = tyro.cli(  # type: ignore[call-overload]
+        command, prog="train.py", description=Config.__doc__, args=args, default=command(**nested),
+        add_help=whole, return_unknown_args=not whole,
+    )  # fmt: skip
+    parsed, others = (found, []) if whole else found
+    flat = {k: v for group in GROUPS for k, v in vars(getattr(parsed, group.__name__)).items()}
+    return Config(**flat, options=parsed.options if whole else Config.options), others

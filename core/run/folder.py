@@ -12,10 +12,8 @@ import os
 import reprlib
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,19 +24,17 @@ import filelock
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
-from algorithms.options import LoopOptions
-from core.algorithm import algorithm_names, is_file, load_algorithm, name_of
-from core.config import COMMAND_LINE_ONLY, Config, flag, similar, trust_flags
+from core.algorithm import absolute_algorithm, algorithm_names, is_file, load_algorithm, name_of
+from core.config import COMMAND_LINE_ONLY, Config, check_trust, flag, similar, trust_flags
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
-from environments.plumbing.registry import EnvSpec, absolute
+from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {
-    getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
+    getattr(errno, e)
+    for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV ENOTDIR".split()
 }
 NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
-KINDS: dict[str, Any] = get_type_hints(Config)
-MAX_CONFIG_BYTES = 1 << 20
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
 
 
@@ -51,133 +47,87 @@ def config_to_dict(cfg: Config) -> dict[str, Any]:
     return {k: [*map(str, v)] if isinstance(v, tuple) else v for k, v in values.items()}
 
 
-def read_config(file: Path) -> Config:
-    """Read a config.yaml. Raises UsageError, which names the file.
+def read_config(file: Path, trust: bool = False) -> Config:
+    """The settings of a config.yaml. Imports the algorithm. Raises UsageError, as `as_config`."""
+    return as_config(read_settings(file), file, {}, trust)
 
-    Who then runs what the settings name calls `config.check_trust` first.
+
+def as_config(
+    settings: dict[str, Any], file: Path | None, given: dict[str, Any], trust: bool
+) -> Config:
+    """The `settings` of `file`, with the algorithm of those that the command line has `given`.
+
+    Imports the algorithm. Raises UsageError if it cannot be used, for options that it does not
+    have, and, without `trust`, if what `file` alone names would run code or send a key.
     """
-    return _as_config(read_settings(file), file)
+    if file and not trust:
+        own = {name: value for name, value in settings.items() if name not in given}
+        check_trust(own | {"sampler": (settings | given).get("sampler")}, file)
+    own_algo = settings.get("algo", Config.algo)
+    algo = absolute_algorithm(given.get("algo", own_algo))
+    if file and "algo" not in given and is_file(algo) and not Path(algo).exists():
+        copy = file.with_name(Path(algo).name).absolute()  # that a run keeps
+        algo = str(copy) if copy.exists() else algo
+    cls, name = load_algorithm(algo).Options, name_of(own_algo)
+    texts = settings.get(name, {}) if name_of(algo) == name else {}
+    options = cls(**_typed(cls, texts, f"{file}: {name}."))
+    values = {key: value for key, value in settings.items() if key != name}
+    return Config(**values | {"algo": algo, "options": options})
 
 
-def with_algorithm(cfg: Config, algo: str) -> Config:
-    """`cfg` with the algorithm, which this imports, and with options of the type that it has.
-
-    Of a Config that was read from a file the options may still be texts. Those of another algorithm
-    are the defaults. Raises UsageError.
-    """
-    cls = load_algorithm(algo).Options
-    if cfg.algo != algo or cfg.options is None:
-        return dataclasses.replace(cfg, algo=algo, options=cls())
-    if isinstance(cfg.options, LoopOptions):
-        return cfg
-    values = _typed(cls, cfg.options, f"{name_of(algo)}.", skip_unknown=False)
-    return dataclasses.replace(cfg, options=cls(**values))
-
-
-def read_run_config(run: Path) -> Config:
-    """As `read_config`, of a run: lines that its config.yaml lacks are those of its checkpoint."""
-    values, trained = read_settings(run / "config.yaml"), trained_settings(run)
-    both = trained | values
-    name = name_of(both.get("algo", Config.algo))
-    own = {name: trained.get(name, {}) | values.get(name, {})}
-    return _as_config(both | own, run / "config.yaml")
-
-
-def trained_settings(run: Path) -> dict[str, Any]:
-    """The settings of a run's newest checkpoint, with the types of `Config`; {} if it has none."""
-    for file in sorted(run.glob("checkpoint/[0-9]*/state.json"), reverse=True):
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError, UsageError):
-            saved = yaml.safe_dump(json.loads(file.read_bytes())["settings"])
-            values = yaml.load(saved, Loader=yaml.BaseLoader)  # noqa: S506
-            return _read_values(values, f"{file}: ", skip_unknown=True)
-    return {}
-
-
-def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ from those of the newest checkpoint, or else of config.yaml: by
-    name (grpo.clip_low), what they were and what they are."""
-    saved = read_settings(run / "config.yaml") | trained_settings(run)
-    own = saved.pop(name_of(cfg.algo), {})
-    before = {name: value for name, value in saved.items() if not isinstance(value, dict)}
-    now = {name: value for name, value in vars(cfg).items() if name != "run_name"}
-    if is_file(cfg.algo):  # its options are texts
-        own = _typed(type(cfg.options), own, "", skip_unknown=True)
-    prefix = name_of(cfg.algo)
-    before |= {f"{prefix}.{key}": value for key, value in own.items()}
-    now |= {f"{prefix}.{key}": value for key, value in vars(cfg.options).items()}
-    for values in (before, now):  # their files may have moved
-        values |= {k: tuple(EnvSpec(env).short for env in values[k])
-                   for k in ("env", "eval_env") if k in values}  # fmt: skip
-        values |= {"algo": name_of(values["algo"])} if "algo" in values else {}
-    return {
-        name: (value, now[name])
-        for name, value in before.items()
-        if name in now and now[name] != value
-    }
-
-
-def read_settings(file: Path, skip_unknown: bool = False) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
     """The settings in a config.yaml, with the types of `Config`. Raises UsageError.
 
-    `skip_unknown`: leave out the names that only another version knows, and leave its values texts.
+    Imports no algorithm: the options, under its name, stay texts.
     """
     try:
-        facts = file.stat()
-        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_CONFIG_BYTES:
-            raise OSError(errno.EFBIG, f"not a file, or over {MAX_CONFIG_BYTES} bytes")
         # BaseLoader only builds texts, lists and dicts; `1e-5` and `off` are read as in a flag
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = reprlib.repr(str(error))
-        if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
-            spaces = "; indent with spaces" if r"'\t'" in error.problem else ""
-            reason = f"line {error.problem_mark.line + 1}: {error.problem}{spaces}"
-        raise UsageError(f"{file}: not YAML in UTF-8: {reason}") from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
+        reason = f"line {mark.line + 1}: {problem}" if mark else reprlib.repr(str(error))
+        raise UsageError(f"{file}: not YAML in UTF-8 (indented with spaces): {reason}") from None
     if not isinstance(values, dict):
-        shown = reprlib.repr(values)
         raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon and a "
-                         f"space, not {shown}")  # fmt: skip
-    return _read_values(values, f"{file}: ", skip_unknown)
-
-
-def _as_config(values: dict[str, Any], file: Path) -> Config:
-    """A Config with these settings of `file`; the options of a FILE.py stay texts.
-
-    A FILE.py that is not there any more is taken from beside `file`, where a run keeps a copy.
-    """
-    algo = values.get("algo", Config.algo)
-    options = values.pop(name_of(algo), None)
-    if (
-        is_file(algo)
-        and not Path(algo).exists()
-        and (copy := file.with_name(Path(algo).name)).exists()
-    ):
-        algo = str(copy.absolute())
-    if options is not None and not is_file(algo):
-        options = load_algorithm(algo).Options(**options)
-    return Config(**(values | {"algo": algo, "options": options}))
-
-
-def _read_values(values: dict[str, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
-    """Texts of a file as settings; `prefix` begins the messages."""
-    folder = str(values.pop("env_path", ""))  # of older versions: where the files of --env are
+                         f"space, not {reprlib.repr(values)}")  # fmt: skip
     name = name_of(str(values.get("algo", Config.algo)))
-    others = {*algorithm_names(), name}  # a file of an earlier version has those of all algorithms
-    own = {key: values.pop(key) for key in others & {*values}}.get(name)
-    typed = _typed(Config, values, prefix, skip_unknown)
+    options = values.pop(name, {}) or {}
+    typed = _typed(Config, values, f"{file}: ")
     algo = typed.get("algo", Config.algo)
-    if not is_file(algo) and algo not in algorithm_names() and not skip_unknown:
-        raise UsageError(f"{prefix}algo: invalid value {reprlib.repr(algo)}")
-    if isinstance(own, dict):
-        if algo in algorithm_names():
-            cls = load_algorithm(algo).Options
-            own = _typed(cls, own, f"{prefix}{name}.", skip_unknown)
-        typed[name] = own
-    for name in {"env", "eval_env"} & {*typed}:
-        typed[name] = tuple(absolute(spec, folder) for spec in typed[name])
-    return typed
+    if not isinstance(options, dict) or not (is_file(algo) or algo in algorithm_names()):
+        raise UsageError(f"{file}: algo, or its options: invalid value {reprlib.repr(algo)}")
+    return typed | {name: options}
+
+
+def changed_settings(cfg: Config, run: Path) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ from those of the newest checkpoint, or else of config.yaml: by
+    name (grpo.clip_low), what they were and what they are."""
+    file = run / "config.yaml"
+    settings = read_settings(file)
+    before = config_to_dict(as_config(settings, file, {"algo": cfg.algo}, trust=True))
+    before["algo"] = settings.get("algo", Config.algo)
+    for file in sorted(run.glob("checkpoint/[0-9]*/state.json")):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # damaged
+            before = json.loads(file.read_bytes())["settings"]
+    now = yaml.safe_load(yaml.safe_dump(config_to_dict(cfg)))  # lists, as in a file
+    old, new = _by_flag(before), _by_flag(now)
+    return {k: (old[k], new[k]) for k in old if k in new and old[k] != new[k]}
+
+
+def _by_flag(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the options of the algorithm beside them, and without the folders of files,
+    which may have moved."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{key}": option for key, option in value.items()}
+        elif name in ("env", "eval_env"):
+            found[name] = [EnvSpec(env).short for env in value]
+        else:
+            found[name] = name_of(value) if name == "algo" else value
+    return found
 
 
 def train_command(*flags: str) -> str:
@@ -218,36 +168,21 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
 
     If it exists, raises UsageError; with `take_next`, counts the number at the end of its name up.
     """
-    part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
+    while True:
+        try:
+            run.mkdir(parents=True)
+            break
+        except FileExistsError as error:
+            if not run.exists():  # a link to a disk that is not there
+                raise UsageError(f"{error.filename} is no folder; remove it") from None
+            stem = run.name.rpartition("-")[0] if take_next else ""
+            run = new_folder(run.parent, "" if take_next else run.name, stem)
     try:
-        for left in run.parent.glob(f"{PART}*"):  # by a killed process
-            with suppress(FileNotFoundError):  # that process has just finished its folder
-                if left == part or time.time() - left.stat().st_mtime > 3600:
-                    remove(left)
-        part.mkdir(parents=True)
-    except OSError as error:
-        if error.errno in DISK_ERRORS:
-            raise
-        raise UsageError(f"{run.parent} is not a folder, and cannot be made: {error.strerror}; "
-                         "remove what has its name") from None  # fmt: skip
-    try:
-        write_config(part, settings)
-        while True:
-            try:
-                os.rename(part, run)  # fails if `run` is a folder that is not empty
-                return run
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise
-                if not take_next:
-                    raise UsageError(
-                        f"{run} exists; use another --run-name, or --resume it"
-                    ) from None
-            run = new_folder(run.parent, "", run.name.rpartition("-")[0])
+        write_config(run, settings)
     except BaseException:
-        with suppress(OSError):  # the first error says more
-            remove(part)
+        shutil.rmtree(run, ignore_errors=True)
         raise
+    return run
 
 
 @contextmanager
@@ -320,25 +255,20 @@ def _locked(run: Path) -> Iterator[None]:
         lock.release()
 
 
-def _typed(cls: Any, values: dict[Any, Any], prefix: str, skip_unknown: bool) -> dict[str, Any]:
+def _typed(cls: Any, values: dict[Any, Any], prefix: str) -> dict[str, Any]:
     """The texts of a file as the fields of the dataclass `cls`; `prefix` begins the messages."""
     kinds, typed = get_type_hints(cls), {}
     for name, value in values.items():
         if name not in kinds or name in COMMAND_LINE_ONLY or name == "options":
-            if skip_unknown:
-                continue
-            known = name in COMMAND_LINE_ONLY
             meant = similar(name, kinds)
             advice = f"write {meant}" if meant else "remove it"
-            advice = f"give {flag(name)} on the command line" if known else advice
+            if name in COMMAND_LINE_ONLY:
+                advice = f"give {flag(name)} on the command line"
             text = reprlib.repr(name)[1:-1]
             raise UsageError(f"{prefix}{text} is not a setting for a file; {advice}")
         try:
             typed[name] = _from_words(kinds[name], value)
         except ValueError:
-            if skip_unknown:  # a choice of another version
-                typed[name] = value
-                continue
             raise UsageError(f"{prefix}{name}: invalid value {reprlib.repr(value)}") from None
     return typed
 

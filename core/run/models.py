@@ -13,7 +13,7 @@ from core.config import SMOLLM2, TINY, Config
 from core.policy import Policy
 from core.run.checkpoint import ADAPTERS, base_model
 from core.run.files import sealed, unseal
-from core.run.folder import read_config
+from core.run.folder import read_settings
 from core.tiny import PRETRAINED, write_tiny
 
 
@@ -51,9 +51,10 @@ def load_exported(cfg: Config, folder: Path, flag: str) -> Policy:
     model = folder / "model" if is_run else folder
     if not is_run or not (model / ADAPTERS).exists():
         return load_policy(cfg, str(model), flag=flag)
-    trained = read_config(folder / "config.yaml")
-    base = base_model(folder, trained.model_id)
-    return load_policy(cfg, base, quantize=trained.quantize, adapters=str(model), flag=flag)
+    trained = {"model_id": Config.model_id, "quantize": "none"}
+    trained |= read_settings(folder / "config.yaml")
+    base = base_model(folder, trained["model_id"])
+    return load_policy(cfg, base, quantize=trained["quantize"], adapters=str(model), flag=flag)
 
 
 def folder_of(model_id: str, tiny_folder: Path | None = None, seed: int = 0) -> str:
