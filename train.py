@@ -6,17 +6,20 @@
 
 A task is an environment and a seed. A rollout is one agent's episode of a task: one or more turns,
 each a prompt and the completion that the policy (the model in training) sampled; its return is the
-sum of its rewards. The G rollouts of a task (--group-size) are a group. Each update samples those
-of P tasks (--num-prompts), turns rewards into advantages (how much better than expected a rollout
-did), and takes gradient steps, by default one.
+sum of its rewards. The G rollouts of a task (--group-size) are a group; in a game, those of each
+agent are one. Each update samples the groups of P tasks (--num-prompts). It turns their rewards
+into advantages (how much better than expected a rollout did). Then it takes gradient steps, by
+default one.
 
 The default run has P = 16, G = 8, at most 64 tokens per completion, one gradient step per update
 with a constant learning rate of 5e-5, and no KL. In the only step of an update the policy is still
 the one that sampled, so the policy ratio is 1 and no clip acts: GRPO is then REINFORCE with the
 mean of the group as the baseline, divided by the group's standard deviation.
 
-The sampler generates the rollouts; the trainer computes log-probs and gradients. Both use the same
-weights but different kernels, which round differently, so their log-probs differ slightly.
+Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, which the
+trainer computes before the first gradient step; and π, which it computes now. Sampler and trainer
+have the same weights, but their kernels round differently, so the importance weight π_old /
+π_sampler is only about 1. The policy ratio π / π_old is exactly 1 until the first step.
 
 Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
 right. B is P·G, less the rollouts that are not trained on (`collect_rollouts`); a game in which the
@@ -26,8 +29,11 @@ environment changed the context between turns. `micro_batches` copies [B, N] to 
 column t has the values of token t+1, which the model predicts at position t. completion_mask marks
 the sampled tokens, loss_mask those of them that are trained on.
 
-Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share. All
-settings are in core/config.py.
+Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
+
+From elsewhere: algorithms/common.py lists what a batch and a micro-batch have, core/batching.py
+makes them, algorithms/off_policy.py the importance weights; core/loop/run.py evaluates, logs and
+saves; core/config.py has all settings.
 """
 
 import gc
@@ -47,6 +53,7 @@ import torch
 from torch import Tensor
 
 from algorithms import common, off_policy, sft
+from algorithms.kl import weighted_kl
 from algorithms.token_logprobs import token_logprobs
 from core import config, distributed, selection, tasks
 from core.algorithm import load_algorithm
@@ -85,24 +92,26 @@ def main(cfg: Config) -> int:
         if run.progress["sft_step"] < cfg.sft_steps:
             warm_start(cfg, run)  # supervised steps on demonstrations
         reference = load_reference(cfg, run)  # the policy of --kl-coef, or None
-        for update in run.updates():  # numbers, up to --num-updates or --max-sampled-tokens
-            # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on
-            with older_weights(run.policy, run.sampler, run.older):  # of --staleness
+        # evaluates before update 1; yields 1, 2, .. up to --num-updates or --max-sampled-tokens
+        for update in run.updates():
+            # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on. Only with
+            #    --staleness the sampler has the weights of an earlier update meanwhile
+            with older_weights(run.policy, run.sampler, run.older):
                 sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
-            # 2. With several steps, or PPO (`needs_old_logprobs`): the log-probs of the sampled
-            #    tokens under the policy before its first gradient step, and PPO's values. The
-            #    default, GRPO with one step, computes nothing here. Then the log-probs under the
-            #    reference of --kl-coef
+            # 2. With several steps, or PPO, the policy before the first step scores the sampled
+            #    tokens: π_old, and PPO's values. The default, GRPO with one step, skips this. With
+            #    --kl-coef the reference scores them, too
             if needs_old_logprobs(cfg):
                 scored = score_logprobs(run.policy, batch, cfg.temperature)
                 batch.old_logprobs, batch.values = scored
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to advantages, [B, N] like PPO's targets of the values
-            shape_rewards(cfg, batch)  # sets batch.rewards: with penalties and discount
+            # 3. Rewards to advantages. `shape_rewards` sets batch.rewards (with penalties and
+            #    discount), loss_mask, turn_ids and gamma; `add_advantages` batch.advantages
+            shape_rewards(cfg, batch)
             batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
             add_advantages(batch, algorithm.compute_advantages(batch, options))
 
@@ -120,15 +129,16 @@ def main(cfg: Config) -> int:
                     logprobs, entropy, values = forward(
                         run.policy, micro, cfg.temperature, entropy_grad=cfg.entropy_coef > 0
                     )
-                    if batch.old_logprobs is None:  # the only step: the policy is the old one
+                    if batch.old_logprobs is None:  # the only step: π is still π_old
                         micro.old_logprobs = logprobs.detach()
                     # micro.importance_weights: min(π_old / π_sampler, 2) by default, about 1
                     off_policy.set_weights(micro, cfg.tis_level, cfg.tis_cap, cfg.tis_mode)
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    # adds to the gradients; rollouts with advantage 0 usually have none, and are
-                    # in micro-batches of their own, which need no backward pass
+                    # adds to the gradients. Without a gradient at these three outputs, as usual
+                    # for rollouts of advantage 0, the pass through the model is skipped; they are
+                    # in micro-batches of their own
                     run.optimizer.backward(loss, (logprobs, entropy, values))
                     stats.add(micro, loss, entropy, sums | kl_sums)
                 if not take_step(cfg, run, stats, epoch, update):
@@ -136,6 +146,8 @@ def main(cfg: Config) -> int:
 
             # 5. What the steps did to each token, for the report; with --sft-best a supervised
             #    step. Then the sampler gets the new weights: nothing to send if it shares them
+            if batch.old_logprobs is None:
+                batch.old_logprobs = stats.old_logprobs  # of all micro-batches
             metrics = rollout_metrics(cfg, sampled) | stats.means()
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
             metrics |= imitate_best(cfg, run, rollouts)  # {} without --sft-best
@@ -143,7 +155,7 @@ def main(cfg: Config) -> int:
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier
             run.finish_update(update, sampled, metrics, next_level(cfg, run, metrics))
-        return 1 if run.stopped else 0
+        return 1 if run.stopped else 0  # by --stop-on, or without a finite gradient in 20 updates
 
 
 def prepare(cfg: Config) -> Config:
@@ -242,8 +254,8 @@ def forward(
 
     Gradients flow through the log-probs and the values, and with `entropy_grad` the entropies.
     """
-    # [L, D], L distinct prefixes (core/prefix_sharing.py), or b·T with padding: the output of the
-    # transformer before its last layer, which is `policy.to_logits`
+    # the output of the transformer before its last layer, `policy.to_logits`: one hidden state for
+    # each distinct prefix, [L, D]. `micro.nodes` [b, T] says which one belongs to which token
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
     logprobs, entropy = token_logprobs(
         hidden, micro.nodes, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
@@ -286,8 +298,8 @@ def regularizers(
     """What --entropy-coef and --kl-coef add to the loss; the sum of the KL for the metrics.
 
     Each token's term has the factors of the policy loss: token weight, importance weight and the
-    policy ratio ρ = π / π_old, since π_old sampled the tokens. It is not clipped: the terms have
-    their gradient however far the policy has gone.
+    policy ratio ρ = π / π_old, since π_old sampled the tokens. ρ is not clipped here, so these
+    terms keep their gradient after many steps, too.
     """
     extra_loss = torch.zeros((), device=logprobs.device)
     mask = micro.completion_mask
@@ -298,11 +310,11 @@ def regularizers(
         extra_loss = extra_loss - cfg.entropy_coef * bonus
     if micro.ref_logprobs is None:
         return extra_loss, {}
-    weighted_kl = getattr(algorithm, "weighted_kl", common.weighted_kl)  # scratch.py has its own
+    estimate = getattr(algorithm, "weighted_kl", weighted_kl)  # scratch.py may have its own
     if cfg.kl_in == "loss":
-        kl = weighted_kl(logprobs, ratio, micro.ref_logprobs, cfg.kl_estimator)
+        kl = estimate(logprobs, ratio, micro.ref_logprobs, cfg.kl_estimator)
         extra_loss = extra_loss + cfg.kl_coef * torch.where(mask, weights * kl, 0.0).sum()
-    k3 = weighted_kl(logprobs, ratio, micro.ref_logprobs, "k3")
+    k3 = estimate(logprobs, ratio, micro.ref_logprobs, "k3")
     return extra_loss, {"kl/reference": k3[mask].sum().item()}
 
 
@@ -311,8 +323,8 @@ def take_step(cfg: Config, run: Run, stats: UpdateStats, epoch: int, update: int
 
     There is no weight decay. The norm of the gradient is clipped to --max-grad-norm; a gradient of
     0, or one that is not finite, changes no weight. Returns False, without a step, if the
-    KL(π_old ‖ π) of the minibatch exceeds --ppo.target-kl: then the update ends. By default there
-    is no such limit.
+    KL(π_old ‖ π) of the minibatch exceeds --ppo.target-kl: then the update takes no further step.
+    By default there is no such limit.
     """
     run.optimizer.sum_gradients()
     stats.end_minibatch(epoch)
@@ -381,5 +393,5 @@ def run_command(args: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # the collector need not look through what was imported, for 1 s at the exit alone
+    gc.freeze()  # the garbage collector skips what was imported: saves 1 s at the exit
     sys.exit(run_command(sys.argv[1:]))

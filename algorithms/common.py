@@ -1,7 +1,7 @@
-"""The afternoon, 6 of 6. What the algorithms share: returns, token weights, KL.
+"""The afternoon, 4 of 6. What the algorithms share: returns and token weights.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
-a sequence; V vocabulary, D hidden size. A sequence is one row of a micro-batch: the token ids of a
+a sequence. A sequence is one row of a micro-batch: the token ids of a
 rollout, or of a part of it if the environment replaced the context between two turns.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algorithms.options import KL, Aggregation
+from algorithms.kl import kl_estimate
+from algorithms.options import Aggregation
 
 NOT_YET: Any = None  # a tensor that the loop computes later
 ROUNDING = 1e-7  # relative difference below which returns are equal, as rewards are float32
@@ -32,7 +33,7 @@ class TokenTensors:
     completion_mask: Tensor  # bool: True for sampled tokens, False for padding and prompts
     loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss; by default all
     turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
-    group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of one task have the same number
+    group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of a group have the same number
     rewards: Tensor = NOT_YET  # of a turn at its last token; --kl-in reward adds to every token
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
@@ -58,7 +59,7 @@ class Batch(TokenTensors):
     """The sampled tokens of an update, for `compute_advantages`."""
 
     gamma: float = 1.0  # discount factor per turn
-    # [B, M] float64: M rewards of an episode that the environment reports one by one, NaN where it
+    # [B, J] float64: J rewards of an episode that the environment reports one by one, NaN where it
     # has none, and their weights
     reward_parts: Tensor = NOT_YET
     reward_weights: Tensor = NOT_YET
@@ -75,7 +76,7 @@ class Micro(TokenTensors):
 
 
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Discounted return from each turn on, G_k = r_k + γ G_{k+1}, and which turns exist.
+    """Discounted return from each turn on, R_k = r_k + γ R_{k+1}, and which turns exist.
 
     Returns [B, K] float64, so that large equal returns minus their mean are exactly 0, and [B, K]
     bool.
@@ -132,14 +133,14 @@ def token_weights(
 
         token       1 / all tokens: every token counts the same     as DAPO, arXiv:2503.14476
         sequence    1 / (S · tokens of its rollout)                  GRPO, arXiv:2402.03300
-        prompt      1 / (M · tokens of its group in the step)        ScaleRL, arXiv:2510.13786
+        prompt      1 / (groups · tokens of its group in the step)   ScaleRL, arXiv:2510.13786
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
-    S is the number of rollouts in the step, M the number of their groups. With `sequence`, which
+    S is the number of rollouts in the step, groups that of their groups. With `sequence`, which
     here means the whole rollout, each token of a long rollout weighs less, so it is pushed down
     less if the answer is wrong. With `constant` the weight does not depend on the rollout's length;
     `max_tokens` is the limit of one completion, so a rollout of several turns can weigh more than
-    1/S. A rollout without a token in the mask counts in S, a group without one in M.
+    1/S. Rollouts and groups without a token in the mask are counted, too.
 
     `loss_mask` [B, N] bool; `rows`: the S rollouts of this step (None: all B); `group_ids` [B]
     (None: each rollout is a group). Returns [B, N] of the default dtype, 0 in other rows.
@@ -182,52 +183,6 @@ def normalize(values: Tensor, mask: Tensor, eps: float = 1e-4) -> Tensor:
     centered = minus(values, masked_mean(values.double(), mask))
     std = masked_mean(centered**2, mask).sqrt()
     return torch.where(mask, centered / (std + eps), 0)
-
-
-def kl_estimate(logprobs: Tensor, other: Tensor, kind: KL = "k3") -> Tensor:
-    """Per-token estimates of KL(π ‖ other) from samples of π, in nats; with d = log π - log other:
-
-        k1 = d,    k2 = d²/2,    k3 = exp(-d) - 1 + d      http://joschu.net/blog/kl-approx.html
-
-    k1 and k3 are unbiased, k3 is never negative, and the mean of k2 is close to the KL if d is
-    small. These are statements about values. For gradients, `weighted_kl` says what the loss does.
-    In the reward (--kl-in reward) the estimate is a constant that multiplies ∇ log π; only with k1
-    is the expectation of that product the gradient of the rollout's KL.
-
-    >>> kl_estimate(torch.tensor([0.0]), torch.tensor([-1.0]), "k2")
-    tensor([0.5000])
-    """
-    difference = logprobs - other
-    if kind == "k1":
-        return difference
-    return difference**2 / 2 if kind == "k2" else (-difference).exp() - 1 + difference
-
-
-def weighted_kl(logprobs: Tensor, ratio: Tensor, other: Tensor, kind: KL) -> Tensor:
-    """Per-token terms for the loss, whose expected gradient is that of KL(π ‖ other); [b, T-1].
-
-    π_old sampled the tokens, so each estimate is multiplied by the policy ratio ρ = π / π_old:
-
-        ρ k1, ρ k3      with the gradient through ρ                          arXiv:2512.02556
-        sg[ρ] k2        sg: no gradient through ρ. E_old[ρ ∇ k2] = E_π[d ∇ log π], which is the
-                        gradient of the KL                                   arXiv:2506.09477
-
-    With ρ detached, the expected gradient of k1 would be 0, and that of k3 would be the gradient of
-    KL(other ‖ π). All this is about the KL of one next-token distribution with its context fixed;
-    no estimate counts how π changes the contexts of later tokens. Gradients flow through
-    `logprobs` and `ratio`.
-    """
-    estimate = kl_estimate(logprobs, other, kind)
-    return (ratio.detach() if kind == "k2" else ratio) * estimate
-
-
-def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """Soft overlong punishment: 0 up to `max_tokens - buffer`, then down to -1; DAPO eq. 13.
-
-    >>> overlong_penalty(torch.tensor([10, 90, 95, 100]), max_tokens=100, buffer=10)
-    tensor([-0.0000, -0.0000, -0.5000, -1.0000])
-    """
-    return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def surrogate_metrics(

@@ -1,12 +1,12 @@
-"""The afternoon, 5 of 6. GRPO: compare the rollouts of a group, and clip the policy ratio.
+"""The afternoon, 6 of 6. GRPO: compare the rollouts of a group, and clip the policy ratio.
 
     A_i = (R_i - mean of the group) / (std of the group)       DeepSeekMath, arXiv:2402.03300
     L   = -Σ_i,t min(ρ_t A_i, clip(ρ_t, 1-ε_low, 1+ε_high) A_i),    ρ_t = π(x_t) / π_old(x_t)
 
 R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
-update. The std is that of a sample (n-1), plus 1e-4. In the first step of an update, by default the
-only one, every ratio ρ_t equals 1 and nothing is clipped. The ratio carries the gradient all the
-same: that of a term is -A_i ∇ log π(x_t), the policy gradient.
+update. The code divides by the std of a sample (n-1) plus 1e-4. In the first step of an update, by
+default the only one, every ratio ρ_t equals 1 and nothing is clipped. But the ratio still has a
+gradient: each term of L has -A_i ∇ log π(x_t), the policy gradient with the sign for descent.
 
 The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
 by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
@@ -30,7 +30,7 @@ variants/ has other formulas: gspo, cispo, dppo, gdpo, kl_cov, clip_cov and opsm
 
 Differences from the papers: there is no KL term unless --kl-coef is set; then its estimator is k2
 (--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ
-(common.weighted_kl). `token` weights are taken over all groups of a step, as verl and TRL do;
+(kl.py). `token` weights are taken over all groups of a step, as verl and TRL do;
 DAPO's equation has them within each group, which is `prompt`. Its dynamic sampling, overlong
 penalty and overlong filtering are flags of all algorithms: --filter-groups, --overlong-buffer and
 --mask-truncated-completions.
@@ -85,7 +85,7 @@ class Options(LoopOptions):
 
 
 def needs(options: Any) -> set[str]:
-    """What the training loop has to provide (core/algorithm.py)."""
+    """What this needs of the settings, in the words of core/algorithm.py."""
     return {"groups"} if options.scale_rewards == "none" else {"groups", "no_kl_in_reward"}
 
 
@@ -128,7 +128,7 @@ def compute_advantages(batch: Batch, options: Any) -> Tensor:
         variance = squares / (exists.sum(0) - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + EPS)
     elif options.scale_rewards == "mean":
-        advantages = advantages / baseline.abs().clamp(min=EPS)
+        advantages = advantages / baseline.abs().clamp(min=EPS)  # abs: keeps the sign of each
     advantages = advantages.gather(1, batch.turn_ids).type_as(batch.rewards)
     return torch.where(mask, advantages, 0.0)
 
@@ -144,7 +144,7 @@ def compute_loss(
     """
     assert options.clip_low is not None and options.clip_high is not None, "see resolve"
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     # the smaller of the two: beyond the clip, a further change in the intended direction gains

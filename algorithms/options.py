@@ -10,7 +10,7 @@ Scale = Literal["group", "batch", "mean", "none"]  # grpo.compute_advantages
 Aggregation = Literal["token", "sequence", "prompt", "constant"]  # common.token_weights
 WeightLevel = Literal["token", "geometric", "product"]  # off_policy.sampler_ratio
 WeightMode = Literal["truncate", "mask"]  # off_policy.importance_weights
-KL = Literal["k1", "k2", "k3"]  # common.kl_estimate
+KL = Literal["k1", "k2", "k3"]  # kl.kl_estimate
 
 
 @dataclass(frozen=True)

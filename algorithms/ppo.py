@@ -92,7 +92,7 @@ def compute_loss(
     """
     assert values is not None
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     values = torch.where(mask, values, 0.0)
     # in the first step of an update the ratio is 1 (up to rounding) and its gradient is ∇ log π
     ratio = (logprobs - micro.old_logprobs).exp()

@@ -1,4 +1,4 @@
-"""The afternoon, 4 of 6. REINFORCE: make rollouts with a high return likelier, others less likely.
+"""The afternoon, 5 of 6. REINFORCE: make rollouts with a high return likelier, others less likely.
 
     ∇J = E[ Σ_t ρ_t (R - b) ∇ log π(x_t) ]        Williams 1992, doi:10.1007/BF00992696
 
@@ -10,9 +10,9 @@ the other tokens of the rollout. The ratio is not clipped.
 
 The baseline b makes the gradient less noisy. It is the mean return of the batch, that of the group,
 for each rollout the mean of the other rollouts of its group (leave-one-out: RLOO,
-arXiv:2402.14740), or 0. A mean over n rollouts that includes the rollout's own return shrinks the
-expected gradient by the factor 1 - 1/n; the leave-one-out mean does not. (With the default token
-weights, which depend on the sampled lengths, this holds approximately.) `normalize` shifts and
+arXiv:2402.14740), or 0. If the mean over n rollouts includes the rollout's own return, the expected
+gradient is multiplied by 1 - 1/n; the leave-one-out mean leaves it as it is. (The default token
+weights depend on the sampled lengths, so with them this is approximate.) `normalize` shifts and
 scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
@@ -37,12 +37,12 @@ class Options(LoopOptions):
     """Subtracted from the return: the mean of the batch, of the group, of the other rollouts of the
     group (RLOO), or nothing."""
     normalize: bool = False
-    """Normalize advantages to mean 0 and standard deviation 1 over the batch (as in
+    """Normalize advantages to mean 0 and standard deviation 1 over all tokens in the loss (as in
     REINFORCE++)."""
 
 
 def needs(options: Options) -> set[str]:
-    """What the training loop has to provide (core/algorithm.py)."""
+    """What this needs of the settings, in the words of core/algorithm.py."""
     return {"groups"} if options.baseline in ("group", "leave_one_out") else set()
 
 
@@ -90,7 +90,7 @@ def compute_loss(
     over the tokens in it.
     """
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     ratio = (logprobs.detach() - micro.old_logprobs).exp()
     per_token = -micro.importance_weights * ratio * advantages * logprobs
     loss = torch.where(mask, per_token * micro.token_weights, 0.0).sum()

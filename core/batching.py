@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from algorithms import common
 from algorithms.common import Batch, Micro
+from algorithms.kl import kl_estimate
 from core import distributed
 from core.config import Config
 from core.policy import Policy
@@ -158,15 +158,24 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     rewards = cfg.reward_coef * batch.env_rewards
     if cfg.overlong_buffer:
         lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
-        rewards = rewards + common.overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
+        rewards = rewards + overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
     if cfg.kl_in == "reward" and batch.ref_logprobs is not None:
-        kl = common.kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
+        kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl
     if cfg.credit == "episode":
         rewards = rewards * cfg.gamma**batch.turns
     batch.rewards = rewards
     batch.turn_ids = batch.turns * (cfg.credit != "episode")
     batch.reward_parts = cfg.reward_coef * batch.env_reward_parts
+
+
+def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
+    """Soft overlong punishment: 0 up to `max_tokens - buffer`, then down to -1; DAPO eq. 13.
+
+    >>> overlong_penalty(torch.tensor([10, 90, 95, 100]), max_tokens=100, buffer=10)
+    tensor([-0.0000, -0.0000, -0.5000, -1.0000])
+    """
+    return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:

@@ -70,7 +70,6 @@ class UpdateStats:
         self.step_sums.clear()
         if self.batch.old_logprobs is None:  # each rank has those of its own sequences
             distributed.all_reduce_sum([self.old_logprobs])
-            self.batch.old_logprobs = self.old_logprobs  # of the only step: for gap and report
 
     def means(self) -> dict[str, float]:
         """The metrics by name."""

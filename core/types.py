@@ -1,6 +1,8 @@
 """The afternoon, 2 of 6. The data from environment to gradient, and the errors that end a run.
 
-    Message --> prompt ids --> Completion --> Turn --> Rollout
+    Message --> prompt ids --> Completion --> Turn --> Rollout --> RolloutBatch --> MicroBatch
+
+The last two, tensors, are in core/batching.py.
 
 >>> turn = Turn([5, 6], [7, 8, 2], [-0.1, -0.2, -0.3], "stop", reward=1.0)
 >>> Rollout("letter_counting", "player", seed=3, group_id=0, turns=[turn]).episode_return
@@ -24,8 +26,8 @@ class Completion:
     logprobs: list[float]
     text: str  # without the end-of-turn token
     finish_reason: FinishReason
-    # for each token the ids that could be drawn, which a JSON schema allowed, and top-k and top-p
-    # kept; None: all ids. Tokens with equal masks share the bytes
+    # the ids that each token was drawn from, if a JSON schema, top-k or top-p left some out; None:
+    # all. Tokens with equal masks share the bytes
     kept_ids: list[Kept] | None = None
     error: str = ""  # why a server gave no completion: then its episode fails
 
@@ -58,7 +60,7 @@ class Rollout:
     env_failure: bool = False  # it raised EnvFailure; such a rollout is not evaluated either
     info: dict[str, Any] = field(default_factory=dict)  # of the last step that has any
     tools: list[str] = field(default_factory=list)  # names of those that it might call; for the log
-    # the agents that others play: the "player" of each, and its "messages"; only for the log
+    # of each agent that the policy does not play: its "player" and "messages"; for the log
     opponents: dict[str, dict[str, Any]] = field(default_factory=dict)
     # one dict per turn, one value per token: its "text", log-probs (nats) of the "sampler" and of
     # the "trainer" before and "after" the update, its "advantage", and with several turns the

@@ -5,20 +5,20 @@ as a message, `step` reads the policy's response and gives the reward.
 
 The answer is easy to verify and hard to guess; a policy that spells the word out and counts can be
 right every time. letter_words.py draws the words; a higher `difficulty` has longer ones, and more
-letters to count. One word in eight is reserved for evaluation and never occurs under a training or
-demonstration seed. At difficulty 1 the answers 0, 1, 2 and 3 are equally frequent, so a constant
-answer is right on a quarter.
+letters to count. Training, demonstrations and evaluation have separate ranges of seeds (base.py);
+one word in eight occurs under evaluation seeds only. At difficulty 1 the answers 0, 1, 2 and 3 are
+equally frequent, so a constant answer is right on a quarter.
 
 Observation: one user message, for example
 
     How many r in "strawberry"? Work it out, then end with <answer>number</answer>.
 
-Reward of the one response. The answer is an integer, for several letters a JSON object:
+Reward of the one response. The answer is an integer; for several letters it is a JSON object:
 
     0                           not exactly one <answer>..</answer> with such an answer
     0.1                         well-formed, but wrong
-    0.1 + 0.9 · fraction        several letters: the fraction of counts that are exact; it is
-                                below 1 if the object has letters that were not asked for
+    0.1 + 0.9 · fraction        several letters: the fraction of exact counts; an extra letter makes
+                                at least one count as wrong
     1.0                         all counts are exact; only then `info["correct"]` is True
 
 >>> env = LetterCounting(difficulty=1)
@@ -67,7 +67,8 @@ class LetterCounting(Env):
         reward = score(response, self.counts)
         spelled_out = "[^a-z]+".join(self.word)  # all letters in order, separated
         worked = re.search(spelled_out, response) is not None
-        return Step(None, reward, True, {"correct": reward == 1.0, "worked": worked})
+        info = {"correct": reward == 1.0, "worked": worked}
+        return Step(message=None, reward=reward, done=True, info=info)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Spells the word and numbers the letters that count; `hasty`: guesses without spelling."""

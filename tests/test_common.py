@@ -12,12 +12,12 @@ from algorithms.common import (
     masked_mean,
     minus,
     normalize,
-    overlong_penalty,
     surrogate_metrics,
     token_weights,
     turn_returns,
 )
 from algorithms.token_logprobs import only_kept, token_logprobs
+from core.batching import overlong_penalty
 
 NAN, INF = float("nan"), float("inf")
 IDS = torch.tensor([[3, 1, 4, 1, 0], [2, 0, 4, 3, 1]])

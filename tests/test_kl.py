@@ -10,7 +10,8 @@ import torch
 
 import train
 from algorithms import reinforce
-from algorithms.common import Micro, kl_estimate, weighted_kl
+from algorithms.common import Micro
+from algorithms.kl import kl_estimate, weighted_kl
 from core.batching import MicroBatch, RolloutBatch
 
 POLICY = [1.2, -0.7, 0.4, -0.1]  # logits

@@ -56,7 +56,7 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     ratio = (logprobs - micro.old_logprobs).exp()
     clipped = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     surrogate = clipped.detach() * advantages * logprobs

@@ -40,7 +40,7 @@ class Options(grpo.Options):
 
 
 def needs(options: Options) -> set[str]:
-    """What the training loop has to provide (core/algorithm.py)."""
+    """What this needs of the settings, in the words of core/algorithm.py."""
     return grpo.needs(options) | {"old_logprobs"}
 
 

@@ -46,7 +46,7 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
     mask, advantages = micro.completion_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     ratio = (logprobs - micro.old_logprobs).exp()
     moved = logprobs.detach().exp() - micro.sampler_logprobs.exp()
     dropped = (moved.abs() > options.limit) & (moved * advantages > 0)

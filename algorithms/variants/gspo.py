@@ -45,7 +45,7 @@ def compute_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """-Σ token_weights · w · surrogate over the sampled tokens of a micro-batch; see grpo.py."""
     mask, in_loss, advantages = micro.completion_mask, micro.loss_mask, micro.advantages
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
     log_ratio = logprobs - micro.old_logprobs
     mean = common.masked_mean(log_ratio, in_loss, dim=1).detach()  # [b, 1]
     # the value of the mean, with the gradient of the token's own log-ratio

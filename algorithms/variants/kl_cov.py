@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algorithms import common, grpo
+from algorithms import grpo
 from algorithms.common import Batch, Micro, masked_mean
+from algorithms.kl import kl_estimate
 from algorithms.options import Coefficient, Fraction
 
 resolve = grpo.resolve
@@ -39,7 +40,7 @@ class Options(grpo.Options):
 
 
 def needs(options: Options) -> set[str]:
-    """What the training loop has to provide (core/algorithm.py)."""
+    """What this needs of the settings, in the words of core/algorithm.py."""
     return grpo.needs(options) | {"old_logprobs", "several_steps"}
 
 
@@ -59,8 +60,8 @@ def compute_loss(
     """GRPO's loss and the penalty. π_old sampled the tokens, so the penalty has no ratio."""
     loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
     mask, weights = micro.completion_mask, micro.token_weights * micro.importance_weights
-    logprobs = torch.where(mask, logprobs, 0.0)  # off the mask no gradient, nor NaN
-    kl = micro.own["penalty_coef"] * common.kl_estimate(micro.old_logprobs, logprobs)
+    logprobs = torch.where(mask, logprobs, 0.0)  # padding has no gradient, and no NaN
+    kl = micro.own["penalty_coef"] * kl_estimate(micro.old_logprobs, logprobs)
     return loss + torch.where(mask, weights * kl, 0.0).sum(), metrics
 
 

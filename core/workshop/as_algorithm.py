@@ -133,7 +133,7 @@ class ScratchAlgorithm:
         return loss, metrics
 
     def weighted_kl(self, logprobs: Tensor, ratio: Tensor, other: Tensor, kind: str) -> Tensor:
-        """Returns ρ times exercise 6 for each token, as common.weighted_kl does for k3: [b, T-1].
+        """Returns ρ times exercise 6 for each token, as algorithms/kl.py does for k3: [b, T-1].
 
         `kind` is ignored. Gradients flow through `logprobs` and `ratio`.
         """

@@ -335,7 +335,7 @@ EXERCISES = (
         "How do you get log r, with r = π_ref / π, from the two log-probs?",
         "log_r = ref_logprobs - logprobs, and r is its exponential.",
         "return",
-        "kl_estimate in algorithms/common.py: three estimators, and the gradient of each",
+        "kl_estimate in algorithms/kl.py: three estimators, and the gradient of each",
         (
             Fact("the estimate is 0 where both policies agree",
                  lambda f: f.kl_k3(LOGPROBS, LOGPROBS),

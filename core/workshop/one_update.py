@@ -2,13 +2,21 @@
 
     python -m core.workshop.one_update
 
-The model samples eight answers to each of two questions, and the environment rewards them. One
-gradient step makes the tokens of the better answers more likely, and those of the worse ones less
-likely. The default run does this 25 times, with sixteen questions each time. train.py also has:
+The model samples eight answers to each of two questions, and the environment rewards them: a right
+answer earns 1, a wrong one in the right format 0.1, anything else 0. Only the number counts, not
+the spelling. The model was pretrained on two ways to answer: guess at once, which is right once in
+four, or spell the word and count, which is right nearly always. One gradient step makes the tokens
+of the better answers more likely, and those of the worse ones less likely, on the whole. The
+default run does this 25 times, with sixteen questions each time.
+
+From elsewhere: `load_policy` loads the model and its tokenizer, `prompt_ids` writes messages as
+token ids, with the marks between them, and `LetterCounting` asks (`reset`) and rewards (`step`).
+
+train.py also has:
 
 - episodes of several turns, whose rollouts may be several sequences (core/episodes.py, batching.py)
 - a cache in sampling: here the model reads the whole text again for each token (core/sampler.py)
-- micro-batches, which bound the memory; what texts begin with alike is computed once
+- micro-batches, which bound the memory; the common beginning of texts is computed once
 - importance weights, as the sampler's log-probs differ slightly (algorithms/off_policy.py)
 - several gradient steps per update; then the ratio leaves 1, and the clip acts (algorithms/grpo.py)
 - penalties for leaving a reference (KL), a bonus for entropy, and PPO's values (algorithms/ppo.py)
@@ -35,7 +43,11 @@ MAX_TOKENS = 64  # of an answer
 
 @torch.no_grad()
 def sample(policy: Policy, prompt: list[int]) -> list[list[int]]:
-    """G answers to one prompt, as token ids; each ends with the end-of-turn token, if it ended."""
+    """G answers to one prompt, as token ids. They differ because each token is drawn by chance.
+
+    The model ends an answer with its end-of-turn token, which is sampled and trained like any other
+    token, but is not part of the text. An answer without it was cut at MAX_TOKENS.
+    """
     ids = torch.tensor([prompt] * G)  # [G, T], T grows by one token at a time
     ended = torch.zeros(G, dtype=torch.bool)  # [G]
     while not ended.all() and ids.shape[1] < len(prompt) + MAX_TOKENS:
@@ -43,26 +55,31 @@ def sample(policy: Policy, prompt: list[int]) -> list[list[int]]:
         token = torch.multinomial(logits.softmax(-1), num_samples=1)  # [G, 1]
         ids = torch.cat([ids, token], dim=1)
         ended |= token[:, 0] == policy.end_of_turn_id
-    answers, end = ids[:, len(prompt) :].tolist(), policy.end_of_turn_id
+    answers = ids[:, len(prompt) :].tolist()
+    end = policy.end_of_turn_id
     return [a[: a.index(end) + 1] if end in a else a for a in answers]  # cut what follows the end
 
 
 def token_logprobs(policy: Policy, ids: Tensor) -> Tensor:
     """The log of the probability that the model gives to each next token; [B, T] -> [B, T-1]."""
     logprobs = policy.model(ids).logits[:, :-1].log_softmax(-1)  # [B, T-1, V]
-    return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)  # at position t that of token t+1
+    # of the V log-probs at position t that of the token which came next, token t+1
+    return logprobs.gather(-1, ids[:, 1:, None]).squeeze(-1)
 
 
 def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tensor:
-    """GRPO's loss, a mean over all sampled tokens (DAPO's); `advantages` [B], the others [B, T-1].
+    """GRPO's loss without the clip; `advantages` [B], the others [B, T-1].
 
-    The ratio is the probability of a token now, divided by that when it was sampled. Before the
-    first step the two are equal, so it is 1. It is there for its gradient, which is that of the
-    log-prob, because the derivative of exp at 0 is 1: a step along -gradient raises a token's
-    log-prob where its answer has a positive advantage.
+    It is a mean over all sampled tokens, so that each counts the same, in long answers and short
+    (DAPO). The ratio is the probability of a token now, divided by that when it was sampled. Here
+    the two are equal, so it is 1, and its gradient is that of the log-prob: in this file `logprobs`
+    in its place would give the same step. train.py may take several steps with the same answers;
+    from the second on the ratio is not 1 any more, and corrects for the change of the weights. The
+    gradient pushes a token up where its answer has a positive advantage, and down where it is
+    negative. All answers share the weights, so the sum of all pushes decides.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
-    return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()
+    return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
 
 
 def main(policy: Policy) -> None:
@@ -82,14 +99,15 @@ def main(policy: Policy) -> None:
             masks.append(torch.tensor([False] * len(prompt) + [True] * len(answer)))
             texts.append(str(policy.tokenizer.decode(answer, skip_special_tokens=True)))
             rewards.append(env.step(texts[-1]).reward)
-    ids = pad_sequence(rows, batch_first=True)  # [B, T], B = P·G; no token sees what follows it
+    # [B, T], B = P·G, with zeros at the end of shorter rows: no token sees what follows it
+    ids = pad_sequence(rows, batch_first=True)
     sampled = pad_sequence(masks, batch_first=True)[:, 1:]  # [B, T-1]: nothing predicts token 0
 
     # 3. The advantage: how much better than the other answers to the same question. If all are
     #    equally good, all advantages are 0, and this question teaches nothing
     returns = torch.tensor(rewards).view(len(SEEDS), G)  # [P, G]
     mean, std = returns.mean(1, keepdim=True), returns.std(1, keepdim=True)  # [P, 1]
-    advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]
+    advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
 
     # 4. The loss, its gradient, and a step against the gradient
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
@@ -97,7 +115,7 @@ def main(policy: Policy) -> None:
     torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # if longer, to length 1
     optimizer.step()
 
-    # 5. The log-prob of each answer, the sum of those of its tokens, before the step and after it
+    # The log-prob of each answer, the sum of those of its tokens, before the step and after it
     with torch.no_grad():
         before = (logprobs * sampled).sum(1)  # [B]
         after = (token_logprobs(policy, ids) * sampled).sum(1)  # [B]
@@ -107,8 +125,9 @@ def main(policy: Policy) -> None:
             numbers = rewards[row], advantages[row], before[row], after[row]
             table.add_row(printable(texts[row]), *(f"{number:.2f}" for number in numbers))
         Console(markup=False).print(table)
-    print("A right guess may become less likely although its advantage is positive: it shares its "
-          "tokens\nwith other guesses, most of which are wrong.")  # fmt: skip
+    print("A right guess may become less likely although its advantage is positive. All guesses "
+          "begin with\nthe same token, and the advantages of a question's guesses add up to less "
+          "than 0: that token may lose\nmore than the digit after it gains.")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from algorithms import common
+from algorithms.kl import kl_estimate
 from core.report.curves import BLUE, GREEN, INK, ORANGE, PURPLE, STYLE
 from core.report.token_traces import pieces
 from core.types import Rollout
@@ -121,7 +121,7 @@ def kl_estimates() -> None:
     _, axis = plt.subplots(figsize=(7, 3.4))
     kinds: Any = (("k1", ORANGE, "--"), ("k2", GREEN, ":"), ("k3", PURPLE, "-"))
     for kind, color, line in kinds:
-        estimate = common.kl_estimate(-log_r, 0 * log_r, kind)
+        estimate = kl_estimate(-log_r, 0 * log_r, kind)
         axis.plot(log_r, estimate, line, color=color, lw=2.2, label=kind)
     axis.axhline(0, color=INK, lw=0.8)
     axis.set(xlabel="log r = log π_ref - log π", ylabel="nats")
