@@ -33,11 +33,12 @@ NEEDS = {
     "groups": "compares the rollouts of a group: --group-size 2 or more",
     "value_head": "reads the values that the policy estimates, before the first step too",
     "old_logprobs": "reads batch.old_logprobs in compute_advantages",
-    "several_steps": "has no effect with one gradient step per update",
+    "several_steps": "has no effect with one gradient step per update: --num-minibatches 4",
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
     "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
-    "no_kl_in_reward": "divides by the spread of the returns: no --kl-in reward",
+    "no_kl_in_reward": "divides by the spread of the returns, so in a group with equal rewards "
+    "the KL alone would decide: --kl-in loss, or --grpo.scale-rewards none",
 }
 
 

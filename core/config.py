@@ -10,11 +10,10 @@ The module does not import transformers, so that --help and errors are answered 
 
 import difflib
 import importlib.util
-import itertools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 from urllib.parse import urlsplit
@@ -31,6 +30,7 @@ from algorithms.options import (
     WeightLevel,
 )
 from core.algorithm import (
+    NEEDS,
     absolute_algorithm,
     describe_options,
     is_file,
@@ -40,7 +40,7 @@ from core.algorithm import (
 )
 from core.types import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
-from environments.plumbing.registry import EnvSpec, absolute, relative, runs_code
+from environments.plumbing.registry import EnvSpec, absolute, runs_code
 
 T = TypeVar("T")
 Size = Annotated[int, Range(1, 10**6)]
@@ -88,7 +88,7 @@ class ModelOptions:
     # LoRA scaling: adapters are multiplied by alpha / rank; 0: alpha is twice the rank.
     lora_alpha: Annotated[float, Range(0, 10**6), Needs("lora_rank")] = 0.0
     # nf4: store the base model in 4 bits under the LoRA adapters (QLoRA, bitsandbytes).
-    quantize: Literal["none", "nf4"] = "none"
+    quantize: Annotated[Literal["none", "nf4"], Needs("lora_rank")] = "none"
     # Token limit of an episode, prompts included; None: max_turns * max_tokens + 4096, + 1024 for
     # smollm2.
     max_model_len: Annotated[int | None, Range(1, 10**12)] = None
@@ -139,7 +139,8 @@ class SamplingOptions:
     filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
     sampler: Literal["auto", "torch", "vllm", "openai"] = "auto"
-    base_url: str = ""  # URL of the server that --sampler openai evaluates.
+    # URL of the server that --sampler openai evaluates.
+    base_url: Annotated[str, Needs("sampler=openai")] = ""
     # Fraction of GPU memory that may be in use while vLLM samples.
     gpu_memory_utilization: Annotated[float, Range(0.01, 1)] = 0.9
     # Run vLLM without torch.compile and CUDA graphs: starts sooner, samples more slowly.
@@ -306,7 +307,30 @@ FREE_ON_RESUME = {
 }
 # Variables that the openai client sends to any server
 SENT = "OPENAI_API_KEY OPENAI_CUSTOM_HEADERS OPENAI_ORG_ID OPENAI_PROJECT_ID".split()
-MAX_ROLLOUTS = 1_000_000  # of an update, and of the samples of an evaluation
+# Settings, with some values or any but the default, that contradict each other, or of which one has
+# no effect
+CONFLICTS = [
+    ("quantize", "sampler=openai vllm"), ("quantize", "dtype=float64"),
+    ("top_k", "sampler=openai"), ("template_options", "sampler=openai"),
+    ("dtype=float64", "sampler=vllm"), ("vllm_eager", "sampler=torch openai"),
+    ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
+    ("optimizer=adamw_bf16_sr", "dtype=float64 float32 float16"),
+    ("optimizer=adamw_bf16_sr", "lora_rank"), ("optimizer=adamw_bf16_sr", "offload_optimizer"),
+    ("shard_optimizer=on", "optimizer"),
+]  # fmt: skip
+# What an algorithm refuses, by its needs (core/algorithm.py) and by what it has of its own
+REFUSED = {
+    "turn_credit": ["credit=episode"], "episode_credit": ["credit=turn"],
+    "reward_parts": ["gamma", "overlong_buffer", "kl_in"], "no_kl_in_reward": ["kl_in"],
+    "weighted_kl": ["kl_in", "kl_estimator"], "draw": ["top_p", "top_k", "sampler=vllm openai"],
+}  # fmt: skip
+OWN = {"draw": "draws tokens itself, with torch",
+       "weighted_kl": "has a KL of its own, a term of the loss"}  # fmt: skip
+PACKAGES = {  # that values need, and the extra of picoRL that installs them
+    "sampler=vllm": ("vllm", "vllm"), "quantize=nf4": ("bitsandbytes", "quantize"),
+    "optimizer": ("torchao", "memory"),
+    **{f"track={name}": (name, "track") for name in ("wandb", "tensorboard", "trackio")},
+}  # fmt: skip
 MAX_NAME_BYTES = 100  # of --run-name; file systems allow 255
 
 
@@ -438,78 +462,61 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def is_set(cfg: Config, text: str) -> bool:
+    """Whether a setting has one of these values; without values, another one than by default.
+
+    >>> [is_set(Config(sampler="vllm"), text) for text in ("sampler", "sampler=torch vllm", "lr")]
+    [True, True, False]
+    """
+    name, _, values = text.partition("=")
+    value = getattr(cfg, name)
+    return value in values.split() if values else value != getattr(Config, name)
+
+
+def _shown(cfg: Config, text: str) -> str:
+    name = text.partition("=")[0]
+    value = getattr(cfg, name)
+    return flag(name) if value is True else f"{flag(name)} {value}"
+
+
 def _problems(cfg: Config) -> Iterator[str]:
     """What is wrong with the settings. Each check may rely on the checks before it."""
     yield from _text_problems(cfg)
     yield from _range_problems(cfg)
-    yield from _settings_without_effect(cfg)
-    yield from _sampler_problems(cfg)
+    for name, other in facts_of(Needs, Config).items():
+        setting, _, value = other.setting.partition("=")
+        found = getattr(cfg, setting)
+        if is_set(cfg, name) and not (found == value if value else found):
+            words = f"{flag(setting)} {value}".strip()
+            yield f"{flag(name)} works only with {words}: add that, or remove {flag(name)}"
+    for one, two in CONFLICTS:
+        if is_set(cfg, one) and is_set(cfg, two):
+            yield f"{_shown(cfg, one)} does not go with {_shown(cfg, two)}: remove one of them"
+    for text, (package, extra) in PACKAGES.items():
+        if is_set(cfg, text) and not is_installed(package):
+            yield f'{_shown(cfg, text)}: {package} is not installed; pip install -e ".[{extra}]"'
+    if cfg.sampler == "openai":
+        if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
+            yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
+        yield from _url_problems(cfg.base_url, "--base-url")
+    yield from _task_problems(cfg)
     yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)
-    if cfg.optimizer != "adamw":
-        yield from _optimizer_problems(cfg)
-    if cfg.track != "none" and not is_installed(cfg.track):
-        yield f'--track {cfg.track}: not installed; pip install -e ".[track]"'
-    if cfg.quantize != "none":
-        yield from _quantize_problems(cfg)
 
 
 def _algorithm_problems(cfg: Config) -> Iterator[str]:
-    name, needed = name_of(cfg.algo), needs(cfg)
-    in_groups = cfg.num_updates and ("groups" in needed or cfg.filter_groups)
-    if in_groups and cfg.group_size < 2:
-        yield "--group-size 1: rollouts are compared within their group; use 2 or more"
-    if "turn_credit" in needed and cfg.credit == "episode":
-        yield f"--credit episode: {name} estimates the advantage of each token; remove it"
-    if "episode_credit" in needed and cfg.credit == "turn":
-        yield f"--credit turn: {name} takes the returns of episodes; remove it"
-    for setting in ("gamma", "overlong_buffer", "kl_in") if "reward_parts" in needed else ():
-        if (value := getattr(cfg, setting)) != getattr(Config, setting):
-            yield (f"{flag(setting)} {value}: {name} takes the rewards as the environment reports "
-                   "them; remove it")  # fmt: skip
-    kl_in_reward = cfg.kl_coef > 0 and cfg.kl_in == "reward"
-    if kl_in_reward and hasattr(load_algorithm(cfg.algo), "weighted_kl"):
-        yield f"--kl-in reward: {name} has a KL of its own, a term of the loss; remove it"
-    if kl_in_reward and "no_kl_in_reward" in needed:
-        yield (f"--kl-in reward: {name} divides by the standard deviation of the rewards, so in a "
-               "group with equal rewards the KL alone would decide, whatever --kl-coef is; use "
-               f"--kl-in loss, --{name}.scale-rewards none, or another algorithm")  # fmt: skip
-    if "several_steps" in needed and cfg.num_epochs * cfg.num_minibatches == 1:
-        yield (f"--algo {name} has no effect with one gradient step per update, in which the "
-               "policy is still the old one; add --num-minibatches 4")  # fmt: skip
-    if cfg.sft_best and cfg.options.value_warmup:
-        yield (f"--{name}.value-warmup trains the value head alone, --sft-best the policy; "
-               "remove one")  # fmt: skip
-
-
-def _quantize_problems(cfg: Config) -> Iterator[str]:
-    if cfg.sampler == "openai":
-        yield "--quantize: with --sampler openai the server has the model; remove it"
-    if cfg.sampler == "vllm":
-        yield "--quantize: vLLM has no code for its 4 bits; leave it out, or take --sampler torch"
-    if cfg.lora_rank == 0:
-        yield f"--quantize {cfg.quantize}: weights in 4 bits are not trained; add --lora-rank 16"
-    if cfg.dtype == "float64":
-        yield f"--quantize {cfg.quantize}: bitsandbytes has no float64; use --dtype float32"
-    if not is_installed("bitsandbytes"):
-        yield f'--quantize {cfg.quantize}: not installed; pip install -e ".[quantize]"'
-
-
-def _optimizer_problems(cfg: Config) -> Iterator[str]:
-    subject = f"--optimizer {cfg.optimizer}"
-    if cfg.optimizer == "adamw8bit" and cfg.dtype == "float64":
-        yield f"{subject} computes in float32; remove --dtype float64"
-    if cfg.shard_optimizer == "on" and cfg.optimizer != "adamw":
-        yield f"--shard-optimizer on works with --optimizer adamw, not {cfg.optimizer}"
-    if cfg.optimizer == "adamw_bf16_sr":
-        if cfg.lora_rank:
-            yield f"{subject}: the adapters of LoRA are float32; use --optimizer adamw8bit"
-        if cfg.dtype not in ("auto", "bfloat16"):
-            yield f"{subject} needs bfloat16 weights; use --dtype bfloat16, not {cfg.dtype}"
-        if cfg.offload_optimizer:
-            yield f"{subject} has no masters to offload; remove one of the two options"
-    if not is_installed("torchao"):
-        yield f'{subject}: torchao is not installed; pip install -e ".[memory]"'
+    algorithm, name = load_algorithm(cfg.algo), name_of(cfg.algo)
+    needed = needs(cfg) | ({"groups"} if cfg.filter_groups else set())
+    reasons = {word: NEEDS[word] for word in sorted(needed)}
+    reasons |= {word: why for word, why in OWN.items() if hasattr(algorithm, word)}
+    for word, why in reasons.items():
+        for text in REFUSED.get(word, ()):
+            if is_set(cfg, text):
+                yield f"{_shown(cfg, text)}: --algo {name} {why}; change or remove it"
+    if "groups" in reasons and cfg.num_updates and cfg.group_size < 2:
+        yield f"--group-size 1: --algo {name} {NEEDS['groups']}"
+    if "several_steps" in reasons and cfg.num_epochs * cfg.num_minibatches == 1:
+        yield f"--num-minibatches 1: --algo {name} {NEEDS['several_steps']}"
 
 
 def _text_problems(cfg: Config) -> Iterator[str]:
@@ -522,27 +529,7 @@ def _text_problems(cfg: Config) -> Iterator[str]:
                 text = text.replace("\n", " ").replace("\t", " ")
             if isinstance(text, str) and not text.isprintable():
                 yield f"{flag(name)} has unprintable characters: {text!a}"
-    for name in ("env", "eval_env"):
-        yield from problem_of_words(name, getattr(cfg, name))
-    if cfg.system_prompt and not cfg.system_prompt.strip():
-        yield "--system-prompt is blank; remove it"
-    if cfg.run_name != cfg.run_name.strip():
-        yield f"--run-name {cfg.run_name!r} begins or ends with a space"
-    if len(cfg.run_name.encode()) > MAX_NAME_BYTES:
-        yield f"--run-name must have at most {MAX_NAME_BYTES} bytes"
     parse_template_options(cfg.template_options)  # raises UsageError
-
-
-def problem_of_words(name: str, words: Sequence[str]) -> Iterator[str]:
-    """Says what to type where options of an environment became words of their own."""
-    for number, word in enumerate(words[1:], 1):
-        if re.match(r"\w+ *=", word):
-            options = itertools.takewhile(lambda option: "=" in option, words[number:])
-            spec, parts = relative(words[number - 1]), [option.strip(",") for option in options]
-            colon = "," if EnvSpec(spec).options else ":"
-            meant = f"{spec.strip(',')}{colon}{','.join(parts)}"
-            yield f'{flag(name)} {spec} {" ".join(parts)}: write "{meant}"'
-            return
 
 
 def facts_of(kind: type[T], cls: type) -> dict[str, T]:
@@ -580,14 +567,8 @@ def _range_problems(cfg: Config) -> Iterator[str]:
             value = getattr(settings, name)
             if value is not None and (problem := range_problem(prefix + name, value, allowed)):
                 yield problem
-    for specs in (cfg.env, cfg.eval_env):
-        if len({EnvSpec(spec).short for spec in specs}) < len({*specs}):
-            yield f"{' '.join(specs)}: two environments have the same file name; rename one"
     rollouts = cfg.num_prompts * cfg.group_size
     for name, valid_value, what in [
-        ("num_prompts", rollouts <= MAX_ROLLOUTS, f"at most {MAX_ROLLOUTS:,} / --group-size"),
-        ("eval_samples", cfg.eval_num_tasks * cfg.eval_samples <= MAX_ROLLOUTS,
-         f"at most {MAX_ROLLOUTS:,} / --eval-num-tasks"),
         ("num_minibatches", cfg.num_minibatches <= rollouts,
          f"at most --num-prompts * --group-size = {rollouts}"),
         ("overlong_buffer", cfg.overlong_buffer <= cfg.max_tokens,
@@ -599,45 +580,15 @@ def _range_problems(cfg: Config) -> Iterator[str]:
             yield f"{flag(name)} must be {what}, not {getattr(cfg, name)}"
 
 
-def _settings_without_effect(cfg: Config) -> Iterator[str]:
+def _task_problems(cfg: Config) -> Iterator[str]:
     from core.tasks import difficulty_key  # imports numpy, which --help does not need
 
-    given = {option.name for option in fields(cfg) if getattr(cfg, option.name) != option.default}
-    algorithm = load_algorithm(cfg.algo)
-    for name, own in (("top_p", "draw"), ("top_k", "draw"), ("kl_estimator", "weighted_kl")):
-        if name in given and hasattr(algorithm, own):
-            yield f"{flag(name)} has no effect with --algo {name_of(cfg.algo)}, which has its own"
-    if cfg.fp32_head and cfg.dtype in ("float32", "float64"):
-        yield f"--fp32-head has no effect with --dtype {cfg.dtype}"
-    for name, other in facts_of(Needs, Config).items():
-        if name in given and not getattr(cfg, other.setting):
-            yield f"{flag(name)} has no effect without {flag(other.setting)}"
+    for specs in (cfg.env, cfg.eval_env):
+        if len({EnvSpec(spec).short for spec in specs}) < len({*specs}):
+            yield f"{' '.join(specs)}: two environments have the same file name; rename one"
     for name in ("train_difficulty", "curriculum"):
-        if name in given and not any(map(difficulty_key, map(EnvSpec, cfg.env))):
+        if is_set(cfg, name) and not any(map(difficulty_key, map(EnvSpec, cfg.env))):
             yield f"{flag(name)}: no environment of --env has a difficulty"
-
-
-def _sampler_problems(cfg: Config) -> Iterator[str]:
-    draws_itself = hasattr(load_algorithm(cfg.algo), "draw")
-    if draws_itself and cfg.sampler not in ("auto", "torch"):
-        yield f"--sampler {cfg.sampler}: --algo {name_of(cfg.algo)} samples with torch; remove it"
-    if cfg.vllm_eager and cfg.sampler not in ("auto", "vllm"):
-        yield "--vllm-eager has no effect without --sampler vllm"
-    if cfg.sampler == "vllm" and not is_installed("vllm"):
-        yield '--sampler vllm: not installed; pip install -e ".[vllm]"'
-    if cfg.sampler == "vllm" and cfg.dtype == "float64":
-        yield "--dtype float64: vLLM has no kernels for it; use --sampler torch"
-    if cfg.sampler != "openai":
-        if cfg.base_url:
-            yield "--base-url has no effect without --sampler openai"
-        return
-    if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
-        yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
-    if cfg.top_k:
-        yield "--top-k: an OpenAI-compatible server takes no top-k; remove it"
-    if cfg.template_options:
-        yield "--template-options: the server has its own chat template; remove it"
-    yield from _url_problems(cfg.base_url, "--base-url")
 
 
 def _url_problems(url: str, subject: str) -> Iterator[str]:
@@ -677,29 +628,21 @@ def model_and_url(opponent: str) -> tuple[str, str]:
 
 def _opponent_problems(cfg: Config) -> Iterator[str]:
     for opponent in opponents(cfg):
-        subject = f"opponent={opponent}"
-        if opponent.startswith("older"):
-            if not older_interval(opponent):
-                yield f"{subject}: write older:k with a number of updates k, such as older:10"
-            if cfg.sampler == "openai":
-                yield f"{subject}: --sampler openai has no older copies"
-        elif opponent.startswith("openai"):
-            model, url = model_and_url(opponent)
-            if not model:
-                yield f"{subject}: name the model of a server, openai:MODEL@http://127.0.0.1:8000/v1"
-            if not url:
-                yield f"{subject}: add the address, @http://.., or set OPENAI_BASE_URL"
+        subject, kind = f"opponent={opponent}", opponent.partition(":")[0]
+        model, url = model_and_url(opponent)
+        if kind == "openai" and model and url:
             yield from _url_problems(url, f"the address of openai:{model}")
             if not is_installed("openai"):
                 yield f'{subject}: not installed; pip install -e ".[openai]"'
-        elif opponent not in ("guess", "demonstrate"):
-            folder = Path(opponent)
-            if not folder.is_dir():
-                yield f"{subject}: there is no such folder"
-            if cfg.sampler == "openai":
-                yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
-            if (folder / "config.yaml").exists() and not (folder / "model").is_dir():
+        elif kind == "openai" or (kind == "older" and not older_interval(opponent)):
+            yield (f"{subject}: write older:k with a number of updates k, such as older:10, or "
+                   "openai:MODEL@http://127.0.0.1:8000/v1, or openai:MODEL with the address in "
+                   "OPENAI_BASE_URL")  # fmt: skip
+        elif cfg.sampler == "openai" and opponent not in ("guess", "demonstrate"):
+            yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
+        elif kind not in ("older", "guess", "demonstrate"):
+            run, model_file = Path(opponent, "config.yaml"), Path(opponent, "config.json")
+            if run.exists() and not Path(opponent, "model").is_dir():
                 yield f"{subject}: this run has no model/ yet; it is written when a run ends"
-            names = ("config.yaml", "config.json")
-            if not any((folder / name).exists() for name in names):
-                yield f"{subject}: neither the folder of a run nor that of a model"
+            if not (run.exists() or model_file.exists()):
+                yield f"{subject}: there is no such folder of a run or of a model"

@@ -265,7 +265,7 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         (["no_checkpoint"], "no checkpoint yet"),
         (["MODEL", "--before"], "--before"),
         (["MODEL", "--env", "snaek"], "snaek"),
-        (["MODEL", "--temperature", "hot"], "write a number, not 'hot'"),
+        (["MODEL", "--temperature", "hot"], "could not convert string to float: 'hot'"),
         ([], "name a run, such as runs/mine, or a model, such as tiny; runs/ has mine"),
     ],
 )

@@ -209,7 +209,7 @@ class Other:
 @pytest.mark.parametrize(
     ("env", "reason"),
     [
-        ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder"),
+        ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
         ("tic_tac_toe:opponent=./running", "this run has no model/ yet"),
         ("tic_tac_toe:opponent=older:0", "write older:k with a number of updates k"),
         ("letter_counting:opponent=older:5", "it has one player, so it has no opponent"),

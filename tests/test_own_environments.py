@@ -368,7 +368,7 @@ def test_an_exception_of_an_own_environment_names_file_and_line(place, command, 
 @pytest.mark.parametrize(("specs", "words"), [
     (["letter_counting", "difficulty=2"], 'write "letter_counting:difficulty=2"'),
     (["snake", "letter_counting:difficulty=2", "words=a"],
-     'write "letter_counting:difficulty=2,words=a"'),
+     'write snake "letter_counting:difficulty=2,words=a"'),
     (["games.py:Maze", "size=4"], 'write "games.py:Maze:size=4"'),
 ])  # fmt: skip
 def test_a_space_in_place_of_the_colon_is_one_line_that_says_what_to_write(command, specs, words):

@@ -31,7 +31,6 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"num_prompts": 0}, "--num-prompts"),
     ({"lr": math.nan}, "--lr"),
     ({"algo": "ppo", "options": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
-    ({"num_prompts": 500_001, "group_size": 2}, "--num-prompts"),
     ({"num_minibatches": 129}, "--num-minibatches"),  # of 128 rollouts
     ({"overlong_buffer": 65}, "--overlong-buffer"),  # of 64 tokens
     ({"max_model_len": 64}, "--max-model-len"),
@@ -52,8 +51,8 @@ SETTINGS = [  # invalid settings, and the flag that the message names
     ({"quantize": "nf4"}, "--lora-rank"),
     ({"algo": "kl_cov"}, "--num-minibatches"),
     ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),
-    ({"optimizer": "adamw_bf16_sr", "offload_optimizer": True}, "masters"),
-    ({"sampler": "torch", "vllm_eager": True}, "--sampler vllm"),
+    ({"optimizer": "adamw_bf16_sr", "offload_optimizer": True}, "--offload-optimizer"),
+    ({"sampler": "torch", "vllm_eager": True}, "--vllm-eager does not go with --sampler torch"),
     # servers
     ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
     ({"sampler": "openai", "num_updates": 0}, "--base-url"),

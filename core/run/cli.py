@@ -105,7 +105,8 @@ def _check_words(args: list[str]) -> Config:
     for name, specs in (("env", flags.env), ("eval_env", flags.eval_env)):
         if any(re.match(r"\w+ *=", spec) for spec in specs[1:]):
             text = re.sub(r",? +(?=\w+ *=)", ",", " ".join(specs))  # PowerShell drops commas
-            meant = (s if ":" in s else s.replace(",", ":", 1) for s in text.split(" "))
+            meant = (s if "=" in s.partition(",")[0] else s.replace(",", ":", 1)
+                     for s in text.split(" "))  # fmt: skip
             words = " ".join(f'"{s}"' if "=" in s else s for s in meant)
             raise UsageError(f"{config.flag(name)} {' '.join(specs)}: write {words}")
     model, own = flags.model_id, (*config.TINY, config.SMOLLM2)

@@ -25,7 +25,15 @@ import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveTypeInfo
 
 from core.algorithm import absolute_algorithm, algorithm_names, is_file, load_algorithm, name_of
-from core.config import COMMAND_LINE_ONLY, Config, check_trust, flag, similar, trust_flags
+from core.config import (
+    COMMAND_LINE_ONLY,
+    MAX_NAME_BYTES,
+    Config,
+    check_trust,
+    flag,
+    similar,
+    trust_flags,
+)
 from core.run.files import PART, published, remove
 from core.types import CannotWrite, Fault, UsageError
 from environments.plumbing.registry import EnvSpec
@@ -156,8 +164,10 @@ def new_folder(runs: Path, name: str, stem: str) -> Path:
     """The path of a new run: runs/<name>, or the first free runs/<stem>-<number>."""
     if not name:
         return next(p for i in itertools.count(1) if not (p := runs / f"{stem}-{i}").exists())
-    if Path(name).name != name or name.startswith("."):
-        raise UsageError(f"--run-name {name!r} is not a plain folder name")
+    plain = Path(name).name == name.strip() and not name.startswith(".") and name.isprintable()
+    if not plain or len(name.encode()) > MAX_NAME_BYTES:
+        raise UsageError(f"--run-name {name!a} is not a plain folder name of at most "
+                         f"{MAX_NAME_BYTES} bytes")  # fmt: skip
     if (runs / name).exists():
         raise UsageError(f"--run-name {name}: {runs / name} exists; use another, or --resume it")
     return runs / name
