@@ -14,8 +14,8 @@ sys.path.append(str(ROOT))
 
 import train  # noqa: E402
 from core.config import Config  # noqa: E402
+from core.loop import open as run  # noqa: E402
 from core.policy import Policy, num_weights  # noqa: E402
-from core.run import open as run  # noqa: E402
 from core.run.quantize import num_bytes  # noqa: E402
 
 

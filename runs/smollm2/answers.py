@@ -25,9 +25,9 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 import record  # noqa: E402
 
 import train  # noqa: E402
+from core.loop import evaluator  # noqa: E402
 from core.metrics import mcnemar, wilson  # noqa: E402
 from core.run import cli  # noqa: E402
-from core.run import open as open_module  # noqa: E402
 from environments.base import Step  # noqa: E402
 from environments.plumbing.registry import EnvSpec  # noqa: E402
 
@@ -35,7 +35,7 @@ COIN = random.Random(0)  # shared by all episodes: each reward is a flip of its 
 
 
 def main(how: str, flags: list[str]) -> int:
-    open_module.LOGGED_ROLLOUTS = 10**6
+    evaluator.LOGGED_ROLLOUTS = 10**6
     if how == "coin":
         for env in cli.parse(flags).env:
             flip_rewards(EnvSpec(env).constructor)
