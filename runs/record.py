@@ -182,7 +182,16 @@ def table(page: dict[str, Any], runs: list[Run]) -> list[str]:
             by_name.setdefault(run.name, []).append(run)
         groups = [(seeds, seeds[0].envs[0]) for seeds in by_name.values()]
     rows = [[cell(spec, *group) for spec in columns.values()] for group in groups]
-    lines = [[*columns], ["---"] * len(columns), *rows]
+    return markdown(" | ".join(columns), rows)
+
+
+def markdown(head: str, rows: list[list[str]]) -> list[str]:
+    """Returns the lines of a table, whose head has | between its cells.
+
+    >>> markdown("side | s", [["picoRL", "1.5"]])
+    ['| side | s |', '| --- | --- |', '| picoRL | 1.5 |']
+    """
+    lines = [[head], ["---"] * (head.count("|") + 1), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 

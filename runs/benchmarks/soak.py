@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import ROOT, markdown
+from pairs import ROOT
 
 sys.path += [str(ROOT / "runs")]
 
 from figures import figure, panel
-from record import recorded_with, write_recorded, write_table
+from record import markdown, recorded_with, write_recorded, write_table
 
 from core.report.curves import BLUE
 from core.run.log import ROLLOUTS_BYTES

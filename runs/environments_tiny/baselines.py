@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from record import Run, cell, write_table  # noqa: E402
+from record import Run, cell, markdown, write_table  # noqa: E402
 
 from core.metrics import distinct_tasks, eval_metrics  # noqa: E402
 from core.types import Message, Rollout, Turn  # noqa: E402
@@ -26,16 +26,17 @@ WIKIPEDIA = "wikipedia_maze:n_hops=2,brief=true"
 
 
 def main() -> None:
-    rows = ["| environment | player | measured | result [95%] |", "| --- | --- | --- | --- |"]
+    rows = list[list[str]]()
     for env, tasks, turns, player, description in PLAYERS:
-        print(rows[-1], flush=True)
         rollouts = play(env, tasks, turns, player)
         found = eval_metrics(rollouts, distinct_tasks(rollouts))
         kind = "return" if "gymnasium" in env else "accuracy"
         run = Run(HERE, env, None, None, kind, [{"update": 0} | found])
         measured = "mean return" if kind == "return" else kind
-        rows.append(f"| `{env}` | {description} | {measured} | {cell('before', [run], env)} |")
-    write_table(HERE, rows, "baselines")
+        rows.append([f"`{env}`", description, measured, cell("before", [run], env)])
+        print(rows[-1], flush=True)
+    table = markdown("environment | player | measured | result [95%]", rows)
+    write_table(HERE, table, "baselines")
 
 
 def play(env: str, tasks: int, max_turns: int, player: Player) -> list[Rollout]:
@@ -97,15 +98,10 @@ PLAYERS = (  # environment, held-out tasks and turns as in README.md, player, it
     ("gymnasium:id=Blackjack-v1", 1024, 8, always("hit"), "always hit"),
     ("gymnasium:id=Blackjack-v1", 1024, 8, always("stick"), "always stick"),
     ("math_qa:level=1", 256, 1, always("<answer>12</answer>"), "always 12, the most common answer"),
-    (
-        WIKIPEDIA,
-        256,
-        6,
-        target_or_random_link,
-        "the target if it is linked, otherwise a random link",
-    ),
+    (WIKIPEDIA, 256, 6, target_or_random_link,
+     "the target if it is linked, otherwise a random link"),
     ("letter_counting", 256, 1, always("<answer>1</answer>"), "always 1"),
-)
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

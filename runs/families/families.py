@@ -191,10 +191,9 @@ def table(results: dict[str, Any]) -> list[str]:
     """Families that work, then those that do not, with the reason."""
     cells = {family: [cell(results[f"{family} {rank}"]) for rank in RANKS] for family in FAMILIES}
     by_success = sorted(cells, key=lambda family: sum("nats" not in c for c in cells[family]))
-    columns = "full: gap before, after two steps", "LoRA: gap before, after two steps"
-    rows = [f"| {family} | {' | '.join(cells[family])} |" for family in by_success]
-    recorded = (HERE / "recorded.txt").read_text(encoding="utf-8").strip()
-    return [f"| family | {' | '.join(columns)} |", "| --- | --- | --- |", *rows, "", recorded]
+    head = "family | full: gap before, after two steps | LoRA: gap before, after two steps"
+    rows = [[family, *cells[family]] for family in by_success]
+    return [*record.markdown(head, rows), "", record.recorded_with(HERE)]
 
 
 def cell(found: dict[str, Any]) -> str:

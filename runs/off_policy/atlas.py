@@ -154,7 +154,7 @@ def gradient_of(tasks: Tasks, objective: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.autograd.grad(objective(leaf.success()).mean(), leaf.logits)[0]
 
 
-def rows() -> dict[str, tuple[Any, Any, str]]:
+def estimators() -> dict[str, tuple[Any, Any, str]]:
     """Name: algorithm, options, and of what PPO's values are made."""
     found: dict[str, tuple[Any, Any, str]] = {}
     for baseline in ("none", "batch", "group", "leave_one_out"):
@@ -163,7 +163,7 @@ def rows() -> dict[str, tuple[Any, Any, str]]:
     for loss_type in grpo.LOSS_TYPES:
         found[f"`grpo`, loss type {loss_type}"] = grpo, grpo.Options(loss_type), ""  # type: ignore[arg-type]
     for algorithm in (gspo, cispo, dppo, kl_cov, gdpo):
-        found[f"`{algorithm.__name__.split('.')[1]}`"] = algorithm, algorithm.Options(), ""
+        found[f"`{algorithm.__name__.rpartition('.')[2]}`"] = algorithm, algorithm.Options(), ""
     for of, gae_lambda in itertools.product(("exact", "wrong"), (0.0, 0.95, 1.0)):
         options = ppo.Options(gae_lambda=gae_lambda)
         found[f"`ppo`, λ = {gae_lambda:g}, {of} values"] = ppo, options, of
@@ -182,7 +182,7 @@ def atlas() -> dict[str, list[float]]:
     new = Tasks(old.logits + MOVED * noise)
     values = {"": None, "exact": old.values(), "wrong": torch.full((2, 4, 3), 0.5)}
     found = {}
-    for name, (algorithm, options, of) in track(rows().items(), "estimators", transient=True):
+    for name, (algorithm, options, of) in track(estimators().items(), "estimators", transient=True):
         numbers = []
         for at, offset in ((old, 0.0), (new, 0.0), (old, MEASURED["offset"][0])):
             mean, variance = estimate(algorithm, options, old, at, values=values[of], offset=offset)
@@ -231,22 +231,23 @@ def rank_correlation(x: list[float], y: list[float]) -> float:
 def main() -> None:
     torch.set_default_dtype(torch.float64)
     found = atlas()
-    heads = ["estimator", "cosine with ∇J", "cosine with ∇ log p", "noise per rollout",
-             "later step: cosine with ∇J", "later step: noise per rollout"]  # fmt: skip
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    rows = []
     for name, numbers in found.items():
         cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers[:5])]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    record.write_table(HERE, lines, "of losses")
+        rows.append([name, *cells])
+    head = ("estimator | cosine with ∇J | cosine with ∇ log p | noise per rollout | "
+            "later step: cosine with ∇J | later step: noise per rollout")  # fmt: skip
+    record.write_table(HERE, record.markdown(head, rows), "of losses")
     lines = []
     for task, (offset, _, wanted) in MEASURED.items():
         needed = tokens_needed(task)
         noise = {name: found[name][5 if offset else 2] for name in needed}
-        lines += [f"| {task}: estimator | noise per rollout | tokens to {wanted:.2f} |",
-                  "| --- | --- | --- |"]  # fmt: skip
+        rows = []
         for name, tokens in sorted(needed.items(), key=lambda row: noise[row[0]]):
             shown = f"{tokens / 1000:.1f}k" if tokens < math.inf else "not reached"
-            lines.append(f"| {name} | {noise[name]:.1f} | {shown} |")
+            rows.append([name, f"{noise[name]:.1f}", shown])
+        head = f"{task}: estimator | noise per rollout | tokens to {wanted:.2f}"
+        lines += record.markdown(head, rows)
         rho = rank_correlation([*noise.values()], [*needed.values()])
         lines += ["", f"Spearman's rank correlation of the two columns: {rho:.2f}."]
         if task == "mixed":

@@ -121,14 +121,14 @@ def bias_and_variance(chain: Chain, weights: torch.Tensor) -> tuple[float, float
 def table() -> list[str]:
     chains = {name: Chain(noise) for name, noise in NOISE.items()}
     columns = [f"{what}, noise {name}" for name in chains for what in ("bias", "variance")]
-    rows = [f"| estimator | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    rows = []
     for name, settings in ESTIMATORS.items():
-        cells = []
+        cells = [name]
         for chain in chains.values():
             bias, variance = bias_and_variance(chain, chain.weights(*settings))
             cells += [f"{bias:.4f}", f"{variance:.0f}"]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    return rows
+        rows.append(cells)
+    return record.markdown(" | ".join(["estimator", *columns]), rows)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ sys.path += [str(HERE.parent / "benchmarks"), str(HERE.parent / "which_model")]
 
 import fit  # noqa: E402
 from measure import MODELS as MEASURED  # noqa: E402
-from pairs import in_child, markdown, run_child, status  # noqa: E402
-from record import commit, machine, write_table  # noqa: E402
+from pairs import in_child, run_child, status  # noqa: E402
+from record import commit, machine, markdown, write_table  # noqa: E402
 
 QWEN3 = {
     **{m.model_id.split("-")[1]: m for m in fit.MODELS if m.family == "qwen3"},

@@ -99,16 +99,15 @@ def lines_of(spec: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def table(panels: dict[str, dict[str, Any]], seeds: Seeds) -> list[str]:
     """The last value of each line or bar: the mean over the seeds, the lowest and the highest."""
-    heads = ["panel", "measured", "at the end: mean [lowest, highest seed]"]
-    lines = [f"| {' | '.join(heads)} |", "| --- | --- | --- |"]
+    rows = []
     for title, spec in panels.items():
         cells = []
         for label, metric, name in lines_of(spec):
             last = [run.values(metric, run.envs[0])[-1] for run in seeds[name]]
             spread = f" [{min(last):.2f}, {max(last):.2f}]" if len(last) > 1 else ""
             cells.append(f"{label}: {statistics.fmean(last):.2f}{spread}")
-        lines.append(f"| {title} | {spec['y']} | {'; '.join(cells)} |")
-    return lines
+        rows.append([title, spec["y"], "; ".join(cells)])
+    return record.markdown("panel | measured | at the end: mean [lowest, highest seed]", rows)
 
 
 if __name__ == "__main__":

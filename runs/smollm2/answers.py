@@ -99,21 +99,18 @@ def write_tables() -> None:
 
 def table(runs: list[record.Run]) -> list[str]:
     """One row per recorded run, as Markdown."""
-    rows = [
-        "| run | tasks | before RL [95%] | after RL [95%] | p | lenient | minutes |",
-        "|" + " --- |" * 7,
-    ]
+    rows = []
     for run in runs:
         before, after = evaluations(read_answers(run))
         solved = [{t for t, a in answers.items() if a["correct"]} for answers in (before, after)]
         lenient = [share(answers, "lenient") for answers in (before, after)]
-        cells = [
+        rows.append([
             run.stem, str(len(before)), accuracy(before), accuracy(after),
             f"{mcnemar(*solved):.1g}", arrow(*lenient),
             f"{record.read_seconds(HERE)[run.stem] / 60:.0f}",
-        ]  # fmt: skip
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
+        ])  # fmt: skip
+    head = "run | tasks | before RL [95%] | after RL [95%] | p | lenient | minutes"
+    return record.markdown(head, rows)
 
 
 def accuracy(answers: dict[str, dict[str, Any]], key: str = "correct") -> str:
@@ -163,14 +160,14 @@ def minutes_and_accuracy(run: record.Run) -> tuple[list[float], list[float]]:
 
 def answers_table(runs: list[record.Run]) -> list[str]:
     """The first held-out tasks of the first seed of each run: answers before and after."""
-    rows = ["| run | asked | before RL | after RL |", "| --- | --- | --- | --- |"]
+    rows = []
     for run in (run for run in runs if run.seed == 0):
         before, after = evaluations(read_answers(run))
         for task in list(before)[:4]:
             asked = before[task]["asked"][0]
             cells = (run.stem, asked, text(before[task]), text(after[task]))
-            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return rows
+            rows.append([cell.replace("|", "\\|") for cell in cells])
+    return record.markdown("run | asked | before RL | after RL", rows)
 
 
 def text(answer: dict[str, Any]) -> str:

@@ -114,16 +114,14 @@ def series(name: str, metric: str) -> tuple[list[int], list[float]]:
 
 def table() -> list[str]:
     """One row per mistake and metric, as Markdown."""
-    lines = [
-        "| mistake | metric | without the mistake: end (highest) | with it: end (highest) |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = []
     for broken, healthy, _, metrics in PANELS:
         for metric, _ in metrics:
             values = [series(name, metric)[1] for name in (healthy, broken)]
             ends = [f"{sum(v[-5:]) / len(v[-5:]):.3g} ({max(v):.3g})" for v in values]
-            lines.append(f"| {broken} | `{metric}` | {ends[0]} | {ends[1]} |")
-    return [*lines, "", "End: mean of the last five values."]
+            rows.append([broken, f"`{metric}`", *ends])
+    head = "mistake | metric | without the mistake: end (highest) | with it: end (highest)"
+    return [*record.markdown(head, rows), "", "End: mean of the last five values."]
 
 
 def draw() -> None:

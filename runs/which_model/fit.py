@@ -55,10 +55,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / "benchmarks")]
+sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
-from pairs import markdown  # noqa: E402
-from record import write_table  # noqa: E402
+from record import markdown, write_table  # noqa: E402
 
 from core.extras.piecewise_adamw import BLOCK, PIECE  # noqa: E402
 from core.policy import max_logits  # noqa: E402

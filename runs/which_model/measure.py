@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "benchmarks")]
 
 import fit  # noqa: E402
-from pairs import in_child, markdown, run_child, status  # noqa: E402
-from record import commit, machine, write_table  # noqa: E402
+from pairs import in_child, run_child, status  # noqa: E402
+from record import commit, machine, markdown, write_table  # noqa: E402
 
 TINY = fit.Model("tiny", "qwen3", 4, 128, 384, 4, 2, 32, 704, True)
 MODELS = {"tiny": TINY, "smollm2": fit.MODELS[0]}
