@@ -22,7 +22,8 @@ from functools import partial
 from typing import Any
 
 import tyro
-from pairs import ROOT, Rounds, alternate, markdown, publish, spread, verdict
+from pairs import ROOT, Rounds, alternate, of, publish, spread, verdict
+from record import markdown
 
 # GNU's default of about 3 ms, LLVM's and Intel's of 200 ms
 LIBRARY = {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}
@@ -51,7 +52,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per setting, as Markdown."""
     rows = []
     for name in SETTINGS:
-        quiet, busy = ([answer["seconds"] for answer in cases[0]["sides"][f"{name}, {load}"]]
+        quiet, busy = (of(cases[0]["sides"][f"{name}, {load}"], "seconds")
                        for load in ("quiet", "busy"))  # fmt: skip
         ratio = statistics.median(busy) / statistics.median(quiet)
         goal = verdict(ratio, GOAL) if name == "short loop" else ""

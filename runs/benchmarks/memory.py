@@ -34,15 +34,14 @@ from pairs import (
     ANSWER,
     Rounds,
     alternate,
+    cells_of_pair,
     in_child,
-    markdown,
+    of,
     publish,
-    ratios,
     run_child,
-    spread,
     status,
-    verdict,
-)  # fmt: skip
+)
+from record import markdown
 
 if TYPE_CHECKING:
     from core.policy import Policy
@@ -67,7 +66,6 @@ class Args(Rounds):
     """What to measure; the cases of `pass` after the first are measured once."""
 
     what: tyro.conf.Positional[Literal["pass", "ranks"]] = "pass"
-    cases: int = 9  # of `pass`
 
 
 def main(args: Args) -> None:
@@ -75,7 +73,7 @@ def main(args: Args) -> None:
         publish("ranks_memory", [measure_ranks(args, x) for x in DTYPES], ranks_table, args.write)
         return
     cases = []
-    for case in grid()[: args.cases]:
+    for case in grid():
         print(case, flush=True)
         sides = {name: partial(in_child, __file__, "measure", kind=name, **case)
                  for name in ("picoRL", "plain")}  # fmt: skip
@@ -97,14 +95,10 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per case, as Markdown."""
     rows = []
     for case in cases:
-        ours, plain = ([answer["peak_mb"] for answer in case["sides"][name]]
-                       for name in ("picoRL", "plain"))  # fmt: skip
-        ratio = ratios(ours, plain)
-        has_goal = case["vocab"] >= GOAL_VOCAB
+        goal = GOAL if case["vocab"] >= GOAL_VOCAB else 0.0
         rows.append([
             f"{case['vocab']:,}", str(case["group_size"]), str(case["prompt_tokens"]),
-            str(case["completion_tokens"]), spread(ours, ",.0f"), spread(plain, ",.0f"),
-            spread(ratio), verdict(statistics.median(ratio), GOAL) if has_goal else "",
+            str(case["completion_tokens"]), *cells_of_pair(case["sides"], "peak_mb", ",.0f", goal),
         ])  # fmt: skip
     return markdown("vocabulary | group | prompt | completion | picoRL, MB | all logits, MB | "
                     "picoRL / all logits | goal", rows)  # fmt: skip
@@ -173,14 +167,12 @@ def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per dtype, as Markdown."""
     rows = []
     for case in cases:
-        sides = [case["sides"][mode] for mode in ("on", "off")]
-        cells = [f"{sides[0][0]['weights'] / 1e6:.0f}M {case['dtype']}", str(case["ranks"])]
-        for answers in sides:
-            cells.append(spread([answer["peak_mb"] for answer in answers], ",.0f"))
-            sizes = [answer["peak_mb"] * MB / answer["weights"] for answer in answers]
-            cells.append(f"{statistics.median(sizes):.1f}")
-        ratio = ratios(*([answer["peak_mb"] for answer in answers] for answers in sides))
-        rows.append([*cells, spread(ratio), verdict(statistics.median(ratio), SHARDED_GOAL)])
+        weights = case["sides"]["on"][0]["weights"]
+        sizes = [f"{statistics.median(of(answers, 'peak_mb')) * MB / weights:.1f}"
+                 for answers in case["sides"].values()]  # fmt: skip
+        on, off, *compared = cells_of_pair(case["sides"], "peak_mb", ",.0f", SHARDED_GOAL)
+        name = f"{weights / 1e6:.0f}M {case['dtype']}"
+        rows.append([name, str(case["ranks"]), on, sizes[0], off, sizes[1], *compared])
     return markdown("weights | ranks | sharded, MB a rank | bytes a weight | not sharded, "
                     "MB a rank | bytes a weight | sharded / not | goal", rows)  # fmt: skip
 

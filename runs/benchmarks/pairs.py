@@ -81,19 +81,12 @@ def run_child(parts: dict[str, Callable[..., dict[str, Any]]]) -> bool:
     return True
 
 
-def alternate(
-    sides: dict[str, Side], rounds: int, key: str, out: str = ""
-) -> dict[str, list[dict[str, Any]]]:
-    """Runs all sides in turn, A B A B .., and returns the results of each; prints results[key].
-
-    Writes the results so far as JSON to the file `out`, if there is one, after each run.
-    """
+def alternate(sides: dict[str, Side], rounds: int, key: str) -> dict[str, list[dict[str, Any]]]:
+    """Runs all sides in turn, A B A B .., and returns the results of each; prints results[key]."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for turn in range(rounds):
         for name, run in sides.items():
             results[name].append(run())
-            if out:
-                Path(out).write_text(json.dumps(results) + "\n")
             value = results[name][-1][key]
             print(f"  round {turn + 1} of {rounds}: {name:12} {key} {value:.4g}", flush=True)
     return results
@@ -108,25 +101,30 @@ def spread(values: list[float], form: str = ".2f") -> str:
     return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
-def markdown(head: str, rows: list[list[str]]) -> list[str]:
-    """Returns the lines of a table, whose head has | between its cells.
-
-    >>> markdown("side | s", [["picoRL", "1.5"]])
-    ['| side | s |', '| --- | --- |', '| picoRL | 1.5 |']
-    """
-    lines = [[head], ["---"] * (head.count("|") + 1), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
 def status(name: str) -> int:
     """Returns a field of /proc/self/status, as VmRSS, in bytes."""
     text = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(name))
 
 
+def of(answers: list[dict[str, Any]], key: str) -> list[float]:
+    return [answer[key] for answer in answers]
+
+
 def ratios(ours: list[float], theirs: list[float]) -> list[float]:
     """Returns ours / theirs of each pair. Both sides of a pair ran under the same load."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
+
+
+def cells_of_pair(
+    sides: dict[str, list[dict[str, Any]]], key: str, form: str, goal: float = 0.0,
+    at_most: bool = True,
+) -> list[str]:  # fmt: skip
+    """Returns both sides' results[key], their ratio, and whether it meets the goal; 0: no goal."""
+    ours, theirs = (of(answers, key) for answers in sides.values())
+    ratio = ratios(ours, theirs)
+    met = verdict(statistics.median(ratio), goal, at_most) if goal else ""
+    return [spread(ours, form), spread(theirs, form), spread(ratio), met]
 
 
 def verdict(ratio: float, goal: float, at_most: bool = True) -> str:

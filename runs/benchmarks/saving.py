@@ -16,7 +16,8 @@ from time import perf_counter
 from typing import Any
 
 import tyro
-from pairs import ROOT, Rounds, alternate, in_child, markdown, publish, run_child, spread
+from pairs import ROOT, Rounds, alternate, in_child, of, publish, run_child, spread
+from record import markdown
 
 FIRST, LAST = 3, 7  # the updates between whose ends the time is taken
 
@@ -31,10 +32,10 @@ def main(args: Rounds) -> None:
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per way, as Markdown."""
     sides = cases[0]["sides"]
-    base = [answer["seconds"] for answer in sides["none"]]
+    base = of(sides["none"], "seconds")
     rows = [["(no checkpoint)", spread(base, ".1f"), ""]]
     for way in ("waits", "goes on"):
-        times = [answer["seconds"] for answer in sides[way]]
+        times = of(sides[way], "seconds")
         more = [a - b for a, b in zip(times, base, strict=True)]
         rows.append([way, spread(times, ".1f"), spread(more, ".1f")])
     head = "while a checkpoint is written, training | four updates, s | more than without, s"

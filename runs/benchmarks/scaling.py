@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from pairs import ROOT, Rounds, alternate, in_child, markdown, publish, ratios, spread
+from pairs import ROOT, Rounds, alternate, of, publish, ratios, spread
+from record import markdown
+from workload import SHAPES, save_model
+from workload import WORK as SAMPLED
 
 TRAIN = ROOT / "train.py"
-VS_TRL = str(Path(__file__).with_name("vs_trl.py"))
 PINNED = 'exec taskset -c "$LOCAL_RANK" "$@"'  # one core per rank
 
-
-WORK = {"shape": "4M", "max_tokens": 64, "num_prompts": 8, "group_size": 8}  # of the global batch
+WORK = SAMPLED | {"shape": "4M"}  # of the global batch
 # the rewards of this environment differ within each group, so every rollout has a gradient
 FLAGS = f"""--num-updates 5 --max-turns 1 --max-tokens-per-micro-batch 2048 --eval-num-tasks 0
     --microscope 0 --device cpu --save-every 0 --model-id ./model
@@ -34,7 +35,7 @@ FLAGS = f"""--num-updates 5 --max-turns 1 --max-tokens-per-micro-batch 2048 --ev
 
 def main(args: Rounds) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        in_child(VS_TRL, "make", folder=f"{folder}/model", size=WORK["shape"], dtype="float32")
+        save_model(f"{folder}/model", SHAPES["4M"])
         sides = {f"{number} rank(s)": partial(launch, number, Path(folder)) for number in (1, 2)}
         results = alternate(sides, args.rounds, "update_s")
     tokens = {a["sampled"] for answers in results.values() for a in answers}
@@ -49,8 +50,8 @@ def launch(number: int, folder: Path) -> dict[str, Any]:
     name = f"ranks-{number}"
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     given = [*FLAGS, "--run-name", name]
-    for flag in ("max_tokens", "num_prompts", "group_size"):
-        given += [f"--{flag.replace('_', '-')}", f"{WORK[flag]}"]
+    for flag, number_of in SAMPLED.items():
+        given += [f"--{flag.replace('_', '-')}", f"{number_of}"]
     # "rank" is $0 of the shell
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={number}", "--no-python",
@@ -82,10 +83,9 @@ def ranks_table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per number of ranks, as Markdown."""
     [case], rows = cases, []
     alone, together = case["sides"].values()
-    gain = ratios([a["update_s"] for a in alone], [a["update_s"] for a in together])
+    gain = ratios(of(alone, "update_s"), of(together, "update_s"))
     for number, answers in (("1", alone), ("2", together)):
-        times = [spread([answer[name] for answer in answers])
-                 for name in ("sampling_s", "learning_s", "update_s")]  # fmt: skip
+        times = [spread(of(answers, k)) for k in ("sampling_s", "learning_s", "update_s")]
         rows.append([number, *times, spread(gain) if answers is together else ""])
     head = "ranks | sampling, s | learning, s | update, s | speed-up over 1 rank"
     return [*markdown(head, rows), "", f"{case['shape']}, {case['num_prompts']} prompts, "

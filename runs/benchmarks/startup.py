@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from pairs import ROOT, Rounds, markdown, publish, spread, verdict
+from pairs import ROOT, Rounds, publish, spread, verdict
+from record import markdown
 
 TRAIN = ROOT / "train.py"
 GOALS = {"`--help`": 1.5, "first update": 6.0, "whole run": 20.0}  # seconds, at most

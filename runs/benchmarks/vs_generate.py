@@ -12,67 +12,49 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import tyro
-from pairs import alternate, in_child, markdown, publish, ratios, run_child, spread, verdict
-from workload import SHAPES, Workload, repeated_prompts, save_model
+from pairs import Rounds, alternate, cells_of_pair, in_child, publish, run_child
+from record import markdown
+from workload import BUDGET, PROMPT_TOKENS, SHAPES, WORK, repeated_prompts, save_model
 
 GOAL = 1.5  # times the tokens per second of `generate`
+CALLS = 3  # measured in each process, after one that is not
 
 
-@dataclass
-class Args(Workload):
-    """What to measure."""
-
-    calls: int = 3  # measured in each process, after one that is not
-
-
-def main(args: Args) -> None:
-    cases = []
+def main(args: Rounds) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, SHAPES[args.model])
-        for tokens in args.prompt_tokens:
-            cases.append({"shape": args.model} | pair(args, folder, tokens))
+        save_model(folder, SHAPES["4M"])
+        cases = [pair(args, folder, tokens) for tokens in PROMPT_TOKENS]
     publish("vs_generate", cases, table, args.write)
 
 
-def pair(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
+def pair(args: Rounds, folder: str, prompt_tokens: int) -> dict[str, Any]:
     """Measures one row of the table. Raises RuntimeError if the sides did different work."""
-    work = {k: getattr(args, k) for k in ("num_prompts", "group_size", "max_tokens", "calls")}
-    work |= {"prompt_tokens": prompt_tokens}
+    work = WORK | {"prompt_tokens": prompt_tokens}
     print(f"prompts of {prompt_tokens} tokens", flush=True)
-    sides = {
-        "TorchSampler": lambda: in_child(__file__, "ours", folder=folder, **work),
-        "generate": lambda: in_child(__file__, "generate", folder=folder, **work),
-    }
+    sides = {name: partial(in_child, __file__, part, folder=folder, **work)
+             for name, part in (("TorchSampler", "ours"), ("generate", "generate"))}  # fmt: skip
     results = alternate(sides, args.rounds, "tokens_per_s")
-    budget = args.num_prompts * args.group_size * args.max_tokens
     for name, answers in results.items():
-        if any(set(answer["sampled"]) != {budget} for answer in answers):
-            raise RuntimeError(f"{name} sampled {answers[0]['sampled']} tokens, not {budget}")
-    return work | {"budget": budget, "sides": results}
+        if any(set(answer["sampled"]) != {BUDGET} for answer in answers):
+            raise RuntimeError(f"{name} sampled {answers[0]['sampled']} tokens, not {BUDGET}")
+    return work | {"shape": "4M", "budget": BUDGET, "sides": results}
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per prompt length, as Markdown."""
-    rows = []
-    for case in cases:
-        ours, theirs = (
-            [answer["tokens_per_s"] for answer in case["sides"][name]]
-            for name in ("TorchSampler", "generate")
-        )
-        ratio = ratios(ours, theirs)
-        rows.append([
+    rows = [
+        [
             case["shape"],
             f"{case['num_prompts']} x {case['group_size']} of {case['prompt_tokens']}",
             f"{case['budget']:,}",
-            spread(ours, ",.0f"),
-            spread(theirs, ",.0f"),
-            spread(ratio),
-            verdict(statistics.median(ratio), GOAL, at_most=False),
-        ])  # fmt: skip
+            *cells_of_pair(case["sides"], "tokens_per_s", ",.0f", GOAL, at_most=False),
+        ]
+        for case in cases
+    ]
     return markdown("model | prompts | tokens | TorchSampler, tokens/s | generate, tokens/s | "
                     "TorchSampler / generate | goal", rows)  # fmt: skip
 
@@ -80,7 +62,7 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
 # --- child processes -----------------------------------------------------------------------------
 
 
-def ours(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str, Any]:
+def ours(folder: str, max_tokens: int, **work: int) -> dict[str, Any]:
     """Measures TorchSampler."""
     from core.loading import load_policy
     from core.sampler import SamplingParams, TorchSampler
@@ -92,10 +74,10 @@ def ours(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str, Any
         completions = sampler.sample(prompts, SamplingParams(max_tokens, seed=seed))
         return sum(len(completion.token_ids) for completion in completions)
 
-    return timed(sample, calls)
+    return timed(sample)
 
 
-def generate(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str, Any]:
+def generate(folder: str, max_tokens: int, **work: int) -> dict[str, Any]:
     """Measures transformers' `generate`."""
     import torch
 
@@ -115,16 +97,16 @@ def generate(folder: str, calls: int, max_tokens: int, **work: int) -> dict[str,
         assert not torch.isin(completions, end_ids).any(), "a completion ended early"
         return completions.numel()
 
-    return timed(sample, calls)
+    return timed(sample)
 
 
-def timed(sample: Callable[[int], int], calls: int) -> dict[str, Any]:
+def timed(sample: Callable[[int], int]) -> dict[str, Any]:
     """Median tokens per second over the calls after the first. `sample` returns its tokens."""
     import torch
 
     sample(0)
     rates, sampled = [], []
-    for call in range(1, calls + 1):
+    for call in range(1, CALLS + 1):
         started = time.perf_counter()
         sampled.append(sample(call))
         if torch.cuda.is_available():
@@ -136,4 +118,4 @@ def timed(sample: Callable[[int], int], calls: int) -> dict[str, Any]:
 PARTS = {"ours": ours, "generate": generate}
 
 if __name__ == "__main__" and not run_child(PARTS):
-    main(tyro.cli(Args, description=__doc__))
+    main(tyro.cli(Rounds, description=__doc__))

@@ -2,19 +2,18 @@
 
     python runs/benchmarks/vs_trl.py         # on the CPU, 10 minutes
     python runs/benchmarks/vs_trl.py --model smollm2 --num-prompts 2 --steps 1   # 40 minutes
-    python runs/benchmarks/vs_trl.py --gpu   # TRL with vLLM in its process; needs vLLM
     python runs/benchmarks/vs_trl.py --rounds 1 --steps 1 --no-write
 
 Both sides load the same model, use the same prompts, sample the same number of tokens (checked) and
-train once on all of them, without a reference model or gradient checkpointing; on the CPU in
-float32. picoRL runs `train.main`, including its metrics and rollout files, without --microscope: a
-pass after the step for the report, which TRL does not have. TRL runs `GRPOTrainer.train` with its
+train once on all of them, in float32, without a reference model or gradient checkpointing. picoRL
+runs `train.main`, including its metrics and rollout files, without --microscope: a pass after the
+step for the report, which TRL does not have. TRL runs `GRPOTrainer.train` with its
 other defaults. Neither saves a checkpoint. A step lasts from the end of one step to the end of the
-next; the first step of a process is left out.
+next; the first step of a process is left out. Linux. gpu_session.py runs both sides on a GPU, TRL
+with vLLM in its process.
 """
 
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -22,76 +21,70 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import tyro
-from pairs import Side, alternate, in_child, publish, ratios, run_child, spread, verdict
-from workload import Workload, result_name, tokenizer_of
+from pairs import (
+    Rounds,
+    alternate,
+    cells_of_pair,
+    in_child,
+    of,
+    publish,
+    run_child,
+    spread,
+    status,
+)
+from record import markdown
+from workload import PROMPT_TOKENS, WORK
 
-GOALS = {  # maximum of picoRL's time / TRL's time on the CPU, by model and prompt length
+GOALS = {  # maximum of picoRL's time / TRL's time, by model and prompt length
     "4M": {50: 0.55, 200: 0.3},
     "smollm2": {50: 0.6, 200: 0.3},
 }
-SIZES = ("0.6B", "1.7B", "4B")
-RANK = 32
+OUR_TOKENS, TRL_ROWS = 2048, 16  # of a micro-batch: padded tokens of picoRL, completions of TRL
 GB = 2**30
 
 
 @dataclass
-class Args(Workload):
+class Args(Rounds):
     """What to measure."""
 
+    model: Literal["4M", "smollm2"] = "4M"
+    num_prompts: int = WORK["num_prompts"]
     steps: int = 4  # measured in each process, after one that is not
-    our_tokens: int = 2048  # padded tokens per micro-batch of picoRL
-    trl_rows: int = 16  # completions per micro-batch of TRL
-    gpu: bool = False  # TRL with vLLM on a GPU: all models of --sizes, all weights and LoRA
-    sizes: tuple[str, ...] = SIZES  # with --gpu
-    ranks: tuple[int, ...] = (0, RANK)  # with --gpu: of LoRA; 0: all weights
-    out: str = ""  # also write the results of the latest pair as JSON to this file, after each run
 
 
 def main(args: Args) -> None:
-    if not args.gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
-    if args.gpu and args.max_tokens == Args.max_tokens:
-        args = replace(args, max_tokens=512, prompt_tokens=(200,), our_tokens=8192, trl_rows=8)
-    cases = []
-    for size in args.sizes if args.gpu else (args.model,):
-        with tempfile.TemporaryDirectory() as folder:
-            dtype = "bfloat16" if args.gpu else "float32"
-            weights = in_child(__file__, "make", folder=folder, size=size, dtype=dtype)["weights"]
-            for tokens in args.prompt_tokens:
-                for rank in args.ranks if args.gpu else (0,):
-                    case = pair(args, folder, tokenizer_of(size), tokens, rank)
-                    cases.append({"size": size, "weights": weights} | case)
-        publish(result_name("vs_trl", args), cases, table, args.write)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
+    with tempfile.TemporaryDirectory() as folder:
+        weights = in_child(__file__, "make", folder=folder, model=args.model)["weights"]
+        cases = [{"size": args.model, "weights": weights} | pair(args, folder, tokens)
+                 for tokens in PROMPT_TOKENS]  # fmt: skip
+    # the results of the pretrained model have their own file and table
+    name = "vs_trl_smollm2" if args.model == "smollm2" else "vs_trl"
+    publish(name, cases, table, args.write)
 
 
-def pair(
-    args: Args, folder: str, tokenizer: str, prompt_tokens: int, lora_rank: int
-) -> dict[str, Any]:
+def pair(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
     """Measures one row of the table. Raises RuntimeError if the sides did different work."""
-    work = {k: getattr(args, k) for k in ("num_prompts", "group_size", "max_tokens", "steps")}
-    work |= {"prompt_tokens": prompt_tokens, "lora_rank": lora_rank}
-    settings = work | {"folder": folder, "gpu": args.gpu, "tokenizer": tokenizer}
-    print(f"prompts of {prompt_tokens} tokens, LoRA rank {lora_rank}", flush=True)
-
-    def side(part: str, **options: Any) -> Side:
-        return lambda: in_child(__file__, part, **settings, **options)
-
+    work = WORK | {"num_prompts": args.num_prompts, "steps": args.steps, "lora_rank": 0,
+                   "prompt_tokens": prompt_tokens}  # fmt: skip
+    tokenizer = "smollm2" if args.model == "smollm2" else "tiny"
+    settings = work | {"folder": folder, "gpu": False, "tokenizer": tokenizer}
+    print(f"prompts of {prompt_tokens} tokens", flush=True)
     sides = {
-        "picoRL": side("picorl", tokens=args.our_tokens),
-        "TRL": side("trl", rows=args.trl_rows),
+        "picoRL": partial(in_child, __file__, "picorl", **settings, tokens=OUR_TOKENS),
+        "TRL": partial(in_child, __file__, "trl", **settings, rows=TRL_ROWS),
     }
-    if args.gpu:
-        sides["TRL, sleep"] = side("trl", rows=args.trl_rows, sleep=True)
-    results = alternate(sides, args.rounds, "step_s", args.out)
-    budget = args.num_prompts * args.group_size * args.max_tokens
+    results = alternate(sides, args.rounds, "step_s")
+    budget = args.num_prompts * work["group_size"] * work["max_tokens"]
     for name, answers in results.items():
         for answer in answers:
             if set(answer["sampled"]) != {budget} or answer["prompt_tokens"] != prompt_tokens:
@@ -101,35 +94,19 @@ def pair(
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
     """One row per case and side, as Markdown."""
-    gpu = any("memory_gb" in case["sides"]["picoRL"][0] for case in cases)
-    lines = [
-        "| model | prompts | tokens per step | side | step, s | sampling, s | picoRL / TRL |"
-        + (" peak in training, GB | peak, GB |" if gpu else " goal | tokens/s | peak, GB |"),
-        "|" + " --- |" * 9 + ("" if gpu else " --- |"),
-    ]
+    rows = []
     for case in cases:
-        ours = [answer["step_s"] for answer in case["sides"]["picoRL"]]
-        trained = f"LoRA {case['lora_rank']}" if case["lora_rank"] else "all weights"
-        for name, answers in case["sides"].items():
-            times = [answer["step_s"] for answer in answers]
-            ratio = ratios(ours, times)
-            cells = [
-                f"{case['size']}, {trained}", f"{case['num_prompts']} of {case['prompt_tokens']}",
-                f"{case['budget']:,}", name, spread(times),
-                spread([answer["sampling_s"] for answer in answers]),
-                "" if name == "picoRL" else spread(ratio),
-            ]  # fmt: skip
-            if gpu:
-                peaks = [answer["memory_gb"] for answer in answers]
-                cells += [spread([p.get(k, 0.0) for p in peaks], ".1f")
-                          for k in ("training", "all")]  # fmt: skip
-            else:
-                goal = GOALS.get(case["size"], {}).get(case["prompt_tokens"])
-                compared = name != "picoRL" and goal
-                cells.append(verdict(statistics.median(ratio), goal) if compared else "")
-                cells += [speed(case["budget"], answers), resident(answers)]
-            lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        goal = GOALS[case["size"]][case["prompt_tokens"]]
+        *times, ratio, met = cells_of_pair(case["sides"], "step_s", ".2f", goal)
+        for number, (name, answers) in enumerate(case["sides"].items()):
+            rows.append([
+                f"{case['size']}, all weights", f"{case['num_prompts']} of {case['prompt_tokens']}",
+                f"{case['budget']:,}", name, times[number], spread(of(answers, "sampling_s")),
+                *([ratio, met] if name == "TRL" else ["", ""]),
+                speed(case["budget"], answers), spread(of(answers, "resident_gb"), ".1f"),
+            ])  # fmt: skip
+    return markdown("model | prompts | tokens per step | side | step, s | sampling, s | "
+                    "picoRL / TRL | goal | tokens/s | peak, GB", rows)  # fmt: skip
 
 
 def speed(tokens: int, answers: list[dict[str, Any]]) -> str:
@@ -137,12 +114,6 @@ def speed(tokens: int, answers: list[dict[str, Any]]) -> str:
     sampling = [tokens / answer["sampling_s"] for answer in answers]
     rest = [tokens / (answer["step_s"] - answer["sampling_s"]) for answer in answers]
     return f"{statistics.median(sampling):,.0f} sampled, {statistics.median(rest):,.0f} trained"
-
-
-def resident(answers: list[dict[str, Any]]) -> str:
-    """The peak of the process's resident memory; "" in results that do not have it."""
-    peaks = [answer["resident_gb"] for answer in answers if "resident_gb" in answer]
-    return spread(peaks, ".1f") if peaks else ""
 
 
 # --- child processes -----------------------------------------------------------------------------
@@ -212,23 +183,18 @@ class StepTimer:
             "steps_s": steps,
             "sampled": self.sampled,
             "prompt_tokens": self.prompt_tokens,
-            "resident_gb": peak_resident() / GB,
+            "resident_gb": status("VmHWM") / GB,
         }
         if self.peaks:
             answer["memory_gb"] = self.peaks | {"all": max(self.peaks.values())}
         return answer
 
 
-def peak_resident() -> int:
-    """The peak of this process's resident memory in bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def make(folder: str, model: str) -> dict[str, Any]:
+    from workload import SHAPES, save_model, save_smollm2
 
-
-def make(folder: str, size: str, dtype: str) -> dict[str, Any]:
-    from workload import save
-
-    return {"weights": save(folder, size, dtype)}
+    saved = save_smollm2(folder) if model == "smollm2" else save_model(folder, SHAPES[model])
+    return {"weights": saved}
 
 
 def picorl(

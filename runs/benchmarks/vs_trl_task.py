@@ -16,7 +16,6 @@ from the first update until then. It stands still during evaluations and, in pic
 checkpoints and pages are written, which TRL's process does not do.
 """
 
-import itertools
 import math
 import os
 import statistics
@@ -28,19 +27,8 @@ from time import perf_counter, process_time
 from typing import Any, Literal
 
 import tyro
-from pairs import (
-    ROOT,
-    Rounds,
-    Side,
-    alternate,
-    in_child,
-    markdown,
-    note,
-    publish,
-    run_child,
-    spread,
-    verdict,
-)
+from pairs import ROOT, Rounds, Side, alternate, in_child, note, publish, run_child, spread, verdict
+from record import markdown
 from vs_trl import engine_options, trl_config
 
 GOAL = 0.33  # maximum of picoRL's time / TRL's time
@@ -82,7 +70,7 @@ def measure(args: Args, name: str) -> dict[str, Any]:
     compared = in_child(__file__, "compare", name=name)
 
     def side(part: str) -> Side:
-        seeds = itertools.count()
+        seeds = iter(range(args.rounds))
         return lambda: in_child(__file__, part, seed=next(seeds), name=name, updates=args.updates)
 
     results = alternate({"picoRL": side("picorl"), "TRL": side("trl")}, args.rounds, "wall_s")

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 DIGITS = "0123456789"  # one token each, for the tokenizers of tiny and of smollm2
 TEMPLATE_TOKENS = {"tiny": 3, "smollm2": 30}  # of the chat template, by the tokenizer's model
+WORK = {"num_prompts": 8, "group_size": 8, "max_tokens": 64}  # completions of exactly 64 tokens
+BUDGET = 8 * 8 * 64  # tokens that are sampled
+PROMPT_TOKENS = (50, 200)  # one row of the table each
 COORDINATE, FAR = 0, -1000.0  # logits stay finite in float16
 
 
@@ -48,29 +51,10 @@ SHAPES = {
     "minute": Shape(32, 64, 2, 4, 2, 8),
     "tiny": Shape(128, 384, 4, 4, 2, 32, 704),  # core/tiny.py
     "4M": Shape(256, 768, 5, 4, 2, 64),
-    "smollm2": Shape(576, 1536, 30, 9, 3, 64, 49152),  # a Llama; its weights are the real ones
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
     "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151936),
     "4B": Shape(2560, 9728, 36, 32, 8, 128, 151936),
 }
-
-
-@dataclass
-class Workload:
-    """What both sides of a comparison do."""
-
-    rounds: int = 5  # pairs of fresh processes
-    prompt_tokens: tuple[int, ...] = (50, 200)  # one row of the table each
-    num_prompts: int = 8
-    group_size: int = 8
-    max_tokens: int = 64  # tokens of every completion
-    model: str = "4M"  # of workload.SHAPES
-    write: bool = True  # save the results as JSON and write the table into README.md
-
-
-def save(folder: str, model: str, dtype: str = "float32") -> int:
-    """Saves a model that never ends a completion. Returns the number of weights."""
-    return save_smollm2(folder) if model == "smollm2" else save_model(folder, SHAPES[model], dtype)
 
 
 def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
@@ -103,7 +87,7 @@ def save_model(folder: str, shape: Shape, dtype: str = "float32") -> int:
 
 
 def save_smollm2(folder: str) -> int:
-    """Saves `smollm2` in float32 with the embeddings of the end tokens set to 0; see `save`.
+    """Saves `smollm2` in float32 with the embeddings of the end tokens set to 0.
 
     Their logits are then 0 too, far below those of likely tokens.
     """
@@ -119,15 +103,6 @@ def save_smollm2(folder: str) -> int:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
-
-
-def tokenizer_of(model: str) -> str:
-    return "smollm2" if model == "smollm2" else "tiny"
-
-
-def result_name(script: str, args: Workload) -> str:
-    """The name of the results: those of the pretrained model have their own file and table."""
-    return f"{script}_smollm2" if args.model == "smollm2" else script
 
 
 def prompt(seed: int, tokens: int, tokenizer: str = "tiny") -> list[Message]:
