@@ -272,8 +272,6 @@ def test_without_an_intact_checkpoint_a_run_is_not_resumed(run):
     metrics.write_text('{"update": 0}\n{"update": 1}\n{"update": 2}\n')
     with pytest.raises(UsageError, match="restore"):  # it would delete the records of all updates
         find_checkpoint(folder)
-    with pytest.raises(UsageError, match="not a run folder"):
-        find_checkpoint(folder / "elsewhere")
 
 
 @pytest.mark.parametrize("change", ["shape", "dtype", "no moment", "masters", "no state"])

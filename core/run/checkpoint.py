@@ -15,7 +15,7 @@ are not saved: every update derives its seeds from --seed and its own number.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,9 @@ def save_checkpoint(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.with_name(f"{target.name}{UNFINISHED}").touch()
     flush(target.parent)
-    num_bytes = sum(tensor.nbytes for tensor in _tensors(state))
+    sizes: list[int] = []
+    _each(lambda value: sizes.append(getattr(value, "nbytes", 0)), state)
+    num_bytes = sum(sizes)
     copied = _copy_on_host(state, num_bytes) if writer is not None else None
     write = partial(_write, target, facts, copied or state, list(older))
     if writer is None or copied is None:
@@ -136,34 +138,31 @@ def _copy_on_host(state: dict[str, Any], num_bytes: int) -> dict[str, Any] | Non
 
 
 def _on_host(state: Any) -> Any:
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type != "cuda":
+            return value.detach().to("cpu", copy=True)
+        copy = torch.empty(value.shape, dtype=value.dtype)
+        return copy.copy_(pinned_copy(value.detach(), value.dtype))
+
+    return _each(copied, state)
+
+
+def _each(change: Callable[[Any], Any], state: Any) -> Any:
+    """`state` with `change` applied to all in it but dicts, lists and tuples."""
     if isinstance(state, dict):
-        return {key: _on_host(value) for key, value in state.items()}
+        return {key: _each(change, value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return type(state)(map(_on_host, state))
-    if not isinstance(state, Tensor):
-        return state
-    state = state.detach()
-    if state.device.type != "cuda":
-        return state.to("cpu", copy=True)
-    return torch.empty(state.shape, dtype=state.dtype).copy_(pinned_copy(state, state.dtype))
-
-
-def _tensors(state: Any) -> Iterator[Tensor]:
-    if isinstance(state, Tensor):
-        yield state
-    for value in state.values() if isinstance(state, dict) else ():
-        yield from _tensors(value)
-    for value in state if isinstance(state, (list, tuple)) else ():
-        yield from _tensors(value)
+        return type(state)(_each(change, value) for value in state)
+    return change(state)
 
 
 def find_checkpoint(run: Path) -> ResumePoint:
     """The newest intact checkpoint of a run, or its beginning if it has no checkpoint yet.
 
-    Raises UsageError if `run` is not a run folder, or if all its checkpoints are damaged or lost.
+    Raises UsageError if all its checkpoints are damaged or lost.
     """
-    if not (run / "config.yaml").exists():
-        raise UsageError(f"--resume {run}: not a run folder (it has no config.yaml)")
     folders = _newest_first(run / "checkpoint")
     if not folders:
         # the first one is that of update 1
@@ -175,9 +174,9 @@ def find_checkpoint(run: Path) -> ResumePoint:
         return ResumePoint(remarks=[f"{run} has no checkpoint yet: starting from the beginning"])
     remarks: list[str] = []
     for folder in folders:
-        progress, fault = _read_progress(folder)
+        facts, fault = unseal(folder)
         if not fault:
-            return ResumePoint(folder, progress, remarks)
+            return ResumePoint(folder, facts["progress"], remarks)
         remarks.append(f"{folder} {fault}: using an older checkpoint")
     raise UsageError(f"--resume {run}: {folders[0]} {fault}, and there is no intact checkpoint; "
                      "restore the file, or start again with another --run-name")  # fmt: skip
@@ -216,19 +215,13 @@ def check_state(saved: Any, own: Any, place: str) -> None:
     It must have the same names, lengths, types, shapes and dtypes: a fused step of torch checks
     none of this, and would read beyond a tensor. `place` is what the message calls `saved`.
     """
-    inner: list[Any] = []
-    fits = isinstance(saved, Tensor if isinstance(own, Tensor) else type(own))
-    if isinstance(own, dict):
-        inner, fits = list(own), fits and saved.keys() == own.keys()
-    elif isinstance(own, (list, tuple)):
-        inner, fits = list(range(len(own))), fits and len(saved) == len(own)
-    elif isinstance(own, Tensor):
-        fits = isinstance(saved, Tensor) and saved.shape == own.shape and saved.dtype == own.dtype
-    if not fits:
+
+    def kind(value: Any) -> Any:
+        return (value.shape, value.dtype) if isinstance(value, Tensor) else type(value)
+
+    if _each(kind, saved) != _each(kind, own):
         raise UsageError(f"--resume: {place} is not of this optimizer: delete this checkpoint to "
                          "use the one before it")  # fmt: skip
-    for key in inner:
-        check_state(saved[key], own[key], f"{place} {key}")
 
 
 def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
@@ -314,15 +307,6 @@ def base_model(run: Path, model_id: str) -> str:
         raise UsageError(f"{base}, the model before training, {fault}; it is made again by "
                          f"{resume}")  # fmt: skip
     return str(base)
-
-
-def _read_progress(folder: Path) -> tuple[dict[str, Any], str]:
-    """The progress of a checkpoint, and what is wrong with it; "": nothing."""
-    facts, fault = unseal(folder)
-    progress = facts.get("progress")
-    if not fault and not (isinstance(progress, dict) and {"sft_step", "update"} <= progress.keys()):
-        fault = "has a state.json that no run writes"
-    return ({}, fault) if fault else (facts["progress"], "")
 
 
 def _newest_first(root: Path) -> list[Path]:

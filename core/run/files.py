@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,6 @@ from environments.plumbing.text import one_line
 
 SEAL = "state.json"  # of a sealed folder
 PART = ".part-"  # begins the name of everything that is not complete yet
-NO_FOLDER_SYNC = {  # where folders cannot be opened (Windows) or flushed (network disks)
-    getattr(errno, e) for e in "EINVAL ENOTSUP EOPNOTSUPP ENOSYS EBADF EISDIR EACCES".split()
-}
 
 
 @contextmanager
@@ -47,10 +44,12 @@ def published(path: Path) -> Iterator[Path]:
                 inner.chmod(inner.stat().st_mode | part.stat().st_mode & 0o666)
             flush(inner)
         flush(part)
-        if is_folder:
-            _replace_folder(path, part)
-        else:
-            os.replace(part, path)
+        old = path.with_name(f"{PART}old-{path.name}")
+        remove(old)
+        if is_folder and os.path.lexists(path):  # no folder replaces another that has files
+            os.rename(path, old)
+        os.replace(part, path)
+        remove(old)
         flush(path.parent)
     except BaseException as raised:
         with suppress(OSError):  # the first error says more
@@ -105,15 +104,13 @@ def scratch_folder() -> Iterator[Path]:
 def flush(path: Path) -> None:
     """Writes a file, or where the disk can do that the entries of a folder, from cache to disk."""
     is_folder = path.is_dir()
-    try:
+    # Windows opens no folder, and some network disks flush none
+    with suppress(OSError) if is_folder else nullcontext():
         handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
         try:
             sync(handle)
         finally:
             os.close(handle)
-    except OSError as error:
-        if not (is_folder and error.errno in NO_FOLDER_SYNC):
-            raise
 
 
 def sync(handle: int) -> None:
@@ -136,22 +133,6 @@ def remove(path: Path) -> None:
             raise
     else:
         path.unlink(missing_ok=True)
-
-
-def _replace_folder(path: Path, part: Path) -> None:
-    """Renames the folder `part` to `path`; if that fails, what was there is there again."""
-    old = path.with_name(f"{PART}old-{path.name}")
-    remove(old)
-    try:
-        if path.exists() or path.is_symlink():
-            os.rename(path, old)
-        os.rename(part, path)
-    except OSError:
-        if old.exists() or old.is_symlink():
-            remove(path)
-            os.rename(old, path)
-        raise
-    remove(old)
 
 
 def _write_error(error: BaseException) -> OSError | None:
