@@ -178,7 +178,7 @@ def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
         "warning at update 9: sampler_gap: differ",
         f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
         f"talk to it: python -m core.chat {tmp_path}/a --before",
-        "next: python train.py --env adding --seed 7 --algo ppo",
+        "next: python train.py --env adding --algo ppo --seed 7",
     ]
 
 

@@ -11,13 +11,13 @@ from core.config import (
     SMOLLM2,
     TINY,
     Config,
-    flag,
     needs,
     resolve,
     trust_flags,
     validate,
 )
 from core.results import accuracy_of, before_after
+from core.run import cli
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command
@@ -185,19 +185,12 @@ def as_given(cfg: Config) -> Config:
 
 def flags_of(cfg: Config) -> list[str]:
     """Returns the flags of `as_given` settings, without what belongs to one run, like its name."""
-    left_out = {"env", "seed", "algo", "options", "run_name", "template_date", *COMMAND_LINE_ONLY}
-    given = {s.name: getattr(cfg, s.name) for s in fields(Config)
-             if s.name not in left_out and getattr(cfg, s.name) != s.default}  # fmt: skip
-    if cfg.options:
-        unset = vars(load_algorithm(cfg.algo).Options())
-        options = {name: value for name, value in vars(cfg.options).items() if value != unset[name]}
-        given |= {f"{name_of(cfg.algo)}.{name}": value for name, value in options.items()}
-    flags = ["--env", *map(relative, cfg.env), "--seed", str(cfg.seed)]
-    for name, value in given.items():
-        words = [*map(relative, value)] if isinstance(value, tuple) else [str(value)]
-        flags += [flag(name)] if value is True else [flag(name), *words]
+    left_out = ("run_name", "template_date", *COMMAND_LINE_ONLY)
+    usual: dict[str, Any] = {name: getattr(Config, name) for name in left_out}
+    env, eval_env = (tuple(map(relative, specs)) for specs in (cfg.env, cfg.eval_env))
     algo = _relative_path(cfg.algo) if is_file(cfg.algo) else cfg.algo
-    return [*flags, "--algo", algo]
+    cfg = replace(cfg, env=env, eval_env=eval_env, algo=algo, **usual)
+    return cli.flags_of(cfg, "env", "seed", "algo")
 
 
 def _relative_path(path: str) -> str:

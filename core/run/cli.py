@@ -67,23 +67,26 @@ def parse(args: list[str]) -> Config:
     return cfg
 
 
-def flags_of(cfg: Config) -> list[str]:
-    """The command line of the settings that differ from the defaults; `parse` reads it."""
-    default = Config()
-    pairs = [(name, value, getattr(default, name)) for name, value in vars(cfg).items()]
+def flags_of(cfg: Config, *always: str) -> list[str]:
+    """The command line of the settings that differ from the defaults, which `parse` reads, and of
+    `always`."""
+    settings = {name: (value, getattr(Config, name)) for name, value in vars(cfg).items()}
+    del settings["options"]
     if cfg.options is not None:
         own, group = type(cfg.options)(), name_of(cfg.algo)
-        pairs += [(f"{group}.{k}", v, getattr(own, k)) for k, v in vars(cfg.options).items()]
+        settings |= {f"{group}.{k}": (v, getattr(own, k)) for k, v in vars(cfg.options).items()}
     words: list[str] = []
-    for name, value, usual in pairs:
-        if value == usual or name == "options":
+    for name, (value, usual) in settings.items():
+        if value == usual and name not in always:
             continue
         if isinstance(value, bool):
             words.append(config.flag(name if value else f"no_{name}"))
         elif isinstance(value, tuple):
             words += [config.flag(name), *value]
-        else:
+        elif str(value).startswith("-"):
             words.append(f"{config.flag(name)}={value}")
+        else:
+            words += [config.flag(name), str(value)]
     return words
 
 
@@ -165,23 +168,23 @@ def run(
     args: list[str],
     parse: Callable[[list[str]], Any] = parse,
     program: str = "train.py",
+    starting: bool = False,
 ) -> int:
     """`main` with the parsed settings. Prints UsageError (code 2) and Fault (code 1) as a line.
 
     The error of a disk, outside the folder of a run too, is a Fault. Under torchrun the first rank
     of a machine prints that a run has stopped, and returns the code of it; the other ranks return
     0, as torchrun would end the first, which still writes the pages, if another had failed.
+    `starting`: slow imports follow, which Ctrl-C ends at once.
     """
-    interrupt.end_start()
-    return _run(main, args, parse, program)
-
-
-def _run(
-    main: Callable[[Any], int], args: list[str], parse: Callable[[list[str]], Any], program: str
-) -> int:
+    if not starting:
+        interrupt.end_start()
     is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
     try:
-        _check_temporary_folder()
+        try:
+            tempfile.gettempdir()  # without one torch cannot be imported
+        except OSError as error:
+            raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
         code = main(parse(args))
         return code if is_first else 0
     except (UsageError, Fault, OSError) as error:
@@ -211,7 +214,7 @@ def _run(
 def answer_at_once(args: list[str]) -> None:
     """Exit for --help and for all that `parse` rejects, before the slow imports."""
     use_expandable_segments()  # `parse` imports torch, for the algorithm
-    if code := _run(lambda _: 0, args, parse, "train.py"):
+    if code := run(lambda _: 0, args, starting=True):
         sys.exit(code)
 
 
@@ -223,7 +226,7 @@ def say_loading() -> None:
 
 def need_temporary_folder(program: str) -> None:
     """Exit with a line if no place for temporary files is writable; before `import torch`."""
-    if code := _run(lambda _: 0, [], lambda _: None, program):
+    if code := run(lambda _: 0, [], lambda _: None, program, starting=True):
         sys.exit(code)
 
 
@@ -234,14 +237,6 @@ def use_expandable_segments() -> None:
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-
-
-def _check_temporary_folder() -> None:
-    """Raises UsageError if no place for temporary files is writable; torch may not import then."""
-    try:
-        tempfile.gettempdir()
-    except OSError as error:
-        raise UsageError(f"{error.strerror}: set TMPDIR to a folder that is writable") from None
 
 
 def _parse_flags(args: list[str], default: Config) -> tuple[Config, list[str]]:
