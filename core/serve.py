@@ -2,5 +2,8 @@
 
 import runpy
 
+from core.run import cli
+
 if __name__ == "__main__":
+    cli.say_loading()
     runpy.run_module("core.extras.serve", run_name="__main__", alter_sys=True)

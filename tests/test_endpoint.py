@@ -281,3 +281,15 @@ def test_on_another_address_too_nobody_gets_in_without_a_key(key):
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(place.split(":")[1])))
     endpoint.close()
+
+
+def test_the_key_comes_before_the_body(session):
+    """An unknown key is refused before the body is parsed; who sent a broken one is known."""
+    connection = http.client.HTTPConnection(*session.endpoint.server.server_address)
+    for key, status in (("unknown", 401), (session.key, 400), (session.key, 200)):
+        body = json.dumps({"messages": CHAT}) if status == 200 else "{" * MAX_BODY
+        headers = {"authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == status and answer.read()
+    assert session.has_asked and session.refusals == ["the request is not JSON"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import httpx
 import openai
 import pytest
 
@@ -65,6 +66,11 @@ def test_it_answers_as_the_policy_and_keeps_the_conversation(served):
         ask()
     messages = [{"role": "user", "content": "Hi"}]
     assert ask(max_tokens=4, temperature=1e-39).choices[0].message.content  # greedy
+    assert ask(max_tokens=4, temperature=1, top_p=0).choices[0].message.content  # as well
+    schema = '{"items": ' * 950 + "{}" + "}" * 950  # deeper than the stack of the main thread
+    body = '{"messages": [{"role": "user", "content": "Hi"}], "response_format": {"schema": %s}}'
+    url = f"{served}/chat/completions"
+    assert httpx.post(url, content=body % schema, trust_env=False).status_code == 400
     body = {"input": "Hi", "model": "m", "extra_body": {"n": 2}}  # which no response has
     assert client.responses.create(**body, max_output_tokens=16).output_text
     assert ask(max_tokens=1).usage.completion_tokens == 1  # it still answers

@@ -74,7 +74,7 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
             except Refused as error:
                 program.refuse(ask, str(error), error.code)
                 continue
-            except (UsageError, TypeError) as error:
+            except (UsageError, TypeError, RecursionError) as error:
                 ask.refuse(400, str(error), "invalid_request")
                 continue
             if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:

@@ -123,7 +123,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                 params, prompt = params_of(ask, cfg, policy.max_length), known.prompt(ask)
                 choices[ask], seed = [], ask.body.get("seed")
                 for wanted in differences(ask, params):
-                    if wanted != "seed":
+                    if not wanted.startswith(("seed", "temperature", "top_p")):  # it follows these
                         line = f"a request sets {wanted}: it is answered as the run samples"
                         say_once(chat._note, line, wanted)
                 for stream in range(ask.n):
@@ -136,7 +136,7 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     )  # fmt: skip
                     sampler.add(request)
                     running[request] = Waiting(ask, prompt, params)
-            except (UsageError, TypeError, Refused) as error:
+            except (UsageError, TypeError, RecursionError, Refused) as error:
                 is_long = choices.pop(ask, None) is not None  # only `sampler.add` raises after it
                 code = "context_length_exceeded" if is_long else "invalid_request"
                 ask.refuse(400, str(error), getattr(error, "code", code))

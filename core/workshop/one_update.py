@@ -23,6 +23,11 @@ train.py also has:
 - several processes, evaluation, logging, checkpoints
 """
 
+if __name__ == "__main__":
+    from core.run import cli
+
+    cli.say_loading()
+
 import torch
 from rich.console import Console
 from rich.table import Table

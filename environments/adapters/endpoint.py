@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -38,6 +39,7 @@ Json = dict[str, Any]
 OpenAICall = tuple[str, str, str]  # id, name, arguments as JSON text
 HOST = "127.0.0.1"
 MAX_BODY = 16_000_000  # bytes of a request
+PART = 1 << 16  # bytes of it that are read at a time
 MAX_CHOICES = 128  # `n` of a request
 WHOLE_NUMBERS = "n max_tokens max_completion_tokens max_output_tokens seed top_logprobs".split()
 NUMBERS = "temperature top_p top_k min_p presence_penalty frequency_penalty".split()
@@ -535,9 +537,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         session = None
         try:
-            body = self._read_body()
             session = self._session()
             session.has_asked = True
+            body = self._read_body()
             if self.path not in ("/v1/chat/completions", "/v1/responses"):
                 raise Refused(404, f"{self.path:.60}: there is no such address", "not_found")
             answer = self._answer(read_ask(session, self.path, body, self.connection))
@@ -559,6 +561,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, session: Session | None, refused: Refused) -> None:
         if session is not None:
             session.refusals.append(str(refused))
+        elif self.command == "POST":  # a client sends all of its body before it reads the answer
+            with suppress(Refused):
+                deque(self._parts(), maxlen=0)
         self._send_json(refused.status, refused.body())
 
     def _session(self) -> Session:
@@ -569,8 +574,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.has_session = True
         return session
 
-    def _read_body(self) -> Json:
-        """Raises Refused for anything but a JSON object of a bounded size."""
+    def _parts(self) -> Iterator[bytes]:
+        """The body. Raises Refused for one of no bounded size."""
         try:
             length = int(self.headers.get("content-length") or "")
         except ValueError:
@@ -579,8 +584,14 @@ class _Handler(BaseHTTPRequestHandler):
         if not 0 <= length <= MAX_BODY:
             self.close_connection = True  # without reading it
             raise Refused(413, f"a request has at most {MAX_BODY:,} bytes")
+        while length > 0 and (part := self.rfile.read(min(length, PART))):
+            length -= len(part)
+            yield part
+
+    def _read_body(self) -> Json:
+        """Raises Refused for anything but a JSON object of a bounded size."""
         try:
-            body = json.loads(self.rfile.read(length))
+            body = json.loads(b"".join(self._parts()))
         except (ValueError, RecursionError):
             raise Refused(400, "the request is not JSON") from None
         if not isinstance(body, dict):
