@@ -306,14 +306,18 @@ def score(completions, **columns):
 """
 
 
-@pytest.mark.parametrize("spec", [
-    "games.py:Maze", "rewarded:data=rows.jsonl,reward=games.py:score",
-    "agent:data=rows.jsonl,run=games.py:run", f"agent:data=rows.jsonl,command={sys.executable} "
-    "games.py",
+@pytest.mark.parametrize("spec, edited", [
+    ("games.py:Maze", "games.py"), ("rewarded:data=rows.jsonl,reward=games.py:score", "games.py"),
+    ("agent:data=rows.jsonl,run=games.py:run", "games.py"),
+    (f"agent:data=rows.jsonl,command={sys.executable} games.py", "games.py"),
+    ("games.py:Maze", "helper_of_games.py"),
+    ("rewarded:data=rows.jsonl,reward=games.py:score", "lengths.py"),
 ])  # fmt: skip
-def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command, spec):
-    file, rows = place / "games.py", [{"prompt": f"{n}"} for n in range(40)]
-    file.write_text(GAMES + AGENT)
+def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command, spec, edited):
+    file, rows = place / edited, [{"prompt": f"{n}"} for n in range(40)]
+    (place / "games.py").write_text(f"import helper_of_games\n{GAMES}{AGENT}")
+    (place / "helper_of_games.py").write_text("import json\nfrom lengths import LENGTH")
+    (place / "lengths.py").write_text("import helper_of_games\nLENGTH = 2\n")
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     code, _, err = command("--env", spec, *SMALL, "--eval-every", "1", "--run-name", "a")
     assert code == 0, err
@@ -323,7 +327,7 @@ def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command,
             file.write_text(f"{file.read_text()}# edited\n")
         code, out, err = command("--resume", "a", "--num-updates", str(update))
         assert code == 0, err
-        said.append(f"games.py changed since update {update - 1}" in out)
+        said.append(f"{edited} changed since update {update - 1}" in out)
     assert said == [True, False]
     records = read_records(place / "runs/a/metrics.jsonl")
     compared = [any("p_value" in key for key in record) for record in records]

@@ -20,6 +20,7 @@ first used, so the libraries of the other environments are not loaded.
 'user'
 """
 
+import ast
 import copy
 import difflib
 import hashlib
@@ -33,7 +34,7 @@ import sys
 import sysconfig
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -336,15 +337,20 @@ def relative(spec: str) -> str:
 
 
 def checksums(spec: str) -> dict[str, str]:
-    """SHA-256 of the files that a spec names, but for its data, by their names."""
-    found: dict[str, str] = {}
+    """SHA-256 of the files that a spec names, and of those beside them that these import, but for
+    its data, by their names."""
+    found, seen = dict[str, str](), set[str]()
     data = unquoted(EnvSpec(spec).pairs.get("data", ""))
 
     def add(path: str, *_: object) -> str:
         for file in (path, f"{path}.py"):  # a module is named without
-            if path != data and os.path.isfile(file):
+            if path != data and file not in seen and os.path.isfile(file):
+                seen.add(file)
                 name, content = os.path.basename(file), Path(file).read_bytes()
                 found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
+                for module in _imports(content) if file.endswith(".py") else ():
+                    beside = os.path.join(os.path.dirname(file), *module.split("."))
+                    add("" if beside.startswith(NOT_OWN) else beside)
         return path
 
     _change_paths(spec, add)
@@ -516,6 +522,16 @@ def _names_in(file: str | Path, pattern: str = NAMES) -> list[str]:
         if Path(file).suffix == ".py":
             return re.findall(pattern, Path(file).read_text("utf-8", "replace"), re.MULTILINE)
     return []
+
+
+def _imports(content: bytes) -> Iterator[str]:
+    """The names of the modules that a Python file imports; none if it cannot be read."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(content)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                yield node.module
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                yield from (alias.name for alias in node.names)
 
 
 def _change_paths(spec: str, change: Change) -> str:
