@@ -45,6 +45,7 @@ ROOT = HERE.parent
 sys.path += [str(HERE), str(ROOT)]
 
 from core.results import before_after  # noqa: E402
+from core.run.log import read_records  # noqa: E402
 
 
 @dataclass
@@ -71,8 +72,8 @@ class Run:
         return name if self.seed is None else f"{name}-seed{self.seed}"
 
     def read(self) -> "Run":
-        if (file := self.folder / f"{self.stem}.jsonl").exists():
-            self.records = read_records(file)
+        self.records = read_records(self.folder / f"{self.stem}.jsonl")
+        if self.records:
             for kept in self.folder.glob(f"{self.stem}.*.json"):
                 self.records[-1] |= json.loads(kept.read_text(encoding="utf-8"))
         return self
@@ -289,10 +290,6 @@ def draw(folder: Path, page: dict[str, Any], runs: list[Run]) -> None:
             panel(axis, title, "update")
         if not by_run:
             axes[0].legend(frameon=False, fontsize=8)
-
-
-def read_records(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def read_seconds(folder: Path) -> dict[str, int]:

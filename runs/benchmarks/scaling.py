@@ -6,7 +6,6 @@
 of an update is time/rollout_s + time/train_s of metrics.jsonl, without the first update.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -19,7 +18,7 @@ from typing import Any
 
 import tyro
 from pairs import ROOT, Rounds, alternate, of, publish, ratios, spread
-from record import markdown
+from record import markdown, read_records
 from workload import SHAPES, save_model
 from workload import WORK as SAMPLED
 
@@ -66,16 +65,14 @@ def launch(number: int, folder: Path) -> dict[str, Any]:
 
 def read_times(metrics: Path) -> dict[str, Any]:
     """Returns the medians over all updates but the first, which warms up."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    updates = [record for record in records if record.get("update", 0) > 1]
-    sampling = [record["time/rollout_s"] for record in updates]
-    learning = [record["time/train_s"] for record in updates]
+    updates = [record for record in read_records(metrics) if record.get("update", 0) > 1]
+    sampling, learning = of(updates, "time/rollout_s"), of(updates, "time/train_s")
     both = [a + b for a, b in zip(sampling, learning, strict=True)]
     return {
         "update_s": statistics.median(both),
         "sampling_s": statistics.median(sampling),
         "learning_s": statistics.median(learning),
-        "sampled": sum(record["tokens/sampled"] for record in updates),
+        "sampled": sum(of(updates, "tokens/sampled")),
     }
 
 

@@ -23,7 +23,7 @@ from pairs import ROOT
 sys.path += [str(ROOT / "runs")]
 
 from figures import figure, panel
-from record import markdown, recorded_with, write_recorded, write_table
+from record import markdown, read_records, recorded_with, write_recorded, write_table
 
 from core.report.curves import BLUE
 from core.run.log import ROLLOUTS_BYTES
@@ -42,7 +42,7 @@ def main() -> int:
     if "--draw" not in sys.argv:
         train_and_sample()
         write_recorded(RESULTS)
-    samples = [json.loads(line) for line in SAMPLES.read_text().splitlines()]
+    samples = read_records(SAMPLES)
     results = judge(samples)
     draw(samples, results)
     write_table(RESULTS, table(samples, results))

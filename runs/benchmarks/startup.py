@@ -7,7 +7,6 @@ Runs `python train.py` in a fresh process and an empty folder, timed from its st
 metrics.jsonl has the first update, and until the process ends.
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 import tyro
 from pairs import ROOT, Rounds, publish, spread, verdict
-from record import markdown
+from record import markdown, read_records
 
 TRAIN = ROOT / "train.py"
 GOALS = {"`--help`": 1.5, "first update": 6.0, "whole run": 20.0}  # seconds, at most
@@ -54,18 +53,12 @@ def default_run() -> dict[str, float]:
         process = subprocess.Popen(
             [sys.executable, TRAIN, "--run-name", "a"], cwd=folder, stdout=subprocess.DEVNULL
         )
-        while not has_update(metrics) and process.poll() is None:
+        while process.poll() is None and all(r.get("update") != 1 for r in read_records(metrics)):
             time.sleep(0.02)
         first = time.perf_counter() - started
         if process.wait():
             raise RuntimeError(f"train.py ended with {process.returncode}")
         return {"first update": first, "whole run": time.perf_counter() - started}
-
-
-def has_update(metrics: Path) -> bool:
-    """Whether metrics.jsonl has the first update."""
-    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []  # complete lines
-    return any(json.loads(line).get("update") == 1 for line in lines)
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:

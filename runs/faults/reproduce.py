@@ -16,7 +16,6 @@ Processes are forked from one that has imported everything, so each takes about 
 """
 
 import ctypes
-import json
 import multiprocessing
 import os
 import random
@@ -32,7 +31,9 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(HERE.parent)]
+
+from record import markdown, read_records  # noqa: E402
 
 FLAGS = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-prompts 2
     --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
@@ -265,8 +266,7 @@ def cut_power(folder: Path, rng: random.Random) -> None:
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl without times."""
-    lines = (folder / "runs/a/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = read_records(folder / "runs/a/metrics.jsonl")
     return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
 
 
@@ -289,10 +289,9 @@ def main(only: list[str], tries: int, seed: int) -> int:
             if failure:
                 made[way][1] += 1
                 print(f"{way}, {setting}: {failure}", flush=True)
-    print("| way | tries | failures |\n| --- | --- | --- |")
     failures = sum(failed for _, failed in made.values())
-    for row, (count, failed) in (made | {"all": [tries, failures]}).items():
-        print(f"| {row} | {count} | {failed} |")
+    rows = [[way, *map(str, counts)] for way, counts in (made | {"all": [tries, failures]}).items()]
+    print("\n".join(markdown("way | tries | failures", rows)))
     return int(failures > 0)
 
 

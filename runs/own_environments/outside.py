@@ -21,6 +21,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.append(str(ROOT))
 
+from core.run.log import read_records  # noqa: E402
 from environments.letter_counting import LetterCounting  # noqa: E402
 
 
@@ -47,9 +48,8 @@ def main(flags: list[str]) -> None:
 
 def updates(run: Path) -> list[int]:
     """The updates whose metrics are written."""
-    file = run / "metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return [record["update"] for record in map(json.loads, lines) if "update" in record]
+    records = read_records(run / "metrics.jsonl")
+    return [record["update"] for record in records if "update" in record]
 
 
 def questions() -> list[dict[str, object]]:
