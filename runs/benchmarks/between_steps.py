@@ -12,14 +12,11 @@ import itertools
 import json
 import os
 import statistics
-import sys
-from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
-
+from pairs import spread
 from rich.console import Console
 
 from core.config import Config
@@ -92,8 +89,8 @@ def main() -> None:
         for runner, times in found.items():
             times.append(measure(policy, runner == "V2"))
     for runner, times in found.items():
-        spread = f"{statistics.median(times):.3f} [{min(times):.3f}, {max(times):.3f}]"
-        print(f"Model Runner {runner}: {spread} ms between two steps, {ROLLOUTS} rollouts")
+        shown = spread(times, ".3f")
+        print(f"Model Runner {runner}: {shown} ms between two steps, {ROLLOUTS} rollouts")
     print(json.dumps({"goal_ms": GOAL, "median_ms": found}))
 
 
