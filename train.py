@@ -19,7 +19,8 @@ mean of the group as the baseline, divided by the group's standard deviation.
 Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, which the
 trainer computes before the first gradient step; and π, which it computes now. Sampler and trainer
 have the same weights, but their kernels round differently, so the importance weight π_old /
-π_sampler is only about 1. The policy ratio π / π_old is exactly 1 until the first step.
+π_sampler is only about 1. The policy ratio π / π_old is 1 until the first step: exactly in the
+default run, else up to rounding, as π_old is computed in other micro-batches.
 
 Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
 right. B is P·G, less the rollouts that are not trained on (`collect_rollouts`); a game in which the
@@ -84,18 +85,20 @@ from environments.plumbing import registry
 def main(cfg: Config) -> int:
     """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
     cfg = prepare(cfg)  # all settings, checked
-    algorithm, options = start_algorithm(cfg), cfg.options
+    algorithm = start_algorithm(cfg)
+    options = cfg.options  # the algorithm's flags, such as --grpo.clip-high
 
     with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
         # lowers run.policy.micro_batch_tokens until the largest micro-batch fits into memory
         probe_peak_memory(cfg, run.policy, run.optimizer, forward, run.say)
-        if run.progress["sft_step"] < cfg.sft_steps:
+        if run.progress["sft_step"] < cfg.sft_steps:  # counters that a checkpoint stores
             warm_start(cfg, run)  # supervised steps on demonstrations
         reference = load_reference(cfg, run)  # the policy of --kl-coef, or None
         # evaluates before update 1; yields 1, 2, .. up to --num-updates or --max-sampled-tokens
         for update in run.updates():
-            # 1. Sample G rollouts for each of P tasks; `rollouts` are those to train on. Only with
-            #    --staleness the sampler has the weights of an earlier update meanwhile
+            # 1. Sample G rollouts for each of P tasks; the environment rewards each turn.
+            #    `rollouts` are those to train on. With --staleness, an earlier update's weights
+            #    sample
             with older_weights(run.policy, run.sampler, run.older):
                 sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
@@ -109,10 +112,11 @@ def main(cfg: Config) -> int:
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to advantages. `shape_rewards` sets batch.rewards (with penalties and
-            #    discount), loss_mask, turn_ids and gamma; `add_advantages` batch.advantages
+            # 3. Rewards to advantages. `shape_rewards` sets batch.rewards (with penalties),
+            #    loss_mask, turn_ids and gamma. With --credit episode, the default, all tokens are
+            #    of turn 0, and the discount is in the rewards already
             shape_rewards(cfg, batch)
-            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)
+            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)  # for algorithms that draw
             add_advantages(batch, algorithm.compute_advantages(batch, options))
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
@@ -136,9 +140,9 @@ def main(cfg: Config) -> int:
                     loss, sums = algorithm.compute_loss(logprobs, values, micro, options)
                     extra_loss, kl_sums = regularizers(cfg, algorithm, logprobs, entropy, micro)
                     loss = loss + extra_loss
-                    # adds to the gradients. Without a gradient at these three outputs, as usual
-                    # for rollouts of advantage 0, the pass through the model is skipped; they are
-                    # in micro-batches of their own
+                    # adds to the gradients. If the loss has no gradient at these outputs, as for
+                    # rollouts of advantage 0, the backward pass through the model is skipped; so
+                    # these rollouts have micro-batches of their own
                     run.optimizer.backward(loss, (logprobs, entropy, values))
                     stats.add(micro, loss, entropy, sums | kl_sums)
                 if not take_step(cfg, run, stats, epoch, update):
@@ -146,8 +150,8 @@ def main(cfg: Config) -> int:
 
             # 5. What the steps did to each token, for the report; with --sft-best a supervised
             #    step. Then the sampler gets the new weights: nothing to send if it shares them
-            if batch.old_logprobs is None:
-                batch.old_logprobs = stats.old_logprobs  # of all micro-batches
+            if batch.old_logprobs is None:  # the default kept π_old for each micro-batch
+                batch.old_logprobs = stats.old_logprobs  # [B, N], for the metrics and the report
             metrics = rollout_metrics(cfg, sampled) | stats.means()
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
             metrics |= imitate_best(cfg, run, rollouts)  # {} without --sft-best
@@ -254,8 +258,8 @@ def forward(
 
     Gradients flow through the log-probs and the values, and with `entropy_grad` the entropies.
     """
-    # the output of the transformer before its last layer, `policy.to_logits`: one hidden state for
-    # each distinct prefix, [L, D]. `micro.nodes` [b, T] says which one belongs to which token
+    # what the last layer, `policy.to_logits`, turns into logits. Tokens with the same beginning may
+    # share one hidden state, [L, D]; `micro.nodes` [b, T] says which one belongs to which token
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
     logprobs, entropy = token_logprobs(
         hidden, micro.nodes, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,

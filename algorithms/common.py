@@ -1,8 +1,8 @@
-"""The afternoon, 4 of 6. What the algorithms share: returns and token weights.
+"""The afternoon, 4 of 6. What the algorithms share: a batch, returns, token weights.
 
 Axes: B rollouts, N sampled tokens of a rollout, K turns; b sequences of a micro-batch, T tokens of
-a sequence. A sequence is one row of a micro-batch: the token ids of a
-rollout, or of a part of it if the environment replaced the context between two turns.
+a sequence. The loop's RolloutBatch and MicroBatch (core/batching.py) are a Batch and a Micro, with
+what the model needs besides.
 
 Every loss is a sum over tokens, and each token's term is multiplied by its token weight. The
 weights are computed once per gradient step, so the gradients of micro-batches add up to the
@@ -34,7 +34,7 @@ class TokenTensors:
     loss_mask: Tensor = NOT_YET  # bool: the sampled tokens that count in the loss; by default all
     turn_ids: Tensor = NOT_YET  # int64: the turn of a token; --credit episode: 0 everywhere
     group_ids: Tensor = NOT_YET  # [B] or [b] int64: rollouts of a group have the same number
-    rewards: Tensor = NOT_YET  # of a turn at its last token; --kl-in reward adds to every token
+    rewards: Tensor = NOT_YET  # of a turn at its last token; --kl-in reward: minus the KL at each
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy
@@ -78,8 +78,8 @@ class Micro(TokenTensors):
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:
     """Discounted return from each turn on, R_k = r_k + γ R_{k+1}, and which turns exist.
 
-    Returns [B, K] float64, so that large equal returns minus their mean are exactly 0, and [B, K]
-    bool.
+    Returns [B, K] float64, whose rounding is far below ROUNDING, which `minus` removes, and [B, K]
+    bool. With --credit episode there is one turn (K = 1), and R is the sum of the rewards.
 
     >>> rewards, turn_ids = torch.tensor([[0.0, 1.0, 4.0]]), torch.tensor([[0, 0, 1]])
     >>> mask = turn_ids >= 0
@@ -137,10 +137,10 @@ def token_weights(
         constant    1 / (S · max_tokens)                             Dr. GRPO, arXiv:2503.20783
 
     S is the number of rollouts in the step, groups that of their groups. With `sequence`, which
-    here means the whole rollout, each token of a long rollout weighs less, so it is pushed down
-    less if the answer is wrong. With `constant` the weight does not depend on the rollout's length;
-    `max_tokens` is the limit of one completion, so a rollout of several turns can weigh more than
-    1/S. Rollouts and groups without a token in the mask are counted, too.
+    here means the whole rollout, each token of a long rollout weighs less, so a long wrong answer
+    is pushed down less per token. With `constant` the weight does not depend on the rollout's
+    length; `max_tokens` is the limit of one completion, so a rollout of several turns can weigh
+    more than 1/S. Rollouts and groups without a token in the mask are counted, too.
 
     `loss_mask` [B, N] bool; `rows`: the S rollouts of this step (None: all B); `group_ids` [B]
     (None: each rollout is a group). Returns [B, N] of the default dtype, 0 in other rows.

@@ -5,8 +5,9 @@
 
 R_i is the return of rollout i and π_old the trainer's policy before the first gradient step of the
 update. The code divides by the std of a sample (n-1) plus 1e-4. In the first step of an update, by
-default the only one, every ratio ρ_t equals 1 and nothing is clipped. But the ratio still has a
-gradient: each term of L has -A_i ∇ log π(x_t), the policy gradient with the sign for descent.
+default the only one, every ratio ρ_t is 1, up to rounding, and nothing is clipped. But the ratio
+still has a gradient: that of a term of L is -A_i ∇ log π(x_t), the policy gradient with the sign
+for descent.
 
 The code also multiplies each token's term by its token weight, which turns the sum into a mean, and
 by its importance weight, π_old / π_sampler capped at --tis-cap (off_policy.py).
@@ -71,7 +72,7 @@ class Options(LoopOptions):
     """Variant of GRPO: sets every option below that you do not give, except dual_clip."""
     scale_rewards: Scale | None = None
     """Divide advantages by the standard deviation of the group's or the batch's returns, or by the
-    mean of the group's, which must not be negative then."""
+    size of the mean of the group's, for returns that are not negative."""
     clip_low: Annotated[float | None, Range(0, 1)] = None
     """Clip the ratio at 1 - clip_low; acts where the advantage is negative."""
     clip_high: Annotated[float | None, Range(0, 1000)] = None

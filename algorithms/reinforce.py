@@ -12,8 +12,8 @@ The baseline b makes the gradient less noisy. It is the mean return of the batch
 for each rollout the mean of the other rollouts of its group (leave-one-out: RLOO,
 arXiv:2402.14740), or 0. If the mean over n rollouts includes the rollout's own return, the expected
 gradient is multiplied by 1 - 1/n; the leave-one-out mean leaves it as it is. (The default token
-weights depend on the sampled lengths, so with them this is approximate.) `normalize` shifts and
-scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in the loss.
+weights depend on the sampled lengths, so with them the factor is approximate.) `normalize` shifts
+and scales the advantages R - b as REINFORCE++ does (arXiv:2501.03262), over all tokens in the loss.
 
     python train.py --algo reinforce --reinforce.baseline leave_one_out
 """

@@ -9,7 +9,7 @@ import torch
 from conftest import needs
 from jsonschema import validate
 from test_agents import collect, write  # noqa: F401 (a fixture)
-from test_serve import serve_while
+from test_serve import served  # noqa: F401 (a fixture)
 
 import train
 from core.batching import to_rollout_batch
@@ -136,20 +136,16 @@ def test_an_agent_gets_the_answers_that_it_asks_for_and_is_trained_on_them(
     assert record["length/hit_token_limit"] == 0 and "JSON schema" not in out
 
 
-def test_a_server_follows_the_schema_too(monkeypatch):
+def test_a_server_follows_the_schema_too(served):  # noqa: F811
+    client = openai.OpenAI(base_url=served, api_key="any", max_retries=0)
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-
-    def converse(url):
-        client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
-        for temperature in (0, 1):
-            answer = client.chat.completions.create(
-                model="m", messages=[{"role": "user", "content": "Hi"}], n=3,
-                response_format=wanted, temperature=temperature,
-            )  # fmt: skip
-            for choice in answer.choices:
-                validate(json.loads(choice.message.content), SCHEMA)
-
-    serve_while(monkeypatch, converse)
+    for temperature in (0, 1):
+        answer = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "Hi"}], response_format=wanted,
+            temperature=temperature, n=3,
+        )  # fmt: skip
+        for choice in answer.choices:
+            validate(json.loads(choice.message.content), SCHEMA)
 
 
 class Other(TorchSampler):

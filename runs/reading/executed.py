@@ -1,6 +1,6 @@
 """How much of the second update of the default run is in the files of the sittings.
 
-    python runs/reading/executed.py
+python runs/reading/executed.py
 """
 
 import os
