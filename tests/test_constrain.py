@@ -177,7 +177,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 @pytest.mark.parametrize(
     ("prompt", "call", "fits", "fails"),
     [
-        ("<think>\\n\\n</think>\\n", "", ['{"a": 1}'], ["<think></think>", "<tool_call>"]),
+        ("<think>\n\n</think>\n", "", ['{"a": 1}'], ['<think></think>{"a": 1}', "<tool_call>"]),
         ("", "", ['{"a": 1}', '{"a": 12, "b": null}', '<think>{}"\n</think>{"a": 1}',
                   '<think></think>\n\n{"a": 1}'],
          ['{"a":1}', '{"a": 1', '{"b": null}', '{"a": "1"}', CALL, "Hm</think>", "<think>Hm", " "]),
