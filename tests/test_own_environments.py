@@ -237,7 +237,6 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
     ("games.py:size=4", ["games.py:Maze"]), ("games", ["did you mean games.py:Maze?"]),
     ("Maze", ["did you mean games.py:Maze?"]), ("Maze:size=4", ["did you mean games.py:Maze?"]),
     ("Party", ["'Party'", "FILE.py:Class"]), ("Snake", ["did you mean snake?"]),
-    ("size=4", ["a colon"]),
     ("no_envs.games:Maze", ["ModuleNotFoundError", "no_envs"]),
     ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
     ("broken.py:Maze", ["SyntaxError", "broken.py, line 2"]),

@@ -10,9 +10,10 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -149,59 +150,50 @@ def convert(text: str, parameter: inspect.Parameter) -> Any:
     elif kind is parameter.empty:
         kind = Any
     structure = read_structure(text)
-    if structure is not None:
-        try:
-            return _convert_structure(structure, kind)
-        except ValueError:
-            raise ValueError(_describe_kind(kind)) from None
-        except TypeError:  # a kind without lists and dicts
-            pass
-    return _convert_text(unquoted(text), kind, quoted=unquoted(text) != text)
+    if structure is None or not _takes_structures(kind):
+        return _convert_text(unquoted(text), kind, quoted=unquoted(text) != text)
+    try:
+        return _convert_structure(structure, kind)
+    except ValueError:
+        raise ValueError(_describe_kind(kind)) from None
+
+
+def _takes_structures(kind: Any) -> bool:
+    """Whether a value of this type may be a list or a dict."""
+    origin = get_origin(kind) or kind
+    if origin in (Union, UnionType):
+        return any(map(_takes_structures, get_args(kind)))
+    is_iterable = isinstance(origin, type) and issubclass(origin, Iterable)
+    return kind is Any or (is_iterable and origin is not str)
 
 
 def _convert_structure(structure: Any, kind: Any) -> Any:
-    """Returns a list or dict of texts, or a text in one, as the type `kind`.
-
-    Raises ValueError if it does not fit, and TypeError if `kind` is no type of lists or dicts.
-    """
+    """Returns a list or dict of texts, or a text in one, as the type `kind`. Raises ValueError."""
     origin, args = get_origin(kind) or kind, get_args(kind)
-    if origin is Annotated:
-        return _convert_structure(structure, args[0])
     if kind is Any:
         return read_values(structure)
     if origin in (Union, UnionType):
-        errors: list[Exception] = []
         for member in args:
-            try:
+            with suppress(ValueError):
                 return _convert_structure(structure, member)
-            except (ValueError, TypeError) as error:
-                errors.append(error)
-        raise next((error for error in errors if isinstance(error, ValueError)), errors[0])
-    if isinstance(structure, str):
-        if getattr(_text_form(kind), "nargs", 1) != 1:  # the text is no list
+        raise ValueError
+    if not _takes_structures(kind):
+        if not isinstance(structure, str):
             raise ValueError
         return _convert_text(str(structure), kind, quoted=isinstance(structure, Quoted))
-    if not isinstance(origin, type):  # such as Literal
-        raise TypeError
-    if origin in (tuple, set, frozenset) or issubclass(list, origin):
-        kinds = [args[0] if args else Any] * len(structure)
-        if origin is tuple and args and args[-1] is not Ellipsis:
-            kinds = list(args)
-        if not isinstance(structure, list) or len(kinds) != len(structure):
-            raise ValueError
-        values = map(_convert_structure, structure, kinds)
-        return origin(values) if origin in (tuple, set, frozenset) else list(values)
-    if issubclass(dict, origin):
-        if not isinstance(structure, dict):
-            raise ValueError
-        key_kind, value_kind = args or (Any, Any)
-        return {
-            _convert_structure(key, key_kind): _convert_structure(value, value_kind)
-            for key, value in structure.items()
-        }
-    if isinstance(_text_form(kind), PrimitiveConstructorSpec):
-        raise TypeError
-    return read_values(structure)  # such as an array
+    if isinstance(structure, dict) and issubclass(dict, origin):
+        keys, values = args or (Any, Any)
+        return {_convert_structure(k, keys): _convert_structure(v, values)
+                for k, v in structure.items()}  # fmt: skip
+    makes = origin if origin in (tuple, set, frozenset) else list
+    if not issubclass(makes, origin) and not issubclass(dict, origin):
+        return read_values(structure)  # such as an array
+    if not isinstance(structure, list) or not issubclass(makes, origin):
+        raise ValueError
+    kinds = [args[0] if args else Any] * len(structure)
+    if origin is tuple and args and args[-1] is not Ellipsis:
+        kinds = list(args)
+    return makes(_convert_structure(*pair) for pair in zip(structure, kinds, strict=True))
 
 
 def _convert_text(text: str, kind: Any, quoted: bool) -> Any:

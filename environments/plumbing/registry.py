@@ -504,10 +504,6 @@ def _plays_itself(build: Constructor, game: EnvSpec) -> bool:
 
 def _advice(name: str) -> str:
     """What to write instead of a name that no environment has."""
-    if "=" in name:
-        first, comma, rest = name.partition(",")
-        example = f"{first}:{rest}" if comma and first in list_envs() else f"snake:{name}"
-        return f"options follow the name of one and a colon, such as {example}"
     own = [f"{file}:{found}" for file in (name, f"{name}.py") for found in _names_in(file, ENVS)]
     own += [f"{file}:{name}" for file in sorted(Path().glob("*.py")) if name in _names_in(file)]
     found = own or difflib.get_close_matches(name.lower(), list_envs(), n=1)
