@@ -60,6 +60,9 @@ def test_a_run_has_the_name_of_its_flag_or_the_next_number(tmp_path):
         new_folder(run.parent, "grpo-x-1", "")
     with pytest.raises(UsageError, match="exists"):
         create_run(run, SETTINGS)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="is no folder"):
+        create_run(tmp_path / "file/a", SETTINGS)
     folder, is_new = folder_of(Config(env=("letter_counting",) * 40))
     assert is_new and folder.name.startswith("grpo-letter_counting+letter_counting+")
     assert len(folder.name) < 255  # the most that file systems take

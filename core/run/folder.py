@@ -39,8 +39,7 @@ from core.types import CannotWrite, Fault, UsageError
 from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {
-    getattr(errno, e)
-    for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV ENOTDIR".split()
+    getattr(errno, e) for e in "ENOSPC EDQUOT EROFS EACCES EPERM EFBIG EIO EISDIR EXDEV".split()
 }
 NO_LOCKS = {getattr(errno, e) for e in "ENOSYS ENOLCK ENOTSUP EOPNOTSUPP".split()}
 BOOLS = yaml.SafeLoader.bool_values  # "yes": True, ..
@@ -178,21 +177,26 @@ def create_run(run: Path, settings: dict[str, Any], take_next: bool = False) -> 
 
     If it exists, raises UsageError; with `take_next`, counts the number at the end of its name up.
     """
-    while True:
-        try:
-            run.mkdir(parents=True)
-            break
-        except FileExistsError as error:
-            if not run.exists():  # a link to a disk that is not there
-                raise UsageError(f"{error.filename} is no folder; remove it") from None
-            stem = run.name.rpartition("-")[0] if take_next else ""
-            run = new_folder(run.parent, "" if take_next else run.name, stem)
+    part = run.with_name(f"{PART}{run.name}-{os.getpid()}")
     try:
-        write_config(run, settings)
+        remove(part)
+        part.mkdir(parents=True)
+    except (FileExistsError, NotADirectoryError):  # such as a link to a disk that is not there
+        raise UsageError(f"{run.parent} is no folder; remove it") from None
+    try:
+        write_config(part, settings)
+        while True:
+            try:
+                os.rename(part, run)  # fails if `run` is a folder that is not empty
+                return run
+            except OSError:
+                if not run.exists():
+                    raise
+            stem = run.name.rpartition("-")[0]
+            run = new_folder(run.parent, "" if take_next else run.name, stem)
     except BaseException:
-        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(part, ignore_errors=True)
         raise
-    return run
 
 
 @contextmanager
