@@ -55,7 +55,7 @@ MB = 2**20
 
 # one setting changes at a time; the others keep their first value
 SETTINGS = {
-    "vocab": (150_000, 384, 8_000, 32_000), "group_size": (8, 4, 16),
+    "vocab": (150_000, 704, 8_000, 32_000), "group_size": (8, 4, 16),
     "completion_tokens": (64, 128, 256), "prompt_tokens": (200, 50),
 }  # fmt: skip
 RANKS = 4
@@ -190,7 +190,7 @@ def measure(
 
     from core.loading import load_policy
 
-    shape = Shape(64, 192, 2, 4, 2, 16, max(384, vocab))
+    shape = Shape(64, 192, 2, 4, 2, 16, vocab)
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder, shape)
         policy = load_policy(folder)
