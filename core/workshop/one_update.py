@@ -75,13 +75,13 @@ def token_logprobs(policy: Policy, ids: Tensor) -> Tensor:
 def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tensor:
     """GRPO's loss without the clip; `advantages` [B], the others [B, T-1].
 
-    It is a mean over all sampled tokens, so that each counts the same, in long answers and short
-    (DAPO). The ratio is the probability of a token now, divided by that when it was sampled. Here
-    the two are equal, so it is 1, and its gradient is that of the log-prob: in this file `logprobs`
-    in its place would give the same step. train.py may take several steps with the same answers;
-    from the second on the ratio is not 1 any more, and corrects for the change of the weights. The
-    gradient pushes a token up where its answer has a positive advantage, and down where it is
-    negative. All answers share the weights, so the sum of all pushes decides.
+    It is a mean over all sampled tokens, so that each counts the same, in long answers and short (as
+    in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that when
+    it was sampled. Here the two are equal, so it is 1, and its gradient is that of the log-prob: in
+    this file `logprobs` in its place would give the same step. train.py may take several steps with
+    the same answers; from the second on the ratio is not 1 any more, and corrects for the change of
+    the weights. The gradient pushes a token up where its answer has a positive advantage, and down
+    where it is negative. All answers share the weights, so the sum of all pushes decides.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
     return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
@@ -104,7 +104,7 @@ def main(policy: Policy) -> None:
             masks.append(torch.tensor([False] * len(prompt) + [True] * len(answer)))
             texts.append(str(policy.tokenizer.decode(answer, skip_special_tokens=True)))
             rewards.append(env.step(texts[-1]).reward)
-    # [B, T], B = P·G, with zeros at the end of shorter rows: no token sees what follows it
+    # [B, T], B = P·G. Shorter rows end in zeros, which do no harm: no token sees what follows it
     ids = pad_sequence(rows, batch_first=True)
     sampled = pad_sequence(masks, batch_first=True)[:, 1:]  # [B, T-1]: nothing predicts token 0
 
@@ -114,10 +114,11 @@ def main(policy: Policy) -> None:
     mean, std = returns.mean(1, keepdim=True), returns.std(1, keepdim=True)  # [P, 1]
     advantages = ((returns - mean) / (std + 1e-4)).flatten()  # [B]; 1e-4: no division by 0
 
-    # 4. The loss, its gradient, and a step against the gradient
+    # 4. The loss, its gradient, and a step. AdamW's first one moves almost every weight by about
+    #    lr, whatever the size of its gradient
     logprobs = token_logprobs(policy, ids)  # [B, T-1]
     compute_loss(logprobs, advantages, sampled).backward()  # gives every weight its gradient
-    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # if longer, to length 1
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)  # to length 1, if longer
     optimizer.step()
 
     # The log-prob of each answer, the sum of those of its tokens, before the step and after it
@@ -131,8 +132,8 @@ def main(policy: Policy) -> None:
             table.add_row(printable(texts[row]), *(f"{number:.2f}" for number in numbers))
         Console(markup=False).print(table)
     print("A right guess may become less likely although its advantage is positive. All guesses "
-          "begin with\nthe same token, and the advantages of a question's guesses add up to less "
-          "than 0: that token may lose\nmore than the digit after it gains.")  # fmt: skip
+          "begin with\nthe same token, <answer>, and the advantages of a question's guesses add up "
+          "to less than 0: that\ntoken may lose more than the digit after it gains.")  # fmt: skip
 
 
 if __name__ == "__main__":
