@@ -76,12 +76,13 @@ def compute_loss(logprobs: Tensor, advantages: Tensor, sampled: Tensor) -> Tenso
     """GRPO's loss without the clip; `advantages` [B], the others [B, T-1].
 
     It is a mean over all sampled tokens, so that each counts the same, in long answers and short
-    (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that when
-    it was sampled. Here the two are equal, so it is 1, and its gradient is that of the log-prob: in
-    this file `logprobs` in its place would give the same step. train.py may take several steps with
-    the same answers; from the second on the ratio is not 1 any more, and corrects for the change of
-    the weights. The gradient pushes a token up where its answer has a positive advantage, and down
-    where it is negative. All answers share the weights, so the sum of all pushes decides.
+    (as in DAPO, a variant of GRPO). The ratio is the probability of a token now, divided by that
+    when it was sampled. Here the two are equal, so it is 1, and its gradient is that of the log-
+    prob: in this file `logprobs` in its place would give the same step. train.py may take several
+    steps with the same answers; from the second on the ratio is not 1 any more, and corrects for
+    the change of the weights. The gradient pushes a token up where its answer has a positive
+    advantage, and down where it is negative. All answers share the weights, so the sum of all
+    pushes decides.
     """
     ratio = (logprobs - logprobs.detach()).exp()  # detach: the same numbers, as constants
     return -(ratio * advantages[:, None] * sampled).sum() / sampled.sum()  # M of policy_gradient.md
