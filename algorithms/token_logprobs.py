@@ -49,7 +49,8 @@ def token_logprobs(
         prefixes, place = predictors, torch.arange(len(predictors), device=nodes.device)
 
     def one_chunk(start: int, here: Tensor) -> tuple[Tensor, Tensor]:
-        h = hidden[prefixes[start : start + chunk]]
+        # not hidden[..]: of equal prefixes its gradients add up in any order, so in other bits
+        h = hidden.index_select(0, prefixes[start : start + chunk])
         logits = to_logits(h).float() / temperature  # [l, V]
         if kept_ids is not None:
             logits = only_kept(logits, kept_ids[start : start + len(h)])

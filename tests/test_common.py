@@ -1,6 +1,7 @@
 """Token log-probs, returns, masked statistics, weights and metrics, against sums done by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -221,3 +222,20 @@ def test_surrogate_metrics_count_the_tokens_that_the_clip_stops(junk):
     assert surrogate_metrics(*inputs) == want
     want = want | {"clip/low_fraction": 3, "clip/high_fraction": 3}
     assert surrogate_metrics(*inputs, either_sign=True) == want
+
+
+def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(request):
+    """With kept ids, each token has a row of logits of its own, and many have one prefix."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(4)
+    head, hidden = torch.randn(128, 5), torch.randn(2, 128)
+    nodes = torch.zeros(40, 101, dtype=torch.int64)
+    ids, mask = torch.randint(5, nodes.shape), torch.ones(40, 100, dtype=torch.bool)
+    kept = [[0, 1, 2, 3, 4]] * mask.sum().item()
+    found = set()
+    for _ in range(10):
+        inputs = hidden.clone().requires_grad_()
+        logprobs, _ = token_logprobs(inputs, nodes, ids, mask, lambda h: h @ head, kept_ids=kept)
+        (logprobs * torch.linspace(-1, 1, 100)).sum().backward()
+        found.add(inputs.grad.numpy().tobytes())
+    assert len(found) == 1

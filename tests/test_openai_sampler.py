@@ -195,6 +195,7 @@ def test_calls_in_the_history_have_the_form_that_servers_want(server, policy, hi
         assert all(json.loads(call["function"]["arguments"]) == {"é": 1} for call in calls)
         if "tool_calls" in text and not calls:
             assert message["content"].count('{"é": 1}') == len(text["tool_calls"])
+        assert all("é" in call["function"]["arguments"] for call in calls)  # not \\u00e9
 
 
 def test_completion_at_a_limit_finishes_with_length(server, policy):
