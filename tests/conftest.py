@@ -61,6 +61,11 @@ def pytest_configure():
             signal.signal(number, handler)
 
 
+def pytest_runtest_setup():
+    """Libraries that an earlier test used may have set a handler of their own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def needs(extra, *modules):
     """Skips a test, and names the extra, if one of its modules is not installed."""
     absent = any(find_spec(module) is None for module in modules)

@@ -33,7 +33,6 @@ except Stopped:
 
 def test_ctrl_c_is_answered_at_once_and_stops_at_the_next_check_and_a_second_one_at_once():
     said = []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever a test before has set
     with Interrupt() as interrupt:
         interrupt.say = said.append
         interrupt.check()

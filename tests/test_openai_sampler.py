@@ -173,11 +173,12 @@ def called(*names):
 
 
 RESULT = {"role": "tool", "content": "5"}
+OTHER = {"role": "tool", "content": "6"}
 
 
 @pytest.mark.parametrize("history, sent", [
     ([called("look"), RESULT], ["assistant look", "tool"]),
-    ([called("look", "see"), RESULT, RESULT], ["assistant look see", "tool", "tool"]),
+    ([called("look", "see"), RESULT, OTHER], ["assistant look see", "tool", "tool"]),
     ([called("look"), RESULT, called("see"), RESULT],
      ["assistant look", "tool", "assistant see", "tool"]),
     ([called("look")], ["assistant"]),  # what picoRL has written as text has no role of a result
@@ -190,11 +191,14 @@ def test_calls_in_the_history_have_the_form_that_servers_want(server, policy, hi
     _, *found, _ = server.asked[0][1]["messages"]
     names = [[m["role"], *(c["function"]["name"] for c in m.get("tool_calls", ()))] for m in found]
     assert [" ".join(each) for each in names] == sent
+    made = [call["id"] for m in found for call in m.get("tool_calls", ())]
+    assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == made  # in their order
     for message, text in zip(found, history, strict=True):
         calls = message.get("tool_calls", ())
         assert all(json.loads(call["function"]["arguments"]) == {"é": 1} for call in calls)
         if "tool_calls" in text and not calls:
             assert message["content"].count('{"é": 1}') == len(text["tool_calls"])
+            assert message["content"].strip() == message["content"]
         assert all("é" in call["function"]["arguments"] for call in calls)  # not \\u00e9
 
 
