@@ -443,6 +443,8 @@ MIXED_UP = {
     "DEFAULT = OpenAI(base_url=base_url)",
     "a copy of one client": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key); "
     "DEFAULT.with_options(timeout=60)",
+    "after a request of its own": "client = OpenAI(base_url=base_url, api_key=api_key); "
+    "client.responses.create(model='m', input='?'); gate.wait(); DEFAULT = DEFAULT or client",
     "it does not ask": "return 1.0",
 }
 
@@ -749,7 +751,8 @@ def run(task, client):
     client.responses.create(model="m", input="?", temperature=0.5, text={"format": SCHEMA})
     client.responses.create(
         model="m", input="?", top_p=1, tool_choice="auto", text={"format": {"type": "text"}},
-        temperature=1, parallel_tool_calls=True, extra_body={"min_p": 0, "logit_bias": {}})
+        temperature=1, parallel_tool_calls=True,
+        extra_body={"min_p": 0, "logit_bias": {}, "top_k": -1})
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
     body["messages"] += [{"role": "assistant", "content": "I"}]
     client.chat.completions.create(
@@ -775,9 +778,15 @@ def run(task, client):
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy, write):
     spec = write("""
+import httpx, json
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"né": {"type": "number"}}}}
 def run(task, client):
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
+    deep = '{"items": ' * 950 + "{}" + "}" * 950  # deeper than the stack of the main thread
+    text = json.dumps(body)[:-1] + ', "response_format": {"schema": %s}}' % deep
+    url = f"{client.base_url}chat/completions"
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    assert httpx.post(url, content=text, headers=headers, trust_env=False).status_code == 400
     wanted = {"type": "json_schema", "json_schema": SCHEMA}
     answer = client.chat.completions.create(**body, response_format=wanted)
     body["messages"] += [answer.choices[0].message, {"role": "user", "content": "And?"}]

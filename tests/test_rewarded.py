@@ -17,7 +17,7 @@ from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
 from core.types import UsageError
 from environments import rewarded
-from environments.base import DEMO_SEEDS, EVAL_SEEDS, is_held_out
+from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, is_held_out
 from environments.plumbing.check import check_env
 from environments.plumbing.registry import absolute, make
 
@@ -133,6 +133,9 @@ async def also(**columns):
     return await meets(**columns)
 def raises(**columns):
     raise KeyError("judge")
+def is_down(completions, **columns):
+    calls.append(completions)
+    raise EnvFailure("no judge")
 async def fails(**columns):
     raise EnvFailure("no judge")
 lock = asyncio.Lock()
@@ -185,7 +188,7 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     assert all(row["answer"] != "later" for row in env.train + env.test)
     held_out = [row["prompt"] for row in ROWS if is_held_out(row["prompt"])]
     assert 3 < len(held_out) < 20
-    assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # each once
+    assert prompts_of(env, EVAL_SEEDS[: len(held_out)]) == held_out  # in their order, each once
     trained = set(prompts_of(env, [*range(400), *DEMO_SEEDS[:400]]))
     assert trained == {row["prompt"] for row in ROWS} - set(held_out)
     assert env.step("x").reward == 0.0  # None of one completion: the function does not apply
@@ -198,13 +201,14 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
 def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training(kind, capsys):
     """Rows of both are left out of training, even if their white space differs."""
     write("train.jsonl", [*ROWS, {"prompt": "Say  100.", "answer": "100"}])
-    write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 190)])
+    write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 191)])
     options = {"rewarded": "reward=rewards.py:accuracy", "agent": "command=true"}[kind]
     if kind == "agent":  # whole rows are compared
         write("train.jsonl", [*ROWS, {"answer": "100", "prompt": "Say 100."}])
     trained, evaluated = (absolute(f"{kind}:data={x}.jsonl,{options}") for x in ("train", "test"))
     rewarded.set_sources([trained], [evaluated])
-    assert len(make(evaluated).test) == 100
+    test = make(evaluated).test
+    assert len(test) == 101 and rewarded.draw(EVAL_SEEDS.start + 1, [], test) is test[1]
     assert [row["prompt"] for row in make(trained).train] == [row["prompt"] for row in ROWS]
     assert capsys.readouterr().err.count("left out 1 rows of training, which the run eval") == 1
     # data of both uses is divided, and what is held out of it is not trained on as other data
@@ -214,6 +218,19 @@ def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_trainin
     held_out = [row["prompt"] for row in make(trained).test]
     assert 3 < len(held_out) < 20 and len(make(trained).train) == 61 - len(held_out)
     assert {row["prompt"] for row in make(again).train} == {r["prompt"] for r in ROWS} - {*held_out}
+    # of rows that both files of an evaluation have, none is left out
+    rewarded.set_sources(["letter_counting"], [trained, again])
+    capsys.readouterr()
+    assert len(make(trained).test) == 61 and len(make(again).test) == 60
+    assert not capsys.readouterr().err
+    # what is held out anyway is not counted
+    rewarded.set_sources([trained], [trained])
+    divided = make(trained)
+    write("extra.jsonl", [*divided.test, divided.train[0]])
+    extra = absolute(f"{kind}:data=extra.jsonl,{options}")
+    rewarded.set_sources([trained], [trained, extra])
+    assert make(trained).train == divided.train[1:]
+    assert "left out 1 rows" in capsys.readouterr().err
 
 
 def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
@@ -240,6 +257,20 @@ def test_rows_that_cannot_be_rendered_are_left_out_before_the_run_begins(command
     assert "failed" not in out + err
     code, _, err = command("--env", none, "--eval-env", rows, *options)
     assert code == 2 and "left out 5 rows" in err and "leaves 0 for training and" in err
+
+
+def test_a_row_that_is_too_long_is_left_out_though_the_first_one_fits():
+    def render(messages):
+        if len(ids := [*messages[0]["content"].encode()]) >= 100:
+            raise UsageError("it does not fit")
+        return ids
+
+    write("long.jsonl", [*ROWS, *({"prompt": f"{n} " * 50} for n in range(2))])
+    spec = absolute("rewarded:data=long.jsonl,reward=rewards.py:zero")
+    assert rewarded.leave_out(spec, render, 100).endswith(
+        "left out 2 rows that cannot be a prompt; the first one: it does not fit")  # fmt: skip
+    env = make(spec)
+    assert [row["prompt"] for row in env.train + env.test if len(row["prompt"]) > 9] == []
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -276,7 +307,8 @@ def test_rows_whose_prompt_is_empty_are_left_out_and_counted(capsys):
     write("gaps.jsonl", [{"prompt": prompt} for prompt in rows])
     env = make("rewarded:data=gaps.jsonl,reward=rewards.py:two")
     assert len(env.train) + len(env.test) == 40
-    assert "left out 4 of 44 rows, whose 'prompt' is empty" in capsys.readouterr().err
+    [said] = capsys.readouterr().err.splitlines()  # and no duplicates
+    assert "left out 4 of 44 rows, whose 'prompt' is empty" in said
 
 
 def test_an_evaluation_asks_each_row_of_the_data_once():
@@ -295,10 +327,15 @@ def test_a_prompt_that_is_none_is_shown(value):
         make("rewarded:data=odd.jsonl,reward=rewards.py:two")
 
 
-@pytest.mark.parametrize("answer, is_said", [("{n}", True), ("The answer is", False)])
-def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(capsys, answer, is_said):
+@pytest.mark.parametrize("answer, others, is_said", [
+    ("{n}", 0, True), ("The answer is", 0, False), ("{n}", 20, False),
+])  # fmt: skip
+def test_conversations_that_contain_their_answers_are_said_to_be_for_sft(
+    capsys, answer, others, is_said
+):
     rows = [[{"role": "user", "content": f"What is {n}?"},
              {"role": "assistant", "content": answer.format(n=n)}] for n in range(20)]  # fmt: skip
+    rows += [[{"role": "user", "content": f"And {n}?"}] for n in range(others)]
     write("chats.jsonl", [{"prompt": row} for row in rows])
     make("rewarded:data=chats.jsonl,reward=rewards.py:two")
     assert ("this is data for SFT" in capsys.readouterr().err) == is_said
@@ -544,6 +581,26 @@ def test_async_functions_are_awaited_together():
     env = make("rewarded:data=rows.jsonl,reward=rewards.py:meets rewards.py:also")
     env.reset(0)
     assert env.step("?").reward == 2.0  # each waits for the other
+
+
+def test_a_judge_that_is_down_is_not_asked_again_for_each_row():
+    envs = [make("rewarded:data=rows.jsonl,reward=rewards.py:is_down") for _ in range(3)]
+    for seed, env in enumerate(envs):
+        env.reset(seed)
+    with pytest.raises(EnvFailure, match="no judge"):
+        type(envs[0]).step_batch(envs, ["a"] * 3)
+    assert len(envs[0].functions[0][1].__globals__["calls"]) == 1
+
+
+def test_an_error_of_several_rows_names_none():
+    """A function that cannot score several rows fails for all, and for none alone."""
+    envs = [make("rewarded:data=rows.jsonl,reward=rewards.py:one_row") for _ in range(3)]
+    for seed, env in enumerate(envs):
+        env.reset(seed)
+    with pytest.raises(RuntimeError) as failure:
+        type(envs[0]).step_batch(envs, ["a"] * 3)
+    assert "one_row: ValueError: too many" in str(failure.value)
+    assert "the row" not in str(failure.value)
 
 
 @pytest.mark.parametrize(("reward", "error", "env_failure"), [

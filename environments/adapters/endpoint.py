@@ -584,7 +584,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not 0 <= length <= MAX_BODY:
             self.close_connection = True  # without reading it
             raise Refused(413, f"a request has at most {MAX_BODY:,} bytes")
-        while length > 0 and (part := self.rfile.read(min(length, PART))):
+        while part := self.rfile.read(min(length, PART)):
             length -= len(part)
             yield part
 
