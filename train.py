@@ -237,6 +237,8 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         params = SamplingParams(cfg.max_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         with run.display.phase("rollouts", cfg.max_tokens, unit="tokens") as phase, run.sampler:
             on_progress = phase.tick_and(run.interrupt.check_alone)
+            if attempt == 0:
+                run.compare_weights()  # the sampler's with the policy's: logs gap/canary
             fresh = run.collector.collect(drawn, run.sampler, params, on_progress)
         for rollout in fresh:
             rollout.group_id += len(sampled)  # so that no two rounds share a group

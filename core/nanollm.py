@@ -38,7 +38,7 @@ from unittest.mock import patch
 
 import torch
 
-from core import distributed, weight_sharing
+from core import canary, distributed, weight_sharing
 from core.config import is_installed
 from core.policy import Policy
 from core.process_state import (
@@ -61,7 +61,6 @@ from core.types import Completion, UsageError
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors
 MAX_GAP = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.1}
-PROBE_TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
 PROBE_NOISE = 0.02  # standard deviation; new adapters have B = 0, which would hide mistakes
 LIMITS = ("sliding_window", "original_max_position_embeddings")  # beyond which attention changes
 CPU_CACHE_BYTES = 1 << 27  # smallest KV cache on a CPU
@@ -364,7 +363,7 @@ class NanoLLM(Sampler):
         limits = [getattr(policy.causal_lm.config, name, None) or 0 for name in LIMITS]
         longest = 64 + max(limit for limit in [0, *limits] if limit < policy.max_length)
         length = max(1, min(longest, policy.max_length - params.max_tokens))
-        words = policy.tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+        words = policy.tokenizer.encode(canary.TEXT, add_special_tokens=False)
         long_prompt = random.Random(0).choices(words, k=length)
         prompts, gaps = [long_prompt[:8], long_prompt], []
         adapters = [(slot.B, slot.B.clone()) for slot in self.slots]
@@ -374,10 +373,7 @@ class NanoLLM(Sampler):
         try:
             self._sync_cache()
             for prompt, completion in zip(prompts, self.sample(prompts, params), strict=True):
-                ids = torch.tensor([prompt + completion.token_ids], device=policy.device)
-                hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
-                logprobs = policy.to_logits(hidden).log_softmax(-1)
-                ours = logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()
+                ours = canary.score(policy, prompt, completion.token_ids)
                 gaps.append((ours - torch.tensor(completion.logprobs)).abs().mean())
         finally:
             for B, unchanged in adapters:

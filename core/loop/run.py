@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from core import config, distributed
+from core import canary, config, distributed
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.loop.evaluator import Evaluator
@@ -43,6 +43,7 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
+    canary: dict[str, float] = field(default_factory=dict)  # its metric in this update
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
@@ -75,6 +76,11 @@ class Run:
             rewarded.STATE.global_step = self.next_update - 1  # updates that are complete
             yield self.next_update
 
+    def compare_weights(self) -> None:
+        """Measures whether the sampler has the policy's weights; see core/canary.py."""
+        before = self.progress.get("canary", {})
+        self.canary, self.progress["canary"] = canary.compare(self.policy, self.sampler, before)
+
     def finish_update(
         self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
     ) -> None:
@@ -83,6 +89,7 @@ class Run:
         `sampled`: all rollouts of the update; `next_level`: of the tasks of the next one.
         """
         cfg = self.cfg
+        metrics |= self.canary
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)

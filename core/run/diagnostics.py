@@ -1,4 +1,4 @@
-"""Twelve warnings about training that goes wrong, computed from the metrics alone.
+"""Thirteen warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
 recorded runs that learn raise no warning, and those of runs/what_goes_wrong raise theirs.
@@ -40,6 +40,12 @@ WARNINGS = {
         "sampler and trainer give the same tokens different log-probs: their tokens, weights or"
         " precision differ",
         "--sampler torch, --dtype float32, --top-p 1 --top-k 0 to find which side is wrong",
+    ),
+    "stale_weights": (
+        "the sampler has older weights than the trainer, so the policy learns from what another one"
+        " did",
+        "--sampler torch; with a sampler of your own, its `sync` after each update, and no prompt's"
+        " keys and values from before",
     ),
     "never_stops": (
         "nearly every completion ends at the token limit, so hardly any is a finished answer",
@@ -96,12 +102,13 @@ MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
 MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_TRUNCATED = 0.2  # fraction of episodes
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
+MIN_LAG = 0.5  # updates that the sampler lacks, in two canaries
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0  # standard deviations of a return; standard errors of its mean
 MAX_SFT_LOSS = 0.05  # nats per token, of a policy that knows its demonstrations
 INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/max reward/correct
     policy/entropy weights/capped groups/level
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
-    gap/logprob_max length/hit_token_limit episodes/truncated lora/zero_fraction
+    gap/logprob_max gap/canary length/hit_token_limit episodes/truncated lora/zero_fraction
     update/steps info/agent_error""".split()
 
 
@@ -166,6 +173,7 @@ def active_warnings(
         "dead_groups": "" if no_reward or below_start or not by_group else dead_groups,
         "kl_runaway": _kl_runaway(recent),
         "sampler_gap": _sampler_gap(recent),
+        "stale_weights": _stale_weights(recent),
         "never_stops": _never_stops(recent),
         "episodes_cut": _episodes_cut(recent),
         "adapters_unchanged": _adapters_unchanged(recent),
@@ -346,6 +354,13 @@ def _sampler_gap(recent: list[Record]) -> str:
         return ""
     return (f"in {len(large)} of {len(largest)} updates the log-probs of a token differed by up to "
             f"{max(large):.3g} nats")  # fmt: skip
+
+
+def _stale_weights(recent: list[Record]) -> str:
+    lags = [lag for r in recent if not math.isnan(lag := _finite(r, "gap/canary"))][-2:]
+    if len(lags) < 2 or min(lags) < MIN_LAG:
+        return ""
+    return f"it lacks {min(lags):.2g} of an update, by the log-probs of a fixed text (gap/canary)"
 
 
 def _never_stops(recent: list[Record]) -> str:

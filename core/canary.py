@@ -1,0 +1,59 @@
+"""A canary: has the sampler the weights of the trainer?
+
+A small update moves log-probs less than the limit of `sampler_gap`, so that a sampler with older
+weights looks healthy for long. Here both give a short text its log-probs: the trainer now, t, and
+before the last update, b, and the sampler, s. What the sampler lacks, as a multiple of the update:
+
+    canary = Σ (t - s) · (t - b) / Σ (t - b)²
+
+It is 0 if the sampler has the trainer's weights, 1 if it has those before the update, and grows
+with each further update that it misses, at any learning rate.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.policy import Policy
+from core.sampler import Sampler, SamplingParams
+
+TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
+PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same draws
+MAX_ERROR = 0.2  # standard error above which rounding, as of 16 bits, hides the update
+
+
+def compare(
+    policy: Policy, sampler: Sampler, before: dict[str, Any]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """The metric `gap/canary`, and what the next call needs as `before`; {} at first.
+
+    Samples a continuation of TEXT. Equal weights draw the same tokens, and weights that have moved
+    a little mostly do; only tokens that were drawn the last time, too, are compared. There is no
+    metric if these are too few, have not moved, or have moved less than rounding.
+    """
+    prompt = policy.tokenizer.encode(TEXT, add_special_tokens=False)
+    prompt = prompt[: max(1, policy.max_length - PARAMS.max_tokens)]
+    [drawn] = sampler.sample([prompt], PARAMS)
+    now = score(policy, prompt, drawn.token_ids).double()  # [N]
+    pairs = zip(drawn.token_ids, before.get("token_ids", []), strict=False)
+    same = [a == b for a, b in pairs]
+    n = [*same, False].index(False)  # equal tokens at the beginning
+    moved = now[:n] - torch.tensor(before.get("logprobs", [])[:n], dtype=now.dtype)
+    lacking = now[:n] - torch.tensor(drawn.logprobs[:n], dtype=now.dtype)
+    metrics = {}
+    if n > 1 and (distance := (moved @ moved).item()):
+        slope = (lacking @ moved).item() / distance
+        residual = lacking - slope * moved
+        error = ((residual @ residual).item() / (n - 1) / distance) ** 0.5
+        metrics = {"gap/canary": slope} if error < MAX_ERROR else {}
+    return metrics, {"token_ids": drawn.token_ids, "logprobs": now.tolist()}
+
+
+@torch.no_grad()
+def score(policy: Policy, prompt: list[int], completion: list[int]) -> Tensor:
+    """Log-probs of the completion's tokens after the prompt: [N] float32, on the CPU."""
+    ids = torch.tensor([prompt + completion], device=policy.device)
+    hidden = policy.hidden_states(ids)[0, len(prompt) - 1 : -1]
+    logprobs = policy.to_logits(hidden).log_softmax(-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None]).squeeze(1).cpu()

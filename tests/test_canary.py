@@ -1,0 +1,58 @@
+"""core/canary.py says how much of the last update the sampler lacks."""
+
+import copy
+
+import pytest
+import torch
+from conftest import load_small
+
+from core import canary
+from core.run import diagnostics
+from core.sampler import TorchSampler
+
+
+def moved(policy, size, part=""):
+    """A copy whose weights with `part` in their names took a step in a fixed direction."""
+    policy, generator = copy.deepcopy(policy), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in policy.trainable().items():
+            step = size * torch.randn(weight.shape, generator=generator)
+            weight += step if part in name else 0
+    return policy
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_it_is_the_number_of_updates_that_the_sampler_lacks(qwen3_folder, lora_rank, size):
+    first = moved(load_small(qwen3_folder, lora_rank=lora_rank), 0.02)
+    second = moved(first, size)
+    third = moved(second, size)
+    metrics, before = canary.compare(first, TorchSampler(first), {})
+    assert metrics == {}  # nothing to compare with
+    assert canary.compare(first, TorchSampler(first), before)[0] == {}  # nothing has moved
+    _, before = canary.compare(second, TorchSampler(second), before)
+    for sampled, lacking in ((third, 0), (second, 1), (first, 2)):
+        found, _ = canary.compare(third, TorchSampler(sampled), before)
+        assert found["gap/canary"] == pytest.approx(lacking, abs=0.1)
+
+
+def test_a_sampler_that_lacks_only_some_layers_is_seen(policy):
+    third = moved(policy, 1e-4)
+    _, before = canary.compare(policy, TorchSampler(policy), {})
+    found, _ = canary.compare(third, TorchSampler(moved(policy, 1e-4, "mlp")), before)
+    assert 0.2 < found["gap/canary"] < 1.2
+
+
+def test_there_is_no_metric_where_rounding_hides_the_update(policy):
+    policy.model.bfloat16()
+    later = moved(policy, 1e-4)
+    _, before = canary.compare(policy, TorchSampler(policy), {})
+    assert canary.compare(later, TorchSampler(later), before)[0] == {}
+
+
+@pytest.mark.parametrize("lags, named", [((0.01, 1.0), ""), ((1.0, 0.7), "0.7"), ((0.4, 2), "")])
+def test_two_canaries_in_a_row_are_a_warning(lags, named):
+    records = [{"update": 1}, *({"update": 2 + i, "gap/canary": lag} for i, lag in enumerate(lags))]
+    warnings = diagnostics.new_warnings(records)
+    assert [*warnings] == ["stale_weights"] * bool(named)
+    assert all(f"it lacks {named} of an update" in message for message in warnings.values())
