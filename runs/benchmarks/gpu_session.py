@@ -65,7 +65,6 @@ PARTS = {  # correctness, then speed
     "model_0.6B": Part(60, f"{MODEL}0.6B"),
     "model_4B": Part(120, f"{MODEL}4B"),
     "start": Part(120, f"{TRAIN} {START}"),
-    "attention": Part(60, f"{BENCHMARKS}/attention.py --out {{out}}", ahead=True),
     "tokens": Part(200, f"{NANOLLM}-0.6B --sizes 0.6B --samplers nanollm vllm --parts"),
     "start_again": Part(60, f"{TRAIN} {START}"),
     "smollm2": Part(120, f"{TRAIN} --config runs/smollm2/sums.yaml", target=0.7),
@@ -125,7 +124,6 @@ def launch(name: str, args: argparse.Namespace, out: Path, site: Path) -> subpro
         text = text.replace("{" + key + "}", str(value))
     script, *flags = text.split()
     flags = [str(ROOT / flag) if flag.endswith(".yaml") else flag for flag in flags]
-    flags += ["--cpu"] * (args.cpu and name == "attention")
     if args.before and name == "tokens":
         flags += ["--before", args.before]
     command = [sys.executable, *[__file__, "--ahead"] * part.ahead, str(ROOT / script), *flags]
@@ -237,7 +235,7 @@ if __name__ == "__main__":
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--before", default="", help="a checkout that `tokens` measures too")
     parser.add_argument("--minutes", type=float, default=14.0, help="then a part is stopped")
-    parser.add_argument("--cpu", action="store_true", help="only for learning, attention, compose")
+    parser.add_argument("--cpu", action="store_true", help="only for learning and compose")
     parser.add_argument("--save-model", default="", help="internal: a folder for a random model")
     arguments = parser.parse_args()
     if arguments.save_model:

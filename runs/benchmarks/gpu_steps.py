@@ -27,10 +27,10 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE), str(HERE.parents[1])]
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 from gpu_check import ANSWER  # noqa: E402
-from pairs import versions as package_versions  # noqa: E402
+from record import versions as package_versions  # noqa: E402
 from workload import SHAPES, Shape, save_model  # noqa: E402
 
 from core import nanollm  # noqa: E402

@@ -30,10 +30,9 @@ import tyro
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 RESULTS = Path(__file__).resolve().parent / "nanollm"
-sys.path.insert(0, str(RESULTS.parent))
+sys.path += [str(RESULTS.parents[i]) for i in range(3)]
 
-from pairs import spread, versions  # noqa: E402
-from record import commit, write_table  # noqa: E402
+from record import commit, spread, versions, write_table  # noqa: E402
 from workload import SHAPES, save_model  # noqa: E402
 
 LABELS = {

@@ -13,8 +13,12 @@ next; the first step of a process is left out. Linux. gpu_session.py runs both s
 with vLLM in its process.
 """
 
+import json
 import os
+import resource
+import shlex
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -22,74 +26,100 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path += [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
-import tyro
-from pairs import (
-    Rounds,
-    alternate,
-    cells_of_pair,
-    in_child,
-    of,
-    publish,
-    run_child,
-    spread,
-    status,
-)
-from record import markdown
-from workload import PROMPT_TOKENS, WORK
+import torch  # noqa: E402
+import tyro  # noqa: E402
+from record import commit, machine, markdown, spread, versions, write_table  # noqa: E402
+from workload import PROMPT_TOKENS, SHAPES, WORK, prompt, reward, save_model, save_smollm2  # noqa: E402
 
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 GOALS = {  # maximum of picoRL's time / TRL's time, by model and prompt length
     "4M": {50: 0.55, 200: 0.3},
     "smollm2": {50: 0.6, 200: 0.3},
 }
-OUR_TOKENS, TRL_ROWS = 2048, 16  # of a micro-batch: padded tokens of picoRL, completions of TRL
+SIDES = {  # of a micro-batch: padded tokens of picoRL, completions of TRL
+    "picoRL": {"part": "picorl", "tokens": 2048},
+    "TRL": {"part": "trl", "rows": 16},
+}
+ANSWER = "answer: "  # begins the line in which a child prints what it found
 GB = 2**30
 
 
 @dataclass
-class Args(Rounds):
+class Args:
     """What to measure."""
 
     model: Literal["4M", "smollm2"] = "4M"
     num_prompts: int = WORK["num_prompts"]
     steps: int = 4  # measured in each process, after one that is not
+    rounds: int = 5  # of each side, in turn
+    write: bool = True  # save the results as JSON and write the table into README.md
 
 
 def main(args: Args) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the children
     with tempfile.TemporaryDirectory() as folder:
-        weights = in_child(__file__, "make", folder=folder, model=args.model)["weights"]
+        weights = (save_smollm2(folder) if args.model == "smollm2"
+                   else save_model(folder, SHAPES[args.model]))  # fmt: skip
         cases = [{"size": args.model, "weights": weights} | pair(args, folder, tokens)
                  for tokens in PROMPT_TOKENS]  # fmt: skip
-    # the results of the pretrained model have their own file and table
-    name = "vs_trl_smollm2" if args.model == "smollm2" else "vs_trl"
-    publish(name, cases, table, args.write)
+    print("\n".join(["", *table(cases)]), flush=True)
+    if args.write:
+        # the results of the pretrained model have their own file and table
+        publish("vs_trl_smollm2" if args.model == "smollm2" else "vs_trl", cases)
 
 
 def pair(args: Args, folder: str, prompt_tokens: int) -> dict[str, Any]:
-    """Measures one row of the table. Raises RuntimeError if the sides did different work."""
+    """Measures both sides in turn, A B A B .., for one row of the table.
+
+    Raises RuntimeError if the sides did different work.
+    """
     work = WORK | {"num_prompts": args.num_prompts, "steps": args.steps, "lora_rank": 0,
                    "prompt_tokens": prompt_tokens}  # fmt: skip
     tokenizer = "smollm2" if args.model == "smollm2" else "tiny"
     settings = work | {"folder": folder, "gpu": False, "tokenizer": tokenizer}
-    print(f"prompts of {prompt_tokens} tokens", flush=True)
-    sides = {
-        "picoRL": partial(in_child, __file__, "picorl", **settings, tokens=OUR_TOKENS),
-        "TRL": partial(in_child, __file__, "trl", **settings, rows=TRL_ROWS),
-    }
-    results = alternate(sides, args.rounds, "step_s")
     budget = args.num_prompts * work["group_size"] * work["max_tokens"]
-    for name, answers in results.items():
-        for answer in answers:
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in SIDES}
+    for turn in range(args.rounds):
+        for name, side in SIDES.items():
+            answer = in_child(**settings, **side)
             if set(answer["sampled"]) != {budget} or answer["prompt_tokens"] != prompt_tokens:
                 raise RuntimeError(f"{name} sampled other tokens than {budget}: {answer}")
+            results[name].append(answer)
+            print(f"prompts of {prompt_tokens} tokens, round {turn + 1} of {args.rounds}: "
+                  f"{name:6} {answer['step_s']:.4g} s", flush=True)  # fmt: skip
     return work | {"budget": budget, "sides": results}
+
+
+def in_child(**settings: Any) -> dict[str, Any]:
+    """Runs a part of PARTS in a fresh process and returns its result; RuntimeError if it fails."""
+    command = [sys.executable, __file__, "--child", json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+    if done.returncode or not answers:
+        raise RuntimeError(f"exit code {done.returncode} of {settings}: {done.stderr[-2000:]}")
+    return json.loads(answers[-1].removeprefix(ANSWER))
+
+
+def publish(name: str, cases: list[dict[str, Any]]) -> None:
+    """Saves the results, and writes their table into README.md."""
+    folder = HERE / "speed"
+    command = shlex.join(["python", f"runs/benchmarks/{Path(__file__).name}", *sys.argv[1:]])
+    result = {
+        "machine": machine(), "commit": commit(), "command": command,
+        "threads": torch.get_num_threads(), "versions": versions(), "cases": cases,
+    }  # fmt: skip
+    (folder / f"{name}-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    used = ", ".join(f"{package} {number}" for package, number in versions().items())
+    made = f"`{command}` at commit {commit()} on {machine()}; {torch.get_num_threads()} threads; "
+    write_table(folder, [f"{made}{used}.", "", *table(cases)], name)
 
 
 def table(cases: list[dict[str, Any]]) -> list[str]:
@@ -97,13 +127,18 @@ def table(cases: list[dict[str, Any]]) -> list[str]:
     rows = []
     for case in cases:
         goal = GOALS[case["size"]][case["prompt_tokens"]]
-        *times, ratio, met = cells_of_pair(case["sides"], "step_s", ".2f", goal)
-        for number, (name, answers) in enumerate(case["sides"].items()):
+        ours, theirs = ([answer["step_s"] for answer in answers]
+                        for answers in case["sides"].values())  # fmt: skip
+        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]  # pairs have the same load
+        met = "met" if statistics.median(ratios) <= goal else "missed"
+        for name, answers in case["sides"].items():
+            keys = ("step_s", "sampling_s", "resident_gb")
+            steps, sampling, peak = ([answer[key] for answer in answers] for key in keys)
             rows.append([
                 f"{case['size']}, all weights", f"{case['num_prompts']} of {case['prompt_tokens']}",
-                f"{case['budget']:,}", name, times[number], spread(of(answers, "sampling_s")),
-                *([ratio, met] if name == "TRL" else ["", ""]),
-                speed(case["budget"], answers), spread(of(answers, "resident_gb"), ".1f"),
+                f"{case['budget']:,}", name, spread(steps), spread(sampling),
+                *([spread(ratios), f"at most {goal:g}: {met}"] if name == "TRL" else ["", ""]),
+                speed(case["budget"], answers), spread(peak, ".1f"),
             ])  # fmt: skip
     return markdown("model | prompts | tokens per step | side | step, s | sampling, s | "
                     "picoRL / TRL | goal | tokens/s | peak, GB", rows)  # fmt: skip
@@ -134,8 +169,6 @@ class StepTimer:
 
     def step_ended(self) -> None:
         if self.gpu:
-            import torch
-
             torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
@@ -155,7 +188,6 @@ class StepTimer:
     @contextmanager
     def watch_memory(self) -> Iterator[None]:
         """Samples the memory in use on the GPU, of all allocators, a hundred times a second."""
-        import torch
 
         def watch() -> None:
             while not self.done:
@@ -183,18 +215,11 @@ class StepTimer:
             "steps_s": steps,
             "sampled": self.sampled,
             "prompt_tokens": self.prompt_tokens,
-            "resident_gb": status("VmHWM") / GB,
+            "resident_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
         }
         if self.peaks:
             answer["memory_gb"] = self.peaks | {"all": max(self.peaks.values())}
         return answer
-
-
-def make(folder: str, model: str) -> dict[str, Any]:
-    from workload import SHAPES, save_model, save_smollm2
-
-    saved = save_smollm2(folder) if model == "smollm2" else save_model(folder, SHAPES[model])
-    return {"weights": saved}
 
 
 def picorl(
@@ -202,13 +227,11 @@ def picorl(
     prompt_tokens: int, max_tokens: int, steps: int, tokenizer: str = "tiny",
 ) -> dict[str, Any]:  # fmt: skip
     """Measures steps of picoRL, in a run of train.py."""
-    import workload  # noqa: F401 (registers its environment)
-
     import train
     from core.loop.run import Run
 
     timer = StepTimer(gpu)
-    collect, log, save = train.collect_rollouts, Run.log, Run.save
+    collect, log = train.collect_rollouts, Run.log
 
     def collect_rollouts(*args: Any) -> Any:
         sampled, kept = collect(*args)
@@ -225,22 +248,18 @@ def picorl(
 
     train.collect_rollouts = timer.time_sampling(collect_rollouts)
     Run.log, Run.save = end_step, lambda run: False
-    here = os.getcwd()
-    try:
-        with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
-            os.chdir(empty)  # for runs/
-            env = f"speed:prompt_tokens={prompt_tokens},tokenizer={tokenizer}"
-            train.main(train.Config(
-                model_id=folder, env=(env,),
-                num_updates=steps + 1, num_prompts=num_prompts, group_size=group_size,
-                max_tokens=max_tokens, max_turns=1, max_model_len=prompt_tokens + max_tokens,
-                max_tokens_per_micro_batch=tokens, lora_rank=lora_rank, sft_steps=0,
-                sampler="vllm" if gpu else "torch", device="cuda" if gpu else "cpu",
-                eval_num_tasks=0, save_every=0, microscope=0,
-            ))  # fmt: skip
-    finally:
-        os.chdir(here)
-        train.collect_rollouts, Run.log, Run.save = collect, log, save
+    with tempfile.TemporaryDirectory() as empty, timer.watch_memory():
+        os.chdir(empty)  # for runs/
+        env = f"speed:prompt_tokens={prompt_tokens},tokenizer={tokenizer}"
+        train.main(train.Config(
+            model_id=folder, env=(env,),
+            num_updates=steps + 1, num_prompts=num_prompts, group_size=group_size,
+            max_tokens=max_tokens, max_turns=1, max_model_len=prompt_tokens + max_tokens,
+            max_tokens_per_micro_batch=tokens, lora_rank=lora_rank, sft_steps=0,
+            sampler="vllm" if gpu else "torch", device="cuda" if gpu else "cpu",
+            eval_num_tasks=0, save_every=0, microscope=0,
+        ))  # fmt: skip
+        os.chdir(HERE)
     return timer.answer()
 
 
@@ -248,11 +267,15 @@ def trl(
     folder: str, gpu: bool, rows: int, lora_rank: int, num_prompts: int, group_size: int,
     prompt_tokens: int, max_tokens: int, steps: int, tokenizer: str = "tiny", sleep: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measures steps of TRL's GRPOTrainer."""
+    """Measures steps of TRL's GRPOTrainer.
+
+    It has its defaults, except for the workload and for what saves memory, not time, and the same
+    adapters as core.policy makes.
+    """
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import TrainerCallback
-    from trl import GRPOTrainer
-    from workload import prompt, reward
+    from trl import GRPOConfig, GRPOTrainer
 
     timer = StepTimer(gpu)
 
@@ -271,11 +294,18 @@ def trl(
                                 prompt_tokens + max_tokens, sleep)  # fmt: skip
         trainer = GRPOTrainer(
             model=folder, reward_funcs=rewards, train_dataset=data, callbacks=[EndOfStep()],
-            args=trl_config(
-                out, rows, num_prompts, group_size, max_tokens, steps + 1,
-                learning_rate=2e-5 if lora_rank else 1e-6, **engine,
+            args=GRPOConfig(
+                output_dir=out, max_steps=steps + 1, num_generations=group_size,
+                per_device_train_batch_size=rows,
+                gradient_accumulation_steps=num_prompts * group_size // rows,
+                max_completion_length=max_tokens, beta=0.0, num_iterations=1,
+                gradient_checkpointing=False, report_to="none", save_strategy="no",
+                disable_tqdm=True, learning_rate=2e-5 if lora_rank else 1e-6, **engine,
             ),
-            peft_config=trl_lora(lora_rank),
+            peft_config=LoraConfig(
+                task_type="CAUSAL_LM", r=lora_rank, lora_alpha=2 * lora_rank,
+                target_modules="all-linear",
+            ) if lora_rank else None,
         )  # fmt: skip
         sample = trainer._generate_single_turn
 
@@ -289,23 +319,6 @@ def trl(
         with timer.watch_memory():
             trainer.train()
     return timer.answer()
-
-
-def trl_config(
-    out: str, rows: int, num_prompts: int, group_size: int, max_tokens: int, steps: int,
-    **options: Any,
-) -> Any:  # fmt: skip
-    """Returns TRL's defaults, except for the workload and for what saves memory, not time."""
-    from trl import GRPOConfig
-
-    return GRPOConfig(
-        output_dir=out, max_steps=steps, num_generations=group_size,
-        per_device_train_batch_size=rows,
-        gradient_accumulation_steps=num_prompts * group_size // rows,
-        max_completion_length=max_tokens, beta=0.0, num_iterations=1,
-        gradient_checkpointing=False, report_to="none", save_strategy="no", disable_tqdm=True,
-        **options,
-    )  # fmt: skip
 
 
 def engine_options(
@@ -331,10 +344,6 @@ def vllm_share(folder: str, rows: int, length: int) -> float:
 
     TRL's default of 0.3 would reserve memory that the engine does not use.
     """
-    import json
-
-    import torch
-
     config = json.loads(Path(folder, "config.json").read_text())
     keys = config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
     cache = 2 * 2 * keys * rows * (length + 16)
@@ -342,20 +351,12 @@ def vllm_share(folder: str, rows: int, length: int) -> float:
     return (weights + 1.1 * cache + 4 * GB) / torch.cuda.mem_get_info()[1]
 
 
-def trl_lora(rank: int) -> Any:
-    """Returns the same adapters as core.policy makes; None for rank 0."""
-    if rank == 0:
-        return None
-    from peft import LoraConfig
-
-    return LoraConfig(
-        task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear"
-    )
-
-
-PARTS = {"make": make, "picorl": picorl, "trl": trl}
+PARTS = {"picorl": picorl, "trl": trl}
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    if not run_child(PARTS):
+    if sys.argv[1:2] == ["--child"]:
+        settings = json.loads(sys.argv[2])
+        print(ANSWER + json.dumps(PARTS[settings.pop("part")](**settings)), flush=True)
+    else:
         main(tyro.cli(Args, description=__doc__))

@@ -15,7 +15,6 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path += [str(Path(__file__).resolve().parents[i]) for i in (1, 2)]
 
@@ -23,13 +22,9 @@ from core.types import Message
 from environments.base import Env, Step
 from environments.plumbing.registry import register
 
-if TYPE_CHECKING:
-    from core.policy import Policy
-
 DIGITS = "0123456789"  # one token each, for the tokenizers of tiny and of smollm2
 TEMPLATE_TOKENS = {"tiny": 3, "smollm2": 30}  # of the chat template, by the tokenizer's model
 WORK = {"num_prompts": 8, "group_size": 8, "max_tokens": 64}  # completions of exactly 64 tokens
-BUDGET = 8 * 8 * 64  # tokens that are sampled
 PROMPT_TOKENS = (50, 200)  # one row of the table each
 COORDINATE, FAR = 0, -1000.0  # logits stay finite in float16
 
@@ -129,14 +124,3 @@ class Speed(Env):
 
     def step(self, response: str) -> Step:
         return Step(None, reward(response), True, {"correct": False})
-
-
-def repeated_prompts(
-    policy: "Policy", num_prompts: int, group_size: int, prompt_tokens: int
-) -> list[list[int]]:
-    """Returns the token ids of P different prompts, each repeated G times in a row."""
-    from core.chat_template import prompt_ids
-
-    distinct = [prompt_ids(policy.tokenizer, prompt(i, prompt_tokens)) for i in range(num_prompts)]
-    assert {len(ids) for ids in distinct} == {prompt_tokens}
-    return [ids for ids in distinct for _ in range(group_size)]
