@@ -1,6 +1,6 @@
 """Which gradient does each loss follow, and how noisily? Computed exactly, by enumeration.
 
-    python runs/off_policy/atlas.py      # two minutes; writes its tables into README.md
+    python runs/off_policy/atlas.py      # two minutes; writes its table into README.md
 
 Two tasks, an easy and a hard one, each with a policy of its own over four completions: at each of
 three tokens it goes on or ends. An update has a group of four rollouts for each task, so all its
@@ -11,7 +11,6 @@ expectation of the gradient, and of its square.
 
 import itertools
 import math
-import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,17 +38,6 @@ RIGHT = torch.tensor([[False, True, True, False], [False, False, True, False]]) 
 LOGITS = [[[0, -0.8], [0, 0.3], [0, 1.0]], [[0, 1.5], [0, 0.5], [0, 0.2]]]
 MOVED = 0.2  # standard deviation of the change of the logits before a later step
 GROUP = 4  # rollouts of a task
-# rows of the atlas whose runs differ in the first step, and the names of these runs
-RECORDED = {
-    **{f"`reinforce`, baseline {name}": name for name in ("none", "batch", "leave_one_out")},
-    **{f"`grpo`, loss type {name}": name for name in ("grpo", "dr_grpo", "dapo", "max_rl")},
-    **{f"`ppo`, λ = {name}, wrong values": f"ppo_{name}" for name in ("0", "0.95", "1")},
-}
-# tasks of runs/parts: what is added to the returns, the metric, and the accuracy that is wanted
-MEASURED = {
-    "offset": (10.0, "eval/*/accuracy", 0.9),
-    "mixed": (0.0, "eval/compose/accuracy", 0.3),
-}
 
 
 @dataclass
@@ -76,11 +64,11 @@ class Tasks:
             values[:, i, t] = (chances * RIGHT * same).sum(-1) / (chances * same).sum(-1)
         return values
 
-    def batches(self, group: int) -> Iterator[tuple[Tensor, float]]:
-        """Every batch: the completions of the rollouts, [2 · group], and its probability."""
+    def batches(self) -> Iterator[tuple[Tensor, float]]:
+        """Every batch: the completions of the rollouts, [2 · GROUP], and its probability."""
         chances = self.logprobs().sum(-1).exp().tolist()
-        groups = list(itertools.combinations_with_replacement(range(4), group))
-        orders = [math.factorial(group) / math.prod(math.factorial(g.count(i)) for i in range(4))
+        groups = list(itertools.combinations_with_replacement(range(4), GROUP))
+        orders = [math.factorial(GROUP) / math.prod(math.factorial(g.count(i)) for i in range(4))
                   for g in groups]  # fmt: skip
         probabilities = [[order * math.prod(chances[task][i] for i in g)
                           for g, order in zip(groups, orders, strict=True)]
@@ -89,39 +77,32 @@ class Tasks:
             yield torch.tensor(first + second), probabilities[0][i] * probabilities[1][j]
 
 
-Loss = Callable[[Tensor, Batch, Micro], Tensor]  # of log-probs [B, N]
-
-
 def mask() -> Tensor:
     """The tokens of each completion, [completion, token]."""
     return torch.arange(3) < LENGTHS[:, None]
 
 
 def estimate(
-    algorithm: Any, options: Any, old: Tasks, new: Tasks | None = None, group: int = GROUP,
-    values: Tensor | None = None, aggregation: str | None = None, max_tokens: int = 3,
-    offset: float = 0.0,
-) -> tuple[Tensor, float]:  # fmt: skip
+    algorithm: Any, options: Any, old: Tasks, new: Tasks, values: Tensor | None
+) -> tuple[Tensor, float]:
     """Expectation of the gradient that is followed, [task, token, 2], and its variance.
 
-    `old` samples; the gradient is taken at `new`, or at `old`. `values` [task, completion, 3] are
-    PPO's; `offset` is added to every return. The variance is E|g - E g|².
+    `old` samples; the gradient is taken at `new`. `values` [task, completion, 3] are PPO's. The
+    variance is E|g - E g|².
     """
-    new = new or old
     options = algorithm.resolve(options) if hasattr(algorithm, "resolve") else options
-    task = torch.arange(2).repeat_interleave(group)
+    task = torch.arange(2).repeat_interleave(GROUP)
     old_logprobs, logprobs = old.logprobs(), new.logprobs()
     # ∇ log-prob of a token: 1 at its logit, minus the probabilities
     scores = torch.nn.functional.one_hot(TOKENS, 2) - new.logits.softmax(-1)[:, None]
     mean, square = torch.zeros(2, 3, 2), 0.0
-    for completions, probability in old.batches(group):
+    for completions, probability in old.batches():
         sampled = mask()[completions]
-        rewards = torch.zeros(2 * group, 3)
-        rewards[torch.arange(2 * group), LENGTHS[completions] - 1] = (
-            RIGHT[task, completions].to(rewards.dtype) + offset
-        )  # fmt: skip
+        rewards = torch.zeros(2 * GROUP, 3)
+        right = RIGHT[task, completions].to(rewards.dtype)
+        rewards[torch.arange(2 * GROUP), LENGTHS[completions] - 1] = right
         known: dict[str, Any] = {
-            "completion_mask": sampled, "turn_ids": torch.zeros(2 * group, 3, dtype=torch.int64),
+            "completion_mask": sampled, "turn_ids": torch.zeros(2 * GROUP, 3, dtype=torch.int64),
             "group_ids": task, "rewards": rewards,
             "old_logprobs": old_logprobs[task, completions],
             "sampler_logprobs": old_logprobs[task, completions],
@@ -131,12 +112,10 @@ def estimate(
         parts = rewards.sum(1, keepdim=True)  # of GDPO: one reward
         batch = Batch(**known, reward_parts=parts, reward_weights=torch.ones_like(parts))
         add_advantages(batch, algorithm.compute_advantages(batch, options))
-        weights = common.token_weights(
-            sampled, aggregation or options.aggregation, max_tokens, None, task
-        )
+        weights = common.token_weights(sampled, options.aggregation, 3, None, task)
         known |= {
             "advantages": batch.advantages, "own": batch.own, "value_targets": batch.value_targets,
-            "importance_weights": torch.ones(2 * group, 3), "token_weights": weights,
+            "importance_weights": torch.ones(2 * GROUP, 3), "token_weights": weights,
         }  # fmt: skip
         here = logprobs[task, completions].requires_grad_()
         loss, _ = algorithm.compute_loss(here, known.get("values"), Micro(**known), options)
@@ -176,7 +155,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 
 def atlas() -> dict[str, list[float]]:
     """For each row: cosine with ∇J and with ∇ log p, and noise per rollout, in the first step of an
-    update; cosine with ∇J and noise in a later step; noise in the first step with the offset."""
+    update; cosine with ∇J and noise in a later step."""
     old = Tasks(torch.tensor(LOGITS))
     noise = torch.randn(old.logits.shape, generator=torch.Generator().manual_seed(0))
     new = Tasks(old.logits + MOVED * noise)
@@ -184,78 +163,25 @@ def atlas() -> dict[str, list[float]]:
     found = {}
     for name, (algorithm, options, of) in track(estimators().items(), "estimators", transient=True):
         numbers = []
-        for at, offset in ((old, 0.0), (new, 0.0), (old, MEASURED["offset"][0])):
-            mean, variance = estimate(algorithm, options, old, at, values=values[of], offset=offset)
-            if not offset:
-                numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
-            if at is old and not offset:
+        for at in (old, new):
+            mean, variance = estimate(algorithm, options, old, at, values[of])
+            numbers.append(cosine(mean, gradient_of(at, lambda p: p)))
+            if at is old:
                 numbers.append(cosine(mean, gradient_of(at, torch.log)))
             numbers.append(2 * GROUP * variance / mean.square().sum().item())
         found[name] = numbers
     return found
 
 
-def tokens_needed(task: str) -> dict[str, float]:
-    """Sampled tokens to the accuracy in MEASURED, the mean of the seeds, by row of the atlas;
-    infinite if a seed did not reach it."""
-    _, metric, wanted = MEASURED[task]
-    found: dict[str, list[float]] = {}
-    rows_of = {f"{task}_{name}": row for row, name in RECORDED.items()}
-    for run in record.read_page(HERE)[1]:
-        if run.name not in rows_of:
-            continue
-        tokens, reached = 0.0, False
-        for entry in run.read().records:
-            tokens += entry.get("tokens/sampled", 0)
-            reached = reached or entry.get(metric.replace("*", run.envs[0]), 0) >= wanted
-            if reached:
-                break
-        found.setdefault(rows_of[run.name], []).append(tokens if reached else math.inf)
-    return {row: statistics.fmean(tokens) for row, tokens in found.items()}
-
-
-def rank_correlation(x: list[float], y: list[float]) -> float:
-    """Spearman's: the correlation of the ranks; equal numbers share the mean of their ranks.
-
-    >>> rank_correlation([1, 2, 3, 3], [10, 20, 40, 40])
-    1.0
-    """
-
-    def ranks(values: list[float]) -> list[float]:
-        return [sum(v < value for v in values) + sum(v == value for v in values) / 2
-                for value in values]  # fmt: skip
-
-    return round(statistics.correlation(ranks(x), ranks(y)), 12)
-
-
 def main() -> None:
     torch.set_default_dtype(torch.float64)
-    found = atlas()
     rows = []
-    for name, numbers in found.items():
-        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers[:5])]
+    for name, numbers in atlas().items():
+        cells = [f"{x:.1f}" if i in (2, 4) else f"{x:.3f}" for i, x in enumerate(numbers)]
         rows.append([name, *cells])
     head = ("estimator | cosine with ∇J | cosine with ∇ log p | noise per rollout | "
             "later step: cosine with ∇J | later step: noise per rollout")  # fmt: skip
     record.write_table(HERE, record.markdown(head, rows), "of losses")
-    lines = []
-    for task, (offset, _, wanted) in MEASURED.items():
-        needed = tokens_needed(task)
-        noise = {name: found[name][5 if offset else 2] for name in needed}
-        rows = []
-        for name, tokens in sorted(needed.items(), key=lambda row: noise[row[0]]):
-            shown = f"{tokens / 1000:.1f}k" if tokens < math.inf else "not reached"
-            rows.append([name, f"{noise[name]:.1f}", shown])
-        head = f"{task}: estimator | noise per rollout | tokens to {wanted:.2f}"
-        lines += record.markdown(head, rows)
-        rho = rank_correlation([*noise.values()], [*needed.values()])
-        lines += ["", f"Spearman's rank correlation of the two columns: {rho:.2f}."]
-        if task == "mixed":
-            cosines = [-found[name][1] for name in needed]
-            rho = rank_correlation(cosines, [*needed.values()])
-            lines[-1] += f" Of minus the cosine with ∇ log p and the tokens: {rho:.2f}."
-        lines.append("")
-    record.write_table(HERE, lines[:-1], "of ranks")
 
 
 if __name__ == "__main__":

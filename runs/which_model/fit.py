@@ -17,25 +17,16 @@ weight; GB = 2^30 bytes. Bytes of each term:
                   + (4 + 3s) D t    the last norm, its output, and its rows that predict a token
     logits        16 min(V t, l)    at most 4 float32 copies of one chunk, in the backward pass;
                                     l = 2^25, on a GPU 1/256 of its bytes (at most 2^28)
-    step          0                 the fused AdamW has no temporaries
     cache         2 K L s B T       keys and values of all tokens (prefill needs less than this)
                   + 2 (K + A) s B T one layer more while the cache grows, repeated for all heads
     drawing       16 V B            logits of the next token and the temporaries of sampling
 
-Options of `memory` change these terms; runs/optimizer_memory has their table:
-
-    adamw8bit     moments           2 (1 + 4/256) bytes instead of 8; step 53 min(piece, largest)
-    adamw_bf16_sr masters 0         moments s + 4 bytes, gradients s; step 41 min(piece, largest)
-    offload       0                 masters, moments, gradients and step: they are in host memory
-    ranks n       1/n               masters, moments and gradients; and 8 V D for the gradients of
-                                    two buckets, each as large as the embedding
-    nf4           0.516             bytes per weight of the layers, s for the embeddings; and s D F
-                                    for the layer that is dequantized; with --sampler torch
-    checkpointing activations       L s D t, the inputs of the layers, and saved t for one layer
+With nf4 a weight of the layers has 0.516 bytes, one of the embeddings s, and the layer that is
+dequantized takes s D F; with --sampler torch. runs/optimizer_memory has more options.
 
 Weights, masters, adapters and moments are always in memory. Gradients, activations and logits are
-added while training; gradients and temporaries in the optimizer step; cache and drawing while
-sampling. The largest of these three phases counts. What a decoder layer saves per token, in bytes:
+added while training; cache and drawing while sampling. The larger of these two phases counts.
+What a decoder layer saves per token, in bytes:
 
     norms         (4 + s) D         the input in float32, and the normalized input; 2 per layer.
                                     Gemma: 4 per layer, 8 D. Frozen weights (LoRA): 4 D
@@ -59,7 +50,6 @@ sys.path += [str(HERE.parent), str(HERE.parents[1])]
 
 from record import markdown, write_table  # noqa: E402
 
-from core.extras.piecewise_adamw import BLOCK, PIECE  # noqa: E402
 from core.policy import max_logits  # noqa: E402
 
 GB = 2**30
@@ -69,8 +59,6 @@ NUM_PROMPTS, GROUP_SIZE = 8, 8  # 64 rollouts at a time, and 64 held-out tasks
 RANK = 32
 RESERVE = 1.0  # GB for Python, PyTorch and the environments, on a CPU or Mac
 NF4 = (4 + 8 / 64 + 32 / (64 * 256)) / 8  # bytes of a weight with scales: core/run/quantize.py
-MOMENTS = {"adamw": 8, "adamw8bit": 2 * (1 + 4 / BLOCK), "adamw_bf16_sr": 8}  # bytes, of float32
-TEMPORARIES = {"adamw": 0, "adamw8bit": 53, "adamw_bf16_sr": 41}  # bytes per weight of a piece
 MAX_MICRO_BATCH = 16  # times 1,024 tokens; larger micro-batches are hardly faster
 
 
@@ -150,11 +138,10 @@ def num_adapter_weights(m: Model, rank: int) -> int:
     return rank * m.layers * ends
 
 
-def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = True) -> int:
+def saved_per_token(m: Model, size: int, rank: int, fused: bool) -> int:
     """Returns the bytes that a layer saves per token for its backward pass.
 
-    `size`: bytes per weight; `length`: tokens of the sequence; `fused`: the attention does not
-    save its weights.
+    `size`: bytes per weight; `fused`: the attention does not save its weights.
     """
     copies = rank > 0 and size < 4  # adapters read float32 copies of their inputs
     per_layer, of_heads = NORMS[m.family]
@@ -162,60 +149,51 @@ def saved_per_token(m: Model, size: int, rank: int, length: int, fused: bool = T
     norms = normed * (per_layer * m.width + of_heads * (m.queries + m.keys))
     inputs = 20 * m.width + 4 * m.queries if copies else 2 * size * m.width
     attention = 2 * (m.queries + m.keys) if fused and m.family != "gemma3" else 4 * m.queries
-    attention += m.heads * length if not fused else length if m.family == "gemma3" else 0
+    attention += m.heads * LENGTH if not fused else LENGTH if m.family == "gemma3" else 0
     mlp = (3 * size + (4 if rank else size)) * m.mlp
     return norms + inputs + size * attention + 4 * m.heads + mlp + 28 * rank
 
 
 def memory(
-    m: Model, device: str, rank: int, micro: int, gpu: int = 0,
-    length: int = LENGTH, rollouts: int = NUM_PROMPTS * GROUP_SIZE, size: int = 0,
-    optimizer: str = "adamw", offload: bool = False, ranks: int = 1, nf4: bool = False,
-    checkpointing: bool = False,
-) -> dict[str, float]:  # fmt: skip
+    m: Model, device: str, rank: int, micro: int, gpu: int = 0, nf4: bool = False
+) -> dict[str, float]:
     """Returns the GB of each term and phase.
 
     `rank` 0: no LoRA; `micro`: tokens in a micro-batch; `gpu`: GB of the GPU, which decide the size
-    of a chunk of logits; `length`: tokens of the longest sequence; `size`: bytes per weight, by
-    default those of --dtype auto; `ranks`: number of ranks that share the optimizer's state.
+    of a chunk of logits.
     """
     cuda = device == "cuda"
-    size = size or (2 if cuda else 4)
+    size, rollouts = 2 if cuda else 4, NUM_PROMPTS * GROUP_SIZE
     weights, adapters = num_weights(m), num_adapter_weights(m, rank)
     trained, largest = adapters if rank else weights, m.vocab * m.width
-    tokens = max(micro, length)
-    layer = saved_per_token(m, size, rank, length, fused=device != "mps")
-    saved = m.layers * size * m.width + layer if checkpointing else (m.layers + 1) * layer
+    tokens = max(micro, LENGTH)
+    layer = saved_per_token(m, size, rank, fused=device != "mps")
     in_nf4 = num_linear_weights(m) if nf4 else 0
-    rounds = optimizer == "adamw_bf16_sr"  # bfloat16 weights, which have no masters
-    share = 0 if offload else 1 / ranks
     terms = {
         "weights": size * (weights - in_nf4) + NF4 * in_nf4,
-        "masters": 4 * weights * share if size < 4 and not rank and not rounds else 0,
+        "masters": 4 * weights if size < 4 and not rank else 0,
         "adapters": (4 + size * cuda) * adapters,
-        "moments": (size + 4 if rounds else MOMENTS[optimizer]) * trained * share,
-        "gradients": (size if rounds else 4) * trained * share,
-        "one gradient": 0 if rank else (size + 4 + 8 * (ranks > 1)) * largest,
-        "activations": (saved + (4 + 3 * size) * m.width) * tokens,
+        "moments": 8 * trained,
+        "gradients": 4 * trained,
+        "one gradient": 0 if rank else (size + 4) * largest,
+        "activations": ((m.layers + 1) * layer + (4 + 3 * size) * m.width) * tokens,
         "dequantized": size * m.width * m.mlp * nf4,
         "logits": 16 * min(m.vocab * tokens, max_logits(gpu * GB)),
-        "step": 0 if offload else TEMPORARIES[optimizer] * min(PIECE, largest),
-        "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * length * rollouts,
+        "cache": 2 * (m.keys * (m.layers + 1) + m.queries) * size * LENGTH * rollouts,
         "drawing": 16 * m.vocab * rollouts,
     }
     gb = {name: num_bytes / GB for name, num_bytes in terms.items()}
     gb["always"] = sum(gb[n] for n in ("weights", "masters", "adapters", "moments"))
     during = ("gradients", "one gradient", "activations", "dequantized", "logits")
     gb["training"] = sum(gb[n] for n in during)
-    gb["stepping"] = gb["gradients"] + gb["step"]
     gb["sampling"] = gb["cache"] + gb["drawing"]
-    gb["peak"] = gb["always"] + max(gb["training"], gb["stepping"], gb["sampling"])
+    gb["peak"] = gb["always"] + max(gb["training"], gb["sampling"])
     return gb
 
 
 def peak(m: Model, machine: Machine, rank: int, micro: int, nf4: bool = False) -> float:
     """Returns the GB that the model needs on the machine."""
-    return memory(m, machine.device, rank, micro, machine.gpu, nf4=nf4)["peak"]
+    return memory(m, machine.device, rank, micro, machine.gpu, nf4)["peak"]
 
 
 def micro_batch(m: Model, machine: Machine, rank: int, nf4: bool = False) -> int:
