@@ -21,10 +21,6 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT))
 
@@ -34,6 +30,7 @@ from core.run.folder import new_folder  # noqa: E402
 from core.run.log import read_records  # noqa: E402
 from core.types import UsageError  # noqa: E402
 from environments.plumbing.text import one_line, printable  # noqa: E402
+from runs.record import markdown  # noqa: E402
 
 try:
     import flyte
@@ -80,17 +77,14 @@ def main(args: list[str]) -> int:
     except UsageError as error:
         print(f"on_flyte.py: {one_line(error)}", file=sys.stderr)
         return 2
-    rows = [[label, *row] for label, of_run in zip(labels, results, strict=True) for row in of_run]
-    table = Table(*COLUMNS[:-1], box=None)  # the folder would make it too wide
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row[:-1]))
-    Console().print(table)
+    rows = [[printable(cell).replace("|", "¦") for cell in (label, *row)]
+            for label, of_run in zip(labels, results, strict=True) for row in of_run]  # fmt: skip
+    table = "\n".join(markdown(" | ".join(COLUMNS), rows))
+    print(table)
     if options.sweep:
         file = Path("runs", runs[0][-1].rpartition("-")[0], "table.md")
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = ["|".join(x.replace("|", "¦") for x in r) for r in [COLUMNS, ["-"] * 6, *rows]]
-        file.write_text("".join(f"|{line}|\n" for line in lines), encoding="utf-8")
-        print(f"the table as Markdown, with the folders: {file}")
+        file.write_text(table + "\n", encoding="utf-8")
     return int(any(row[2].startswith("failed: ") for row in rows))
 
 

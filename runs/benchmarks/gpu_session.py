@@ -124,8 +124,6 @@ def launch(name: str, args: argparse.Namespace, out: Path, site: Path) -> subpro
         text = text.replace("{" + key + "}", str(value))
     script, *flags = text.split()
     flags = [str(ROOT / flag) if flag.endswith(".yaml") else flag for flag in flags]
-    if args.before and name == "tokens":
-        flags += ["--before", args.before]
     command = [sys.executable, *[__file__, "--ahead"] * part.ahead, str(ROOT / script), *flags]
     with (out / f"{name}.log").open("w") as log:
         return subprocess.Popen(
@@ -233,7 +231,6 @@ if __name__ == "__main__":
     parser.add_argument("--wheels", default="", help="folder of wheels to unpack first")
     parser.add_argument("--site", default="/tmp/picorl-site", help="where they are unpacked")
     parser.add_argument("--only", nargs="+", choices=[*PARTS], default=[*PARTS])
-    parser.add_argument("--before", default="", help="a checkout that `tokens` measures too")
     parser.add_argument("--minutes", type=float, default=14.0, help="then a part is stopped")
     parser.add_argument("--cpu", action="store_true", help="only for learning and compose")
     parser.add_argument("--save-model", default="", help="internal: a folder for a random model")

@@ -7,8 +7,7 @@
 Each sampler is a process of its own with a warm engine, and the samplers take turns, so that other
 load on the machine falls on all of them. The models have random weights in the shapes of
 runs/benchmarks/workload.py; nothing is downloaded. All engines run in the process that calls
-them. Results go to <machine>.json and to README.md. With `--before FOLDER` the NanoLLM of another
-checkout takes its turns too.
+them. Results go to <machine>.json and to README.md.
 """
 
 import json
@@ -37,7 +36,6 @@ from workload import SHAPES, save_model  # noqa: E402
 
 LABELS = {
     "nanollm": "NanoLLM",
-    "before": "NanoLLM before",
     "vllm": "plain vLLM",
     "backend": "vLLM's transformers backend, eager",
     "generate": "transformers generate",
@@ -60,7 +58,6 @@ class Args:
     parts: tuple[str, ...] = ("full", "lora", "bfloat16", "float16")  # what else to measure
     write: bool = True  # save the results as JSON and write the table into README.md
     out: str = ""  # also write the results so far as JSON to this file, after each round
-    before: str = ""  # another checkout, whose NanoLLM is measured too
     child: str = ""  # internal: the part of a child process
     folder: str = ""  # of a model of the one size, made by workload.py; none: it is made
 
@@ -111,8 +108,7 @@ def save_so_far(args: Args, results: dict[str, Any]) -> None:
 
 def measure_speed(args: Args, folder: str) -> dict[str, Any]:
     """Returns the tokens per second of every sampler, or the error if it could not run."""
-    names = [*args.samplers, *["before"] * bool(args.before)]
-    started = {name: start(args, name, folder) for name in names}  # they import their libraries
+    started = {name: start(args, name, folder) for name in args.samplers}  # they import meanwhile
     children, results = {}, {}
     for name, child in started.items():
         first = ask(child)  # the start-up time, or an error
@@ -141,11 +137,8 @@ def start(args: Args, part: str, folder: str) -> subprocess.Popen[str]:
     """Starts a child process; `ask` makes it work."""
     numbers = {k: v for k, v in vars(args).items() if type(v) is int}
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in numbers.items()]
-    script = __file__
-    if part == "before":
-        part, script = "nanollm", str(Path(args.before, "runs/benchmarks/nanollm.py").resolve())
     return subprocess.Popen(
-        [sys.executable, script, f"--child={part}", f"--folder={folder}", *flags],
+        [sys.executable, __file__, f"--child={part}", f"--folder={folder}", *flags],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
 
