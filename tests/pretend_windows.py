@@ -8,8 +8,9 @@ load this file first, through a sitecustomize.py in `folder`.
 
 For the files of this project only (PyTorch and others need their Linux):
 - modules, functions and constants that Windows does not have are missing: LACKING, OF_SIGNAL, OF_OS
-- `os.name`, `sys.platform`, `os.linesep` are those of Windows
-- folders cannot be opened; only a file opened to write can be fsynced
+- `os.name`, `sys.platform`, `os.linesep` are those of Windows; /proc, /dev and /sys are missing
+- pipes cannot be selected; folders cannot be opened; only a file opened to write can be fsynced
+- `os.kill` with 0, which would end the process there, and `preexec_fn` raise
 - the main thread may not wait over a second for another thread: Ctrl-C would not wake it
 - a text file that is opened without an encoding raises EncodingWarning
 For all code of the process:
@@ -26,7 +27,9 @@ import errno
 import io
 import locale
 import os
+import selectors
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -57,11 +60,13 @@ OF_OS = set(
     memfd_create pipe2 getxattr listxattr register_at_fork tcgetpgrp EX_OK
 """.split()
 )
+POSIX_ONLY = ("/proc", "/sys", "/dev")
 LIBRARY = os.path.dirname(os.__file__)  # the standard library
 INVALID = set('<>:"|?*')
 real = types.SimpleNamespace(
-    open=io.open, os_open=os.open, fsync=os.fsync, replace=os.replace, rename=os.rename,
-    unlink=os.unlink, mkdir=os.mkdir, import_=builtins.__import__, wait=threading.Condition.wait,
+    open=io.open, os_open=os.open, fsync=os.fsync, kill=os.kill, replace=os.replace,
+    rename=os.rename, unlink=os.unlink, mkdir=os.mkdir, stat=os.stat, scandir=os.scandir,
+    import_=builtins.__import__, popen=subprocess.Popen, wait=threading.Condition.wait,
 )  # fmt: skip
 
 
@@ -87,6 +92,8 @@ def start() -> None:
     builtins.open = io.open = open_file
     os.replace, os.rename, os.mkdir = replace, rename, mkdir
     os.unlink = os.remove = unlink
+    for name in ("stat", "scandir"):
+        setattr(os, name, hide_posix_only(getattr(os, name)))
     builtins.__import__ = import_
     threading.Condition.wait = wait
 
@@ -138,6 +145,18 @@ def fsync(handle):
     real.fsync(handle)
 
 
+def kill(pid, number):
+    if number not in (signal.SIGTERM, signal.SIGINT):
+        raise AssertionError(f"on Windows os.kill(.., {number}) ends the process")
+    real.kill(pid, number)
+
+
+class Popen(real.popen):
+    def __init__(self, *args, preexec_fn=None, pass_fds=(), process_group=None, **options):
+        assert not (preexec_fn or pass_fds or process_group), "not on Windows"
+        super().__init__(*args, **options)
+
+
 def run(command, **options):
     if command[0] != "taskkill":
         return subprocess.run(command, **options)
@@ -145,12 +164,24 @@ def run(command, **options):
     return subprocess.CompletedProcess(command, 0)
 
 
+class Selector(selectors.SelectSelector):
+    def register(self, fileobj, *args):
+        number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            raise OSError(10038, "An operation was attempted on something that is not a socket")
+        return super().register(fileobj, *args)
+
+
 PRETENDED = {
-    "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync),
+    "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync, kill=kill),
     "sys": Pretended(sys, platform="win32"),
     "signal": Pretended(signal, {name for name in dir(signal) if name not in OF_SIGNAL}),
-    "subprocess": Pretended(subprocess, run=run, CREATE_NEW_PROCESS_GROUP=0),
-}
+    "subprocess": Pretended(subprocess, Popen=Popen, run=run, CREATE_NEW_PROCESS_GROUP=0),
+    "selectors": Pretended(
+        selectors, {"PollSelector", "EpollSelector"}, DefaultSelector=Selector,
+        SelectSelector=Selector,
+    ),
+}  # fmt: skip
 
 
 def wait(self, timeout=None):
@@ -172,13 +203,25 @@ def called_by_us() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(OURS)
 
 
+def hide_posix_only(function):
+    def hidden(path=".", *args, **options):
+        if str(path).startswith(POSIX_ONLY) and path != os.devnull and called_by_us():
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        return function(path, *args, **options)
+
+    return hidden
+
+
 # --- for all code --------------------------------------------------------------------------------
 
 
 def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *others,
               **options):  # fmt: skip
-    if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax"):
-        check_name(file)
+    if isinstance(file, (str, os.PathLike)):
+        if str(file).startswith(POSIX_ONLY) and file != os.devnull and called_by_us():
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(file))
+        if set(mode) & set("wax"):
+            check_name(file)
     if "b" not in mode:
         encoding = io.text_encoding(encoding, 3)  # warns as `open` would, and names its caller
         encoding = "cp1252" if encoding == "locale" else encoding
@@ -200,7 +243,7 @@ def check_closed(path, handle=None, inside=False) -> None:
         path = os.path.join(os.readlink(f"/proc/self/fd/{handle}"), path)
     path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     opened = []
-    with os.scandir("/proc/self/fd") as entries:
+    with real.scandir("/proc/self/fd") as entries:
         for entry in entries:
             try:
                 opened.append(os.readlink(entry.path))

