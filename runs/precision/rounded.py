@@ -1,7 +1,6 @@
 """train.py with a sampler whose matrices are rounded, on tasks that `tiny` can just solve.
 
 python runs/precision/rounded.py int4 --env sanity --tis-cap 2     # or float8, none
-python runs/precision/rounded.py tasks                             # chooses tasks.txt again
 """
 
 import sys
@@ -14,16 +13,10 @@ import torch  # noqa: E402
 
 import core.loop.open as run_module  # noqa: E402
 import train  # noqa: E402
-from core.episodes import RolloutCollector  # noqa: E402
-from core.loading import load_policy  # noqa: E402
 from core.policy import Policy  # noqa: E402
-from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
-from core.tasks import Task  # noqa: E402
-from core.tiny import PRETRAINED  # noqa: E402
+from core.sampler import Sampler, TorchSampler  # noqa: E402
 from environments.plumbing.registry import register  # noqa: E402
 from environments.reverse import Reverse  # noqa: E402
-
-NUM_TASKS, TRIES = 64, 16  # tasks; tries of each to choose them
 
 
 @register("sanity")
@@ -74,26 +67,8 @@ def rounded(weight: torch.Tensor, kind: str) -> torch.Tensor:
     return scale * (scaled.to(float8).to(weight.dtype) if kind == "float8" else scaled.round())
 
 
-def choose_tasks() -> None:
-    """Writes the first training seeds whose task tiny solves in 20% to 80% of its tries."""
-    policy = load_policy(str(PRETRAINED), device="cpu")
-    collector, chosen = RolloutCollector(policy, max_turns=1), list[int]()
-    seeds = iter(range(100_000))
-    while len(chosen) < NUM_TASKS:
-        batch = [next(seeds) for _ in range(16)]
-        tasks = [Task("reverse:turns=1", seed, seed) for seed in batch for _ in range(TRIES)]
-        params = SamplingParams(max_tokens=64, seed=batch[0])
-        rollouts = collector.collect(tasks, TorchSampler(policy), params)
-        for seed in batch:
-            right = sum(bool(r.info["correct"]) for r in rollouts if r.seed == seed)
-            chosen += [seed] if 0.2 <= right / TRIES <= 0.8 else []
-    (HERE / "tasks.txt").write_text("\n".join(map(str, chosen[:NUM_TASKS])) + "\n")
-
-
 if __name__ == "__main__":
     kind, *flags = sys.argv[1:] or [""]
-    if kind == "tasks":
-        sys.exit(choose_tasks())
     if kind not in ("none", "int4", "float8"):
         sys.exit(__doc__)
     if kind != "none":
