@@ -44,13 +44,8 @@ GPU: dict[str, Any] = {
     "extras": ["vllm"],
     "resources": {"cpu": 8, "memory": "48Gi", "gpu": "L40s:1"},
 }
-# the command reads its flags when it imports this file; a container reads its environment
-TASK_FLAGS = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-TASK_FLAGS.add_argument(
-    "--gpu", action="store_true", default=os.environ.get("PICORL_ON") == "gpu",
-    help="use machines with a GPU",
-)  # fmt: skip
-MACHINE_NAME = "gpu" if TASK_FLAGS.parse_known_args()[0].gpu else "cpu"
+# tasks are made when this file is imported, on the cluster too: from a flag or the environment
+MACHINE_NAME = "gpu" if "--gpu" in sys.argv or os.environ.get("PICORL_ON") == "gpu" else "cpu"
 MACHINE = {"cpu": CPU, "gpu": GPU}[MACHINE_NAME]
 SWEEP_RESOURCES: dict[str, Any] = {"cpu": 1, "memory": "2Gi"}  # of the task that waits for the runs
 CONCURRENCY = 8  # runs at the same time on the cluster; locally one
@@ -61,9 +56,8 @@ Rows = list[list[str]]  # of the table, without its first column
 def main(args: list[str]) -> int:
     """Makes the runs, prints their table and returns the exit code."""
     style = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=style, allow_abbrev=False, parents=[TASK_FLAGS]
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style, allow_abbrev=False)
+    parser.add_argument("--gpu", action="store_true", help="use machines with a GPU")
     parser.add_argument("--sweep", nargs="*", metavar="FLAG=VALUE,VALUE", help="all combinations")
     parser.add_argument("--local", action="store_true", help="run here, without Flyte")
     parser.add_argument(
