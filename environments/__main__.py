@@ -63,18 +63,13 @@ def overview() -> Table:
     """Returns a table with the name, the options and the purpose of every environment."""
     table = Table("name", "options", "what it is")
     for name in list_envs():
-        try:
-            build = EnvSpec(name).constructor
-            options = ", ".join(
-                key if p.default is p.empty else f"{key}={p.default}"
-                for key, p in inspect.signature(build).parameters.items()
-            )
-            module = sys.modules.get(build.__module__)  # None if a script registered it
-            doc = inspect.getdoc(module or build) or ""
-        except Exception as error:  # of a package that names it
-            options, doc = "", f"cannot be used: {one_line(error)}"
-        cells = (name, options, doc.partition("\n")[0])
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        build = EnvSpec(name).constructor
+        options = ", ".join(
+            key if p.default is p.empty else f"{key}={p.default}"
+            for key, p in inspect.signature(build).parameters.items()
+        )
+        doc = inspect.getdoc(sys.modules[build.__module__]) or ""
+        table.add_row(*map(Text, (name, options, doc.partition("\n")[0])))
     return table
 
 

@@ -212,7 +212,6 @@ class Other:
         ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
         ("tic_tac_toe:opponent=./running", "this run has no model/ yet"),
         ("tic_tac_toe:opponent=older:0", "write older:k with a number of updates k"),
-        ("letter_counting:opponent=older:5", "it has one player, so it has no opponent"),
         ("unnamed:opponent=guess", "needs an environment that names its `agents`"),
     ],
 )

@@ -1,8 +1,8 @@
 """The options of an environment as text: `size=4,sizes=[3, 4],start="Washington, D.C."`.
 
 A value has the type of its option, by the option's annotation or else its default. Lists and dicts
-are those of YAML, so JSON too; several words, such as `a 'b c'`, are a list of texts. A text with a
-comma is quoted. Where any type is allowed, JSON is JSON, such as true or 0.5, and all else text.
+are those of YAML, so JSON too; several words, such as `a 'b c'`, are a list of texts. Where any
+type is allowed, JSON is JSON, such as true or 0.5, and all else text.
 """
 
 import inspect
@@ -10,66 +10,37 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from environments.base import UsageError
 
-QUOTED = r'"(?:[^"\\]|\\.)*"|\'[^\']*\''
-# What may contain commas, a text in quotes at the start of a word and a pair of brackets; commas
-PARTS = re.compile(rf"(?<![^\s=\[{{:,])(?:{QUOTED})(?=[\s,:\]}}]|$)|[\[\]{{}},]", re.DOTALL)
-AS_PYTHON = {"true": "True", "false": "False", "none": "None", "null": "None"}  # for tyro
-KINDS = {int: "an integer", float: "a number", bool: "true or false"}
+WORDS: dict[Any, dict[str, Any]] = {
+    bool: {"true": True, "false": False},
+    NoneType: {"none": None, "null": None},
+}
+WRONG = (ValueError, TypeError, KeyError, ArithmeticError)  # of a text that is not of the type
 
 
 def key_value_pairs(text: str, subject: str) -> dict[str, str]:
     """Splits `key=value,...`. Raises UsageError, which begins with `subject`, for other texts.
 
-    A value may contain commas in quotes and in brackets, and keeps both.
+    A comma begins the next option where a key and = follow; any other one belongs to the value.
 
-    >>> key_value_pairs('sizes=[3, 4], start="Washington, D.C."', "--env")
-    {'sizes': '[3, 4]', 'start': '"Washington, D.C."'}
+    >>> key_value_pairs("sizes=[3, 4], start=Washington, D.C.", "--env")
+    {'sizes': '[3, 4]', 'start': 'Washington, D.C.'}
     """
     pairs: dict[str, str] = {}
-    for item in split_commas(text) if text else []:
+    for item in re.split(r",(?=\s*\w+\s*=)", text) if text else []:
         key, equals, value = (part.strip() for part in item.partition("="))
-        if not item.strip():
-            raise UsageError(f"{subject}: remove the extra comma")
-        if not equals:
-            raise UsageError(f"{subject}: write options as key=value, not {key!r}; a list as "
-                             "sizes=[3, 4]")  # fmt: skip
-        if key in pairs:
-            raise UsageError(f"{subject}: the key {key!r} is given twice")
+        if not equals or key in pairs:
+            raise UsageError(f"{subject}: write options as key=value, each once, not {item!r}")
         pairs[key] = value
     return pairs
-
-
-def split_commas(text: str) -> list[str]:
-    """Splits at the commas outside quotes and brackets. A bracket without its other is a text.
-
-    >>> split_commas("desc=[[1, 2], {a: 3}],smile=:[,x=1")
-    ['desc=[[1, 2], {a: 3}]', 'smile=:[', 'x=1']
-    """
-    parts = list(PARTS.finditer(text))
-    ends: dict[int, int] = {}  # of the brackets that have another
-    open_brackets = []
-    for part in parts:
-        if part[0] in "[{":
-            open_brackets.append(part.start())
-        elif part[0] in "]}" and open_brackets:
-            ends[open_brackets.pop()] = part.end()
-    items, start, end = [], 0, 0
-    for part in parts:
-        if part.start() >= end and part[0] == ",":
-            items.append(text[start : part.start()])
-            start = part.end()
-        end = max(end, ends.get(part.start(), 0))
-    return [*items, text[start:]]
 
 
 def split_words(text: str) -> list[str]:
@@ -95,8 +66,13 @@ def read_literal(text: str) -> Any:
         return text
 
 
+def unquoted(text: str) -> str:
+    """The text in quotes; any other text unchanged."""
+    return str(_without_quotes(text))
+
+
 class Quoted(str):
-    """A text of a list or dict that has quotes, so that it is no number."""
+    """A text that had quotes, so that it is no number and not several words."""
 
 
 class Flow(yaml.BaseLoader):
@@ -111,112 +87,69 @@ class Flow(yaml.BaseLoader):
         return Quoted(text) if node.style else text
 
 
-def read_structure(text: str) -> Any:
-    """The list or dict of a text in brackets, with texts in it; None for any other text."""
-    with suppress(yaml.YAMLError, ValueError, RecursionError):
+def convert(text: str, parameter: inspect.Parameter) -> Any:
+    """Returns a value as its parameter's type. Raises ValueError with a description of the type."""
+    kind = parameter.annotation
+    if kind is parameter.empty:
+        default = parameter.default
+        kind = str if default in (None, parameter.empty) else type(default)
+        kind = Any if parameter.kind is parameter.VAR_KEYWORD else kind
+    with suppress(yaml.YAMLError, RecursionError, *WRONG):
         if text.startswith(("[", "{")):
-            found = yaml.load(text, Flow)  # noqa: S506  it makes texts only
-            return found if isinstance(found, list | dict) else None
-    return None
+            return _as_kind(yaml.load(text, Flow), kind)  # noqa: S506  it makes texts only
+    try:
+        return _as_kind(_without_quotes(text), kind)
+    except WRONG:
+        raise ValueError(f"of type {kind.__name__ if type(kind) is type else kind}") from None
 
 
-def read_values(structure: Any) -> Any:
-    """A structure with JSON's numbers, true, false and null where its texts have no quotes."""
-    if isinstance(structure, list):
-        return [read_values(value) for value in structure]
-    if isinstance(structure, dict):
-        return {read_values(key): read_values(value) for key, value in structure.items()}
-    return str(structure) if isinstance(structure, Quoted) else read_literal(structure)
-
-
-def unquoted(text: str) -> str:
-    """The text in quotes; any other text unchanged."""
+def _without_quotes(text: str) -> str:
     if single := re.fullmatch("'([^']*)'", text):
-        return single[1]
+        return Quoted(single[1])
     with suppress(ValueError):
-        return str(json.loads(text)) if text.startswith('"') else text
+        return Quoted(json.loads(text)) if text.startswith('"') else text
     return text
 
 
-def convert(text: str, parameter: inspect.Parameter) -> Any:
-    """Returns a value as its parameter's type; for a type without a text form the text itself.
-
-    Raises ValueError with a description of the type.
-    """
-    kind = parameter.annotation
-    if kind is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
-        has_type = parameter.default not in (None, parameter.empty)
-        kind = type(parameter.default) if has_type else str
-    elif kind is parameter.empty:
-        kind = Any
-    structure = read_structure(text)
-    if structure is None or not _takes_structures(kind):
-        return _convert_text(unquoted(text), kind, quoted=unquoted(text) != text)
-    try:
-        return _convert_structure(structure, kind)
-    except ValueError:
-        raise ValueError(_describe_kind(kind)) from None
-
-
-def _takes_structures(kind: Any) -> bool:
-    """Whether a value of this type may be a list or a dict."""
-    origin = get_origin(kind) or kind
-    if origin in (Union, UnionType):
-        return any(map(_takes_structures, get_args(kind)))
-    is_iterable = isinstance(origin, type) and issubclass(origin, Iterable)
-    return kind is Any or (is_iterable and origin is not str)
-
-
-def _convert_structure(structure: Any, kind: Any) -> Any:
-    """Returns a list or dict of texts, or a text in one, as the type `kind`. Raises ValueError."""
+def _as_kind(value: Any, kind: Any) -> Any:
+    """A text, or a list or dict of texts, as the type `kind`. Raises one of WRONG."""
     origin, args = get_origin(kind) or kind, get_args(kind)
+    if kind is Any and isinstance(value, str):
+        return str(value) if isinstance(value, Quoted) else read_literal(value)
     if kind is Any:
-        return read_values(structure)
+        origin = type(value)
     if origin in (Union, UnionType):
-        for member in args:
-            with suppress(ValueError):
-                return _convert_structure(structure, member)
+        for member in sorted(args, key=lambda member: member is not NoneType):  # None comes first
+            with suppress(*WRONG):
+                return _as_kind(value, member)
         raise ValueError
-    if not _takes_structures(kind):
-        if not isinstance(structure, str):
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        if not isinstance(value, dict):
             raise ValueError
-        return _convert_text(str(structure), kind, quoted=isinstance(structure, Quoted))
-    if isinstance(structure, dict) and issubclass(dict, origin):
         keys, values = args or (Any, Any)
-        return {_convert_structure(k, keys): _convert_structure(v, values)
-                for k, v in structure.items()}  # fmt: skip
-    makes = origin if origin in (tuple, set, frozenset) else list
-    if not issubclass(makes, origin) and not issubclass(dict, origin):
-        return read_values(structure)  # such as an array
-    if not isinstance(structure, list) or not issubclass(makes, origin):
+        return {_as_kind(k, keys): _as_kind(v, values) for k, v in value.items()}
+    if isinstance(origin, type) and issubclass(origin, Iterable) and origin is not str:
+        return _as_items(value, origin, args)
+    if not isinstance(value, str):
         raise ValueError
-    kinds = [args[0] if args else Any] * len(structure)
-    if origin is tuple and args and args[-1] is not Ellipsis:
+    if kind in WORDS:
+        return WORDS[kind][value.lower()]
+    if origin is Literal:
+        return {str(choice): choice for choice in args}[value]
+    converted = kind(value) if isinstance(kind, type) else value
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ValueError
+    return converted
+
+
+def _as_items(value: Any, kind: Any, args: tuple[Any, ...]) -> Any:
+    """A list of texts, or a text of several words, as a list, tuple or set."""
+    if isinstance(value, str):
+        value = [value] if isinstance(value, Quoted) else split_words(value)
+    if not isinstance(value, list):
+        raise ValueError
+    kinds = [args[0] if args else Any] * len(value)
+    if kind is tuple and args and args[-1] is not Ellipsis:
         kinds = list(args)
-    return makes(_convert_structure(*pair) for pair in zip(structure, kinds, strict=True))
-
-
-def _convert_text(text: str, kind: Any, quoted: bool) -> Any:
-    """Returns a text as the type `kind`; a `quoted` one is one word. Raises ValueError."""
-    if kind is Any:
-        return text if quoted else read_literal(text)
-    spec = _text_form(kind)
-    if not isinstance(spec, PrimitiveConstructorSpec):
-        return text
-    words = [text] if spec.nargs == 1 or quoted else split_words(text)
-    for choice in (words, [AS_PYTHON.get(word.lower(), word) for word in words]):
-        if spec.choices is None or set(choice) <= set(spec.choices):
-            with suppress(ValueError, IndexError, AssertionError):
-                value = spec.instance_from_str(choice)
-                if not isinstance(value, float) or math.isfinite(value):
-                    return value
-    choices = f"one of {', '.join(spec.choices)}" if spec.choices else _describe_kind(kind)
-    raise ValueError(KINDS.get(kind, choices))
-
-
-def _text_form(kind: Any) -> Any:
-    return ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
-
-
-def _describe_kind(kind: Any) -> str:
-    return KINDS.get(kind, f"of type {kind.__name__ if type(kind) is type else kind}")
+    makes = kind if kind in (tuple, set, frozenset) else list
+    return makes(_as_kind(*pair) for pair in zip(value, kinds, strict=True))

@@ -2,16 +2,13 @@
 
 NAME is one of
 
-    snake                     a built-in environment, or one that `register` or a package added
+    snake                     a built-in environment, or one that `register` added
     my_envs.games:Maze        a class, or a function that returns an environment, of a module
     my_envs/games.py:Maze     the same of a file
 
 Files are looked for in the current folder, modules on sys.path. The commands make a spec absolute
 where they read it (`absolute`), so a run can be resumed from another folder: a module that they
-find in the current folder becomes /that/folder/my_envs.games:Maze. Installed packages add names
-with entry points of the group `picorl.environments`. A name that is defined twice is an error.
-
-`options.py` reads the options: `size=4,sizes=[3, 4],start="Washington, D.C."`.
+find in the current folder becomes /that/folder/my_envs.games:Maze. `options.py` reads the options.
 
 The table maps each built-in name to "module:class". The module is imported when the environment is
 first used, so the libraries of the other environments are not loaded.
@@ -20,7 +17,6 @@ first used, so the libraries of the other environments are not loaded.
 'user'
 """
 
-import ast
 import copy
 import difflib
 import hashlib
@@ -33,17 +29,15 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cache, cached_property
-from importlib.metadata import EntryPoint, entry_points
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 from environments.base import Env, MultiAgentEnv, UsageError, restored_torch
-from environments.plumbing.options import QUOTED, convert, key_value_pairs, unquoted
+from environments.plumbing.options import convert, key_value_pairs, unquoted
 
 Constructor = Callable[..., Env | MultiAgentEnv]
 C = TypeVar("C", bound=Constructor)
@@ -75,7 +69,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "wiki_search": "environments.wiki_search:WikiSearch",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
-GROUP = "picorl.environments"  # of the entry points of packages
 # Opponents that are no option of an environment (core/extras/opponents.py): its own players,
 # policies on a server, older copies of the policy, and folders
 OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
@@ -88,17 +81,15 @@ SOURCE = re.compile(
 CODE = re.compile(r"((?:[A-Za-z]:)?.+?):([^\W\d][\w/-]*)", re.DOTALL)
 # A command of `remote` whose files are here, not in a container or on another machine
 OWN_PROGRAM = re.compile(r"[./~]|python|[A-Za-z]:[\\/]")
-WORD = re.compile(rf"{QUOTED}|[^\s,\[\]{{}}\"']+", re.DOTALL)  # of the value of an option
-# Classes, functions and constants in the text of a Python file; environments alone
-NAMES = r"^(?:class |def |async def |(?=[A-Z]\w* *=))([^\W_]\w*)"
-ENVS = r"^class (\w+)\(.*Env\):"
+# Of the value of an option: a text in quotes, or what stands between spaces, commas and brackets
+WORD = re.compile(r""" "(?:[^"\\]|\\.)*" | '[^']*' | [^\s,\[\]{}"']+ """, re.DOTALL | re.VERBOSE)
+IMPORT = re.compile(rb"^[ \t]*(?:from|import)[ \t]+([\w.]+)", re.MULTILINE)
 HERE = str(Path(__file__).parent.parent)
 NOT_OWN = (  # code in which a user does not look for the cause of an error
     "<frozen", os.path.join(os.path.dirname(HERE), "core"),
     *(os.path.join(HERE, name) for name in ("adapters", "base.py", "plumbing", "rewarded.py")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
-FOLDERS = set[str]()  # of the user's files that were imported by their path
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -117,9 +108,8 @@ def register(name: str) -> Callable[[C], C]:
     """
 
     def add(constructor: C) -> C:
-        before = ENVIRONMENTS.get(name, constructor)
-        if _origin(before) != _origin(constructor) or name in _installed():
-            raise UsageError(f"an environment {name!r} exists already; register another name")
+        if isinstance(ENVIRONMENTS.get(name), str):  # one of ours
+            raise UsageError(f"an environment {name!r} exists already; choose another name")
         ENVIRONMENTS[name] = constructor
         return constructor
 
@@ -134,9 +124,8 @@ def name_object(env: Any) -> str:
     """
     if isinstance(env, str):
         return env
-    build, name = env, getattr(env, "__name__", "")
+    build, name = env, getattr(env, "__name__", type(env).__name__)
     if isinstance(env, Env | MultiAgentEnv):
-        name = type(env).__name__
 
         def build() -> Env | MultiAgentEnv:
             return copy.deepcopy(env)
@@ -146,15 +135,13 @@ def name_object(env: Any) -> str:
         raise UsageError(f"env={env!r:.80}: give a class derived from Env or MultiAgentEnv, an "
                          "object of one, or a function that returns one")  # fmt: skip
     name = name if name.isidentifier() else "env"  # of a lambda
-    if isinstance(ENVIRONMENTS.get(name), str) or name in _installed():
-        raise UsageError(f"an environment {name!r} exists already; rename yours")
-    ENVIRONMENTS[name] = build
+    register(name)(build)
     return name
 
 
 def list_envs() -> list[str]:
     """Returns the names of all environments, sorted."""
-    return sorted({*ENVIRONMENTS, *_installed()})
+    return sorted(ENVIRONMENTS)
 
 
 class EnvSpec(str):
@@ -226,10 +213,7 @@ class EnvSpec(str):
             return self, ""
         if self.accepts("opponent"):
             pairs["opponent"] = "self"
-        game = self.with_pairs(pairs)
-        if "opponent" in pairs and not _plays_itself(self.constructor, game):
-            return self, ""  # an opponent of its own, such as the file of an engine
-        return game, opponent
+        return self.with_pairs(pairs), opponent
 
     @property
     def game(self) -> "EnvSpec":
@@ -288,22 +272,13 @@ def make(spec: str) -> Env | MultiAgentEnv:
     spec = EnvSpec(spec)
     env, opponent = _make(spec.game), spec.opponent
     if opponent:
-        agents, several = getattr(env, "agents", ()), isinstance(env, MultiAgentEnv)
-        method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
-        if not several:
-            raise UsageError(f"--env {spec}: it has one player, so it has no opponent")
-        if len(agents) < 2 or len({*agents}) < len(agents):
+        if not isinstance(env, MultiAgentEnv) or len({*env.agents}) < 2:
             raise UsageError(f"--env {spec}: an opponent needs an environment that names its "
                              '`agents`, such as agents = ("first", "second")')  # fmt: skip
+        method = getattr(MultiAgentEnv, opponent, None)  # guess or demonstrate
         if method and getattr(type(env), opponent) is method:
             raise UsageError(f"--env {spec}: the environment has no `{opponent}`")
     return env
-
-
-def is_imported(spec: str) -> bool:
-    """Whether `spec` names a class, or functions, of a module or of a file."""
-    name = EnvSpec(spec).name
-    return ":" in name or name == "rewarded"
 
 
 def runs_code(spec: str) -> bool:
@@ -312,28 +287,30 @@ def runs_code(spec: str) -> bool:
     >>> [runs_code(s) for s in ("snake", "gymnasium:id=CartPole-v1", "gymnasium:id=module:Env")]
     [False, False, True]
     """
-    adapter = str(ENVIRONMENTS.get(EnvSpec(spec).name, "")).startswith("environments.adapters.")
+    name = EnvSpec(spec).name
+    if ":" in name or name == "rewarded":
+        return True
+    if not str(ENVIRONMENTS.get(name, "")).startswith("environments.adapters."):
+        return False
     try:
-        pairs = EnvSpec(spec).pairs if adapter else {}
+        pairs = EnvSpec(spec).pairs
     except UsageError:
         return True
     named = {value for key, value in pairs.items() if key not in ("url", "opponent")}
     # a backslash: JSON may hide a colon
-    return is_imported(spec) or "command" in pairs or any({":", "\\"} & {*v} for v in named)
+    return "command" in pairs or any({":", "\\"} & {*value} for value in named)
 
 
-def absolute(spec: str, folder: str = "") -> str:
-    """The spec with absolute paths for the files, folders and modules in it that `folder` has.
-
-    Imports nothing. `folder`: by default the current one.
+def absolute(spec: str) -> str:
+    """The spec with absolute paths for the files, folders and modules in it that the current folder
+    has. Imports nothing.
     """
-    return _change_paths(spec, lambda path, _, is_code: _absolute(path, folder, is_code))
+    return _change_paths(spec, lambda path, _, is_code: _absolute(path, is_code))
 
 
 def relative(spec: str) -> str:
     """The spec with paths from the current folder, for those that lie in it."""
-    here = f"{Path.cwd().as_posix()}/"
-    return _change_paths(spec, lambda path, *_: path.removeprefix(here))
+    return spec.replace(f"{Path.cwd().as_posix()}/", "")
 
 
 def checksums(spec: str) -> dict[str, str]:
@@ -348,8 +325,8 @@ def checksums(spec: str) -> dict[str, str]:
                 seen.add(file)
                 name, content = os.path.basename(file), Path(file).read_bytes()
                 found[name] = found.get(name, "") + hashlib.sha256(content).hexdigest()
-                for module in _imports(content) if file.endswith(".py") else ():
-                    beside = os.path.join(os.path.dirname(file), *module.split("."))
+                for module in IMPORT.findall(content) if file.endswith(".py") else ():
+                    beside = os.path.join(os.path.dirname(file), *module.decode().split("."))
                     add("" if beside.startswith(NOT_OWN) else beside)
         return path
 
@@ -386,54 +363,34 @@ def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
 
 
 def _constructor(spec: EnvSpec) -> Constructor:
-    name, points = spec.name, _installed().get(spec.name, [])
-    if len(points) + (name in ENVIRONMENTS) > 1:
-        packages = ", ".join(point.dist.name for point in points if point.dist)
-        raise UsageError(f"--env {spec}: several environments have the name {name!r}, also in "
-                         f"{packages}; write module:Class")  # fmt: skip
-    entry = points[0].value if points else ENVIRONMENTS.get(name, name)
+    entry = ENVIRONMENTS.get(spec.name, spec.name)
     if not isinstance(entry, str):
         return entry
     source, _, attribute = entry.rpartition(":")
-    if name in ENVIRONMENTS:
-        return getattr(importlib.import_module(source), attribute)
-    if not source and not points:
-        raise UsageError(f"unknown environment {name!r}; {_advice(name.strip())}")
+    if not source:
+        similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
+        raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is FILE.py:Class, "
+                         "or train.run(.., env=Class) in Python; available: "
+                         f"{', '.join(list_envs())}")  # fmt: skip
     try:
-        return import_attribute(source, attribute, Env, MultiAgentEnv)
+        return import_attribute(source, attribute)
     except UsageError as error:
         raise UsageError(f"--env {spec}: {error}") from error
 
 
-def import_attribute(source: str, attribute: str, *bases: type) -> Any:
+def import_attribute(source: str, attribute: str) -> Any:
     """Returns `attribute` of a module, FOLDER/module, or a file that ends in .py.
 
-    Raises UsageError if it cannot be imported, or if `bases` are given and it is neither a class
-    derived from one of them nor a function annotated to return one.
+    Raises UsageError if it cannot be imported.
     """
     if not source or attribute.endswith(".py"):
         given = ":".join(filter(None, [source, attribute]))
-        names = ", ".join(_names_in(find_file(given))) if given.endswith(".py") else ""
-        place = f"{given}:NAME, with one of {names}" if names else "FILE.py:NAME"
-        raise UsageError(f"{given} names no class or function: write {place}")
+        raise UsageError(f"{given} names no class or function: write FILE.py:NAME")
     module = import_source(source)
     if not hasattr(module, attribute):
-        similar = difflib.get_close_matches(attribute, dir(module), n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else ""
-        raise UsageError(f"{short_path(source, 1)} has no {attribute}{hint}")
-    try:
-        found = getattr(module, attribute)
-        returned = found
-        if bases and inspect.isroutine(found):
-            returned = get_type_hints(found).get("return")
-    except Exception as error:
-        raise UsageError(describe_error(error)) from error
-    types = [kind for kind in get_args(returned) or [returned] if isinstance(kind, type)]
-    if bases and not any(issubclass(kind, bases) for kind in types):
-        names = " or ".join(base.__name__ for base in bases)
-        raise UsageError(f"{attribute} must be a class derived from {names}, or a function with "
-                         "such a return annotation")  # fmt: skip
-    return found
+        raise UsageError(f"{short_path(source, 1)} has no {attribute}")
+    return getattr(module, attribute)
 
 
 @restored_torch()
@@ -458,16 +415,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not.
-
-    A line in the current folder, or beside a file that is imported by its path, comes before one of
-    a library that is installed elsewhere, such as an editable one.
-    """
+    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not."""
     frames = [frame for e in (error, error.__cause__) if e
               for frame in traceback.extract_tb(e.__traceback__)]  # fmt: skip
-    others = [f for f in frames if not f.filename.startswith(NOT_OWN)]
-    folders = {str(Path.cwd()), *FOLDERS}
-    own = [f for f in others if folders & {*map(str, Path(f.filename).parents)}] or others
+    own = [frame for frame in frames if not frame.filename.startswith(NOT_OWN)]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
@@ -493,43 +444,6 @@ def _make(spec: EnvSpec) -> Env | MultiAgentEnv:
         raise UsageError(f"--env {spec}: {describe_error(error)}") from error
 
 
-@cache
-def _plays_itself(build: Constructor, game: EnvSpec) -> bool:
-    """Whether the environment has agents that opponents can play; builds it once."""
-    try:
-        return isinstance(_make(game), MultiAgentEnv)
-    except UsageError:
-        return False
-
-
-def _advice(name: str) -> str:
-    """What to write instead of a name that no environment has."""
-    own = [f"{file}:{found}" for file in (name, f"{name}.py") for found in _names_in(file, ENVS)]
-    own += [f"{file}:{name}" for file in sorted(Path().glob("*.py")) if name in _names_in(file)]
-    found = own or difflib.get_close_matches(name.lower(), list_envs(), n=1)
-    hint = f"did you mean {' or '.join(found[:3])}? " if found else ""
-    return (f"{hint}a class of yours is FILE.py:Class, or train.run(.., env=Class) in Python; "
-            f"available: {', '.join(list_envs())}")  # fmt: skip
-
-
-def _names_in(file: str | Path, pattern: str = NAMES) -> list[str]:
-    """What the text of a Python file defines; nothing for any other file."""
-    with suppress(OSError):
-        if Path(file).suffix == ".py":
-            return re.findall(pattern, Path(file).read_text("utf-8", "replace"), re.MULTILINE)
-    return []
-
-
-def _imports(content: bytes) -> Iterator[str]:
-    """The names of the modules that a Python file imports; none if it cannot be read."""
-    with suppress(SyntaxError, ValueError):
-        for node in ast.walk(ast.parse(content)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                yield node.module
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                yield from (alias.name for alias in node.names)
-
-
 def _change_paths(spec: str, change: Change) -> str:
     """The spec with `change` applied to its files, folders and modules, all else as written.
 
@@ -539,37 +453,27 @@ def _change_paths(spec: str, change: Change) -> str:
     if match := _source(spec):
         spec = change(match[1], 1, True) + spec[match.end(1) :]
     read = EnvSpec(spec)
-    try:
+    with suppress(UsageError):  # `EnvSpec.values` says what is wrong
         pairs = read.pairs
-    except UsageError:  # `EnvSpec.values` says what is wrong
-        return spec
-    new = {key: _change_value(read.name, key, value, change) for key, value in pairs.items()}
-    return read.with_pairs(new) if new != pairs else spec
+        new = {key: _change_value(read.name, key, value, change) for key, value in pairs.items()}
+        return read.with_pairs(new) if new != pairs else spec
+    return spec
 
 
 def _change_value(name: str, key: str, value: str, change: Change) -> str:
     """The value of an option with `change` applied to the paths in it."""
     if (name, key) == ("remote", "env"):  # a spec
-        text = unquoted(value)
-        changed = _change_paths(text.replace(";", ","), change)
-        if text == value and '"' not in changed:
-            return changed.replace(",", ";")
-        return value if changed == text else json.dumps(changed, ensure_ascii=False)
+        return _change_paths(value.replace(";", ","), change).replace(",", ";")
     if (name, key) == ("remote", "command") and not OWN_PROGRAM.match(value):
         return value
-    parts, is_folder = (
-        2 if key == "opponent" else 1,
-        key == "data" and name in ("rewarded", "agent"),
-    )
+    parts = 2 if key == "opponent" else 1
 
     def change_word(match: re.Match[str]) -> str:
         word = unquoted(match[0])
         if code := CODE.fullmatch(word):
-            is_model = key == "opponent" and code[1] == "openai"
-            new = word if is_model else f"{change(code[1], parts, True)}:{code[2]}"
+            new = f"{change(code[1], parts, True)}:{code[2]}"
         else:
-            is_path = re.search(r"[./\\].*\w|\w.*[./\\]", word) or is_folder
-            new = change(word, parts, False) if is_path else word
+            new = change(word, parts, False) if {".", "/", "\\"} & {*word} else word
         if new == word:
             return match[0]
         return json.dumps(new, ensure_ascii=False) if re.search(r"[\s,'\[\]{}]", new) else new
@@ -581,11 +485,11 @@ def _change_value(name: str, key: str, value: str, change: Change) -> str:
 
 def _source(spec: str) -> re.Match[str] | None:
     name = spec.partition(":")[0]
-    return None if name in ENVIRONMENTS or name in _installed() else SOURCE.fullmatch(spec)
+    return None if name in ENVIRONMENTS else SOURCE.fullmatch(spec)
 
 
-def _absolute(path: str, folder: str, is_code: bool) -> str:
-    found = os.path.abspath(os.path.join(folder, os.path.expanduser(path)))
+def _absolute(path: str, is_code: bool) -> str:
+    found = os.path.abspath(os.path.expanduser(path))
     if is_code and not path.endswith(".py"):
         head, name = os.path.split(found)
         module = os.path.join(head, *name.split("."))
@@ -596,7 +500,6 @@ def _absolute(path: str, folder: str, is_code: bool) -> str:
 
 
 def _add_to_path(folder: str) -> None:
-    FOLDERS.add(folder)
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)  # the modules of the same name elsewhere are other ones
 
@@ -631,16 +534,3 @@ def import_file(file: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-@cache
-def _installed() -> dict[str, list[EntryPoint]]:
-    """The entry points of installed packages by name."""
-    found: dict[str, list[EntryPoint]] = defaultdict(list)
-    for point in entry_points(group=GROUP):
-        found[point.name].append(point)
-    return dict(found)
-
-
-def _origin(entry: str | Constructor) -> str:
-    return entry if isinstance(entry, str) else f"{entry.__module__}:{entry.__qualname__}"
