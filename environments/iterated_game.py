@@ -19,8 +19,8 @@ Reward:
     -0.1                  an unreadable choice, twice per episode; the third costs -1 and ends it
 
 Against a rule, `info["correct"]` is True at the end if every choice had the maximum expected points
-from that round on. With a fixed end and no randomness, the return is then the maximum (penalties
-aside). With opponent=self it is True if the agents together made the most points in every round.
+from that round on. Without randomness the return is then the maximum (penalties aside). With
+opponent=self it is True if the agents together made the most points in every round.
 
 >>> env = iterated_game()
 >>> env.reset(seed=0)[0]["content"][-13:], env.demonstrate()
@@ -67,9 +67,7 @@ class Game:
 
     rule: Rule
     matrix: dict[tuple[str, str], tuple[float, float]]  # (own, other) choice: (own, other) points
-    max_rounds: int
-    p_continue: float  # probability of another round, up to max_rounds
-    rounds_text: str  # " of 5", or "" for a random end
+    rounds: int
 
 
 class Value(NamedTuple):
@@ -84,20 +82,16 @@ class Value(NamedTuple):
 
 
 def iterated_game(
-    opponent: str = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5,
-    end: str = "fixed", continue_probability: float = 0.8,
-) -> Env | MultiAgentEnv:  # fmt: skip
+    opponent: str = "tit_for_tat", payoffs: str = "3/3_0/5_5/0_1/1", rounds: int = 5
+) -> Env | MultiAgentEnv:
     """`opponent`: tit_for_tat, always_cooperate, always_defect, random, or self (two agents).
 
-    `payoffs`: CC_CD_DC_DD, each own/other. `end`: fixed (after `rounds`, 1 to 50) or random (each
-    round is followed by another with `continue_probability`, 50 at most; `rounds` is not used).
+    `payoffs`: CC_CD_DC_DD, each own/other. `rounds`: 1 to 50.
     """
     if opponent not in OPPONENTS:
         raise UsageError(f"opponent must be {', '.join(OPPONENTS)}, not {opponent!r}")
-    if end not in ("fixed", "random"):
-        raise UsageError(f"end must be fixed or random, not {end!r}")
-    if not (1 <= rounds <= MAX_ROUNDS and 0 <= continue_probability <= 1):
-        raise UsageError(f"rounds must be 1 to {MAX_ROUNDS} and continue_probability 0 to 1")
+    if not 1 <= rounds <= MAX_ROUNDS:
+        raise UsageError(f"rounds must be 1 to {MAX_ROUNDS}, not {rounds}")
     match = re.fullmatch("_".join([f"{NUMBER}/{NUMBER}"] * 4), payoffs)
     points = [float(number) for number in match.groups()] if match else [0.0]
     if max(points) <= 0:
@@ -106,10 +100,7 @@ def iterated_game(
         )
     pairs = [(own, other) for own in CHOICES for other in CHOICES]
     matrix = dict(zip(pairs, zip(points[::2], points[1::2], strict=True), strict=True))
-    if end == "random":
-        game = Game(OPPONENTS[opponent], matrix, MAX_ROUNDS, continue_probability, "")
-    else:
-        game = Game(OPPONENTS[opponent], matrix, rounds, 1.0, f" of {rounds}")
+    game = Game(OPPONENTS[opponent], matrix, rounds)
     return SelfPlay(game) if opponent == "self" else AgainstRule(game)
 
 
@@ -121,7 +112,6 @@ class AgainstRule(Env):
 
     def reset(self, seed: int) -> list[Message]:
         self.seed, self.rng = seed, random.Random(seed)
-        self.num_rounds = _draw_num_rounds(self.game, self.rng)
         self.retries = Retries()
         self.own: list[str] = []
         self.value = self.values[0][COOPERATE]  # of each choice in this round
@@ -138,9 +128,9 @@ class AgainstRule(Env):
         p_cooperate = rule.p_after_defect if has_defected else rule.p_after_cooperate
         other = CHOICES[self.rng.random() >= p_cooperate]
         self.own.append(own)
-        if len(self.own) < self.num_rounds:
+        if len(self.own) < self.game.rounds:
             self.value = self.values[len(self.own)][own]
-        return _round_result(self.game, self.own, other, self.num_rounds, self.correct)
+        return _round_result(self.game, self.own, other, self.correct)
 
     def demonstrate(self, hasty: bool = False) -> str:
         """Adds up the expected points of each choice and takes the best; `hasty`: at random."""
@@ -170,7 +160,6 @@ class SelfPlay(MultiAgentEnv):
 
     def reset(self, seed: int) -> dict[str, list[Message]]:
         self.seed = seed
-        self.num_rounds = _draw_num_rounds(self.games["row"], random.Random(seed))
         self.retries = {agent: Retries() for agent in self.games}
         self.choices: dict[str, list[str]] = {agent: [] for agent in self.games}
         self.correct = True
@@ -196,7 +185,7 @@ class SelfPlay(MultiAgentEnv):
         self.correct &= sums[row[-1], column[-1]] >= max(sums.values()) - 1e-9
         views = {"row": (row, column[-1]), "column": (column, row[-1])}
         return {
-            agent: _round_result(self.games[agent], own, other, self.num_rounds, self.correct)
+            agent: _round_result(self.games[agent], own, other, self.correct)
             for agent, (own, other) in views.items()
         }
 
@@ -222,39 +211,33 @@ def choice_values(game: Game) -> list[dict[str, dict[str, Value]]]:
     """Returns the expected points as [round][own last choice][choice], by backward induction."""
     rounds = []
     best_after = dict.fromkeys(CHOICES, 0.0)  # best total of the next round, by own choice in this
-    for _ in range(game.max_rounds):
+    for _ in range(game.rounds):
         values = {}
         probabilities = (game.rule.p_after_cooperate, game.rule.p_after_defect)
         for last, p in zip(CHOICES, probabilities, strict=True):
             points = {pair: cell[0] for pair, cell in game.matrix.items()}
             now = {c: p * points[c, COOPERATE] + (1 - p) * points[c, DEFECT] for c in CHOICES}
-            values[last] = {c: Value(now[c], game.p_continue * best_after[c]) for c in CHOICES}
+            values[last] = {c: Value(now[c], best_after[c]) for c in CHOICES}
         best_after = {last: max(v.total for v in values[last].values()) for last in CHOICES}
         rounds.append(values)
     return rounds[::-1]
-
-
-def _draw_num_rounds(game: Game, rng: random.Random) -> int:
-    ends = (number for number in range(1, game.max_rounds) if rng.random() >= game.p_continue)
-    return next(ends, game.max_rounds)
 
 
 def _read(response: str) -> str | None:
     return read_action(response, "choice", one_of(*CHOICES), r"\b(cooperate|defect)\b")
 
 
-def _round_result(game: Game, own: list[str], other: str, num_rounds: int, correct: bool) -> Step:
+def _round_result(game: Game, own: list[str], other: str, correct: bool) -> Step:
     """Returns the Step of a player with the choices `own`; `other` made its last choice."""
     reward = game.matrix[own[-1], other][0] / max(map(max, game.matrix.values()))
-    done = len(own) == num_rounds
+    done = len(own) == game.rounds
     info = {"correct": done and correct, "cooperation": own.count(COOPERATE) / len(own)}
-    text = f"You {own[-1]}, other {other}. Round {len(own) + 1}{game.rounds_text}."
+    text = f"You {own[-1]}, other {other}. Round {len(own) + 1} of {game.rounds}."
     return Step(None if done else user(text), reward, done, info)
 
 
 def _opening(game: Game) -> str:
     cells = [f"{a[0]}{b[0]}".upper() + f" {p:g}/{q:g}" for (a, b), (p, q) in game.matrix.items()]
-    chance = f" Rounds go on with chance {game.p_continue:g}." if game.p_continue < 1 else ""
-    terms = f"Points you/other: {', '.join(cells)}. {game.rule.text}{chance}"
+    terms = f"Points you/other: {', '.join(cells)}. {game.rule.text}"
     rules = f"Each round you and another cooperate (C) or defect (D). {terms} Think first. {HINT}"
-    return f"{rules}\nRound 1{game.rounds_text}."
+    return f"{rules}\nRound 1 of {game.rounds}."

@@ -1,8 +1,7 @@
 """Follow links from a start page to a target page.
 
 The pages are the bundled web of `pages.json`: a hundred short pages, each reachable from every
-other one. With live=true they are articles of Wikipedia, or of another wiki with the MediaWiki API
-(environments/plumbing/wikipedia.py).
+other one.
 
 Observation: the current page, after one line of rules in the first message.
 
@@ -22,31 +21,28 @@ Links: Star, Light, Egypt
 
 A text of more than `max_chunk` characters is split into parts. The line of the page then ends with
 `, part 1/3; for the next: {"action": "next_part"}`; that action shows the next part and is not a
-visit. The policy may visit the links of all parts. The case of a title does not matter, and a live
-wiki also accepts the address of the article. `brief` is for policies as small as tiny: no rules and
-no text, only the links to unvisited pages, shuffled, and each page in a new context.
+visit. The policy may visit the links of all parts. The case of a title does not matter. `brief` is
+for policies as small as tiny: no rules and no text, only the links to unvisited pages, shuffled,
+and each page in a new context.
 
 Reward of a response:
 
     1.0                 the target; only then `info["correct"]` is True
     0.5 / (n_hops - 1)  with `dense`: a visit that comes closer to the target than any before
-    0                   any other visit, also the last one; next_part; a page that does not exist
+    0                   any other visit, also the last one; next_part
     -0.1                an invalid action, twice per episode; the third costs -1 and ends it
 
-If a live wiki does not answer, or lacks the start or the target, the episode fails with EnvFailure.
 One pair (start, target) in eight is reserved for evaluation seeds.
 """
 
 import json
 import random
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
-from urllib.parse import unquote
 
-from environments.base import EVAL_SEEDS, Env, EnvFailure, Message, Step, UsageError, is_held_out
+from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
 from environments.parsing import Retries, one_of, read_action, user
-from environments.plumbing import pages, wikipedia
+from environments.plumbing import pages
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
 NEXT_PART = '{"action": "next_part"}'
@@ -59,13 +55,11 @@ class WikipediaMaze(Env):
     """`n_hops`: clicks on the shortest path. `max_visits`: 0 means n_hops + 3.
 
     `max_chunk`: characters of a part. `dense`: reward progress. `brief`: links only.
-    `live`: use the wiki at `base_url`, and the titles `start` and `target` if given.
     """
 
     def __init__(
         self, n_hops: int = 2, max_chunk: int = 600, dense: bool = False, max_visits: int = 0,
-        brief: bool = False, live: bool = False,
-        base_url: str = "https://en.wikipedia.org/w/api.php", start: str = "", target: str = "",
+        brief: bool = False,
     ):  # fmt: skip
         if not 1 <= n_hops <= MAX_HOPS:
             raise UsageError(f"n_hops must be 1 to {MAX_HOPS}, not {n_hops}")
@@ -73,42 +67,26 @@ class WikipediaMaze(Env):
             raise UsageError(f"max_chunk must be at least 100 characters, not {max_chunk}")
         if max_visits < 0 or 0 < max_visits < n_hops:
             raise UsageError(f"max_visits must be 0 or at least n_hops, not {max_visits}")
-        if live and dense:
-            raise UsageError("dense needs the bundled pages: distances on a live wiki are unknown")
-        if (start or target) and (not live or start == target):
-            raise UsageError("start and target must be two different titles, with live=true")
-        if live and find_spec("httpx") is None:
-            raise UsageError('live=true needs httpx: pip install -e ".[envs]"')
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
         self.max_chunk, self.dense, self.brief = max_chunk, dense, brief
-        self.live, self.base_url = live, base_url
-        self.thread_safe = not live  # one request at a time
-        self.address = wikipedia.article_address(base_url) if live else ""
-        pairs = wikipedia.pairs(start, target) if live else pages.pairs_apart(n_hops)
-        held_out = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
-        others = sorted({*pairs} - {*held_out})
-        # With a given `start` or `target` one of the two may be empty: use all pairs then.
-        self.eval_pairs, self.train_pairs = held_out or pairs, others or pairs
+        pairs = pages.pairs_apart(n_hops)
+        self.eval_pairs = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
+        self.train_pairs = sorted({*pairs} - {*self.eval_pairs})
 
     def reset(self, seed: int) -> list[Message]:
         self.rng = random.Random(f"wikipedia_maze {seed}")
         start, target = self.rng.choice(self.eval_pairs if seed in EVAL_SEEDS else self.train_pairs)
         self.retries = Retries()
-        self.visits, self.nearest, self.title, self.error = 0, self.n_hops, "", ""
+        self.visits, self.nearest, self.target = 0, self.n_hops, target
         self.seen: set[str] = set()
-        self._open(target)
-        self.target = self.title  # a live wiki may redirect to another title
+        self._open(target)  # only draws, as in the recorded runs
         self.seen.clear()
         self._open(start)
-        if self.error:
-            raise EnvFailure(self.error)
-        self.clicks = {} if self.live else pages.clicks_to(target)
+        self.clicks = pages.clicks_to(target)
         rules = "" if self.brief else f"Click links to the target. Think, then end with {FORM}.\n"
         return [user(rules + self._show())]
 
     def step(self, response: str) -> Step:
-        if not self.links:
-            return self._end(0.0)
         action = self._read(response)
         if action == "next_part":
             if self.part + 1 == len(self.parts):
@@ -130,15 +108,10 @@ class WikipediaMaze(Env):
             return self._end(reward)
         return Step(user(self._show()), reward, False, {"correct": False}, self.brief)
 
-    def demonstrate(self, hasty: bool = False) -> str | None:
-        """Names pages with a link to the target and visits a closer page; `hasty`: any link.
-
-        Returns None on a live wiki.
-        """
+    def demonstrate(self, hasty: bool = False) -> str:
+        """Names pages with a link to the target and visits a closer page; `hasty`: any link."""
         if hasty:
             return _visit(self.guess)
-        if self.live:
-            return None
         shown = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
         nearer = [link for link in shown if self.clicks[link] < self.clicks[self.title]]
         if not nearer and self.part + 1 == len(self.parts):  # `brief` hides visited pages
@@ -151,15 +124,8 @@ class WikipediaMaze(Env):
         return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
-        sections: pages.Sections = ()
-        try:
-            if self.live:
-                self.title, sections = wikipedia.fetch_page(self.base_url, title)
-            else:
-                self.title, sections = title, pages.bundled()[title]
-        except wikipedia.FetchError as error:
-            self.error = str(error)
-        self.links, shown = pages.find_links(sections), sections
+        self.title, shown = title, pages.bundled()[title]
+        self.links = pages.find_links(shown)
         self.seen.add(self.title)
         if self.brief:
             self.links = [link for link in self.links if link not in self.seen]
@@ -182,16 +148,8 @@ class WikipediaMaze(Env):
         """Returns "next_part", or the folded title; `fold` leaves no underscore in a title."""
         if read_action(response, "action", one_of("visit_url", "next_part")) == "next_part":
             return "next_part"
-        title = read_action(response, "url", self._title)
-        return title or read_action(response, "visit_url", self._title, plain=PLAIN)
-
-    def _title(self, value: Any) -> str | None:
-        if not isinstance(value, str):
-            return None
-        title = value.strip()
-        if self.live and title.startswith(self.address):
-            title = unquote(title.removeprefix(self.address).partition("#")[0])
-        return pages.fold(title) or None
+        title = read_action(response, "url", _title)
+        return title or read_action(response, "visit_url", _title, plain=PLAIN)
 
     def _refuse(self, problem: str) -> Step:
         step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)
@@ -200,8 +158,12 @@ class WikipediaMaze(Env):
         return replace(step, message=user(self._show()), fresh=True)  # the page instead of the hint
 
     def _end(self, reward: float) -> Step:
-        info = {"correct": self.title == self.target and not self.error, "visits": self.visits}
-        return Step(None, reward, True, info | ({"error": self.error} if self.error else {}))
+        info = {"correct": self.title == self.target, "visits": self.visits}
+        return Step(None, reward, True, info)
+
+
+def _title(value: Any) -> str | None:
+    return (pages.fold(value.strip()) or None) if isinstance(value, str) else None
 
 
 def _visit(link: str) -> str:

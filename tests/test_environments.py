@@ -37,7 +37,7 @@ SPECS = {
     "connect4": Facts(-1, 1, 1, "valid"),
     "snake": Facts(-1.001, 1, 5, "correct"),  # each step costs 0.001
     "iterated_game": Facts(-1, 1, 5, "correct"),
-    "iterated_game:opponent=random,end=random": Facts(-1, 1, 50, "correct"),
+    "iterated_game:opponent=random": Facts(-1, 1, 5, "correct"),
     "alphabet_sort": Facts(0, 1 / 3 + 1e-9, 1, "optimal"),
     "countdown": Facts(0, 1, 1, "optimal"),
     "math_qa": Facts(0, 1, 1, "optimal"),

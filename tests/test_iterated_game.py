@@ -50,28 +50,6 @@ def test_correct_means_the_maximum_return_of_all_sequences(opponent, payoffs):
     assert sum(step.reward for step in best) == pytest.approx(max(returns))
 
 
-def test_random_end_is_geometric_and_does_not_depend_on_the_choices():
-    env = iterated_game(end="random", continue_probability=0.8)
-    lengths = [len(demonstrate(env, seed)) for seed in range(600)]
-    assert lengths[:50] == [len(demonstrate(env, seed, hasty=True)) for seed in range(50)]
-    assert 4.5 < sum(lengths) / 600 < 5.5 and max(lengths) <= 50  # mean 1 / (1 - 0.8)
-    opening = env.reset(0)[0]["content"]
-    assert opening.endswith("Round 1.") and "with chance 0.8." in opening
-    assert len(demonstrate(iterated_game(end="random", continue_probability=1.0), 0)) == 50
-    assert len(demonstrate(iterated_game(end="random", continue_probability=0.0), 0)) == 1
-
-
-def test_cooperation_with_tit_for_tat_is_optimal_if_the_future_is_likely():
-    # always cooperate: 3 / (1 - p); always defect: 5 + p / (1 - p); alternate: 5 / (1 - p²)
-    # cooperation is best for p above 2/3
-    for p, best, worse in ((0.6, D, C), (0.7, C, D)):
-        env = iterated_game(end="random", continue_probability=p)
-        env.reset(0)
-        assert env.demonstrate().endswith(choice(best))
-        env.step(choice(worse))
-        assert not env.correct
-
-
 def both(env, row, column):
     return env.step({"row": choice(row), "column": choice(column)})
 
