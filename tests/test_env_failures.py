@@ -27,7 +27,6 @@ from environments.base import (
     EnvFailure,
     MultiAgentEnv,
     Step,
-    checked_step,
 )
 from environments.plumbing import registry
 
@@ -76,13 +75,10 @@ FAULTS = [
     (lambda: Step(None, 1.0, True, {"x": "x" * 1_000_000}), "info"),
     (lambda: Step(None, 1.0, True, {"x": np.float32("inf")}), "JSON"),
     (lambda: Step(None, 1.0, "True"), "TypeError: done of player is 'True', not True or False"),
-    (lambda: Step(None, 1.0, None), "done"),
-    (lambda: Step(None, 1.0, True, truncated="no"), "truncated"),
     (lambda: Step(None, 1.0, True, truncated=np.array([True, False])), "truncated"),
     (lambda: Step(message("on"), 1.0, False, fresh=2), "fresh"),
-    (lambda: Step(message("on"), 1.0, False, fresh=np.str_("1")), "fresh"),
-    *((lambda value=value: Step(None, 1.0, True, {"correct": value}), r'info\["correct"\]')
-      for value in ("False", "", "1", None, 0.5, 2, -1, [], [1], {"a": 1}, np.str_("True"))),
+    (lambda: Step(None, 1.0, True, {"correct": "False"}), r'info\["correct"\]'),
+    (lambda: Step(None, 1.0, True, {"correct": 0.5}), r'info\["correct"\]'),
     (lambda: time.sleep(5), "no answer"),
 ]  # fmt: skip
 
@@ -103,13 +99,7 @@ def test_a_fault_is_the_error_of_its_episode(policy, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reset", "error"),
-    [
-        (lambda: 1 / 0, "ZeroDivisionError"),
-        (lambda: [message("read! " * 1_000)], "one message has 6"),  # the context has 512 tokens
-        (lambda: None, "TypeError"),
-        (lambda: [], "no message"),
-    ],
+    ("reset", "error"), [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: [], "no message")]
 )
 def test_a_failed_reset_is_a_rollout_with_an_error(policy, one_turn, reset, error):
     one_turn(reset=lambda self, seed: reset())
@@ -150,17 +140,6 @@ def test_numbers_of_numpy_are_those_of_python(policy, one_turn):
     assert rollout.episode_truncated is True and type(rollout.episode_return) is float
 
 
-@pytest.mark.parametrize("one", [1, 1.0, np.int64(1), np.float32(1), np.uint8(1), True])
-def test_zero_and_one_are_flags(one):
-    zero = type(one)(0)
-    step = checked_step(Step(message("on"), 1.0, zero, {"correct": one}, one, zero), "a", True)
-    flags = step.done, step.info["correct"], step.fresh, step.truncated
-    assert [*map(repr, flags)] == ["False", "True", "True", "False"]
-    assert checked_step(Step(None, 1.0, one, {"correct": zero}, zero, one), "a", True) == Step(
-        None, 1.0, True, {"correct": False}, False, True
-    )
-
-
 def test_a_changed_working_directory_is_restored_and_an_error(policy, one_turn, tmp_path):
     before = os.getcwd()
 
@@ -194,8 +173,7 @@ def test_a_seat_that_never_gets_a_step_is_an_error_unless_the_episode_is_cut(pol
     assert [r.error for r in play(policy, Task("unfair", 0, 0))] == ["", ""]
 
 
-@pytest.mark.parametrize("fails_in", ["reset", "step"])
-def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch, fails_in):
+def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch):
     """Seeds 0 and 1 have two episodes each with 9 agents; one of each seed fails, and seed 2."""
 
     begun = Counter()
@@ -204,8 +182,6 @@ def test_an_episode_with_many_agents_is_one_failure(policy, monkeypatch, fails_i
         def reset(self, seed):
             begun[seed] += 1
             self.fails = begun[seed] == 1
-            if self.fails and fails_in == "reset":
-                raise ValueError("no")
             return {name: [message("go")] for name in "abcdefghi"[: 9 if seed < 2 else 1]}
 
         def step(self, responses):

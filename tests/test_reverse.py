@@ -15,9 +15,7 @@ def abc():
 
 
 @pytest.mark.parametrize("response", [
-    "<answer>cba</answer>", "Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>',
-    '{"answer": "cba"}', "<answer>abc</answer>, no: <answer>cba</answer>", " cba\n", '"cba".',
-    "Let me think.\ncba", "The answer is cba.", "Answer: cba",
+    "Aa Bb Cc <answer> cba\n</answer>", '<answer>"cba"</answer>', '"cba".', "The answer is cba.",
 ])  # fmt: skip
 def test_the_reversed_word_is_right_in_each_format(abc, response):
     step = abc.step(response)

@@ -1,7 +1,6 @@
 """Slow environments are called at the same time; results do not depend on the threads."""
 
 import asyncio
-import os
 import random
 import signal
 import threading
@@ -96,10 +95,9 @@ def test_an_environment_that_is_not_thread_safe_is_called_in_one_thread(
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("in_main", [False, True])
-def test_environments_may_run_asyncio_in_a_notebook(policy, register, in_main):
+def test_environments_may_run_asyncio_in_a_notebook(policy, register):
     class Asks(Slow):
-        main_thread = in_main
+        main_thread = True
 
         def step(self, response):
             asyncio.run(asyncio.sleep(0))
@@ -336,57 +334,29 @@ def test_what_stops_the_sampling_closes_the_environments_and_the_next_episodes_a
     assert not living
 
 
-def test_a_call_that_was_given_up_leaves_the_working_directory_alone(tmp_path, monkeypatch):
-    """It ends after the program has gone to another folder."""
-    calls = threads.Threads(1, 0.0, interrupts=False)
-    calls.slow.add(("slow", "step"))
-    started, go_on = threading.Event(), threading.Event()
-
-    def call():
-        started.set()
-        go_on.wait(60)
-
-    calls.start("key", ("slow", "step"), call)
-    assert started.wait(60)
-    [worker] = calls.workers
-    assert calls.clear() == ["key"]
-    monkeypatch.chdir(tmp_path)
-    go_on.set()
-    worker.join(60)
-    assert not worker.is_alive() and os.getcwd() == str(tmp_path)
-    assert calls.ended(0.0) == []
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_a_call_cannot_change_the_settings_of_pytorch(count):
-    """With several threads each call begins while others have changed the settings."""
-    calls, kind = Threads(count, 60.0), ("rude", "step")
-    calls.slow |= {kind} if count > 1 else set()
-    meeting = threading.Barrier(count, timeout=60)
+def test_a_call_cannot_change_the_settings_of_pytorch():
+    """Nor can a call that is given up, which ends later."""
+    calls, kind = Threads(1, 60.0), ("rude", "step")
 
     def settings():
         return torch.get_default_dtype(), torch.is_grad_enabled()
 
-    def rude(number):
+    def rude(seconds):
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
-        meeting.wait()
-        time.sleep(0.02 * number)
-        return 1 / number  # the first one raises
+        time.sleep(seconds)
+        return 1 / seconds  # the first one raises
 
-    def made(*functions):
-        for number, function in enumerate(functions):
-            calls.start(number, kind, function)
-        ended = []
-        while len(ended) < len(functions):
-            ended += calls.ended(0.1)
-        return [outcome[0] for _, outcome, _ in sorted(ended, key=lambda each: each[0])]
+    def made(function):
+        calls.start("key", kind, function)
+        while not (ended := calls.ended(0.1)):
+            pass
+        return ended[0][1][0]
 
-    assert made(*(partial(rude, n) for n in range(count)))[1:] == [1.0, 0.5][: count - 1]
-    assert settings() == (torch.float32, True)
-    assert made(settings, settings) == [settings()] * 2
+    for call in (partial(rude, 0), partial(rude, 0.5)):
+        made(call)
+        assert settings() == (torch.float32, True) == made(settings)
     calls.limit = 0.1
-    # at least one is given up: a profiler may hold Python up until the others have ended
-    assert None in made(*(partial(rude, 250) for _ in range(count)))
+    assert made(partial(rude, 250)) is None
     assert settings() == (torch.float32, True)
     calls.close()

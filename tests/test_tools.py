@@ -6,7 +6,7 @@ Each template is written after the public one of the family. The tokenizer has o
 import asyncio
 import json
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 from conftest import AtOnce
@@ -35,7 +35,6 @@ from environments.plumbing.tools import (
     Call,
     ToolEnv,
     call_text,
-    lines_about,
     schemas,
 )
 from environments.plumbing.web import Episode
@@ -156,30 +155,24 @@ FAMILIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", ["", None, "Let me see."])
-@pytest.mark.parametrize("arguments", [{"a": 2, "b": 3}, '{"a": 2, "b": 3}'])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_calls_in_the_history_of_a_prompt_are_written_as_the_template_does(
-    name, arguments, content
-):
+def test_calls_in_the_history_of_a_prompt_are_written_as_the_template_does(name):
     tokenizer = tokenizer_of(FAMILIES[name].template)
     special = {*tokenizer.convert_tokens_to_ids(SPECIAL)}
 
     def read(function):
-        call = {"role": "assistant", "content": content, "tool_calls": [{"function": function}]}
+        call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
         chat = [user("Add."), call, {"role": "tool", "content": "5"}]
         ids = prompt_ids(tokenizer, chat)
         return tokenizer.decode(ids), [i for i in ids if i in special]
 
-    text, marks = read({"name": "add", "arguments": arguments})
+    text, marks = read({"name": "add", "arguments": {"a": 2, "b": 3}})
     assert FAMILIES[name].call.rstrip("]}") in text  # Mistral's template also writes an id
+    assert read({"name": "add", "arguments": '{"a": 2, "b": 3}'})[0] == text
     assert read({"name": "</s>", "arguments": {"<|im_end|>": "<｜call｜>"}})[1] == marks
 
 
-@pytest.mark.parametrize("calls", [
-    3, [3], [{"function": {}}], [{"function": {"name": "add", "arguments": "{"}}],
-    [{"function": {"name": "add", "arguments": [1]}}], [{"name": "add"}],
-])  # fmt: skip
+@pytest.mark.parametrize("calls", [3, [{"function": {"name": "add", "arguments": "{"}}]])
 def test_calls_that_are_none_are_one_type_error(calls):
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     with pytest.raises(TypeError, match="a message"):
@@ -305,7 +298,6 @@ def test_schemas_come_from_hints_and_docstrings():
                        "b": {"type": "integer", "description": "The second."}},
     }  # fmt: skip
     assert others[-1]["function"]["parameters"]["required"] == ["text"]
-    assert lines_about(Adder())[1].endswith("Crash.")
     assert schemas(make("letter_counting")) == []
 
 
@@ -410,13 +402,12 @@ def run(task, client):
 """
 
 
-@pytest.mark.parametrize("name, system_prompt", [
-    (name, prompt) for name in FAMILIES for prompt in ("", "Be kind.")
-    if not (name == "mistral" and prompt)  # its template has no system messages
-])  # fmt: skip
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_program_and_an_environment_of_the_same_tools_sample_after_the_same_ids(
-    policy, name, system_prompt, tmp_path
+    policy, name, tmp_path
 ):
+    system_prompt = "" if name == "mistral" else "Be kind."  # its template has no system messages
+
     @register("three sums")
     class ThreeSums(Adder):
         def step(self, response):
@@ -442,9 +433,7 @@ def test_a_program_and_an_environment_of_the_same_tools_sample_after_the_same_id
 REFUSED = {
     "unknown": (call_text("subtract", a=1), "there is no tool 'subtract'; there are add, crash"),
     "missing": (call_text("add", a=1), "add: missing a required argument: 'b'"),
-    "list": (call_text("add", a=[1], b=2), "add: a must be of the type integer"),
     "bad arguments": ('<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', UNREADABLE),
-    "never closed": ("<tool_call>" * 3, UNREADABLE),
     "raises": (call_text("crash"), "ValueError: no <|im_end|> today"),
 }
 
@@ -464,7 +453,7 @@ def test_async_tools_are_awaited_in_one_event_loop(policy):
         def __init__(self):
             super().__init__()
             self.loops = set()
-            self.tools = (self.add, self.fail, self.sum)
+            self.tools = (self.add, self.fail)
 
         async def add(self, a: int, b: int) -> int:
             """
@@ -482,16 +471,11 @@ def test_async_tools_are_awaited_in_one_event_loop(policy):
             """Fails."""
             raise ValueError("no")
 
-        def sum(self) -> Any:
-            """A plain function that returns a coroutine."""
-            return self.add(1, 1)
-
     with_template(policy, FAMILIES["none"].template)
-    calls = call_text("add", a=2, b=3), call_text("fail") + call_text("sum"), call_text("add", a=1)
-    rollout, _ = play(policy, *calls, "ok", env="waiter")
-    missing = "error: add: missing a required argument: 'b'"
-    assert results(rollout) == ["15", "error: ValueError: no", "12", missing]
-    assert rollout.info["tool_errors"] == 2 and not rollout.error
+    add = call_text("add", a=2, b=3)
+    rollout, _ = play(policy, add, call_text("fail") + add, "ok", env="waiter")
+    assert results(rollout) == ["15", "error: ValueError: no", "15"]
+    assert rollout.info["tool_errors"] == 1 and not rollout.error
 
 
 def test_the_letters_of_a_result_are_those_that_the_tool_returned():
@@ -535,16 +519,11 @@ def tag(
 
 @pytest.mark.parametrize(("arguments", "result"), [
     ({"words": ["a"], "counts": {}}, '[["a"], {}, null, null]'),
-    ({"words": [], "counts": {"a": 1}, "place": None, "kind": None}, '[[], {"a": 1}, null, null]'),
     ({"words": '["3"]', "counts": '{"a": 1}', "place": "2", "kind": "noun"},
      '[["3"], {"a": 1}, 2, "noun"]'),  # Qwen 3.5 writes all as texts
     ({"words": ["a", 2], "counts": {}}, "error: tag: words.1 must be of the type string"),
-    ({"words": None, "counts": {}}, "error: tag: words must be of the type array"),
     ({"words": [], "counts": {"a": True}}, "error: tag: counts.a must be of the type integer"),
-    ({"words": [], "counts": {}, "place": 2.0}, "error: tag: place must be of the type integer"),
     ({"words": [], "counts": {}, "kind": "3"}, "error: tag: kind must be one of noun, verb"),
-    ({"words": json.loads("[" * 900 + "]" * 900), "counts": {}},
-     "error: tag: words.0 must be of the type string"),
 ])  # fmt: skip
 def test_arguments_are_checked_against_the_type_hints(arguments, result):
     assert content_of(tag, arguments) == result
@@ -610,9 +589,6 @@ def test_environments_with_tools_are_played_in_the_terminal_and_the_browser(caps
     while episode.asked:
         episode.act("player", player="demonstrator")
     assert episode.log[-1]["info"]["correct"] == "True" and episode.returns == {"player": 1.0}
-    episode.start(3)
-    episode.act("player", call_text("nothing"))
-    assert episode.log[-1]["text"].startswith("error: there is no tool 'nothing'")
 
 
 def test_a_run_with_tools_is_evaluated_and_logs_its_calls(command, tmp_path):

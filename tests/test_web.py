@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from environments.base import EVAL_SEEDS, Env, Step, UsageError
+from environments.base import Env, Step, UsageError
 from environments.parsing import user
 from environments.plumbing.registry import make
 from environments.plumbing.web import Episode, make_server
@@ -93,10 +93,7 @@ def test_each_talker_hears_its_own_conversation_only(serve):
     assert heard["before"] == heard["trained"] == [[("user", "four")]]
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [{"Host": "evil.example"}, {"Origin": "http://evil.example"}],
-)
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
 def test_request_of_another_site_is_refused(serve, headers):
     server = serve(make("letter_counting"))
     status, _, _ = ask(server, "/act", {"agent": "player", "text": "x"}, **headers)
@@ -161,14 +158,6 @@ def test_board_is_clicked_until_the_game_is_over(visit):
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("rows, cells", [("...\nX.O\nOXX", 9), ("XOX\nOXO", 6), ("one\ntwo", 0)])
-def test_full_rows_belong_to_the_board(visit, rows, cells):
-    env = Hostile()
-    env.TEXT = f"You won.\n{rows}"
-    assert visit(env).locator(".board td").count() == cells
-
-
-@pytest.mark.browser
 def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
     page = visit(make("wikipedia_maze"))
     page.click("#choices button:text-is('Sun')")
@@ -184,48 +173,6 @@ def test_choices_and_typed_answers_get_the_form_that_the_task_asks_for(visit):
     page.click("#next")
     ready(page, 1)
     assert page.input_value("#seed") == "2"
-
-
-@pytest.mark.browser
-def test_seed_box_shows_a_whole_seed_and_starts_the_one_that_is_typed(visit):
-    from playwright.sync_api import expect
-
-    page = visit(make("letter_counting"), seed=EVAL_SEEDS[-1])
-    box = page.locator("#seed")
-    assert box.input_value() == str(EVAL_SEEDS[-1])
-    assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
-    first = page.inner_text("article p")
-    box.fill("7")
-    box.press("Enter")
-    expect(page.locator("article p").first).not_to_have_text(first)
-    seventh = page.inner_text("article p")
-    assert seventh == make("letter_counting").reset(7)[0]["content"]
-    for wrong in ("", "-1", "1.5"):  # the browser says what is wrong with it; the episode stays
-        box.fill(wrong)
-        box.press("Enter")
-        assert page.evaluate("!document.querySelector('#task').checkValidity()")
-        assert page.inner_text("article p") == seventh
-    page.click("#next")  # of the episode on display, not of what is in the box
-    expect(box).to_have_value("8")
-
-
-@pytest.mark.browser
-def test_policy_is_talked_to_beside_the_game(visit):
-    page = visit(make("tic_tac_toe"), {"trained": lambda chat: "<move>1</move>"},
-                 trained=lambda chat: f"<b>{chat[-1]['content']}</b>")  # fmt: skip
-    page.click("#talk")
-    page.fill("#text", "hello")
-    page.press("#text", "Enter")
-    ready(page, 2)
-    assert page.locator("article small").all_inner_texts() == ["you", "trained"]
-    assert page.locator("article p").all_inner_texts() == ["hello", "<b>hello</b>"]
-    page.click("#again")
-    ready(page, 0)
-    page.click("#play")
-    ready(page, 1)
-    assert page.locator(".board button").count() >= 8
-    alone = visit(make("tic_tac_toe"))
-    assert not alone.locator("#talk").is_visible()
 
 
 @pytest.mark.browser
