@@ -84,9 +84,7 @@ def training_envs(envs: Sequence[str], difficulty: int, level: int = 0) -> list[
 
 def held_out_envs(eval_envs: Sequence[str], envs: Sequence[str], difficulty: int) -> list[EnvSpec]:
     """Those to evaluate on: --eval-env, or those of --env at the training difficulty."""
-    return [with_difficulty(EnvSpec(env), 0) for env in eval_envs] or training_envs(
-        envs, difficulty
-    )
+    return training_envs(eval_envs, 0) or training_envs(envs, difficulty)
 
 
 def with_difficulty(spec: EnvSpec, difficulty: int) -> EnvSpec:
@@ -136,8 +134,6 @@ def check_demonstrations(envs: Sequence[str]) -> None:
             with closing(as_multi(make(spec))) as env:
                 if env.agents:
                     demonstration = env.demonstrate(next(iter(env.reset(DEMO_SEEDS[0]))))
-        except UsageError as error:
-            raise UsageError(f"--env {spec}: {error}") from None
         except Exception as error:  # it would fail in every warm-start step
             raise UsageError(f"--env {spec} fails: {describe_error(error)}") from error
         if demonstration is None:
@@ -158,7 +154,4 @@ def has_tools(spec: EnvSpec) -> bool:
 def _has_tools(spec: EnvSpec, constructor: Constructor) -> bool:
     """As `has_tools`; builds the environment once per `constructor`."""
     with closing(make(spec)) as env:
-        try:
-            return bool(schemas(env))
-        except UsageError as error:
-            raise UsageError(f"--env {spec}: {error}") from None
+        return bool(schemas(env))

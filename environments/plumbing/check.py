@@ -10,7 +10,7 @@
     warnings   multi-turn openings that they share; no info["correct"]; guesses that never succeed;
                the same reward for every response; episodes that unreadable responses never end
 
-and the range of the rewards, the number of distinct openings, and times.
+and the range of the rewards and the number of distinct openings.
 
 >>> report = check_env("letter_counting", num_seeds=3, other_process=False)
 >>> report.problems, report.rewards, report.demonstrations[0]
@@ -100,7 +100,6 @@ class Report:
     held_out: int = 0  # of evaluation
     shared: int = 0  # of both
     longest: int = 0  # turns of the longest episode
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {"reset": [], "step": []})
     broken: str = ""  # the first error with which an agent program ended
     places: set[str] = field(default_factory=set)  # lines of code whose errors are in `problems`
 
@@ -122,10 +121,6 @@ class Report:
             total, right = map(sum, zip(*self.demonstrations, strict=True))
             count = len(self.demonstrations)
             yield f"demonstrations: mean return {total / count:g}, correct {right} of {count}"
-        for name, times in self.seconds.items():
-            if times:
-                mean, longest = 1e3 * sum(times) / len(times), 1e3 * max(times)
-                yield f"{name}: {mean:.3g} ms on average, at most {longest:.3g} ms"
         yield from (f"warning: {text}" for text in self.warnings)
         yield from (f"problem: {text}" for text in self.problems)
         found = f"{len(self.problems)} problem(s)" if self.problems else "no problem found"
@@ -294,7 +289,7 @@ def _check_hostile_texts(report: Report, env: MultiAgentEnv, seconds: float) -> 
         try:
             if not waiting:
                 seed += 1
-                waiting, turns = set(_reset(report, env, seed)), []
+                waiting, turns = set(_reset(env, seed)), []
             cpu = time.process_time()
             steps = _step(report, env, dict.fromkeys(sorted(waiting), text))
             turns.append(({}, steps))
@@ -318,8 +313,8 @@ def _check_openings(report: Report, env: MultiAgentEnv, seconds: float) -> None:
     """Compares the openings of training and demonstrations with those of evaluation."""
     started, trained, held_out = time.monotonic(), set(), set()
     for i in range(NUM_OPENINGS):
-        trained |= {repr(_reset(report, env, seed)) for seed in (i, DEMO_SEEDS[i])}
-        held_out.add(repr(_reset(report, env, EVAL_SEEDS[i])))
+        trained |= {repr(_reset(env, seed)) for seed in (i, DEMO_SEEDS[i])}
+        held_out.add(repr(_reset(env, EVAL_SEEDS[i])))
         if time.monotonic() - started > seconds:
             break
     report.openings, report.held_out = len(trained), len(held_out)
@@ -336,7 +331,7 @@ def _play(
     max_turns: int,
 ) -> tuple[dict[str, list[Message]], Turns]:  # fmt: skip
     """Returns the opening of an episode, and the responses and steps of each turn."""
-    opening = _reset(report, env, seed)
+    opening = _reset(env, seed)
     turns: Turns = []
     waiting = set(opening)
     while waiting and len(turns) < max_turns:
@@ -350,11 +345,9 @@ def _play(
     return opening, turns
 
 
-def _reset(report: Report, env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
+def _reset(env: MultiAgentEnv, seed: int) -> dict[str, list[Message]]:
     """Returns the openings of the agents that act first. Raises Problem if one is invalid."""
-    started = time.perf_counter()
     by_agent = env.reset(seed)
-    report.seconds["reset"].append(time.perf_counter() - started)
     for agent, messages in by_agent.items():
         if not isinstance(messages, list) or not messages:
             raise Problem(f"reset({seed}) returned no list of messages for {agent}")
@@ -366,9 +359,7 @@ def _reset(report: Report, env: MultiAgentEnv, seed: int) -> dict[str, list[Mess
 
 def _step(report: Report, env: MultiAgentEnv, responses: dict[str, str]) -> dict[str, Step]:
     """Returns the steps of the agents. Raises Problem if one is invalid."""
-    started = time.perf_counter()
     steps = env.step(responses)
-    report.seconds["step"].append(time.perf_counter() - started)
     for agent, step in steps.items():
         try:
             steps[agent] = step = checked_step(step, agent, isinstance(env, SingleAgentEnv))
