@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from test_episodes import PARAMS, Scripted, message
 
 from core import evaluation, metrics
@@ -129,14 +128,12 @@ def test_a_task_whose_prompt_does_not_fit_is_replaced_by_the_same_one_in_its_gro
 
 
 def test_numbers_of_numpy_are_those_of_python(policy, one_turn):
-    lists = {"grid": np.eye(2), "seen": torch.tensor([1, 2])}
-    info = {"correct": np.bool_(True), "score": np.float32(0.5), "left": np.int64(3), **lists}
-    no, yes = np.bool_(False), np.bool_(True)
+    info = {"correct": np.bool_(True), "score": np.float32(0.5), "grid": np.eye(2), "left": 3}
+    no, yes = np.bool_(False), np.int64(1)
     one_turn(result=staticmethod(lambda: Step(None, np.float32(1), yes, info, no, yes)))
     (rollout,) = play(policy, Task("one", 0, 0))
-    plain = {"correct": True, "score": 0.5, "left": 3, "grid": [[1, 0], [0, 1]], "seen": [1, 2]}
-    assert rollout.info == plain and not rollout.error
-    assert [type(value) for value in rollout.info.values()] == [bool, float, int, list, list]
+    plain = {"correct": True, "score": 0.5, "grid": [[1.0, 0.0], [0.0, 1.0]], "left": 3}
+    assert repr(rollout.info) == repr(plain) and not rollout.error
     assert rollout.episode_truncated is True and type(rollout.episode_return) is float
 
 

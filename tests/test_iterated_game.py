@@ -8,7 +8,7 @@ from environments.iterated_game import iterated_game
 
 C, D = "cooperate", "defect"
 RULES = ["tit_for_tat", "always_cooperate", "always_defect"]
-PAYOFFS = ["3/3_0/5_5/0_1/1", "4/4_0/3_3/0_3/3", "3/3_1/4_4/1_0/0", "2/1_-1/0_0/0.5_1/2"]
+PAYOFFS = ["3/3_0/5_5/0_1/1", "2/1_-1/0_0/0.5_1/2"]
 
 
 def choice(word):
