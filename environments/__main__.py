@@ -68,7 +68,8 @@ def overview() -> Table:
             key if p.default is p.empty else f"{key}={p.default}"
             for key, p in inspect.signature(build).parameters.items()
         )
-        doc = inspect.getdoc(sys.modules[build.__module__]) or ""
+        module = sys.modules.get(build.__module__)  # None if a script registered it
+        doc = inspect.getdoc(module or build) or ""
         table.add_row(*map(Text, (name, options, doc.partition("\n")[0])))
     return table
 

@@ -72,7 +72,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
 # Opponents that are no option of an environment (core/extras/opponents.py): its own players,
 # policies on a server, older copies of the policy, and folders
 OPPONENT = re.compile(r"guess|demonstrate|(older|openai)(:.*)?|[.~].*|.*[\\/].*")
-OPPONENTS = "guess, demonstrate, older:UPDATES, openai:MODEL, or a folder such as runs/x or ./x"
 # module:Class, FILE.py:Class or FOLDER/module:Class with an absolute folder, then the options
 SOURCE = re.compile(
     r"([\w.-]+|[^=]*?\.py|(?:[A-Za-z]:)?[\\/].*?):([^\W\d]\w*)(?::(.*))?", re.DOTALL
@@ -131,7 +130,7 @@ def name_object(env: Any) -> str:
             return copy.deepcopy(env)
 
         build.heavy = env.heavy  # type: ignore[attr-defined]
-    elif not callable(env) or (isinstance(env, type) and not issubclass(env, Env | MultiAgentEnv)):
+    elif not callable(env):
         raise UsageError(f"env={env!r:.80}: give a class derived from Env or MultiAgentEnv, an "
                          "object of one, or a function that returns one")  # fmt: skip
     name = name if name.isidentifier() else "env"  # of a lambda
@@ -191,7 +190,20 @@ class EnvSpec(str):
 
         Raises UsageError for an unknown name, and if the module or file cannot be imported.
         """
-        return _constructor(self)
+        entry = ENVIRONMENTS.get(self.name, self.name)
+        if not isinstance(entry, str):
+            return entry
+        source, _, attribute = entry.rpartition(":")
+        if not source:
+            similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is "
+                             "FILE.py:Class, or train.run(.., env=Class) in Python; available: "
+                             f"{', '.join(list_envs())}")  # fmt: skip
+        try:
+            return import_attribute(source, attribute)
+        except UsageError as error:
+            raise UsageError(f"--env {self}: {error}") from error
 
     def accepts(self, key: str) -> bool:
         """Whether the environment has an option `key`."""
@@ -229,33 +241,25 @@ class EnvSpec(str):
     def values(self) -> dict[str, Any]:
         """Every option of the environment with its value: from the spec, else its default.
 
-        Raises UsageError for an unknown name or key, a missing or repeated key, and a value of the
-        wrong type.
+        Raises UsageError for an unknown name or key, a repeated key, and a value of the wrong type.
         """
         spec = self.game
-        build = spec.constructor
         try:
-            parameters = dict(inspect.signature(build, eval_str=True).parameters)
-        except Exception as error:  # an annotation that Python cannot evaluate
+            parameters = dict(inspect.signature(spec.constructor, eval_str=True).parameters)
+        except NameError as error:  # of an annotation
             raise UsageError(f"--env {spec}: {describe_error(error)}") from error
         several = [k for k, p in parameters.items() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         other = [p for k in several if (p := parameters.pop(k)).kind is p.VAR_KEYWORD]  # **kwargs
-        given: dict[str, Any] = {}
+        values = {k: p.default for k, p in parameters.items() if p.default is not p.empty}
         for key, text in spec.pairs.items():
-            if key not in parameters and not (other and key.isidentifier()):
+            if key not in parameters and not other:
                 names = ", ".join(parameters) or "none"
-                hint = f"; opponents of any game: {OPPONENTS}" if key == "opponent" else ""
-                raise UsageError(
-                    f"--env {spec}: unknown key {key!r}; available keys: {names}{hint}"
-                )
+                raise UsageError(f"--env {spec}: unknown key {key!r}; available keys: {names}")
             try:
-                given[key] = convert(text, parameters[key] if key in parameters else other[0])
+                values[key] = convert(text, parameters[key] if key in parameters else other[0])
             except ValueError as error:
                 raise UsageError(f"--env {spec}: {key} must be {error}, not {text!r}") from None
-        missing = [k for k, p in parameters.items() if p.default is p.empty and k not in given]
-        if missing:
-            raise UsageError(f"--env {spec}: set {', '.join(f'{key}=..' for key in missing)}")
-        return {key: p.default for key, p in parameters.items()} | given
+        return values
 
     @cached_property
     def short(self) -> str:
@@ -360,23 +364,6 @@ def meanings(specs: Iterable[str], trust: bool = False) -> dict[str, str]:
             if trust or not runs_code(spec):
                 found |= getattr(EnvSpec(spec).constructor, "meanings", {})
     return found
-
-
-def _constructor(spec: EnvSpec) -> Constructor:
-    entry = ENVIRONMENTS.get(spec.name, spec.name)
-    if not isinstance(entry, str):
-        return entry
-    source, _, attribute = entry.rpartition(":")
-    if not source:
-        similar = difflib.get_close_matches(entry.lower(), list_envs(), n=1)
-        hint = f"did you mean {similar[0]}? " if similar else ""
-        raise UsageError(f"unknown environment {entry!r}; {hint}a class of yours is FILE.py:Class, "
-                         "or train.run(.., env=Class) in Python; available: "
-                         f"{', '.join(list_envs())}")  # fmt: skip
-    try:
-        return import_attribute(source, attribute)
-    except UsageError as error:
-        raise UsageError(f"--env {spec}: {error}") from error
 
 
 def import_attribute(source: str, attribute: str) -> Any:

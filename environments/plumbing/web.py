@@ -36,7 +36,6 @@ Player = Callable[[list[Message]], str]  # the conversation of an agent -> its r
 HOST = "127.0.0.1"
 PAGE = Path(__file__).with_name("web.html")
 MAX_BODY = 1_000_000  # bytes of a request
-BRACKETED_MOVE = re.compile(r"\[(?!Player|GAME)[^][\n]{1,40}\]")
 YOU, DEMONSTRATOR, RANDOM = "you", "demonstrator", "random player"
 SPEAKERS = ("system", "environment", "tool", "tools")  # of the log, besides who responds
 
@@ -148,22 +147,7 @@ class Episode:
             return self.players[player](list(self.chats[agent]))
         if player == DEMONSTRATOR:
             return self.env.demonstrate(agent)
-        guess = self.env.guess(agent, self.rng)
-        return bracketed_move(self.chats[agent], self.rng) if guess is None else guess
-
-
-def bracketed_move(chat: list[Message], rng: random.Random) -> str | None:
-    """Returns a random move in brackets, TextArena's format, from the latest message with one.
-
-    >>> chat = [user("[Player 1] Say [pass] or [quit]"), {"role": "assistant", "content": "[win]"}]
-    >>> bracketed_move([*chat, user("Your turn.")], random.Random(0))
-    '[quit]'
-    """
-    for message in reversed(chat):
-        moves = BRACKETED_MOVE.findall(message["content"])
-        if moves and message["role"] != "assistant":
-            return rng.choice(moves)
-    return None
+        return self.env.guess(agent, self.rng)
 
 
 def make_server(episode: Episode, port: int = 0) -> ThreadingHTTPServer:
