@@ -320,28 +320,6 @@ def test_a_prompt_of_messages_has_a_completion_of_messages():
     assert env.step(question["content"]).reward == 1.0 and env.step("?").reward == 0.0
 
 
-def test_a_folder_in_the_hubs_layout_is_loaded_with_its_configuration(place, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="needs picorl[envs]")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
-    Path("questions").mkdir()
-    write("questions/rows.jsonl", ROWS)
-    write("questions/more.jsonl", [{"prompt": "Wait.", "answer": "0", "n": 0}] * 60)
-    Path("questions/README.md").write_text("""---
-configs:
-- config_name: main
-  data_files: [{split: train, path: more.jsonl}, {split: test, path: rows.jsonl}]
-- config_name: other
-  data_files: [{split: test, path: more.jsonl}]
----
-""")
-    spec = absolute("rewarded:data=questions,split=test,reward=rewards.py:accuracy") + ",config="
-    monkeypatch.chdir("/")
-    env = make(f"{spec}main")
-    (message,) = env.reset(1)
-    assert message["content"].startswith("Say ")
-    assert env.step(message["content"]).reward == 1.0
-
-
 def test_local_files_of_other_kinds_are_rows_too(place, monkeypatch, capsys):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
