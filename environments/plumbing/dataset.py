@@ -16,11 +16,9 @@ def read_jsonl(path: str | Path) -> list[tuple[int, Row]]:
     """Returns the number and the object of each line that is not empty; of a JSON array, of each
     entry.
 
-    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError for a pipe or a
-    device and, naming the line, for anything but one JSON object per line.
+    Raises OSError or UnicodeDecodeError if the file cannot be read, and UsageError, naming the
+    line, for anything but one JSON object per line.
     """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise UsageError(f"{path} is not a file")
     rows, text = [], Path(path).read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         with suppress(ValueError, RecursionError):
