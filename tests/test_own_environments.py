@@ -246,30 +246,21 @@ WRONG = """
 from environments import Env, Step
 
 class Wrong(Env):
-    def __init__(self, where: str):
-        self.where = where
-        if where == "init":
-            nothing
-
     def reset(self, seed):
         return [{"role": "user", "content": f"{seed}"}]
 
     def step(self, response):
-        if self.where == "step":
-            nothing
-        return Step(None, 1.0, True)
+        return nothing
 
     def demonstrate(self, hasty=False):
         return nothing
 """
 
 
-@pytest.mark.parametrize(("where", "flags", "line"), [
-    ("init", [], 8), ("step", [], 15), ("none", ["--sft-steps", 1], 19)
-])  # fmt: skip
-def test_an_exception_of_an_own_environment_names_file_and_line(place, command, where, flags, line):
+@pytest.mark.parametrize(("flags", "line"), [([], 9), (["--sft-steps", 1], 12)])
+def test_an_exception_of_an_own_environment_names_file_and_line(place, command, flags, line):
     (place / "wrong.py").write_text(WRONG)
-    code, _, err = command("--env", f"wrong.py:Wrong:where={where}", *SMALL, *flags)
+    code, _, err = command("--env", "wrong.py:Wrong", *SMALL, *flags)
     assert code and "NameError: name 'nothing' is not defined" in err
     assert f"(wrong.py, line {line})" in err
 
