@@ -297,31 +297,11 @@ def _split(tokenizer: Tokenizer, text: str, with_tools: bool) -> str:
     for token in tokens:
         while token in text:  # repeated, because matches overlap: "aXaXa" contains "aXa" twice
             text = text.replace(token, token[0] + SPLIT + token[1:])
-    # a normalizer may map fullwidth or capital letters to those of a token
-    if tokenizer.is_fast:
-        normalizer = tokenizer.backend_tokenizer.normalizer
-        if not normalizer or all(normalizer.normalize_str(t) == t for t in (text, *tokens)):
-            return text
     ids = {*tokens.values()}
-    while ids & {*_encode(tokenizer, text)}:
-        split = SPLIT.join(_split_ids(tokenizer, piece, ids) for piece in text.split(SPLIT))
-        text = split if split != text else "\ufffd" * len(text)
-    return text
-
-
-def _split_ids(tokenizer: Tokenizer, text: str, ids: set[int]) -> str:
-    """`text` with a SPLIT after the first character of each token in `ids`, or without the
-    character, if it is the only one."""
-    if not tokenizer.is_fast:  # without offsets
-        found = [(i, i + 1) for i in range(len(text))]
-        bad = [ids & {*tokenizer.encode(text[a:b], add_special_tokens=False)} for a, b in found]
-        return SPLIT.join("\ufffd" if b else text[i] for i, b in enumerate(bad))
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    for i, (start, end) in reversed([*zip(encoded.input_ids, encoded.offset_mapping, strict=True)]):
-        if i in ids and end - start > 1:
-            text = f"{text[: start + 1]}{SPLIT}{text[start + 1 :]}"
-        elif i in ids:
-            text = f"{text[:start]}\ufffd{text[start + 1 :]}"
+    if ids & {*_encode(tokenizer, text)}:  # of fullwidth or capital letters: character by character
+        characters = text.replace(SPLIT, "")
+        alone = ("\ufffd" if ids & {*_encode(tokenizer, c)} else c for c in characters)
+        text = SPLIT.join(alone)
     return text
 
 
