@@ -8,13 +8,11 @@ one. Weights have the given dtype; LoRA adapters and the value head are always f
 """
 
 import math
-import os
-import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
@@ -26,14 +24,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import logging
 
-from core.chat_template import (
-    ANSWER,
-    QUESTION,
-    check_template,
-    end_of_turn_id,
-    prompt_ids,
-    set_template_options,
-)
+from core.chat_template import check_template, end_of_turn_id, set_template_options
 from core.config import RUNS, parse_template_options
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
@@ -79,13 +70,14 @@ def load_policy(
     not exist.
     """
     torch_device = pick_device(device)
-    policy_dtype = _pick_dtype(dtype, torch_device)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     subject = f"{flag} {model_id}"
     if has_adapters(model_id):
         train, folder = flag == "--model-id", model_id
         model_id = _base_of(folder, subject, lora_rank, lora_alpha, train)
         adapters = adapters or folder
-    base, tokenizer = _load_files(model_id, policy_dtype, trust_remote_code, flag, from_pretrained)
+    base, tokenizer = _load_files(model_id, dtype, trust_remote_code, flag, from_pretrained)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)
@@ -101,7 +93,16 @@ def load_policy(
         set_template_options(tokenizer, parse_template_options(template_options), template_date)
         closing_id = end_of_turn_id(tokenizer)
         check_template(tokenizer)
-    limit = _context_length(subject, base)
+    config = base.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None:
+        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
+                         "has no max_position_embeddings; take another model")  # fmt: skip
+    head = None
+    if value_head:
+        head = nn.Linear(config.hidden_size, 1, device=torch_device, dtype=torch.float32)
+        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+        nn.init.zeros_(head.bias)
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
@@ -109,11 +110,10 @@ def load_policy(
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
         max_length=min(limit, max_length or limit),
-        value_head=_make_value_head(base, torch_device) if value_head else None,
+        value_head=head,
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
-    _check_ids(subject, policy)
     _check_logits(subject, policy)
     if reason := _share_prefixes(policy):
         policy.remark = f"computing each prompt once per completion, as {reason}"
@@ -130,11 +130,20 @@ def reads_cache(model_id: str, flag: str) -> bool:
     """Whether `model_id` is a Hub id and its files have to come from the cache: the Hub is silent.
 
     Asks the Hub once; its library would try five times for each file, for over a minute. Raises
-    UsageError, which names `flag`, if the cache has no such model, or if `model_id` is a folder
-    without one.
+    UsageError, which names `flag`, if the cache has no such model, or if `model_id` is neither a
+    folder with a model nor written like a Hub id.
     """
-    if _check_folder(model_id, flag):
+    folder = Path(model_id)
+    if (folder / "config.json").exists():
         return False
+    try:
+        if folder.exists() or RUNS in folder.parents:
+            raise HFValidationError
+        validate_repo_id(model_id)
+    except HFValidationError:
+        raise UsageError(f"{flag} {model_id}: no model in this folder (no config.json), and no Hub "
+                         "id, such as Qwen/Qwen3-0.6B; that of a run is runs/NAME/model"
+                         ) from None  # fmt: skip
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
         return False
@@ -142,44 +151,30 @@ def reads_cache(model_id: str, flag: str) -> bool:
         if isinstance(try_to_load_from_cache(model_id, "config.json"), str):
             return True
         reason = " ".join(str(error).split())[:MAX_REASON]
-        problem = f"{constants.ENDPOINT} cannot be reached ({reason}): connect to a network"
-        if constants.HF_HUB_OFFLINE:
-            problem = "HF_HUB_OFFLINE is set: unset it to download the model"
-        raise UsageError(f"{flag} {model_id}: there is no such folder or model in the cache, and "
-                         f"{problem}, give the folder of a model, or take tiny or smollm2 "
-                         "(core/run/smollm2.py)") from error  # fmt: skip
+        raise UsageError(f"{flag} {model_id}: not in the cache, and {constants.ENDPOINT} cannot be "
+                         f"reached ({reason}): connect to a network, give the folder of a model, "
+                         "or take tiny or smollm2 (core/run/smollm2.py)") from error  # fmt: skip
 
 
 def pick_device(name: str) -> torch.device:
     """The device called `name`; "auto": CUDA, else MPS, else CPU. Raises UsageError if invalid."""
-    gpu, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    available = {"cuda": gpu, "mps": mps, "cpu": True}
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    counts["cpu"] = 1
     if name == "auto":
-        return torch.device(next(kind for kind, exists in available.items() if exists))
+        return torch.device(next(kind for kind, count in counts.items() if count))
     try:
         device = torch.device(name)
-        exists = available[device.type]
+        if (device.index or 0) < counts[device.type]:
+            return device
     except (RuntimeError, KeyError):
-        choices = "auto, cpu, cuda, cuda:N or mps"
-        raise UsageError(f"--device must be {choices}, not {name!r}") from None
-    if not exists:
-        raise UsageError(f"--device {name}: this machine has no such device; use --device auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} GPU(s)")
-    return device
-
-
-def _pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "float64" and device.type == "mps":
-        raise UsageError("--dtype float64: MPS has no float64; use --device cpu")
-    return getattr(torch, name)
+        pass
+    raise UsageError(f"--device {name}: this machine has no such device; take auto, cpu, cuda, "
+                     "cuda:N or mps")  # fmt: skip
 
 
 def _load_files(
     model_id: str,
-    dtype: torch.dtype,
+    dtype: str,
     trusted: bool,
     flag: str,
     from_pretrained: Callable[..., Any],
@@ -192,75 +187,19 @@ def _load_files(
             # transformers would fall back to another tokenizer, with other ids, without a warning
             raise ValueError("trust_remote_code")
         tokenizer = AutoTokenizer.from_pretrained(model_id, **source)
-        has_tokens = bool(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
         model, report = from_pretrained(
-            model_id, dtype=dtype, use_safetensors=True, output_loading_info=True,
-            ignore_mismatched_sizes=True, adapter_kwargs={"local_files_only": from_cache}, **source,
+            model_id, dtype=getattr(torch, dtype), use_safetensors=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
+            adapter_kwargs={"local_files_only": from_cache}, **source,
         )  # fmt: skip
-    _check_loaded(f"{flag} {model_id}", model, report, has_tokens)
+    # random weights would replace them
+    invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
+    if invalid:
+        raise UsageError(f"{flag} {model_id}: {len(invalid)} of its weights are missing or "
+                         f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
     model.config.use_cache = False  # in training; sampling passes its own cache
     model.config.output_attentions = False  # sdpa has none, and would refuse to be exported
     return model, tokenizer
-
-
-def _check_folder(model_id: str, flag: str) -> bool:
-    """Whether `model_id` is a folder, not a Hub id. Raises UsageError if no model is in it.
-
-    It is one if it exists, if it would lie in runs/, and if it is not written like a Hub id.
-    """
-    if not (RUNS in Path(model_id).parents or os.path.exists(model_id)):
-        with suppress(HFValidationError):
-            validate_repo_id(model_id)
-            return False
-    if os.path.exists(os.path.join(model_id, "config.json")):
-        return True
-    problem = "no model in this folder (no config.json)"
-    if os.path.isdir(model := os.path.join(model_id, "model")):
-        problem = f"this is the folder of a run; its model is {model}"
-    elif not os.path.exists(model_id):
-        problem = "there is no such folder, and this is no Hub id, such as Qwen/Qwen3-0.6B"
-    elif os.path.isfile(model_id):
-        problem = "this is a file; give the folder of the model"
-    raise UsageError(f"{flag} {model_id}: {problem}")
-
-
-def _check_loaded(
-    subject: str, model: PreTrainedModel, report: dict[str, Any], has_tokens: bool
-) -> None:
-    """Raises UsageError if random weights replaced missing ones, or if the tokenizer is empty.
-
-    Also if a layer has weights in the files that it does not use: config.json is that of another
-    architecture. Layers that the model does not have are left out, as in a text model; so is what
-    is no parameter, like a saved mask or the scale of a KV cache.
-    """
-    invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
-    if invalid:
-        raise UsageError(f"{subject}: {len(invalid)} of its weights are missing or "
-                         f"differ in shape from config.json, such as {invalid[0]}")  # fmt: skip
-    blocks = {name for name, _ in model.named_modules() if re.search(r"\.\d+(\.|$)", name)}
-    others = {*report["unexpected_keys"]} - {name for name, _ in model.named_buffers()}
-    others = {name for name in others if name.endswith((".weight", ".bias"))}
-    unused = sorted(key for key in others if key.rsplit(".", 2)[0] in blocks)
-    if unused and not hasattr(model.config, "quantization_config"):
-        raise UsageError(f"{subject}: config.json is not that of these weights: the model has no "
-                         f"use for {len(unused)} of them, such as {unused[0]}")  # fmt: skip
-    if not has_tokens:
-        raise UsageError(f"{subject}: the tokenizer is missing (tokenizer.json)")
-
-
-def _check_ids(subject: str, policy: Policy) -> None:
-    """Raises UsageError if a token that may be read or sampled is beyond the embedding."""
-    tokenizer, written = policy.tokenizer, [QUESTION, ANSWER, QUESTION]
-    rows = cast(nn.Embedding, policy.causal_lm.get_input_embeddings()).weight.shape[0]
-    if policy.stop_ids[-1] >= rows:
-        raise UsageError(f"{subject}: the stop token {policy.stop_ids[-1]} of its tokenizer or "
-                         f"generation_config.json is beyond its {rows} embeddings")  # fmt: skip
-    # a message cannot contain a special token, and Gemma 3 1B has one more than embeddings
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = {*tokenizer.get_vocab().values()} - special | {*prompt_ids(tokenizer, written)}
-    if max(ids) >= rows:
-        raise UsageError(f"{subject}: its tokenizer has the token {max(ids)}, which is beyond its "
-                         f"{rows} embeddings; take the tokenizer of this model")  # fmt: skip
 
 
 @torch.no_grad()
@@ -357,15 +296,12 @@ def _one_line_errors(subject: str, trusted: bool = True) -> Iterator[None]:
 def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train: bool) -> str:
     """The model of which `folder` has the LoRA adapters.
 
-    Raises UsageError if they cannot be read, are not LoRA's or, to `train` them, have another rank
-    or alpha.
+    Raises UsageError if they cannot be read or, to `train` them, have another rank or alpha.
     """
     from peft import LoraConfig  # takes a second
 
     with _one_line_errors(f"{subject}: can't be loaded"):
         saved: Any = LoraConfig.from_pretrained(folder)
-    if saved.peft_type != "LORA":  # PEFT returns the kind that the folder has
-        raise UsageError(f"{subject}: its adapters are {saved.peft_type.value}, not LoRA")
     if train and (lora_rank != saved.r or lora_alpha not in (0, saved.lora_alpha)):
         raise UsageError(f"{subject}: this folder has LoRA adapters: to train them on, give "
                          f"--lora-rank {saved.r} --lora-alpha {saved.lora_alpha:g}")  # fmt: skip
@@ -375,10 +311,7 @@ def _base_of(folder: str, subject: str, lora_rank: int, lora_alpha: float, train
 
 
 def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str) -> Any:
-    """The model with new adapters, or with those in `folder`.
-
-    Raises UsageError if these cannot be read, or are of another model.
-    """
+    """The model with new adapters, or with those in `folder`."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict  # takes a second
     from peft.utils import load_peft_weights
 
@@ -392,28 +325,8 @@ def _with_adapters(model: PreTrainedModel, rank: int, alpha: float, folder: str)
         config = LoraConfig.from_pretrained(folder)
         config.inference_mode = False  # saved as True, with which nothing is trained
         adapted = get_peft_model(model, config)
-        read: Any = set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
-    trained = {name for name, weight in adapted.named_parameters() if weight.requires_grad}
-    if others := {*read.unexpected_keys} | (trained & {*read.missing_keys}):
-        raise UsageError(f"{folder}: its adapters are of another model: {len(others)} differ, such "
-                         f"as {min(others)}")  # fmt: skip
+        set_peft_model_state_dict(adapted, load_peft_weights(folder, device="cpu"))
     return adapted
-
-
-def _make_value_head(base: PreTrainedModel, device: torch.device) -> nn.Linear:
-    width = base.config.get_text_config().hidden_size
-    head = nn.Linear(width, 1, device=device, dtype=torch.float32)
-    nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
-    nn.init.zeros_(head.bias)
-    return head
-
-
-def _context_length(subject: str, base: PreTrainedModel) -> int:
-    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
-                         "has no max_position_embeddings; take another model")  # fmt: skip
-    return limit
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, closing_id: int) -> list[int]:

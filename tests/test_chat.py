@@ -257,8 +257,8 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
 @pytest.mark.parametrize(
     ("args", "culprit"),
     [
-        (["empty"], "empty: no model in this folder (no config.json); runs/ has mine"),
-        (["nobody"], "HF_HUB_OFFLINE is set"),
+        (["empty"], "empty: no model in this folder (no config.json)"),
+        (["nobody"], "cannot be reached"),
         (["nobody"], "; runs/ has mine"),
         (["runs/nobody"], "core.chat: runs/nobody: there is no such run; runs/ has mine"),
         (["./runs/nobody", "--before"], "there is no such run; runs/ has mine"),

@@ -14,14 +14,13 @@ from conftest import load_small, loopback, save_small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from core.chat_template import prompt_ids
 from core.config import Config
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
 from core.run.checkpoint import export_model
 from core.run.models import folder_of, load_exported
-from core.tiny import PRETRAINED, tiny_tokenizer, write_tiny
+from core.tiny import PRETRAINED, write_tiny
 from core.types import UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -59,31 +58,12 @@ def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):
     assert tokenizer.convert_tokens_to_ids("<answer>") in ids
 
 
-def test_logits_equal_those_of_the_model_in_every_family(small_folder):
-    policy = load_small(small_folder)
-    with torch.no_grad():
-        ours = policy.to_logits(policy.hidden_states(IDS)[0])
-        theirs = policy.model(IDS).logits[0]
-    assert torch.allclose(ours, theirs, atol=1e-5)
-    assert policy.stop_ids == [policy.tokenizer.eos_token_id]
-
-
-def test_right_padding_does_not_change_the_tokens_before_it(small_folder):
-    policy = load_small(small_folder)
-    padded = torch.cat([IDS, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
-    with torch.no_grad():
-        alone, with_padding = policy.hidden_states(IDS), policy.hidden_states(padded)[:, :4]
-    assert torch.allclose(alone, with_padding, atol=1e-5)
-
-
 @pytest.mark.parametrize("lora_rank", [0, 4])
-@pytest.mark.parametrize("value_head", [False, True])
-def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_rank, value_head):
-    policy = load_small(qwen3_folder, lora_rank=lora_rank, value_head=value_head)
+def test_the_optimizer_contains_every_trainable_parameter(qwen3_folder, lora_rank):
+    policy = load_small(qwen3_folder, lora_rank=lora_rank, value_head=True)
     optimized = {id(p) for p in make_optimizer(policy, 1e-3).masters}
     expected = [p for p in policy.model.parameters() if p.requires_grad]
-    expected += list(policy.value_head.parameters()) if value_head else []
-    assert optimized == {id(p) for p in expected}
+    assert optimized == {id(p) for p in [*expected, *policy.value_head.parameters()]}
 
 
 def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder):
@@ -100,39 +80,11 @@ def test_lora_trains_float32_adapters_and_leaves_the_base_unchanged(qwen3_folder
     assert all(p.abs().sum() > 0 for p in policy.trainable().values())
 
 
-def test_only_special_tokens_that_the_template_does_not_write_may_be_beyond_the_embedding(tmp_path):
-    tokenizer = tiny_tokenizer()
-    folder = save_small("qwen3", tmp_path, vocab_size=len(tokenizer))
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
-    tokenizer.save_pretrained(folder)
-    policy = load_policy(str(folder), device="cpu")
-    ids = prompt_ids(policy.tokenizer, [{"role": "user", "content": "<|image|>"}])
-    assert max(ids) < len(tokenizer) - 1  # the message is read as characters
-    tokenizer.add_tokens(["cherry"])
-    tokenizer.save_pretrained(folder)
-    with pytest.raises(UsageError, match=f"the token {len(tokenizer) - 1}, which is beyond"):
-        load_policy(str(folder), device="cpu")
-
-
 def test_completions_end_at_the_stop_tokens_of_both_configs(tmp_path):
     save_small("qwen3", tmp_path, eos_token_id=[1, 7, 9])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 8]}))
     policy = load_policy(str(tmp_path), device="cpu")
     assert policy.stop_ids == sorted({1, 7, 8, 9, policy.end_of_turn_id})
-
-
-def test_a_config_of_another_architecture_is_refused_but_buffers_are_ignored(tmp_path):
-    """Qwen3 as Llama: all that Llama has is there, but the norms of queries and keys would go."""
-    folder = save_small("qwen3", tmp_path, attention_bias=False)
-    weights = load_file(folder / "model.safetensors")
-    buffers = {"self_attn.masked_bias": torch.zeros(1), "self_attn.k_scale": torch.ones(1)}
-    more = {f"model.layers.0.{name}": tensor for name, tensor in buffers.items()}
-    save_file(weights | more, folder / "model.safetensors", metadata={"format": "pt"})
-    load_policy(str(folder), device="cpu")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    with pytest.raises(UsageError, match=r"no use for 4 of them, such as .*k_norm"):
-        load_policy(str(folder), device="cpu")
 
 
 def test_half_of_a_download_is_refused(tmp_path):
@@ -145,9 +97,6 @@ def test_half_of_a_download_is_refused(tmp_path):
             load_policy(str(folder), device="cpu")
     save_file(weights | {"model.norm.weight": norm}, folder / "model.safetensors")
     load_policy(str(folder), device="cpu")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match="tokenizer"):
-        load_policy(str(folder), device="cpu")
 
 
 def test_the_adapters_of_a_run_are_trained_on(tmp_path):
@@ -172,14 +121,8 @@ def test_the_adapters_of_a_run_are_trained_on(tmp_path):
 
 ADAPTERS = {  # what people train elsewhere: settings of PEFT's LoraConfig
     "dropout": {"lora_dropout": 0.5},
-    "dora": {"use_dora": True},
     "saved_head": {"modules_to_save": ["lm_head"]},
-    "saved_norms": {"modules_to_save": ["norm"]},
-    "head": {"target_modules": ["q_proj", "lm_head"]},
-    "embedding": {"target_modules": ["embed_tokens"]},
-    "tokens": {"trainable_token_indices": [65, 66]},
     "ranks": {"rank_pattern": {"q_proj": 4}, "use_rslora": True},
-    "bias": {"target_modules": ["q_proj"], "lora_bias": True},
 }
 
 
@@ -208,23 +151,6 @@ def test_adapters_of_any_kind_of_lora_load_for_training_and_as_the_model_of_a_ru
         expected = policy.to_logits(policy.hidden_states(IDS)[0])
         found = [exported.to_logits(exported.hidden_states(IDS)[0]), theirs(IDS).logits[0]]
     assert torch.equal(found[0], expected) and torch.allclose(found[1], expected, atol=1e-5)
-
-
-def test_adapters_that_are_not_of_this_model_are_refused(qwen3_folder, tmp_path):
-    from peft import IA3Config, get_peft_model
-
-    folder, base = tmp_path / "a/model", AutoModelForCausalLM.from_pretrained(qwen3_folder)
-    export_model(tmp_path / "a", load_small(qwen3_folder, lora_rank=2))
-    weights = load_file(folder / "adapter_model.safetensors")
-    name, tensor = min(weights.items())
-    more = {name.replace("layers.0", "layers.9"): tensor.clone()}
-    for damaged in ({k: w for k, w in weights.items() if k != name}, weights | more):
-        save_file(damaged, folder / "adapter_model.safetensors")
-        with pytest.raises(UsageError, match=r"of another model: 1 differ, such as .*lora_A"):
-            load_policy(str(folder), device="cpu", lora_rank=2)
-    get_peft_model(base, IA3Config(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "b")
-    with pytest.raises(UsageError, match="its adapters are IA3, not LoRA"):
-        load_policy(str(tmp_path / "b"), device="cpu", lora_rank=2)
 
 
 def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):
