@@ -19,16 +19,14 @@ mean of the group as the baseline, divided by the group's standard deviation.
 Each sampled token has three log-probs: π_sampler, which the sampler reported; π_old, which the
 trainer computes before the first gradient step; and π, which it computes now. Sampler and trainer
 have the same weights, but their kernels round differently, so the importance weight π_old /
-π_sampler is only about 1. The policy ratio π / π_old is 1 until the first step: exactly in the
-default run, else up to rounding, as π_old is computed in other micro-batches.
+π_sampler is only about 1. The policy ratio π / π_old is 1 until the first step.
 
 Shapes: a tensor [B, N] has one row per rollout and one column per sampled token, padded on the
-right. B is P·G, less the rollouts that are not trained on (`collect_rollouts`); a game in which the
-policy plays several agents has a rollout for each. A forward pass works on a micro-batch: b
-sequences of T tokens, prompts included. A sequence is a rollout, or a part of one if the
-environment changed the context between turns. `micro_batches` copies [B, N] to [b, T-1], where
-column t has the values of token t+1, which the model predicts at position t. completion_mask marks
-the sampled tokens, loss_mask those of them that are trained on.
+right. A forward pass works on a micro-batch: b sequences of T tokens, prompts included. A sequence
+is a rollout, or a part of one if the environment changed the context between turns.
+`micro_batches` copies [B, N] to [b, T-1], where column t has the values of token t+1, which the
+model predicts at position t. completion_mask marks the sampled tokens, loss_mask those of them
+that are trained on.
 
 Each process of torchrun is a rank. All ranks have all B rollouts; each trains on its share.
 
@@ -85,7 +83,8 @@ from environments.plumbing import registry
 def main(cfg: Config) -> int:
     """Runs the warm start and `cfg.num_updates` updates of RL. Returns the exit code."""
     cfg = prepare(cfg)  # all settings, checked
-    algorithm = start_algorithm(cfg)
+    algorithm = load_algorithm(cfg.algo)  # has compute_advantages and compute_loss
+    algorithm = algorithm.start(cfg) if hasattr(algorithm, "start") else algorithm  # scratch.py's
     options = cfg.options  # the algorithm's flags, such as --grpo.clip-high
 
     with open_run(cfg, algorithm) as run:  # policy, optimizer, sampler, environments, log
@@ -103,19 +102,16 @@ def main(cfg: Config) -> int:
                 sampled, rollouts = collect_rollouts(cfg, run, update)
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
-            # 2. With several steps, or PPO, the policy before the first step scores the sampled
-            #    tokens: π_old, and PPO's values. The default, GRPO with one step, skips this. With
-            #    --kl-coef the reference scores them, too
+            # 2. The policy scores the sampled tokens: π_old, and PPO's values. The default, GRPO
+            #    with one step, skips this. With --kl-coef the reference scores them, too
             if needs_old_logprobs(cfg):
                 scored = score_logprobs(run.policy, batch, cfg.temperature)
                 batch.old_logprobs, batch.values = scored
             if reference is not None:
                 batch.ref_logprobs, _ = score_logprobs(reference, batch, cfg.temperature)
 
-            # 3. Rewards to advantages. `shape_rewards` sets batch.rewards (with penalties),
-            #    loss_mask, turn_ids and gamma. With --credit episode, the default, all tokens are
-            #    of turn 0, and the discount is in the rewards already
-            shape_rewards(cfg, batch)
+            # 3. Rewards to advantages [B, N]
+            shape_rewards(cfg, batch)  # batch.rewards, with penalties, and batch.loss_mask
             batch.seed = derive_seed(cfg.seed, ALGORITHM, update)  # for algorithms that draw
             add_advantages(batch, algorithm.compute_advantages(batch, options))
 
@@ -148,8 +144,8 @@ def main(cfg: Config) -> int:
                 if not take_step(cfg, run, stats, epoch, update):
                     break
 
-            # 5. What the steps did to each token, for the report; with --sft-best a supervised
-            #    step. Then the sampler gets the new weights: nothing to send if it shares them
+            # 5. Metrics; what the steps did to each token, for the report. Then the sampler gets
+            #    the new weights: nothing to send if it shares them
             if batch.old_logprobs is None:  # the default kept π_old for each micro-batch
                 batch.old_logprobs = stats.old_logprobs  # [B, N], for the metrics and the report
             metrics = rollout_metrics(cfg, sampled) | stats.means()
@@ -175,12 +171,6 @@ def prepare(cfg: Config) -> Config:
     if cfg.sft_steps:
         tasks.check_demonstrations(train_envs)
     return cfg
-
-
-def start_algorithm(cfg: Config) -> Any:
-    """The algorithm, an object with `compute_advantages` and `compute_loss`."""
-    algorithm = load_algorithm(cfg.algo)
-    return algorithm.start(cfg) if hasattr(algorithm, "start") else algorithm
 
 
 def warm_start(cfg: Config, run: Run) -> None:

@@ -1,12 +1,10 @@
-"""The sampler is not quite the policy: importance weights between the two, and rejection.
+"""The sampler is not quite the policy: importance weights between the two.
 
 The sampler runs other kernels than the trainer, which round differently, so it draws its tokens
 from a slightly different distribution (https://fengyao.notion.site/off-policy-rl). An importance
 weight π_old / π_sampler makes a token of the sampler count as one of π_old, the trainer's policy
 before the first gradient step. runs/off_policy has measured bias and variance of each kind.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -58,24 +56,3 @@ def importance_weights(ratio: Tensor, cap: float, mode: WeightMode = "truncate")
     if mode == "mask":
         return torch.where((ratio > cap) | (ratio < 1 / cap), 0.0, ratio)
     return ratio.clamp(max=cap)
-
-
-def in_band(ratio: Tensor, low: float, high: float) -> Tensor:
-    """Which tokens to keep [b, T-1]: those whose `ratio` is within [low, high]; 0 is no bound.
-
-    Rejection is separate from weighting: `ratio` is the geometric mean of the row, the same for all
-    its tokens, whatever level the weights have.
-    """
-    return (ratio >= low) & (ratio <= (high or math.inf))
-
-
-def not_stale(logprobs: Tensor, micro: Micro, limit: float) -> Tensor:
-    """Which tokens to keep [b, T-1]: off-policy sequence masking (OPSM), arXiv:2512.02556.
-
-    False for tokens with a negative advantage in rows that the current policy has moved away from:
-    the mean of log π_sampler - log π over the row exceeds `limit`. Pushing down what the policy no
-    longer says teaches little and can destabilize it; tokens with a positive advantage stay.
-    """
-    mask = micro.completion_mask
-    drift = torch.where(mask, micro.sampler_logprobs - logprobs, 0.0).detach()
-    return (micro.advantages >= 0) | (masked_mean(drift, mask, dim=1) <= limit)

@@ -15,8 +15,7 @@ others. algorithms/README.md has an example.
 """
 
 import importlib
-from dataclasses import fields
-from difflib import get_close_matches
+from dataclasses import fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -87,11 +86,8 @@ def load_algorithm(algo: str) -> Any:
         return importlib.import_module(WORKSHOP).ScratchAlgorithm
     if not is_file(algo):
         if algo not in algorithm_names():
-            own, names = f"{algo}.py", algorithm_names()
-            similar = [own] if Path(own).is_file() else get_close_matches(algo.lower(), names, n=2)
-            hint = f"did you mean {' or '.join(similar)}? " if similar else ""
-            raise UsageError(f"--algo {algo}: {hint}choose {', '.join(names)}, or FILE.py of your "
-                             "own")  # fmt: skip
+            raise UsageError(f"--algo {algo}: choose {', '.join(algorithm_names())}, or FILE.py of "
+                             "your own")  # fmt: skip
         is_variant = (FOLDER / f"variants/{algo}.py").exists()
         return importlib.import_module(f"algorithms.{'variants.' * is_variant}{algo}")
     name = name_of(algo)
@@ -109,13 +105,11 @@ def load_algorithm(algo: str) -> Any:
     if missing:
         raise UsageError(f"--algo {algo}: it has no {' and no '.join(missing)}")
     options: type = module.Options
-    if not (isinstance(options, type) and hasattr(options, "__dataclass_fields__")):
+    if not is_dataclass(options):
         raise UsageError(f"--algo {algo}: Options must be a dataclass")
     if not issubclass(options, LoopOptions):  # the loop reads them, too
         both = type("Options", (options, LoopOptions), {"__module__": module.__name__})
         vars(module)["Options"] = both
-    if not name.isidentifier():
-        raise UsageError(f"--algo {algo}: the name of the file must be one that Python can import")
     return module
 
 

@@ -44,7 +44,6 @@ class Sequence:
     """What the model computes on: token ids, and the place of each in the flattened [B, N]."""
 
     rollout: int  # row in [B, N]
-    prompt_length: int  # number of tokens before the first sampled one
     token_ids: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
@@ -124,7 +123,7 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             prompt = turn.prompt_ids
             current = max((s for s in begun if s.begins(prompt)), key=len, default=None)
             if current is None:
-                begun.append(current := Sequence(row, len(prompt)))
+                begun.append(current := Sequence(row))
             context = prompt[len(current.token_ids) :]
             end = column + len(turn.completion_ids)
             current.token_ids += context + turn.completion_ids
@@ -146,10 +145,10 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
 def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     """Sets what `compute_advantages` reads: rewards with penalties, turns, loss mask, γ.
 
-    With --credit episode (the default
-    of all but PPO) rewards are discounted here, from the episode's start (by default γ is 1), and
-    all tokens belong to turn 0, so REINFORCE and GRPO credit each token with the episode's return.
-    The KL of --kl-in reward is subtracted if the batch has the log-probs of the reference.
+    With --credit episode (the default of all but PPO) rewards are discounted here, from the
+    episode's start (by default γ is 1), and all tokens belong to turn 0, so REINFORCE and GRPO
+    credit each token with the episode's return. The KL of --kl-in reward is subtracted if the
+    batch has the log-probs of the reference.
     """
     batch.gamma = cfg.gamma
     batch.loss_mask = batch.completion_mask & ~(
@@ -157,8 +156,10 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     )
     rewards = cfg.reward_coef * batch.env_rewards
     if cfg.overlong_buffer:
-        lengths = batch.completion_lengths  # at the last token of each turn, 0 elsewhere
-        rewards = rewards + overlong_penalty(lengths, cfg.max_tokens, cfg.overlong_buffer)
+        # soft overlong punishment, DAPO eq. 13: 0 up to --overlong-buffer before the limit, then
+        # down to -1; lengths are at the last token of each turn, 0 elsewhere
+        beyond = batch.completion_lengths - (cfg.max_tokens - cfg.overlong_buffer)
+        rewards = rewards + -(beyond / cfg.overlong_buffer).clamp(0, 1)
     if cfg.kl_in == "reward" and batch.ref_logprobs is not None:
         kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, cfg.kl_estimator)
         rewards = rewards - cfg.kl_coef * kl
@@ -167,15 +168,6 @@ def shape_rewards(cfg: Config, batch: RolloutBatch) -> None:
     batch.rewards = rewards
     batch.turn_ids = batch.turns * (cfg.credit != "episode")
     batch.reward_parts = cfg.reward_coef * batch.env_reward_parts
-
-
-def overlong_penalty(lengths: Tensor, max_tokens: int, buffer: int) -> Tensor:
-    """Soft overlong punishment: 0 up to `max_tokens - buffer`, then down to -1; DAPO eq. 13.
-
-    >>> overlong_penalty(torch.tensor([10, 90, 95, 100]), max_tokens=100, buffer=10)
-    tensor([-0.0000, -0.0000, -0.5000, -1.0000])
-    """
-    return -((lengths - (max_tokens - buffer)) / buffer).clamp(0, 1)
 
 
 def add_advantages(batch: Batch, found: Tensor | dict[str, Tensor | float]) -> None:

@@ -22,7 +22,6 @@ from typing import Any, cast
 import torch
 from torch import LongTensor, Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from core.policy import Policy
 from core.prefix_sharing import look_up, make_tree
@@ -66,7 +65,12 @@ def cache_argument(model: Any) -> str:
 
 
 class RepeatedPrefixCache:
-    """The cache of transformers: every row has a copy of its prompt's keys and values."""
+    """The cache of transformers: every row has a copy of its prompt's keys and values.
+
+    Its rows begin together: new prompts wait until all have ended.
+    """
+
+    can_merge = False
 
     def __init__(self, model: Any, cache: DynamicCache, mask: Tensor, logits: Tensor):
         """`cache`, `mask` [R, n] int64 and `logits` [R, V] of R prompts."""
@@ -85,28 +89,6 @@ class RepeatedPrefixCache:
     def select(self, rows: Tensor) -> None:
         self.cache.reorder_cache(cast(LongTensor, rows))
         self.mask = self.mask[rows]
-
-    @property
-    def can_merge(self) -> bool:
-        """Whether all layers keep keys and values of tokens, not a state that mixes them."""
-        kinds = {type(layer) for layer in self.cache.layers}
-        return kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
-
-    def merge(self, other: "RepeatedPrefixCache") -> None:
-        """Adds the rows of `other`. The longest row of both has no padding then."""
-        both = (self, other)
-        n = max(int(cache.mask.sum(1).max()) for cache in both)
-        for layers in zip(*(cast(list[Any], cache.cache.layers) for cache in both), strict=True):
-            if not layers[0].is_initialized:  # it uses the keys of another layer
-                continue
-            size = n
-            if layers[0].is_sliding:
-                size = min(n, layers[0].sliding_window - 1)
-                layers[0].cumulative_length = n
-            layers[0].keys = torch.cat([_last(layer.keys, size, 2) for layer in layers])
-            layers[0].values = torch.cat([_last(layer.values, size, 2) for layer in layers])
-        self.mask = torch.cat([_last(cache.mask, n, 1) for cache in both])
-        self.logits = torch.cat([cache.logits for cache in both])
 
 
 class SharedPrefixCache:

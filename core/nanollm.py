@@ -393,24 +393,15 @@ def why_not_shareable(policy: Policy) -> str:
     if policy.quantized or "quantization_config" in config.to_dict():
         return ("vLLM cannot share quantized weights: leave --quantize out, take a model that is "
                 f"not quantized, {alternative}")  # fmt: skip
-    if policy.lora_rank > LORA_RANKS[-1]:
-        return f"--lora-rank {policy.lora_rank}: vLLM's limit is {LORA_RANKS[-1]}"
     others = r"lora_(?![AB]\.\w+\.weight$)|modules_to_save|trainable_tokens"  # PEFT's names
     if unknown := [name for name in policy.trainable() if re.search(others, name)]:
         return f"vLLM takes only A and B of LoRA adapters, not {unknown[0]}: take --sampler torch"
-    if policy.dtype == torch.float64:
-        return f"vLLM has no kernels for float64: choose another --dtype, {alternative}"
-    if policy.lora_rank and policy.dtype == torch.float32 and policy.device.type == "cuda":
-        return f"vLLM has no LoRA kernels for float32 on a GPU: use --dtype bfloat16, {alternative}"
     if policy.device.index:
         return ("vLLM uses the first visible GPU: set the environment variable "
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
     with preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
 
-        if not hasattr(LLMEngine, "release_kv_cache_memory"):
-            return f'vLLM is older than 0.32: pip install -e ".[vllm]", {alternative}'
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "

@@ -46,11 +46,6 @@ class SamplingParams:
     top_k: int = 0  # 0: keeps all tokens
     seed: int = 0
 
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether top-k or top-p restrict which tokens can be drawn."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
 
 @dataclass(eq=False)
 class Request:
@@ -217,7 +212,10 @@ class TorchSampler(Sampler):
         """
         params = self.batch[0].request.params
         rows = torch.tensor([partial.row for partial in self.batch], device=self.policy.device)
-        allowed = [self._allowed(partial) for partial in self.batch]
+        allowed: list[bytes | None] = []  # the masks of the tokens that may come next; None: all
+        for partial in self.batch:
+            mask = partial.matcher and partial.matcher.compute_bitmask()
+            allowed.append(mask and self.masks.setdefault(mask, mask))
         if params.temperature == 0 and not any(allowed):
             logits = self.cache.logits
             uniform = torch.zeros(len(logits), dtype=torch.float64)
@@ -226,18 +224,14 @@ class TorchSampler(Sampler):
             logits = self.cache.logits[rows]
             if any(allowed):
                 logits = only_kept(logits, allowed, -torch.inf)
-            uniform = torch.tensor([c.next_uniform() for c in self.batch], dtype=torch.float64)
+            numbers = [c.uniform[len(c.token_ids)] for c in self.batch]
+            uniform = torch.tensor(numbers, dtype=torch.float64)
             drawn, logprobs = self.draw_function(logits, params, uniform)  # [C]
         kept: Iterable[Kept | None] = allowed
-        if params.drops_tokens:
+        if params.temperature > 0 and (params.top_p < 1 or params.top_k > 0):
             likely = keep_likely(logits.float() / params.temperature, params).isfinite()
             kept = (row.nonzero().squeeze(1).tolist() for row in likely)
         return drawn.tolist(), logprobs.tolist(), kept
-
-    def _allowed(self, partial: "_Partial") -> bytes | None:
-        """The mask of the tokens that may come next; None: all."""
-        mask = partial.matcher and partial.matcher.compute_bitmask()
-        return mask and self.masks.setdefault(mask, mask)
 
     def _end(
         self, drawn: list[int], logprobs: list[float], kept: Iterable[Kept | None]
@@ -306,9 +300,6 @@ class _Partial:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept_ids: list[Kept] = field(default_factory=list)
-
-    def next_uniform(self) -> float:
-        return self.uniform[len(self.token_ids)]
 
 
 def completion_limit(policy: Policy, request: Request) -> int:

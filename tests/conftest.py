@@ -112,15 +112,6 @@ def browser():
         browser.close()
 
 
-def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="of the tests marked vllm: cpu or cuda")
-
-
-@pytest.fixture(scope="session")
-def device(request):
-    return request.config.getoption("--device")
-
-
 def save_small(family, folder, **changes):
     """Saves a model of 2 layers with random weights and biases, and the tokenizer of tiny."""
     tokenizer = tiny_tokenizer()

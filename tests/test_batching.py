@@ -45,16 +45,8 @@ def test_a_turn_continues_the_longest_sequence_that_its_prompt_begins_with():
     assert [s.token_ids for s in batch.sequences] == [[1, 2, 3, 4, 5, 6], [1, 2]]
 
 
-def test_rewards_are_at_the_last_token_of_their_turn():
-    batch = to_rollout_batch([TWO_TURNS, rollout(([1], [7], 0.5), group_id=1)])
-    assert batch.env_rewards.tolist() == [[0, 0.25, 0, 1.0], [0.5, 0, 0, 0]]
-    assert batch.completion_mask.tolist() == [[True] * 4, [True, False, False, False]]
-    assert batch.sampler_logprobs[0].tolist() == [-1.5, -4.5, -2.5, -4.5]
-    assert batch.group_ids.tolist() == [0, 1]
-
-
 @pytest.mark.parametrize("max_tokens", [1, 8, 10_000])
-def test_gather_and_scatter_are_inverse_for_any_micro__batchsize(max_tokens):
+def test_gather_and_scatter_are_inverse_for_any_micro_batch_size(max_tokens):
     batch = to_rollout_batch([TWO_TURNS, DROPPED, rollout(([1], [7], 0.5), group_id=1)])
     mask = batch.completion_mask
     known = torch.arange(mask.numel(), dtype=torch.float32).view_as(mask) + 1
@@ -75,13 +67,6 @@ def test_gather_aligns_each_logprob_with_the_token_that_it_predicts():
     assert micro.gather(batch.sampler_logprobs)[micro.completion_mask].tolist() == [
         -0.5 * t for t in targets.tolist()
     ]
-
-
-def test_micro_batches_stay_within_the_budget_and_hold_every_sequence():
-    batch = to_rollout_batch([rollout((list(range(1, n)), [3, 9], 0.0)) for n in (5, 50, 9, 20, 7)])
-    batches = list(cut(batch.sequences, 40))
-    assert sum(len(b.input_ids) for b in batches) == 5
-    assert all(b.input_ids.numel() <= 40 or len(b.input_ids) == 1 for b in batches)
 
 
 def test_a_batch_without_tokens_is_one_row_of_padding():
@@ -115,6 +100,15 @@ def test_each_epoch_splits_all_rollouts_in_another_order():
     assert steps == list(minibatches(10, 2, 3, seed=4)) != list(minibatches(10, 2, 3, seed=5))
 
 
-def test_more_minibatches_than_rollouts_make_one_step_per_rollout_and_keep_their_epoch():
-    steps = list(minibatches(2, num_epochs=2, num_minibatches=5, seed=0))
-    assert [(epoch, len(rows)) for epoch, rows in steps] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+def test_the_batch_has_the_rewards_that_the_environment_reports():
+    def rollout(**info):
+        turn = Turn([1], [2], [-0.5], "stop", 1.0)
+        return Rollout("e", "player", 0, 0, turns=[turn], info=info)
+
+    batch = to_rollout_batch([
+        rollout(reward_b=0.5, reward_a=True, weight_b=0.1, correct=True, reward_text="no"),
+        rollout(reward_a=0),
+    ])  # fmt: skip
+    assert batch.env_reward_parts[0].tolist() == [1.0, 0.5]  # a, b
+    assert batch.env_reward_parts[1, 0] == 0 and batch.env_reward_parts[1, 1].isnan()
+    assert batch.reward_weights.tolist() == [[1.0, 0.1], [1.0, 0.0]]

@@ -107,13 +107,6 @@ def test_each_prompt_begins_with_the_ids_sampled_before(policy, closed):
     )
 
 
-def test_no_two_turns_of_an_episode_have_the_same_draws(policy):
-    sampler = Scripted(policy)
-    play(policy, [Task("countdown", 9, 0), Task("countdown", 9, 0)], sampler)
-    draws = [draw for batch in sampler.draws for draw in batch]
-    assert len(set(draws)) == len(draws) == 2 * 9
-
-
 def test_a_fresh_message_starts_a_context_without_earlier_turns(policy):
     (rollout,) = play(policy, [Task("forgetful", 3, 0)])
     assert [policy.tokenizer.decode(turn.prompt_ids) for turn in rollout.turns] == [
@@ -160,24 +153,6 @@ def test_max_turns_counts_the_turns_of_one_player(policy, max_turns, turns, cut)
     assert not any(r.error for r in rollouts)
 
 
-def test_an_episode_ends_when_any_agent_has_had_its_turns(policy):
-    """Bob acts in every round, Ann in every second one."""
-
-    @register("unequal")
-    class Unequal(MultiAgentEnv):
-        def reset(self, seed):
-            self.round = 0
-            return {name: [message("?")] for name in ("ann", "bob")}
-
-        def step(self, responses):
-            self.round += 1
-            to_ann = message("?") if self.round % 2 == 0 else None
-            return {"ann": Step(to_ann, 0.0, False), "bob": Step(message("?"), 0.0, False)}
-
-    rollouts = play(policy, [Task("unequal", 0, 0)], max_turns=2)
-    assert [(len(r.turns), r.error) for r in rollouts] == [(1, ""), (2, "")]
-
-
 def test_a_step_cut_by_a_limit_of_the_environment_truncates_the_episode(policy):
     @register("limited")
     class Limited(Env):
@@ -199,27 +174,6 @@ def test_a_full_context_truncates_the_episode(policy):
     assert rollout.episode_truncated
     assert 1 < len(rollout.turns) < 10
     assert all(len(turn.prompt_ids) < 60 for turn in rollout.turns)
-
-
-def test_an_agent_whose_context_is_full_gets_no_further_prompt(policy):
-    """A later message would fit again, but its answer would lack the message that did not fit."""
-    policy.max_length = 60
-
-    @register("two_agents")
-    class TwoAgents(MultiAgentEnv):
-        def reset(self, seed):
-            self.round = 0
-            return {name: [message("?")] for name in ("ann", "bob")}
-
-        def step(self, responses):
-            self.round += 1
-            to_ann = message("x" * 50 if self.round == 1 else "y")
-            done = self.round == 3
-            return {"ann": Step(to_ann, 0.0, False), "bob": Step(message("?"), 0.0, done)}
-
-    ann, bob = play(policy, [Task("two_agents", 0, 0)])
-    assert (len(ann.turns), len(bob.turns)) == (1, 3) and not ann.error
-    assert ann.episode_truncated and not bob.episode_truncated
 
 
 def test_each_agent_has_its_own_rollout_and_rewards(policy):
@@ -249,24 +203,6 @@ def test_a_demonstration_is_the_text_of_the_environment_with_the_end_of_turn(pol
         ids = rollout.turns[0].completion_ids
         assert ids[-1] == policy.end_of_turn_id
         assert policy.tokenizer.decode(ids[:-1]) == rollout.messages[-1]["content"]
-
-
-def test_agents_without_a_message_are_an_error_if_all_are(policy):
-    openings = {}
-
-    @register("silent")
-    class Silent(MultiAgentEnv):
-        def reset(self, seed):
-            return openings
-
-        def step(self, responses):
-            return {name: Step(None, 1.0, True) for name in responses}
-
-    assert "no message" in play(policy, [Task("silent", 1, 0)])[0].error
-    openings |= {"ann": [], "bob": []}
-    assert all("no message" in r.error for r in play(policy, [Task("silent", 1, 0)]))
-    openings["bob"] = [message("begin")]
-    assert [(r.agent, r.error) for r in play(policy, [Task("silent", 1, 0)])] == [("bob", "")]
 
 
 def test_drop_thinking_hides_thoughts_from_later_turns_but_trains_on_them(policy):

@@ -11,7 +11,6 @@ from single_update import single_update
 
 import train
 from algorithms import ppo, sft
-from core.batching import to_rollout_batch
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
@@ -174,22 +173,6 @@ def test_filtered_groups_are_replaced_by_other_tasks(rounds, asked, num_kept):
     assert len(kept) == num_kept and said == []
 
 
-def test_without_a_filter_all_rollouts_that_did_not_fail_are_trained_on():
-    def collect(drawn, *rest):
-        return [Rollout(t.env, "player", t.seed, t.group_id, error="e" * (i in failing))
-                for i, t in enumerate(drawn)]  # fmt: skip
-
-    said = []
-    run = a_run(progress={"level": 0}, collector=SimpleNamespace(collect=collect),
-                sampler=nullcontext(), say=said.append)  # fmt: skip
-    cfg = Config(num_prompts=2, group_size=2, max_tokens=9)
-    failing = {1}
-    sampled, kept = train.collect_rollouts(cfg, run, 1)
-    assert kept == [sampled[0], *sampled[2:]] and len(sampled) == 4 and said == []
-    failing = {0, 1, 2, 3}
-    assert train.collect_rollouts(cfg, run, 1)[1] == [] and len(said) == 1
-
-
 def nll(policy, rollouts):
     """The mean negative log-prob of the sampled tokens, turn by turn."""
     found = []
@@ -250,18 +233,3 @@ def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):
     assert run.progress["sft_step"] == 22 and [r["sft_step"] for r in logged] == [20, 22]
     assert all(0 < r["sft/loss"] < 20 and r["time/sft_s"] > 0 for r in logged)
     assert synced == [run.optimizer] and run.optimizer is not optimizer
-
-
-def test_ranks_add_up_the_log_probs_that_each_has_scored(policy, monkeypatch):
-    """A rank has 0 for the sequences of another rank; here that one has scored all of them."""
-    batch = to_rollout_batch(rollouts_of(2, 2, prompt=5))
-    alone, no_values = train.score_logprobs(policy, batch, 1.0)
-
-    def add_other_rank(tensors):
-        (tensor,) = tensors
-        tensor += alone
-
-    monkeypatch.setattr(train, "micro_batches", lambda policy, batch: [])
-    monkeypatch.setattr(train.distributed, "all_reduce_sum", add_other_rank)
-    assert torch.equal(train.score_logprobs(policy, batch, 1.0)[0], alone)
-    assert no_values is None and alone[batch.completion_mask].max() < 0

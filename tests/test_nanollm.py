@@ -1,7 +1,6 @@
 """NanoLLM against the trainer, on real vLLM: one set of weights, one set of log-probs.
 
-These tests need vLLM: `pytest -m vllm`, or on a GPU `pytest -m vllm --device cuda`. There LoRA is
-tested in bfloat16 only, because vLLM's LoRA kernels take no float32 on a GPU.
+These tests need vLLM's build for CPUs: `pytest -m vllm`. runs/benchmarks/gpu_check.py is for GPUs.
 """
 
 import gc
@@ -11,13 +10,12 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import PROGRAM, metrics_of, save_small
+from conftest import metrics_of, save_small
 from test_process_state import state
 from test_sampler import check_ends, staggered, trainer_gap
 
@@ -57,16 +55,8 @@ def qwen3(tmp_path_factory):
     return save_small("qwen3", tmp_path_factory.mktemp("vllm"), head_dim=32)
 
 
-@pytest.fixture(scope="session")
-def load(device):
-    """`load_policy`, in float32 unless a GPU has no kernels for it."""
-
-    def load_one(folder, **options):
-        in_16_bits = device == "cuda" and options.get("lora_rank", 0)
-        dtype = "bfloat16" if in_16_bits else "float32"
-        return load_policy(folder, **{"device": device, "dtype": dtype, **options})
-
-    return load_one
+def load(folder, **options):
+    return load_policy(str(folder), **{"device": "cpu", "dtype": "float32", **options})
 
 
 @pytest.fixture
@@ -134,8 +124,8 @@ def assert_no_second_copy(sampler):
     assert num_compared > 50
 
 
-def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, start, load, device):
-    policy = load(str(folder))
+def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, start):
+    policy = load(folder)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.01)  # unlike the weights of other tests that are still in memory
@@ -154,7 +144,7 @@ def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, s
     sampler.sync()
     for gaps in (old_gaps, gap(policy, sample(sampler))):
         assert is_rounding(gaps, policy.dtype)
-        assert device == "cuda" or gaps.mean() < 1e-5
+        assert gaps.mean() < 1e-5
     # a sampler with the old weights would have been seen
     assert gap(policy, old_completions).mean() > 0.1
     assert not any(torch.equal(p, before[name]) for name, p in base_weights(policy).items())
@@ -165,8 +155,8 @@ def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, s
     ("lora_rank", "options"),
     [(3, {"dtype": "bfloat16", "fp32_head": True}), (256, {})],  # vLLM's slots have rank 8 and 256
 )
-def test_adapters_are_copied_when_the_engine_wakes_up(qwen3, start, load, lora_rank, options):
-    policy = load(str(qwen3), lora_rank=lora_rank, **options)
+def test_adapters_are_copied_when_the_engine_wakes_up(qwen3, start, lora_rank, options):
+    policy = load(qwen3, lora_rank=lora_rank, **options)
     trainable, random_state = {n: p.clone() for n, p in policy.trainable().items()}, state()
     sampler = start(policy)
     assert all(torch.equal(p, trainable[n]) for n, p in policy.trainable().items())
@@ -196,8 +186,8 @@ class TestOneEngine:
     """Facts that share one engine."""
 
     @pytest.fixture(scope="class")
-    def engine(self, qwen3, load):
-        sampler = nanollm.make_sampler("vllm", load(str(qwen3), max_length=160))
+    def engine(self, qwen3):
+        sampler = nanollm.make_sampler("vllm", load(qwen3, max_length=160))
         assert isinstance(sampler, NanoLLM)
         yield sampler
         before = state()
@@ -242,9 +232,8 @@ class TestOneEngine:
         assert state() != before
 
     @pytest.mark.parametrize("alone", [False, True], ids=["one generator", "a seed per request"])
-    def test_draws_have_the_probabilities_of_the_policy(self, engine, device, alone):
+    def test_draws_have_the_probabilities_of_the_policy(self, engine, alone):
         """A χ² test of 2,000 first tokens: 16 tokens with the most, and all others."""
-        assert engine.draws_by_seed == (device == "cuda")  # then both cases are the second
         prompt, params = [65, 66, 67], SamplingParams(max_tokens=1, temperature=0.5)
         requests = [Request(prompt, params, 3, i, alone=alone) for i in range(2000)]
         drawn = Counter()
@@ -289,63 +278,26 @@ class TestOneEngine:
         assert trainer_gap(engine.policy, completions, 1.0, PROMPTS).mean() > 0.1
 
     def test_kv_cache_is_allocated_only_inside_with(self, engine):
-        on_gpu = engine.policy.device.type == "cuda"
-        free_asleep = torch.cuda.mem_get_info()[0] if on_gpu else 0
-        spare = 16 << 20 if on_gpu else 0  # buffers of kernels
-
         def cache_bytes():
-            if on_gpu:
-                return free_asleep - torch.cuda.mem_get_info()[0]
             return sum(storage.nbytes() for storage, _ in engine.cpu_cache)
 
         def addresses():
             return {name: p.data_ptr() for name, p in engine_model(engine).named_parameters()}
 
-        assert (on_gpu or engine.cpu_cache) and cache_bytes() == 0
+        assert engine.cpu_cache and cache_bytes() == 0
         before = addresses()
         with engine:
             assert cache_bytes() >= nanollm.CPU_CACHE_BYTES / 2
             completions = engine.sample(PROMPTS, PARAMS)
-        assert cache_bytes() <= spare
+        assert cache_bytes() == 0
         with pytest.raises(RuntimeError, match="only inside `with sampler:`"):
             engine.sample(PROMPTS, PARAMS)
         assert sample(engine) == completions
         assert addresses() == before
 
-    @pytest.mark.parametrize("num_ticks", [None, 3], ids=["finished", "stopped"])
-    def test_engine_accepts_that_its_cache_is_freed_and_samples_again(
-        self, engine, monkeypatch, num_ticks
-    ):
-        """vLLM refuses it while a request is left, finished ones included."""
-        expected = sample(engine)
-        ticks = iter(range(10**6) if num_ticks is None else range(num_ticks))
-        with suppress(StopIteration), engine:
-            engine.sample(PROMPTS, PARAMS, lambda: next(ticks))
-        if engine.policy.device.type == "cpu":  # leaving the context of a GPU has freed it
-            discarded = []  # the CPU build cannot free it, but checks the same conditions
-            executor = engine.engine.engine_core.engine_core.model_executor
-            monkeypatch.setattr(executor, "discard", discarded.append)
-            engine.engine.sleep(level=0)
-            engine.engine.release_kv_cache_memory()
-            assert discarded == [("kv_cache",)]
-            assert engine.engine.wake_up()
-        assert sample(engine) == expected
 
-    def test_sync_raises_while_a_completion_is_being_sampled(self, engine):
-        calls = iter([lambda: None, lambda: None, engine.sync])
-        with pytest.raises(RuntimeError, match="still being sampled"), engine:
-            engine.sample(PROMPTS, PARAMS, lambda: next(calls)())
-
-    def test_completion_stays_within_the_context_length(self, engine):
-        with engine, pytest.raises(UsageError, match="a prompt of 160 tokens does not fit"):
-            engine.sample([[65] * 160], PARAMS)
-        greedy = SamplingParams(max_tokens=64, temperature=0)
-        [completion] = sample(engine, [[65] * 156], greedy)
-        assert len(completion.token_ids) <= 4
-
-
-def test_a_model_that_vllm_computes_differently_is_refused_and_leaves_no_trace(qwen3, load):
-    policy = load(str(qwen3))
+def test_a_model_that_vllm_computes_differently_is_refused_and_leaves_no_trace(qwen3):
+    policy = load(qwen3)
     for layer in policy.causal_lm.model.layers:
         layer.self_attn.scaling *= 2
     folders, before = set(os.listdir(tempfile.gettempdir())), state()
@@ -358,41 +310,18 @@ def test_a_model_that_vllm_computes_differently_is_refused_and_leaves_no_trace(q
     assert not [folder for folder in new if folder.startswith("nanollm-")]
 
 
-def test_too_little_memory_is_one_line_with_the_numbers(qwen3, load, monkeypatch):
-    policy = load(str(qwen3))
+def test_too_little_memory_is_one_line_with_the_numbers(qwen3, monkeypatch):
+    policy = load(qwen3)
     free = psutil.virtual_memory()._replace(available=2**18)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    if policy.device.type == "cuda":
-        monkeypatch.setattr(nanollm, "_memory_arguments", lambda *_: {"kv_cache_memory_bytes": 1})
     with pytest.raises(UsageError, match=r"^a sequence of 512 tokens needs .* --max-model-len"):
         NanoLLM(policy)
 
 
-def test_cache_has_the_bytes_that_vllm_specifies_for_each_layer(tmp_path, start, load, monkeypatch):
-    """One layer of gemma3 keeps 16,384 tokens, the other a window of 8 and what is computed at
-    once. A block has 32 tokens, 2 heads of keys and values, and 32 numbers per head."""
-    policy = load(str(save_small("gemma3", tmp_path, head_dim=32, max_position_embeddings=16384)))
-    if policy.device.type == "cuda":
-        pytest.skip("on a GPU the cache gets all memory that is free")
-    monkeypatch.setattr(nanollm, "CPU_CACHE_BYTES", 1)
-    sampler = start(policy)
-    at_once = sampler.engine.vllm_config.scheduler_config.max_num_batched_tokens
-    block, blocks = 32 * 2 * 2 * 32 * 4, 16384 // 32
-    expected = (blocks + -(-(8 - 1 + at_once) // 32) + 1 + 1) * block  # one stays empty
-    assert expected < 0.8 * 2 * blocks * block
-    assert sum(num_bytes for _, num_bytes in sampler.cpu_cache) == expected
-    [completion] = sample(sampler, [[65] * 4096], SamplingParams(max_tokens=4))
-    assert len(completion.token_ids) <= 4
-
-
 @pytest.mark.parametrize("num_rollouts", [3, 10**6])
-def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(
-    qwen3, start, load, num_rollouts
-):
+def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(qwen3, start, num_rollouts):
     """A token of qwen3 has 2 layers, 2 heads of keys and values, and 32 numbers per head."""
-    policy = load(str(qwen3))
-    if policy.device.type == "cuda":
-        pytest.skip("on a GPU vLLM rounds to the size of its pages")
+    policy = load(qwen3)
     sampler = start(policy, num_rollouts=num_rollouts)
     config = policy.causal_lm.config
     per_token = 4 * config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim
@@ -411,18 +340,15 @@ def test_cache_has_at_most_the_bytes_of_all_rollouts_at_full_length(
     ("change", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "leave --quantize out"),
-        ({"lora": 257}, "--lora-rank 257: vLLM's limit is 256"),
         ({"adapters": {"use_dora": True}}, "not .*lora_magnitude_vector"),
         ({"adapters": {"modules_to_save": ["lm_head"]}}, "not .*lm_head.modules_to_save"),
-        ({"adapters": {"trainable_token_indices": [5]}}, "not .*trainable_tokens_delta"),
-        ({"lora": 4, "device": "cuda"}, "no LoRA kernels for float32 on a GPU"),
         ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
     ],
 )
-def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message, load):
+def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message):
     from peft import LoraConfig, get_peft_model
 
-    policy = load(str(qwen3), lora_rank=change.get("lora", 0), dtype="float32")
+    policy = load(qwen3)
     if "quantization_config" in change:
         policy.causal_lm.config.quantization_config = change["quantization_config"]
     if "adapters" in change:
@@ -432,11 +358,9 @@ def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message, load):
         NanoLLM(policy)
 
 
-def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3, load):
-    policy = load(str(qwen3))
-    if policy.device.type == "cpu":
-        with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
-            NanoLLM(policy, with_kept_ids=True)
+def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3):
+    with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
+        NanoLLM(load(qwen3), with_kept_ids=True)
 
 
 SMALL = """--sampler vllm --algo ppo --sft-steps 6 --sft-batch-size 4 --num-updates 4
@@ -444,12 +368,10 @@ SMALL = """--sampler vllm --algo ppo --sft-steps 6 --sft-batch-size 4 --num-upda
     --lr 1e-3 --dtype float32""".split()
 
 
-def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
-    command, monkeypatch, device
-):
+def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(command, monkeypatch):
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    code, _, err = command("--run-name", "whole", "--device", device, *SMALL)
+    code, _, err = command("--run-name", "whole", "--device", "cpu", *SMALL)
     assert (code, err) == (0, "")
     records = metrics_of("runs/whole")
     updates = [r for r in records if r.get("update", 0) > 0]
@@ -467,20 +389,8 @@ def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(
         return step(engine)
 
     monkeypatch.setattr(LLMEngine, "step", interrupt_once)
-    code, out, _ = command("--run-name", "stopped", "--device", device, *SMALL)
+    code, out, _ = command("--run-name", "stopped", "--device", "cpu", *SMALL)
     assert code == 130
     assert "stopped and saved" in out
     assert command("--resume", "runs/stopped")[0] == 0
     assert metrics_of("runs/stopped") == records
-
-
-def test_a_program_is_trained_on_what_vllm_sampled(command, device):
-    flags = f"--env {PROGRAM} --sft-steps 0 --max-turns 2 --num-updates 2 --run-name program"
-    code, _, err = command("--device", device, *SMALL, *flags.split())
-    assert (code, err) == (0, "")
-    updates = [r for r in metrics_of("runs/program") if r.get("update", 0) > 0]
-    assert len(updates) == 2
-    for record in updates:
-        assert record["tokens/trained"] == record["tokens/sampled"] > 0
-        assert record["gap/logprob_max"] < 1e-4
-        assert record["episodes/failed"] == 0

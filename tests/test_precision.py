@@ -1,14 +1,10 @@
 """--dtype float64, in which trainer and sampler agree on every log-prob; --fp32-head."""
 
-import copy
-
 import pytest
 import torch
 from conftest import load_small, save_small
 from test_sampler import trainer_gap
 
-from core.optimizer import make_optimizer
-from core.policy import Float32Head
 from core.sampler import SamplingParams, TorchSampler
 
 PROMPTS = [[65, 66, 67], [68] * 70, [70, 71]] * 4
@@ -21,11 +17,6 @@ def gaps(policy):
     found = trainer_gap(policy, completions, params.temperature, PROMPTS)
     assert len(found) > 300
     return found
-
-
-def test_in_float64_the_trainers_logprobs_are_the_samplers_also_with_sliding_windows(tmp_path):
-    folder = save_small("gemma3", tmp_path, initializer_range=0.06)
-    assert gaps(load_small(folder, dtype="float64")).max() == 0
 
 
 def test_the_gap_by_precision(qwen3_folder):
@@ -41,18 +32,6 @@ def test_the_gap_by_precision(qwen3_folder):
     assert mean["float64", False] == 0 < mean["float32", False] < 1e-6
     assert 1e-4 < mean["float16", False] < mean["bfloat16", False] / 4
     assert mean["bfloat16", True] < mean["bfloat16", False]
-
-
-def test_the_optimizer_steps_in_float64(qwen3_folder):
-    policy = load_small(qwen3_folder, dtype="float64")
-    optimizer = make_optimizer(policy, lr=1e-9)  # float32 would round the step away
-    before = [p.detach().clone() for p in policy.model.parameters()]
-    hidden = policy.hidden_states(torch.tensor([[5, 6, 7]]))[0]
-    policy.to_logits(hidden).logsumexp(-1).sum().backward()
-    optimizer.clip_and_step(1.0)
-    for old, new in zip(before, policy.model.parameters(), strict=True):
-        assert new.dtype == torch.float64
-        assert (new - old).abs().max().item() == pytest.approx(1e-9, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])  # qwen2 here: tied weights
@@ -71,15 +50,3 @@ def test_fp32_head_computes_exact_logits_from_16_bit_weights(family, tmp_path):
     torch.testing.assert_close(whole, wanted, atol=1e-6, rtol=1e-5)
     assert torch.equal(rounded, rounded.bfloat16().float())
     assert (rounded - wanted).abs().max() > 1e-4
-
-
-def test_a_copy_of_a_model_with_fp32_head_has_its_own_weight(qwen3_folder):
-    policy = load_small(qwen3_folder, dtype="bfloat16", fp32_head=True)
-    frozen = copy.deepcopy(policy.causal_lm)
-    assert isinstance(frozen.get_output_embeddings(), Float32Head)
-    ids = torch.tensor([[5, 6, 7]])
-    before = frozen(input_ids=ids).logits
-    with torch.no_grad():
-        policy.causal_lm.get_output_embeddings().weight.mul_(2)
-    assert torch.equal(frozen(input_ids=ids).logits, before)
-    assert not torch.equal(policy.causal_lm(input_ids=ids).logits, before)

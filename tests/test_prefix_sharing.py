@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FAMILIES, ids_of, load_small, rollouts_of, save_small
+from conftest import FAMILIES, load_small, rollouts_of, save_small
 from torch.nn.functional import rms_norm
 
 import core.loading as loading
@@ -17,7 +17,7 @@ from algorithms.token_logprobs import token_logprobs
 from core import batching, prefix_sharing
 from core.loading import load_policy
 from core.optimizer import make_optimizer
-from core.prefix_sharing import make_tree, parts
+from core.prefix_sharing import make_tree
 
 sys.path.append(str(Path(__file__).parent.parent / "runs/families"))
 from families import save_model
@@ -28,10 +28,6 @@ UNLIMITED = 10**9
 def flash_attention(q, k, v, query_ends, key_ends, max_queries, max_keys, **options):
     """varlen_attn, which needs a GPU, part by part: the last query is at the last key."""
     assert options["window_size"] == (-1, 0)
-    if prefix_sharing.VARLEN_TAKES_GQA:
-        assert options["enable_gqa"]
-    else:
-        assert "enable_gqa" not in options and q.shape == (len(q), *k.shape[1:])
     query_counts, key_counts = query_ends.diff().tolist(), key_ends.diff().tolist()
     assert (max(query_counts), max(key_counts)) == (max_queries, max_keys)
     outputs = []
@@ -90,13 +86,8 @@ def norm_in_float64(module, x):
     return rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
-@pytest.mark.parametrize(
-    ("varlen", "takes_gqa"), [(False, True), (True, True), (True, False)],
-    ids=["blocks", "flash_attention", "flash_attention_of_torch_2.11"],
-)  # fmt: skip
-def test_random_trees_give_the_results_of_separate_sequences(
-    tmp_path, monkeypatch, varlen, takes_gqa
-):
+@pytest.mark.parametrize("varlen", [False, True], ids=["blocks", "flash_attention"])
+def test_random_trees_give_the_results_of_separate_sequences(tmp_path, monkeypatch, varlen):
     policy = load_small(save_small("qwen3", tmp_path, num_hidden_layers=2))
     policy.model.double()
     for module in policy.model.modules():
@@ -105,14 +96,12 @@ def test_random_trees_give_the_results_of_separate_sequences(
     if varlen:
         monkeypatch.setattr(prefix_sharing, "takes_varlen", lambda query: True)
         monkeypatch.setattr(prefix_sharing, "varlen_attn", flash_attention)
-        monkeypatch.setattr(prefix_sharing, "VARLEN_TAKES_GQA", takes_gqa)
-    for seed in range(20 if varlen else 60):
+    for seed in range(20):
         assert relative_gap(policy, random_sequences(seed)) < 1e-12, seed
 
 
 @pytest.mark.parametrize(
-    ("family", "lora_rank"), [("qwen3", 4), ("qwen2", 0), ("llama", 0), ("Granite", 4),
-    ("SmolLM3", 4), ("GPT2", 0), ("OPT", 0)],
+    ("family", "lora_rank"), [("qwen2", 0), ("Granite", 4), ("GPT2", 0)],
 )  # fmt: skip
 def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_path):
     save = save_small if family in FAMILIES else save_model
@@ -123,15 +112,6 @@ def test_families_give_the_results_of_separate_sequences(family, lora_rank, tmp_
         if "lora_B" in name:  # zero at first, and then lora_A would have no gradient
             torch.nn.init.normal_(weight, std=0.1, generator=generator)
     assert relative_gap(policy, [ids[:40] for ids in random_sequences(3)]) < 1e-4
-
-
-def test_sequences_need_less_than_one_row_of_all_nodes():
-    """What a block computes does not grow with the number of sequences."""
-    generator = torch.Generator().manual_seed(0)
-    tree = make_tree([ids_of(100, generator) for _ in range(50)])
-    keys, mask = tree.keys_and_mask(torch.float32)
-    assert len(tree) > 4900
-    assert keys.numel() < 2 * 5000 * (64 + 100) / 64 and mask.numel() < 2 * 5000 * (64 + 100)
 
 
 def test_logits_are_computed_once_for_tokens_sampled_after_the_same_prefix():
@@ -167,16 +147,6 @@ def test_micro_batches_keep_the_budget_and_every_sampled_token(budget):
         assert sizes[0] <= sum(len(s.token_ids) for s in batch.sequences) - 7 * prompts
 
 
-def test_a_part_has_at_most_the_nodes_that_it_may_have():
-    for seed in range(30):
-        sequences = random_sequences(seed)
-        found = list(parts(sequences, 170))
-        assert sorted(i for part in found for i in part) == list(range(len(sequences)))
-        for part in found:
-            tree = make_tree([sequences[i] for i in part])
-            assert len(tree) <= max(170, max(len(sequences[i]) for i in part))
-
-
 def test_rollouts_without_an_advantage_need_no_backward_pass(qwen3_folder, monkeypatch):
     """Their log-probs are computed all the same; with the entropy bonus they have a gradient."""
     policy = load_small(qwen3_folder)
@@ -207,13 +177,6 @@ def test_models_with_sliding_windows_shorter_than_their_context_are_not_shared(t
     policy = load_small(folder, max_length=64)
     assert policy.shares_prefixes and not policy.remark
     assert load_small(save_small("qwen2", tmp_path / "full")).shares_prefixes
-
-
-def test_models_that_cannot_share_prefixes_train_without_with_a_remark(tmp_path):
-    policy = load_policy(str(save_model("StableLm", tmp_path)), device="cpu")
-    assert not policy.shares_prefixes
-    assert policy.causal_lm.config._attn_implementation == "sdpa"
-    assert policy.remark.startswith("computing each prompt once per completion, as its layers")
 
 
 def test_a_model_whose_log_probs_would_differ_shares_no_prefixes(qwen3_folder, monkeypatch):

@@ -6,9 +6,8 @@ import torch
 from algorithms.sft import compute_loss, schedule
 
 
-@pytest.mark.parametrize("junk", [-2.0, float("nan"), float("-inf")])
-def test_loss_is_minus_the_sum_of_demonstrated_logprobs_over_the_denominator(junk):
-    logprobs = torch.tensor([[-1.0, junk], [-4.0, -8.0]], requires_grad=True)
+def test_loss_is_minus_the_sum_of_demonstrated_logprobs_over_the_denominator():
+    logprobs = torch.tensor([[-1.0, float("nan")], [-4.0, -8.0]], requires_grad=True)
     mask = torch.tensor([[True, False], [True, True]])
     loss, metrics = compute_loss(logprobs, mask, 4)
     loss.backward()

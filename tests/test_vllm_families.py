@@ -23,26 +23,22 @@ pytestmark = pytest.mark.vllm
 
 
 def is_rounding(policy, sampler):
-    """As in test_nanollm.py; on a CPU float32 is more exact."""
-    found = gaps(policy, sampler)
-    return found.max() < 1e-5 if policy.device.type == "cpu" else found.mean() < 5e-2
+    return gaps(policy, sampler).max() < 1e-5
 
 
-def load(family, folder, device, **options):
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    return load_policy(str(save_model(family, folder)), device=device, dtype=dtype, **options)
+def load(family, folder, **options):
+    return load_policy(str(save_model(family, folder)), device="cpu", **options)
 
 
 @pytest.mark.parametrize("family", ["Glm4", "Phi3"])
-def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, device):
-    policy = load(family, tmp_path, device, lora_rank=4)
+def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path):
+    policy = load(family, tmp_path, lora_rank=4)
     base = base_weights(policy.causal_lm)
     before = {name: weight.clone() for name, weight in base.items()}
     sampler = NanoLLM(policy)
     try:
         assert is_rounding(policy, sampler)
-        # in 16 bits the two likeliest tokens may be equal
-        assert device == "cuda" or greedy_equal(policy, sampler)
+        assert greedy_equal(policy, sampler)
         train(policy, lr=1e-2)
         assert policy.zero_adapters() == 0
         assert is_rounding(policy, sampler)
@@ -52,37 +48,35 @@ def test_family_is_sampled_from_the_weights_that_are_trained(family, tmp_path, d
         train(policy, lr=1e-3)
         assert not any(torch.equal(weight, before[name]) for name, weight in base.items())
         assert is_rounding(policy, sampler)
-        assert device == "cuda" or greedy_equal(policy, sampler)
+        assert greedy_equal(policy, sampler)
         [engine_model] = sampler.engine.apply_model(lambda model: model)
         assert not sampler.weights.copied() and not sampler.remark
         check_bound(engine_model, sampler.weights.shared)
     finally:
         sampler.close()
-    again = load_policy(str(tmp_path), device=device)  # vLLM left the class as it was
-    ids = torch.tensor([[5, 77, 300]], device=device)
+    again = load_policy(str(tmp_path), device="cpu")  # vLLM left the class as it was
+    ids = torch.tensor([[5, 77, 300]])
     with torch.no_grad():
         assert again.to_logits(again.hidden_states(ids)[0]).isfinite().all()
 
 
-def test_weights_without_a_view_are_copied_after_each_step(tmp_path, device):
+def test_weights_without_a_view_are_copied_after_each_step(tmp_path):
     """vLLM lays out experts for its CPU kernel."""
-    policy = load("Qwen3Moe", tmp_path, device)
+    policy = load("Qwen3Moe", tmp_path)
     sampler = NanoLLM(policy)
     try:
         names = sampler.weights.copied()
-        assert (names or device == "cuda") and all(
-            re.search(r"\.w(13|2)_weight", name) for name in names
-        )
-        assert ("copied after each step" in sampler.remark) == bool(names)
+        assert names and all(re.search(r"\.w(13|2)_weight", name) for name in names)
+        assert "copied after each step" in sampler.remark
         addresses = {name: tensor.data_ptr() for name, tensor in names.items()}
         assert is_rounding(policy, sampler)
         for _ in range(2):
             train(policy, steps=1)
-            assert not names or not is_rounding(policy, sampler)
+            assert not is_rounding(policy, sampler)
             sampler.sync()
             assert is_rounding(policy, sampler)
-        assert device == "cuda" or greedy_equal(policy, sampler)
-        assert not names or sampler.sync_seconds > 0
+        assert greedy_equal(policy, sampler)
+        assert sampler.sync_seconds > 0
         now = sampler.weights.copied()
         assert {name: tensor.data_ptr() for name, tensor in now.items()} == addresses
     finally:

@@ -62,8 +62,7 @@ SETTINGS = [  # invalid settings, and the flag that the message names
 
 COMMANDS = [  # a command line, and what its message names
     ("--algo scratch", "--algo scratch"),  # there is no scratch.py
-    ("--algo gpro", "did you mean gspo or grpo? choose cispo, "),
-    ("--algo GRPO", "did you mean grpo or gspo? "),
+    ("--algo gpro", "choose cispo, "),
     ("--learning-rate 1e-5", "write --lr"),
     ("--num_prompt=3", "write --num-prompts"),
     ("-algo ppo", "write --algo"),

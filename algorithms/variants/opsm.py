@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from algorithms import grpo, off_policy
-from algorithms.common import Micro
+from algorithms.common import Micro, masked_mean
 from algorithms.options import Coefficient, Fraction, Range
 
 needs = grpo.needs
@@ -47,11 +47,21 @@ def compute_loss(
 
     Sets `micro.importance_weights`, which the loop's KL and entropy terms are multiplied by too.
     """
-    mean_ratio = off_policy.sampler_ratio(micro, "geometric")
-    kept = off_policy.in_band(mean_ratio, options.reject_low, options.reject_high)
-    if options.limit:
-        kept &= off_policy.not_stale(logprobs, micro, options.limit)
+    kept = kept_tokens(logprobs, micro, options)
     micro.importance_weights = torch.where(kept, micro.importance_weights, 0.0)
     loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
     rejected = (micro.loss_mask & ~kept).sum().item()
     return loss, metrics | {"weights/rejected": rejected}
+
+
+def kept_tokens(logprobs: Tensor, micro: Micro, options: Options) -> Tensor:
+    """Which tokens are not left out, [b, T-1] bool."""
+    mean_ratio = off_policy.sampler_ratio(micro, "geometric")
+    kept = mean_ratio >= options.reject_low
+    if options.reject_high:
+        kept &= mean_ratio <= options.reject_high
+    if options.limit:
+        mask = micro.completion_mask
+        moved = torch.where(mask, micro.sampler_logprobs - logprobs, 0.0).detach()
+        kept &= (micro.advantages >= 0) | (masked_mean(moved, mask, dim=1) <= options.limit)
+    return kept

@@ -22,6 +22,7 @@ import record  # noqa: E402
 
 from algorithms import off_policy, reinforce  # noqa: E402
 from algorithms.common import Micro  # noqa: E402
+from algorithms.variants.opsm import Options, kept_tokens  # noqa: E402
 
 VOCABULARY, LENGTH = 3, 8
 NOISE = {"0.02 (rounding)": 0.02, "0.3 (a stale policy)": 0.3}
@@ -103,9 +104,7 @@ class Chain:
         micro = self.micro(old)
         ratio = off_policy.sampler_ratio(micro, level)
         weights = off_policy.importance_weights(ratio, cap, mode)
-        kept = off_policy.in_band(off_policy.sampler_ratio(micro, "geometric"), low, high)
-        if opsm:
-            kept &= off_policy.not_stale(old, micro, opsm)
+        kept = kept_tokens(old, micro, Options(limit=opsm, reject_low=low, reject_high=high))
         return torch.where(kept, weights, 0.0)
 
 
