@@ -74,7 +74,7 @@ from core.run.memory import probe_peak_memory
 from core.run.reference import freeze_reference, load_teacher
 from core.run.staleness import older_weights
 from core.sampler import SamplingParams
-from core.seeds import ALGORITHM, MINIBATCHES, SAMPLING, derive_seed
+from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.types import Rollout
 from environments import rewarded
 from environments.plumbing import registry
@@ -112,7 +112,6 @@ def main(cfg: Config) -> int:
 
             # 3. Rewards to advantages [B, N]
             shape_rewards(cfg, batch)  # batch.rewards, with penalties, and batch.loss_mask
-            batch.seed = derive_seed(cfg.seed, ALGORITHM, update)  # for algorithms that draw
             add_advantages(batch, algorithm.compute_advantages(batch, options))
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
@@ -150,7 +149,6 @@ def main(cfg: Config) -> int:
                 batch.old_logprobs = stats.old_logprobs  # [B, N], for the metrics and the report
             metrics = rollout_metrics(cfg, sampled) | stats.means()
             trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
-            metrics |= imitate_best(cfg, run, rollouts)  # {} without --sft-best
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier
@@ -349,15 +347,6 @@ def sft_step(cfg: Config, run: Run, rollouts: list[Rollout]) -> float:
     total = distributed.all_reduce_metrics({"loss": total})["loss"]
     run.optimizer.clip_and_step(cfg.max_grad_norm, math.isfinite(total))
     return total
-
-
-def imitate_best(cfg: Config, run: Run, rollouts: list[Rollout]) -> dict[str, float]:
-    """With --sft-best: one supervised step on the best rollouts of the run so far. Its loss."""
-    if not cfg.sft_best:
-        return {}
-    best = selection.keep_best(run.progress["best"], rollouts, cfg.sft_best)
-    run.progress["best"] = best
-    return {"sft/best_loss": sft_step(cfg, run, selection.as_rollouts(best))} if best else {}
 
 
 def next_level(cfg: Config, run: Run, metrics: dict[str, float]) -> int:

@@ -63,7 +63,6 @@ class Batch(TokenTensors):
     # has none, and their weights
     reward_parts: Tensor = NOT_YET
     reward_weights: Tensor = NOT_YET
-    seed: int = 0  # of this update, for an algorithm that draws
     metrics: dict[str, float] = field(default_factory=dict)  # what the algorithm adds to the log
 
 

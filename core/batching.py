@@ -226,7 +226,14 @@ def micro_batches(
     known = {name: getattr(batch, name) for name in TENSORS}
     known = {name: x.to(policy.device) for name, x in known.items() if x is not None}
     own = {name: x.to(policy.device) for name, x in batch.own.items()}
-    for chosen in _by_gradient(batch, wanted):
+    sequences = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
+    by_gradient = [sequences]
+    if batch.advantages is not None:
+        alive = batch.advantages.ne(0).any(1).tolist()
+        by_gradient = [
+            [s for s in sequences if alive[s.rollout] == moves] for moves in (True, False)
+        ]
+    for chosen in by_gradient:
         mine = distributed.shard(chosen, len)
         for micro in cut(mine, policy.micro_batch_tokens, policy.device, policy.shares_prefixes):
             for name, values in known.items():
@@ -237,15 +244,6 @@ def micro_batches(
                 places = micro.index[micro.completion_mask].tolist()
                 micro.kept_ids = [batch.kept_ids.get(place) for place in places]
             yield micro
-
-
-def _by_gradient(batch: RolloutBatch, rows: set[int]) -> list[list[Sequence]]:
-    """The sequences of `rows`: those of rollouts with an advantage, then the others."""
-    chosen = [sequence for sequence in batch.sequences if sequence.rollout in rows]
-    if batch.advantages is None:
-        return [chosen]
-    alive = batch.advantages.ne(0).any(1).tolist()
-    return [[s for s in chosen if alive[s.rollout] == wanted] for wanted in (True, False)]
 
 
 def cut(

@@ -184,7 +184,7 @@ class AlgorithmOptions:
     # Hub id or folder of a model with the same tokenizer, as the reference of --kl-coef (on-policy
     # distillation); empty: the policy before RL.
     teacher: Annotated[str, Needs("kl_coef")] = ""
-    # Factor on the environment's rewards; 0: only --kl-coef, --entropy-coef and --sft-best train.
+    # Factor on the environment's rewards; 0: only --kl-coef and --entropy-coef train.
     reward_coef: Coefficient = 1.0
     # KL estimator. In the loss all have the gradient of the KL; in the reward only k1 has it.
     kl_estimator: Annotated[KL, Needs("kl_coef")] = "k2"
@@ -201,9 +201,6 @@ class AlgorithmOptions:
     overlong_buffer: Count = 0
     # Exclude completions that hit --max-tokens from the loss.
     mask_truncated_completions: bool = False
-    # After each update, take an SFT step on this many best rollouts, one per task, of those above
-    # the mean return of their group; 0: off.
-    sft_best: Count = 0
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class NanoLLM(Sampler):
         unknown. Raises UsageError if vLLM or memory is missing, the model cannot be shared, the
         engine does not start, or its log-probs are further from the trainer's than MAX_GAP.
         """
-        if obstacle := why_not_shareable(policy) or (with_kept_ids and why_no_kept_ids(policy)):
+        if obstacle := why_not_shareable(policy, with_kept_ids):
             raise UsageError(obstacle)
         memory_arguments = _memory_arguments(policy, gpu_memory_utilization, reserved_bytes)
         self.policy, self.with_kept_ids = policy, with_kept_ids
@@ -186,10 +186,14 @@ class NanoLLM(Sampler):
         )  # fmt: skip
 
     def step(self) -> list[tuple[Request, Completion]]:
-        outputs = self._step() if self.running else []
-        return [
-            (self.running.pop(o.request_id), self._to_completion(o.outputs[0])) for o in outputs
-        ]
+        ended = []
+        for output in self._step() if self.running else []:
+            [found] = output.outputs
+            kept = found.sampling_mask.token_ids if self.with_kept_ids else None
+            ids, logprobs = list(found.token_ids), list(found.logprobs.logprobs)
+            completion = to_completion(self.policy, ids, logprobs, kept)
+            ended.append((self.running.pop(output.request_id), completion))
+        return ended
 
     def clear(self) -> None:
         self.engine.abort_request(list(self.running))
@@ -230,12 +234,6 @@ class NanoLLM(Sampler):
             detokenize=False,
             output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
         )
-
-    def _to_completion(self, completion: Any) -> Completion:
-        return to_completion(
-            self.policy, list(completion.token_ids), list(completion.logprobs.logprobs),
-            completion.sampling_mask.token_ids if self.with_kept_ids else None,
-        )  # fmt: skip
 
     def sync(self) -> None:
         """Copies the weights that are not shared, if any, and sets `sync_seconds`.
@@ -381,7 +379,7 @@ class NanoLLM(Sampler):
         return torch.stack(gaps).max().item()  # NaN if any is
 
 
-def why_not_shareable(policy: Policy) -> str:
+def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
     """Says why vLLM cannot sample from this policy's weights, in one line; "" if it can."""
     alternative = "or use --sampler torch"
     if not is_installed("vllm"):
@@ -406,18 +404,10 @@ def why_not_shareable(policy: Policy) -> str:
     if vllm_device != policy.device.type:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
                 f"change --device, {alternative}")  # fmt: skip
+    if with_kept_ids and vllm_device != "cuda":  # its model runner for CPUs (V1) has no such thing
+        return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
+                f"that they kept: leave them out, {alternative}")  # fmt: skip
     return ""
-
-
-def why_no_kept_ids(policy: Policy) -> str:
-    """Says why vLLM cannot return which tokens top-k and top-p kept; "" if it can.
-
-    vLLM has it in the model runner for GPUs (V2), which its CPU build does not use.
-    """
-    if policy.device.type == "cuda":
-        return ""
-    return ("--top-k and --top-p with --sampler vllm need a GPU, where vLLM returns the tokens "
-            "that they kept: use --sampler torch, or neither of them")  # fmt: skip
 
 
 def largest_graph(num_rollouts: int) -> int | None:

@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 # purposes
-TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION, ALGORITHM, OPPONENTS = range(1, 8)
-ROUNDING = 8
+TASKS, DEMONSTRATIONS, SAMPLING, MINIBATCHES, EVALUATION = range(1, 6)
+OPPONENTS, ROUNDING = 7, 8
 
 
 @lru_cache(maxsize=4096)  # the episodes of a round share theirs

@@ -5,21 +5,18 @@ change nothing. Filter on the spread of the returns, not on their mean: a group 
 can have a mean of 0.5 and no spread.
 """
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from algorithms import common
 from core.batching import shape_rewards, to_rollout_batch
 from core.config import Config, needs
-from core.types import Rollout, Turn, UsageError
+from core.types import Rollout, UsageError
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
-EMPTY: dict[str, Any] = {"messages": [], "info": {}, "opponents": {}, "token_traces": []}
 
 
 def drop_failed(rollouts: list[Rollout], say: Callable[[str], None]) -> list[Rollout]:
@@ -83,32 +80,3 @@ def groups_with_spread(cfg: Config, rollouts: list[Rollout]) -> set[int]:
     total = common.group_sum(torch.where(exists, returns, 0.0), batch.group_ids)
     differs = exists & (common.minus(returns, total / size.clamp(min=1)) != 0)
     return set(batch.group_ids[differs.any(1)].tolist())
-
-
-def keep_best(best: list[dict[str, Any]], rollouts: list[Rollout], size: int) -> list[dict]:
-    """The `size` rollouts with the highest return among `best` and `rollouts`, one per task.
-
-    Of `rollouts` only those above the mean return of their group count, or, in a group of one,
-    above that of all `rollouts`: imitating the rest would teach the policy its failures. Of equal
-    returns the newer is kept. The result is plain data for a checkpoint, without messages.
-    """
-    groups: dict[int, list[float]] = defaultdict(list)
-    for r in rollouts:
-        groups[r.group_id].append(r.episode_return)
-    everything = [r.episode_return for r in rollouts]
-    means = {g: statistics.fmean(own if len(own) > 1 else everything) for g, own in groups.items()}
-    pairs = [(r.episode_return, means[r.group_id]) for r in rollouts]
-    above = common.minus(*torch.tensor(pairs, dtype=torch.float64).view(-1, 2).T) > 0
-    better = [r for r, is_above in zip(rollouts, above.tolist(), strict=True) if is_above]
-    new = [asdict(r) | EMPTY for r in better]
-    for turn in (turn for one in new for turn in one["turns"]):
-        turn["kept_ids"] = None  # SFT trains the whole distribution
-    first: dict[tuple[str, int, str], dict] = {}
-    for one in sorted([*new, *best], key=lambda r: -sum(turn["reward"] for turn in r["turns"])):
-        first.setdefault((one["env"], one["seed"], one["agent"]), one)
-    return list(first.values())[:size]
-
-
-def as_rollouts(best: list[dict[str, Any]]) -> list[Rollout]:
-    """The result of `keep_best` as rollouts to train on."""
-    return [Rollout(**(r | {"turns": [Turn(**turn) for turn in r["turns"]]})) for r in best]

@@ -19,7 +19,7 @@ WORDS = ["north", "east", "south", "west"]
 SETTINGS = """--lr 5e-3 --num-prompts 8 --group-size 8 --num-epochs 4
     --max-tokens 2 --sft-steps 0 --eval-every 0 --eval-num-tasks 8 --save-every 0
     --device cpu""".split()
-VARIANTS = {  # only the first is fast; test_float64_step.py has the gradients of all
+VARIANTS = {  # only the first is fast; test_float64_step.py has the gradients
     "dapo": "--num-updates 24",
     "reinforce": "--num-updates 50 --algo reinforce --reinforce.baseline leave_one_out",
     # the bonus keeps all actions likely enough to be tried: without it one is lost at some seeds

@@ -372,12 +372,6 @@ def test_a_template_that_cannot_be_trained_with_is_refused(template, message):
         check_template(tokenizer)
 
 
-@pytest.mark.parametrize("option", ["thinking", "messages"])
-def test_an_option_that_the_template_does_not_read_is_refused(option):
-    with pytest.raises(UsageError, match=f"--template-options {option}"):
-        set_template_options(tokenizer_of("gpt-oss"), {option: True}, "")
-
-
 @pytest.mark.parametrize(("date", "level"), [("", {"level": "low"}), ("2025-03-09", {})])
 def test_a_template_for_tools_keeps_its_place_with_a_date_and_options(date, level):
     tokenizer, known = tokenizer_of("gemma", date=""), KNOWN["gemma"].template

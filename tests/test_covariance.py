@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617): the tokens they choose, and what they do to these."""
+"""KL-Cov (arXiv:2505.22617): the tokens that it chooses, and its penalty."""
 
 import math
 
@@ -8,46 +8,19 @@ import torch
 import train
 from algorithms import grpo
 from algorithms.common import Batch, Micro
-from algorithms.variants import clip_cov, kl_cov
+from algorithms.variants import kl_cov
 from algorithms.variants.kl_cov import covariance
 from core import config
 
 
-def a_batch(seed=0):
-    """Twenty rollouts of 50 tokens in groups of four, with random returns and log-probs."""
+def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_the_highest():
     generator = torch.Generator().manual_seed(0)
-    rewards, old = torch.randn(2, 20, 50, generator=generator)
+    rewards, old = torch.randn(2, 20, 50, generator=generator)  # groups of four rollouts
     mask = torch.ones(20, 50, dtype=torch.bool)
     in_loss = torch.arange(1000).view(20, 50) % 5 > 0  # 800 tokens
-    return Batch(rewards=rewards, old_logprobs=old, completion_mask=mask, loss_mask=in_loss,
-                 turn_ids=mask.long() * 0, group_ids=torch.arange(20) // 4, seed=seed)  # fmt: skip
-
-
-def cleared(options, seed=0):
-    """What Clip-Cov set to 0, the covariances, and the metrics."""
-    options = grpo.resolve(options)
-    plain = grpo.compute_advantages(a_batch(), options)
-    found = clip_cov.compute_advantages(a_batch(seed), options)
-    changed = found["advantages"] != plain
-    assert (found["advantages"][changed] == 0).all()
-    return changed, covariance(a_batch(), plain), found["clip/cov_fraction"]
-
-
-def test_clip_cov_draws_a_fraction_of_all_tokens_from_those_in_the_range():
-    options = clip_cov.Options(fraction=0.2, low=0.05, high=2.0)
-    changed, cov, fraction = cleared(options)
-    assert changed.sum() == 160 and fraction == 160 / 800
-    assert cov[changed].min() >= 0.05 and cov[changed].max() <= 2
-    assert torch.equal(cleared(options)[0], changed)
-    assert not torch.equal(cleared(options, seed=1)[0], changed)
-    everything, cov, _ = cleared(clip_cov.Options(fraction=0.9, low=0.05, high=2.0))
-    within = a_batch().loss_mask & (cov >= 0.05) & (cov <= 2)  # there are no more
-    assert torch.equal(everything, within) and 160 < within.sum() < 720
-    assert cleared(clip_cov.Options(fraction=1e-6, low=0.05, high=2.0))[0].sum() == 1
-
-
-def test_the_penalty_of_kl_cov_is_the_kl_to_the_old_policy_on_the_tokens_with_the_highest():
-    batch, options = a_batch(), grpo.resolve(kl_cov.Options(fraction=0.1, coef=0.8))
+    batch = Batch(rewards=rewards, old_logprobs=old, completion_mask=mask, loss_mask=in_loss,
+                  turn_ids=mask.long() * 0, group_ids=torch.arange(20) // 4)  # fmt: skip
+    options = grpo.resolve(kl_cov.Options(fraction=0.1, coef=0.8))
     advantages, coef = kl_cov.compute_advantages(batch, options).values()
     cov = covariance(batch, advantages)
     assert coef.unique().tolist() == pytest.approx([0, 0.8]) and (coef > 0).sum() == 80
@@ -72,7 +45,7 @@ def test_the_old_log_probs_are_computed_where_a_setting_needs_them():
         name: train.needs_old_logprobs(config.resolve(train.Config(**settings)))
         for name, settings in {
             "default": {}, "epochs": {"num_epochs": 2}, "minibatches": {"num_minibatches": 2},
-            "ppo": {"algo": "ppo"}, "clip_cov": {"algo": "clip_cov"}, "kl": {"kl_coef": 0.1},
+            "ppo": {"algo": "ppo"}, "kl_cov": {"algo": "kl_cov"}, "kl": {"kl_coef": 0.1},
             "kl in the reward": {"kl_coef": 0.1, "kl_in": "reward"},
             "no kl": {"kl_in": "reward"},
         }.items()

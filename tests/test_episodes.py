@@ -153,21 +153,6 @@ def test_max_turns_counts_the_turns_of_one_player(policy, max_turns, turns, cut)
     assert not any(r.error for r in rollouts)
 
 
-def test_a_step_cut_by_a_limit_of_the_environment_truncates_the_episode(policy):
-    @register("limited")
-    class Limited(Env):
-        def reset(self, seed):
-            self.seed = seed
-            return [message("?")]
-
-        def step(self, response):
-            return Step(None, 1.0, True, truncated=self.seed == 1)
-
-    whole, cut = play(policy, [Task("limited", 0, 0), Task("limited", 1, 1)])
-    assert (whole.episode_truncated, cut.episode_truncated) == (False, True)
-    assert (cut.episode_return, cut.error) == (1.0, "")
-
-
 def test_a_full_context_truncates_the_episode(policy):
     policy.max_length = 60
     (rollout,) = play(policy, [Task("countdown", 50, 0)], max_turns=99)

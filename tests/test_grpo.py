@@ -1,4 +1,4 @@
-"""GRPO: advantages within the group, the clip of every variant in all its cases, by hand."""
+"""GRPO: advantages within the group, its clips and DPPO's; test_trl.py has other variants."""
 
 import math
 
@@ -9,7 +9,7 @@ from test_reinforce import GROUP_IDS, MASK, REWARDS, TURN_IDS
 from algorithms import grpo, ppo, reinforce
 from algorithms.common import Batch, Micro, turn_returns
 from algorithms.grpo import EPS, Options, compute_advantages, resolve
-from algorithms.variants import cispo, dppo, gdpo, gspo, kl_cov
+from algorithms.variants import cispo, dppo, gspo, kl_cov
 
 
 def of_returns(returns, group_ids, scale):
@@ -66,19 +66,18 @@ def test_a_turn_is_compared_with_the_like_turns_of_its_group(scale):
     torch.testing.assert_close(advantages, centred / by, atol=1e-6, rtol=0)
 
 
-def loss_of(ratio, advantages, mask=None, weights=None, scale=None, algo=grpo, **settings):
+def loss_of(ratio, advantages, mask=None, weights=None, scale=None, **settings):
     """Loss, gradient of the log-probs and metrics where π / π_old is `ratio`, from π_old = 0.2."""
     ratio, advantages = torch.tensor(ratio), torch.tensor(advantages)
     old, ones = torch.full_like(ratio, math.log(0.2)), torch.ones_like(ratio)
     logprobs = (old + ratio.log()).requires_grad_()
     mask = ones.bool() if mask is None else torch.tensor(mask)
     weights, scale = (ones if x is None else torch.tensor(x) for x in (weights, scale))
-    options = algo.Options(**settings)
-    options = options if algo is gspo else algo.resolve(options)
+    options = resolve(Options(**settings))
     micro = Micro(completion_mask=mask, loss_mask=mask & (scale > 0), old_logprobs=old,
                   advantages=advantages, importance_weights=weights,
                   token_weights=scale)  # fmt: skip
-    loss, metrics = algo.compute_loss(logprobs, None, micro, options)
+    loss, metrics = grpo.compute_loss(logprobs, None, micro, options)
     loss.backward()
     return loss.item(), logprobs.grad, metrics
 
@@ -120,41 +119,6 @@ def test_dual_clip_bounds_the_loss_of_what_is_bad_and_ran_off(
     assert gradient.item() == pytest.approx(want_gradient, abs=1e-6)
 
 
-@pytest.mark.parametrize("ratio, weight", [(0.5, 0.5), (60.0, 5.0)])
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-def test_cispo_caps_a_token_s_weight_and_takes_no_gradient_away(ratio, weight, advantage):
-    loss, gradient, metrics = loss_of([[ratio]], [[advantage]], algo=cispo)
-    assert loss == pytest.approx(-weight * advantage * math.log(0.2 * ratio), rel=1e-5)
-    assert gradient.item() == pytest.approx(-weight * advantage, rel=1e-5)
-    clipped = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
-    assert clipped == (ratio == 60, 0)  # of both signs of the advantage
-
-
-def of_parts(parts, group_ids, weights=(1.0, 1.0)):
-    """GDPO's advantages of rollouts of one token with these rewards."""
-    rewards = torch.tensor(parts, dtype=torch.float64)
-    mask = torch.ones(len(parts), 1) > 0
-    batch = Batch(completion_mask=mask, group_ids=torch.tensor(group_ids), reward_parts=rewards,
-                  reward_weights=torch.tensor(weights).double().expand_as(rewards))  # fmt: skip
-    return gdpo.compute_advantages(batch, gdpo.Options()).flatten().tolist()
-
-
-def test_gdpo_tells_apart_what_the_sum_of_rewards_does_not():
-    parts, group = [(1, 0), (0, 1), (0, 0), (0, 1)], [0] * 4
-    sums = of_returns([float(a + b) for a, b in parts], group, "group")
-    assert sums[0] == sums[1] == sums[3]  # to GRPO 1 + 0 is 0 + 1
-    # means 1/4 and 1/2, stds of a sample 1/2 and √(1/3)
-    first, second = 1 / (0.5 + EPS), 1 / (math.sqrt(1 / 3) + EPS)
-    s = [0.75 * first - 0.5 * second, -0.25 * first + 0.5 * second,
-         -0.25 * first - 0.5 * second, -0.25 * first + 0.5 * second]  # fmt: skip
-    std = math.sqrt(sum(x * x for x in s) / 3)  # their mean is 0
-    got = of_parts(parts, group)
-    assert got == pytest.approx([x / (std + EPS) for x in s], abs=1e-6)
-    assert got[0] > 1.5 * got[1] > 0
-    weighted = of_parts(parts, group, (1.0, 10.0))  # now the second reward decides
-    assert weighted[1] > 0 > weighted[0]
-
-
 @pytest.mark.parametrize(
     "sampled, now, advantage, dropped",
     [
@@ -179,27 +143,6 @@ def test_dppo_drops_a_token_whose_probability_has_moved_too_far(sampled, now, ad
     assert logprobs.grad.item() == pytest.approx(loss.item(), abs=1e-6)
     counted = metrics["clip/high_fraction"], metrics["clip/low_fraction"]
     assert counted == (dropped and advantage > 0, dropped and advantage < 0)
-
-
-def test_gspo_clips_the_whole_sequence_by_its_geometric_mean():
-    """Ratios 4 and 1: their geometric mean is 2. The third token isn't sampled, the fourth is not
-    in the loss."""
-    settings = {
-        "algo": gspo,
-        "clip_low": 0.2,
-        "clip_high": 0.3,
-        "mask": [[True, True, False, True]],
-        "scale": [[1.0, 1.0, 1.0, 0.0]],
-    }
-    ratio = [[4.0, 1.0, 9.0, 7.0]]
-    loss, gradient, metrics = loss_of(ratio, [[1.0] * 4], **settings)
-    assert loss == pytest.approx(-2.6, abs=1e-6)  # both tokens at 1.3
-    assert gradient.tolist() == [[0, 0, 0, 0]]  # also of the one whose own ratio is 1
-    assert metrics["clip/high_fraction"] == 2
-    loss, gradient, _ = loss_of(ratio, [[-1.0, -2.0, -1.0, -1.0]], **settings)
-    assert loss == pytest.approx(2 * 1 + 2 * 2, abs=1e-5)  # s = 2, with each advantage
-    # GSPO-token: each term has the gradient s A ∇ log π of its own token
-    torch.testing.assert_close(gradient, torch.tensor([[2.0, 4.0, 0.0, 0.0]]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from algorithms import ppo, sft
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
-from core.run import checkpoint
 from core.sampler import SamplingParams, TorchSampler
 from core.seeds import MINIBATCHES, SAMPLING, derive_seed
 from core.tasks import train_tasks
@@ -30,9 +29,9 @@ def gradients(algo, max_tokens_per_micro_batch, folder, rollouts):
     found = []
     optimizer.step = lambda: found.extend(
         torch.zeros(()) if p.grad is None else p.grad.clone() for p in optimizer.masters
-    )  # the best have no gradient of the value head
+    )
     policy.micro_batch_tokens = max_tokens_per_micro_batch
-    cfg = Config(algo=algo, max_grad_norm=0, sft_best=3)
+    cfg = Config(algo=algo, max_grad_norm=0)
     metrics = single_update(cfg, policy, optimizer, rollouts)
     return found, metrics
 
@@ -53,7 +52,6 @@ def test_micro_batch_size_changes_nothing_but_rounding(small_folder, algo):
     for name, value in metrics_1.items():
         assert value == pytest.approx(metrics_2[name], rel=1e-4, abs=1e-5), name
     assert metrics_1["tokens/trained"] == sum(r.num_tokens for r in rollouts)
-    assert metrics_1["sft/best_loss"] > 1  # of random weights
 
 
 def played(policy, rewards, num_turns=1, max_tokens=9):
@@ -194,18 +192,6 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
         assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
     stepped.assert_called_once_with(0.25, True)
     assert nll(policy, rollouts) < before - 0.01
-
-
-def test_sft_best_trains_on_the_best_rollout_so_far_which_may_be_an_earlier_one(policy):
-    rollouts = rollouts_of(2, 2, prompt=5)
-    rollouts[2].turns[0].reward = 1.0
-    optimizer, progress = make_optimizer(policy, 1e-9), checkpoint.START.copy()
-    cfg = config(sft_best=1)
-    for number, sampled in ((1, rollouts), (2, rollouts[:2])):
-        with patch.object(checkpoint, "START", SimpleNamespace(copy=lambda: progress)):
-            metrics = single_update(cfg, policy, optimizer, sampled, update=number)
-        best = nll(policy, [rollouts[2]])
-        assert metrics["sft/best_loss"] == pytest.approx(best, rel=1e-4)
 
 
 def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):

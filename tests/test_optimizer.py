@@ -63,16 +63,6 @@ def test_a_step_is_right_after_a_sampler_has_laid_out_a_weight_in_another_order(
     assert ours.data_ptr() == place.data_ptr()
 
 
-def test_moments_exist_from_the_start():
-    """vLLM fills the memory that is free when it starts; the first step must not need more."""
-    ours = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    optimizer = MasterAdamW([{"params": [ours], "lr": 0.1}], weight_decay=0.0)
-    state = optimizer.adamw.state[ours]
-    assert {name: tensor.tolist() for name, tensor in state.items()} == {
-        "step": 0.0, "exp_avg": [0.0, 0.0], "exp_avg_sq": [0.0, 0.0]
-    }  # fmt: skip
-
-
 def test_bfloat16_gradients_of_micro_batches_add_up_in_float32():
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = MasterAdamW([{"params": [weight], "lr": 1e-3}])

@@ -1,16 +1,12 @@
 """Which rollouts are trained on: filtering by the spread of returns, and the best so far."""
 
-import json
-
 import pytest
 
 from core.config import Config
 from core.metrics import rollout_metrics
 from core.selection import (
-    as_rollouts,
     check_reward_parts,
     groups_with_spread,
-    keep_best,
     with_spread,
 )
 from core.types import Rollout, Turn, UsageError
@@ -82,35 +78,3 @@ def test_in_self_play_a_task_is_kept_if_the_returns_of_one_agent_differ():
     # X and O have different returns, but each agent is compared with itself
     assert len(with_spread(Config(), [x[0], o[0], x[1], o[1]])) == 4
     assert with_spread(Config(), [x[0], o[0], x[1], rollout(0.0, agent="O", group=1)]) == []
-
-
-def test_the_best_have_the_highest_return_one_per_task_newer_first_among_equals():
-    def of(*returns_and_seeds):  # with a failure in each group, which is not kept
-        groups = enumerate(returns_and_seeds)
-        return [one for group, (r, seed) in groups for one in
-                (rollout(r, seed, group), rollout(0.0, seed, group))]  # fmt: skip
-
-    old = keep_best([], of((0.5, 1), (0.2, 2), (0.4, 1)), 2)
-    assert [(r["seed"], r["turns"][0]["reward"]) for r in old] == [(1, 0.5), (2, 0.2)]
-    new = keep_best(old, of((0.2, 3), (0.9, 2)), 3)
-    assert [(r["seed"], r["turns"][0]["reward"]) for r in new] == [(2, 0.9), (1, 0.5), (3, 0.2)]
-    again = keep_best(new, of((0.2, 4)), 3)
-    assert [r["seed"] for r in again] == [2, 1, 4]
-
-
-def test_the_best_are_better_than_the_mean_of_their_group():
-    failures = [rollout(0.0, seed, group=seed) for seed in (0, 0, 1, 1)]
-    assert keep_best([], failures, 8) == []
-    partly = [rollout(r, seed=2, group=2) for r in (0.1, 0.1, 0.3, 1.0)]
-    assert [r["turns"][0]["reward"] for r in keep_best([], failures + partly, 8)] == [1.0]
-    # the mean of three times 0.7 is below it
-    assert keep_best([], [rollout(0.7, 3, 3) for _ in range(3)], 8) == []
-    alone = [rollout(r, seed, group=seed) for seed, r in enumerate((0.0, 1.0, 0.2))]
-    assert [r["turns"][0]["reward"] for r in keep_best([], alone, 8)] == [1.0]  # mean 0.4
-
-
-def test_the_best_keep_their_tokens_through_json():
-    kept = json.loads(json.dumps(keep_best([], [rollout(1.0), rollout(0.0)], 4)))
-    (back,) = as_rollouts(kept)
-    assert back.turns == rollout(1.0).turns
-    assert back.messages == []

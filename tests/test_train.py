@@ -131,8 +131,8 @@ def test_a_run_stopped_in_its_warm_start_resumes_to_the_same_metrics(
 
 
 def test_a_resumed_run_has_all_its_state(command, monkeypatch, easy):
-    """The value head, the reference, the best rollouts and the level of the tasks."""
-    flags = """--env easy --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1 --sft-best 4
+    """The value head, the reference and the level of the tasks."""
+    flags = """--env easy --sft-steps 0 --algo ppo --num-epochs 2 --kl-coef 0.1
         --curriculum 0.9 --num-updates 2 --eval-num-tasks 0 --max-tokens 8""".split()
     assert command(*SMALL, *flags, "--run-name", "whole")[0] == 0
     with monkeypatch.context() as patch:
@@ -140,7 +140,7 @@ def test_a_resumed_run_has_all_its_state(command, monkeypatch, easy):
         assert command(*SMALL, *flags, "--run-name", "cut")[0] == 130
     assert command("--resume", "runs/cut")[0] == 0
     last = metrics_of("runs/cut")[-1]
-    assert {"value/loss", "kl/reference", "sft/best_loss"} <= last.keys()
+    assert {"value/loss", "kl/reference"} <= last.keys()
     assert last["groups/level"] == 1
     assert metrics_of("runs/cut") == metrics_of("runs/whole")
 

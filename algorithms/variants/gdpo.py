@@ -10,9 +10,9 @@ and w_k says how much it counts. The mean of the batch is 0, as that of every gr
 leaves it out. The stds are those of a sample (n-1), plus 1e-4.
 
 An environment reports r_k as info["reward_<name>"], and w_k as info["weight_<name>"] (by default
-1), in the last step that has any info. Its `reward` is not read here; --sft-best goes by it. A
-reward that a rollout lacks is compared among the others of its group and counts 0 for it; a rollout
-without any has advantage 0.
+1), in the last step that has any info. Its `reward` is not read here. A reward that a rollout
+lacks is compared among the others of its group and counts 0 for it; a rollout without any has
+advantage 0.
 
 The loss is GRPO's, with its default numbers: the two algorithms differ in their advantages only.
 

@@ -48,8 +48,7 @@ UNFINISHED = ".unfinished"  # ends the name of an empty file beside it while one
 COPY_SHARE = 0.5  # of the free memory, at most, for the copy of a checkpoint
 COPY_BYTES = 2 * 10**9  # the same where free memory cannot be measured
 # "update" is the last finished one; -1: not even evaluated
-START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0,
-         "best": []}  # fmt: skip
+START = {"sft_step": 0, "update": -1, "sampled_tokens": 0, "skipped_in_a_row": 0, "level": 0}
 
 
 @dataclass(frozen=True)

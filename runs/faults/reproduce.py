@@ -39,7 +39,7 @@ FLAGS = """--run-name a --sft-steps 2 --sft-batch-size 2 --num-updates 3 --num-p
     --group-size 2 --eval-num-tasks 2 --eval-every 2 --save-every 1 --max-tokens 10
     --max-model-len 256 --device cpu""".split()
 SETTINGS = {
-    "full": "--algo grpo --sft-best 2",
+    "full": "--algo grpo",
     "lora": "--algo reinforce --lora-rank 2 --kl-coef 0.1",
     "ppo": "--algo ppo --num-epochs 2 --num-minibatches 2",
     "reference": "--algo grpo --kl-coef 0.1 --filter-groups 1",
