@@ -136,14 +136,14 @@ def reads_cache(model_id: str, flag: str) -> bool:
     folder = Path(model_id)
     if (folder / "config.json").exists():
         return False
+    is_hub_id = not folder.exists() and RUNS not in folder.parents
     try:
-        if folder.exists() or RUNS in folder.parents:
-            raise HFValidationError
         validate_repo_id(model_id)
     except HFValidationError:
+        is_hub_id = False
+    if not is_hub_id:
         raise UsageError(f"{flag} {model_id}: no model in this folder (no config.json), and no Hub "
-                         "id, such as Qwen/Qwen3-0.6B; that of a run is runs/NAME/model"
-                         ) from None  # fmt: skip
+                         "id, such as Qwen/Qwen3-0.6B; a run's is runs/NAME/model")  # fmt: skip
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
         return False
@@ -192,7 +192,7 @@ def _load_files(
             output_loading_info=True, ignore_mismatched_sizes=True,
             adapter_kwargs={"local_files_only": from_cache}, **source,
         )  # fmt: skip
-    # random weights would replace them
+    # transformers has put random weights in their place
     invalid = sorted({*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])})
     if invalid:
         raise UsageError(f"{flag} {model_id}: {len(invalid)} of its weights are missing or "

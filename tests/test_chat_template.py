@@ -85,19 +85,6 @@ class Known(NamedTuple):
 
 
 KNOWN = {
-    "llama 3.2": Known(
-        "{% if not date_string is defined %}{% if strftime_now is defined %}"
-        "{% set date_string = strftime_now('%d %b %Y') %}{% else %}"
-        "{% set date_string = '26 Jul 2024' %}{% endif %}{% endif %}"
-        "{{ bos_token + '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' }}"
-        "{{ date_string + '\n\n<|eot_id|>' }}" + EACH + LLAMA3 + opens(LLAMA3_HEADER),
-        "<s> <|eot_id|> <|start_header_id|> <|end_header_id|>",
-        "<s><|start_header_id|>system<|end_header_id|>\n\nToday Date: 09 Mar 2025\n\n<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>",
-        "<|start_header_id|>user<|end_header_id|>\n\nSo?<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
     "qwen 3": Known(
         THINKING + opens("{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and "
                          "enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"),

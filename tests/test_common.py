@@ -1,16 +1,13 @@
 """Token log-probs, returns, masked statistics, weights and metrics, against sums done by hand."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
 
 from algorithms.common import (
-    Micro,
     masked_mean,
     minus,
-    surrogate_metrics,
     token_weights,
 )
 from algorithms.token_logprobs import only_kept, token_logprobs
@@ -138,21 +135,6 @@ def test_minus_is_0_up_to_rounding_and_no_further():
     for size in (1e-9, -1.0, 1e15):
         assert of(size, size * (1 + 5e-8)) == of(size, size * (1 - 5e-8)) == 0
         assert of(size, size * (1 - 2e-7)) == pytest.approx(size * 2e-7, rel=1e-6)
-
-
-def test_surrogate_metrics_count_the_tokens_that_the_clip_stops():
-    """Beyond 1/2 and 5/4, not at them; the last token was sampled, but is not in the loss."""
-    ratio = torch.tensor([0.25, 0.25, 0.25, 0.5, 1.25, 1.5, 1.5, 1.5, NAN])
-    advantages = torch.tensor([-1.0, 1.0, 0.0, -1.0, 1.0, -1.0, 1.0, 0.0, NAN])
-    mask, old = torch.arange(9) < 8, torch.full((9,), -1.0)
-    micro = Micro(completion_mask=mask | True, loss_mask=mask, old_logprobs=old,
-                  advantages=advantages)  # fmt: skip
-    inputs = ratio, old + ratio.log(), micro, 0.5, 0.25
-    k3 = sum(r - 1 - math.log(r) for r in ratio[:8].tolist())  # KL of the old from the new
-    want = {"clip/low_fraction": 1, "clip/high_fraction": 1, "kl/approx": pytest.approx(k3)}
-    assert surrogate_metrics(*inputs) == want
-    want = want | {"clip/low_fraction": 3, "clip/high_fraction": 3}
-    assert surrogate_metrics(*inputs, either_sign=True) == want
 
 
 def test_gradients_of_tokens_with_one_prefix_add_up_to_the_same_bits_each_time(request):

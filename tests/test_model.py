@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import load_small, loopback, save_small
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from core.config import Config
 from core.loading import load_policy
@@ -48,14 +48,6 @@ def test_a_run_keeps_its_copy_of_tiny_and_makes_a_damaged_one_again(tmp_path, ca
         folder_of("tiny", tmp_path / "base")
         assert capsys.readouterr().err.count("making it again") == lines
         assert {f.name: f.read_bytes() for f in (tmp_path / "base").iterdir()} == made
-
-
-def test_tiny_tokenizer_decodes_any_text_after_a_reload(qwen3_folder):
-    tokenizer = AutoTokenizer.from_pretrained(qwen3_folder)
-    text = 'How many r in "cherry"? <answer>3</answer>\n\t ünï ✓ 日本 then  out'
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(ids) == text
-    assert tokenizer.convert_tokens_to_ids("<answer>") in ids
 
 
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -161,20 +153,14 @@ def test_a_chunk_of_logits_takes_a_64th_of_a_gpu_and_128_mib_to_1_gib(policy):
 
 
 SILENT_HUB = """
-from core.config import Config
 from core.loading import load_policy
-from core.run.reference import reference_bytes
-from core.types import UsageError
+from core.faults import UsageError
 
-policy = load_policy("me/small", device="cpu")
-for load in (
-    lambda: load_policy("me/other", device="cpu"),
-    lambda: reference_bytes(Config(teacher="me/other", kl_coef=1.0), policy),
-):
-    try:
-        load()
-    except UsageError as error:
-        print(error)
+load_policy("me/small", device="cpu")
+try:
+    load_policy("me/other", device="cpu")
+except UsageError as error:
+    print(error)
 """
 
 
@@ -193,8 +179,7 @@ def test_a_hub_that_does_not_answer_is_asked_once_and_then_the_cache(tmp_path, q
         changes = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": "0"}
         done = subprocess.run([sys.executable, "-c", SILENT_HUB], env=os.environ | changes,
                               cwd=ROOT, capture_output=True, text=True)  # fmt: skip
-    policy, teacher = done.stdout.splitlines()
-    assert policy.startswith("--model-id me/other: ") and teacher.startswith("--teacher me/other: ")
-    assert f"{server.url} cannot be reached" in policy and "tiny or smollm2" in policy
+    assert done.stdout.startswith("--model-id me/other: ") and "tiny or smollm2" in done.stdout
+    assert f"{server.url} cannot be reached" in done.stdout
     asked = [line for line in asked if b" /api/" not in line]  # of huggingface_hub about itself
-    assert asked == [b"HEAD / HTTP/1.1\r\n"] * 3, done.stderr
+    assert asked == [b"HEAD / HTTP/1.1\r\n"] * 2, done.stderr

@@ -41,15 +41,6 @@ def test_a_turn_is_compared_with_the_like_turns_of_others(baseline, want):
     torch.testing.assert_close(got, torch.tensor(want).float(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("baseline", ["batch", "group", "leave_one_out"])
-def test_equal_returns_have_advantages_of_0(baseline):
-    """(1 + 0.9 · 0.1) summed seven times and divided by 7 is not the same number."""
-    rewards, turns = torch.tensor([[1.0, 0.1]]).repeat(7, 1), torch.tensor([[0, 1]]).repeat(7, 1)
-    batch = Batch(rewards=rewards, completion_mask=turns >= 0, turn_ids=0 * turns,
-                  group_ids=torch.zeros(7), gamma=0.9)  # fmt: skip
-    assert not compute_advantages(batch, Options(baseline, normalize=True)).any()
-
-
 def test_normalize_is_over_the_tokens_of_the_loss():
     in_loss = MASK & (TURN_IDS != 1)
     raw = advantages_of(Options("group"))[in_loss]

@@ -91,7 +91,7 @@ COMMANDS = [  # a command line, and what its message names
     ("--model-id nobody/nothing", "cannot be reached"),
     ("--model-id runs/none", "no model in this folder"),
     ("--model-id one/two/three", "no model in this folder"),
-    ("--model-id runs/there", "that of a run is runs/NAME/model"),
+    ("--model-id runs/there", "a run's is runs/NAME/model"),
     ("--template-options enable_thinking=false", "--template-options enable_thinking"),
 ]
 
