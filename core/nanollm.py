@@ -399,7 +399,10 @@ def why_not_shareable(policy: Policy, with_kept_ids: bool = False) -> str:
                 f"CUDA_VISIBLE_DEVICES={policy.device.index} and --device cuda")  # fmt: skip
     with preserve_process_state(**ENVIRONMENT):
         from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
 
+        if not hasattr(LLMEngine, "release_kv_cache_memory"):
+            return f'vLLM is older than 0.32: pip install -e ".[vllm]", {alternative}'
         vllm_device = current_platform.device_type or "another platform"
     if vllm_device != policy.device.type:
         return (f"the installed vLLM is for {vllm_device}, not {policy.device.type}: "
