@@ -66,7 +66,7 @@ def test_a_file_trains_logs_reports_and_resumes(command, text):
     saved = yaml.safe_load(Path("runs/whole/config.yaml").read_text())
     assert saved["mine"] == {"beta": 0.5} and Path(saved["algo"]) == Path("mine.py").absolute()
     page = Path("runs/whole/report.html").read_text(encoding="utf-8")
-    assert '"algo":"mine"' in page and '"loss":null' in page
+    assert '"algo":"mine"' in page
 
     assert command(*SHORT, *algo, "--num-updates", "1", "--run-name", "parts")[0] == 0
     Path("mine.py").unlink()  # the run has a copy

@@ -105,49 +105,32 @@ def choose_update(page, update):
     assert page.locator("#at").inner_text() == f"update {update} of {UPDATES}"
 
 
-def shown_tasks(page):
-    """The tasks of the groups on display, top to bottom."""
-    return [int(text.split()[1]) for text in page.locator("#groups .prompt").all_inner_texts()]
-
-
-def test_groups_are_sorted_by_return(run, visit):
-    path, rows = run
-    page = visit(path)
-    choose_update(page, 4)
-    groups = [[r["return"] for r in group] for group in groups_of(rows, 4)]
-    assert shown_tasks(page) == [*range(GROUPS)]
-    for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.stdev)):
-        page.select_option("#sort", by)
-        expected = sorted(range(GROUPS), key=lambda i, key=key: -round(key(groups[i]), 9))
-        assert shown_tasks(page) == expected != [*range(GROUPS)]
-        labels = page.locator("#groups article").first.locator(".rollouts button").all_inner_texts()
-        returns = [float(label.split()[1]) for label in labels]
-        head = page.locator("#groups article .head").first.inner_text()
-        assert f"std {statistics.stdev(groups[expected[0]]):.2f}" in head  # as in the advantage
-        assert returns == pytest.approx(sorted(groups[expected[0]], reverse=True), abs=0.00501)
-
-
-def test_filters_and_search_keep_matching_rollouts(run, visit):
+def test_groups_are_sorted_filtered_and_searched(run, visit):
     path, rows = run
     page = visit(path)
     choose_update(page, 7)
+    groups = [[r["return"] for r in group] for group in groups_of(rows, 7)]
+    for by, key in (("best", max), ("mean", statistics.fmean), ("std", statistics.stdev)):
+        page.select_option("#sort", by)
+        expected = sorted(range(GROUPS), key=lambda i, key=key: -round(key(groups[i]), 9))
+        shown = page.locator("#groups .prompt").all_inner_texts()
+        assert [int(text.split()[1]) for text in shown] == expected != [*range(GROUPS)]
+    head = page.locator("#groups article .head").first.inner_text()
+    assert f"std {statistics.stdev(groups[expected[0]]):.2f}" in head  # as in the advantage
+    buttons = page.locator("#groups .rollouts button")
     for name, keep in {
-        "all rollouts": lambda r: True,
-        "correct": lambda r: r["info"]["correct"],
         "wrong": lambda r: not r["info"]["correct"],
         "hit token limit": lambda r: r["hit_token_limit"],
         "groups with different returns": lambda r: r["group_id"] != 3,
     }.items():
         page.select_option("#filter", label=name)
-        number = sum(keep(r) for group in groups_of(rows, 7) for r in group)
-        assert page.locator("#groups .rollouts button").count() == number
+        assert buttons.count() == sum(keep(r) for group in groups_of(rows, 7) for r in group)
     page.select_option("#filter", "")
     page.fill("#search", "ROLLOUT 3 at 8.")
     assert page.locator("#count").inner_text() == "0 groups, 0 rollouts"
     page.check("#everywhere")
     assert page.locator("#count").inner_text() == f"{GROUPS} groups, {GROUPS} rollouts"
     page.fill("#search", "")
-    assert page.locator("#groups article").count() == 40
     page.get_by_role("button", name="show more (10 left)").click()
     assert page.locator("#groups article").count() == 50
 
@@ -205,7 +188,7 @@ def test_keyboard_reaches_everything(run, visit):
     page.keyboard.press("Enter")
     assert page.locator(".open").count() == 1
     chosen = page.evaluate(f"{focused}.ariaLabel")
-    for _ in range(9):  # past explanations, the close button and the loss explorer to the tokens
+    for _ in range(9):  # past explanations and the close button to the tokens
         page.keyboard.press("Tab")
         if page.evaluate(f"{focused}.getAttribute('role')") == "option":
             break
@@ -223,7 +206,6 @@ def test_keyboard_reaches_everything(run, visit):
 def test_phone_needs_no_horizontal_scrolling(run, visit):
     page = visit(run[0], 390, 844)
     page.locator("#about summary").click()
-    page.locator(".explore summary").click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     token = page.locator(".open [role=option]").last
     token.scroll_into_view_if_needed()
@@ -234,11 +216,9 @@ def test_phone_needs_no_horizontal_scrolling(run, visit):
     assert panel["y"] >= text["y"] + text["height"]  # below the rollout, not over it
 
 
-@pytest.mark.parametrize("part", ["#about", "#charts h3", ".open .head", ".controls"])
-def test_explanations_need_no_mouse(run, visit, part):
+def test_explanations_need_no_mouse(run, visit):
     page = visit(run[0], 400, 900)
-    page.locator(".explore summary").click()
-    word = page.locator(f"{part} abbr").first
+    word = page.locator(".open .head abbr").first
     meaning = word.get_attribute("title")
     word.click()  # as a tap, which shows no tooltip
     assert page.locator("#tip").inner_text() == meaning
@@ -296,9 +276,6 @@ def test_text_never_becomes_markup(tmp_path, visit):
             assert page.locator("#pairs .text").all_text_contents() == [text] * 3
             page.select_option("#run", str(i))
             page.locator("#groups .rollouts button").first.click()
-            if i == 0:  # the page knows its loss
-                page.locator(".explore summary").click()
-                page.locator(".explore [role=status]:not(:empty)").wait_for()
             assert page.locator("#groups").text_content().count(text.replace("\t", "⇥\t")) >= 2
             assert page.locator(".open .text").first.text_content() == text
             assert f"environment failed: {text}" in page.locator(".open").text_content()

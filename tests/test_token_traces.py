@@ -44,10 +44,9 @@ def test_traces_cover_every_token_and_the_step_follows_the_advantages(command, m
     for row in records("traced", "rollouts"):
         spoken = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
         assert len(row["token_traces"]) == len(spoken) == len(row["rewards"]) == 3
-        for number, (trace, text) in enumerate(zip(row["token_traces"], spoken, strict=True)):
+        for trace, text in zip(row["token_traces"], spoken, strict=True):
             assert "".join(trace["text"]).removesuffix("<|end|>") == text
             assert len({len(values) for values in trace.values()}) == 1
-            assert trace["sequence"] == [number] * len(trace["text"])
             columns = (trace[k] for k in ("advantage", "sampler", "trainer", "after"))
             for a, sampler, trainer, after in zip(*columns, strict=True):
                 assert trainer == pytest.approx(sampler, abs=2e-4)

@@ -2,11 +2,9 @@
 
 Each token is traced with its log-prob under the sampler, under the trainer before and after the
 update, and its advantage. Where the advantage and the change of the log-prob have the same sign,
-the update moved the token in the intended direction. In episodes of several turns "sequence" is the
-number, within the rollout, of the sequence that the token was trained in (core/batching.py).
+the update moved the token in the intended direction.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -53,10 +51,6 @@ def trace_tokens(
         "after": new_logprobs,
         "advantage": batch.advantages,
     }
-    numbers = torch.zeros_like(batch.turn_ids)  # [B, N]: of the sequences within a rollout
-    for _, same in itertools.groupby(sequences, lambda sequence: sequence.rollout):
-        for number, sequence in enumerate(same):
-            numbers.view(-1)[[place for place in sequence.places if place >= 0]] = number
     for row in rows:
         rollouts[row].token_traces, start = [], 0
         for turn in rollouts[row].turns:
@@ -64,8 +58,6 @@ def trace_tokens(
             trace: dict[str, list] = {"text": pieces(policy.tokenizer, turn.completion_ids)}
             for name, tensor in columns.items():
                 trace[name] = [round(x, DIGITS) for x in tensor[row, start:end].tolist()]
-            if len(rollouts[row].turns) > 1:
-                trace["sequence"] = numbers[row, start:end].tolist()
             rollouts[row].token_traces.append(trace)
             start = end
 
