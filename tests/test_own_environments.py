@@ -198,7 +198,7 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     run = place / "runs/a"
     spec = f"{place}/games.py:Maze:size=4"
     assert yaml.safe_load((run / "config.yaml").read_text())["env"] == [spec]
-    assert "next: python train.py --env games.py:Maze:size=4 " in out
+    assert "next: python train.py --config runs/a/config.yaml " in out
     other = tmp_path / "other"
     other.mkdir()
     (other / "games.py").write_text("raise OSError('the wrong file')\n")

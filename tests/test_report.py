@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-from dataclasses import replace
 
 import matplotlib.image
 import pytest
@@ -153,12 +152,16 @@ def test_results_are_the_first_and_last_evaluations(tmp_path):
 def test_updates_in_the_middle_are_left_out_of_a_large_page(tmp_path, monkeypatch):
     rows = [row("train", u, s, "x" * 9000, token_traces=[long_trace(2000)])
             for u in (1, 2, 3) for s in (1, 2)]  # fmt: skip
-    assert report_data(tmp_path, trained(1, 2, 3), rows)["left_out"] == []
+    rows.append(row("eval", 3, 1, "right"))
+    assert report_data(tmp_path, trained(1, 2, 3), rows)["left_out"] == ""
     limit = page.TEMPLATE.stat().st_size + 185_000
     monkeypatch.setattr(page, "PAGE_BYTES", limit)
     data = report_data(tmp_path, trained(1, 2, 3), rows)
     assert (tmp_path / "report.html").stat().st_size <= limit
-    assert (updates_of(data), data["left_out"]) == ([1, 3], ["all rollouts of updates 2"])
+    assert (updates_of(data), updates_of(data, "eval")) == ([1, 3], [3])
+    assert data["left_out"] == "the rollouts of 1 updates"
+    shown = data["batches"][0]["groups"][0]["rollouts"][0]["messages"][0][1]
+    assert "characters left out" in shown and shown.startswith("xxx") and shown.endswith("xxx")
 
 
 def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
@@ -178,7 +181,7 @@ def test_report_and_final_lines_list_each_warning_with_its_updates(tmp_path):
         "warning at update 9: sampler_gap: differ",
         f"curves: {tmp_path}/a/curves.png   rollouts: {tmp_path}/a/report.html",
         f"talk to it: python -m core.chat {tmp_path}/a --before",
-        "next: python train.py --env adding --algo ppo --seed 7",
+        f"next: python train.py --config {tmp_path}/a/config.yaml --algo ppo --credit turn",
     ]
 
 
@@ -198,11 +201,7 @@ def test_an_evaluation_without_updates_compares_nothing(tmp_path):
 
 @pytest.mark.parametrize(
     "records",
-    [
-        [],
-        [{"sft_step": 20, "sft/loss": 1.0}],
-        [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}],
-    ],
+    [[{"sft_step": 20}], [{"update": 0}, {"update": 1, "reward/mean": None, "length/mean": 3.0}]],
 )
 def test_pages_are_written_at_any_stage_of_a_run(tmp_path, records):
     assert report.write_pages(write_run(tmp_path, records), CONFIG) == []
@@ -234,12 +233,11 @@ def test_compare_prints_a_table_and_writes_one_page(tmp_path, monkeypatch, capsy
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("equal", [2, 3])
-def test_equal_runs_are_all_seen(tmp_path, equal):
+def test_equal_runs_are_all_seen(tmp_path):
     records = [evaluated(update, update / 4) | {"tokens/sampled": 100} for update in range(4)]
-    curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(equal)])
+    curves.draw_comparison(tmp_path / "c.png", [(str(i), records) for i in range(3)])
     left = matplotlib.image.imread(tmp_path / "c.png")[:, :400, :3]  # without the legend
-    for i in range(equal):
+    for i in range(3):
         colour = matplotlib.colors.to_rgb(f"C{i}")
         assert (abs(left - colour).max(axis=2) < 0.02).sum() > 300
 
@@ -290,54 +288,9 @@ def test_the_command_that_repeats_a_run_can_be_pasted(tmp_path):
     assert data_of(write_report(run, own))[0]["command"].endswith(" --trust")
 
 
-def next_of(tmp_path, flags, records):
-    """The settings of a run with these flags, and what its last line would run: the settings of a
-    command of train.py, or the words of another command."""
-    cfg = resolve(cli.parse(flags.split()))
-    config = config_to_dict(cfg)
-    line = final_lines(write_run(tmp_path / "a", records, config=config), config)[-1]
-    words = shlex.split(line.removeprefix("next: "))
-    command = words[2:] if words[:2] == ["python", "train.py"] else None
-    return cfg, words[1:] if command is None else resolve(cli.parse(command)), line
-
-
-NOTHING = [{"update": u, "reward/min": 0.0, "reward/max": 0.0, "reward/std": 0.0} for u in (1, 2)]
 LEARNED = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.9)]
-KEPT = "--env letter_counting:difficulty=2 reverse --eval-env snake"
-
-
-@pytest.mark.parametrize(
-    ("flags", "algo"),
-    [
-        ("--sft-steps 30 --sft-hasty 0.5 --lora-rank 8 --lora-alpha 4 --temperature 0.7", "ppo"),
-        (f"{KEPT} --lr 3e-4 --max-tokens 20 --mask-truncated-completions --seed 5", "ppo"),
-        ("--model-id me/mine --max-turns 3 --stop-on never_stops no_reward --fp32-head", "ppo"),
-        ("--grpo.loss-type grpo --grpo.clip-high 0.3 --kl-coef 0.1 --kl-in loss", "ppo"),
-        ("--system-prompt a'b --num-minibatches 4 --max-model-len 900", "ppo"),
-        ("--algo cispo", "ppo"), ("--algo reinforce", "grpo"),
-        ("--algo reinforce --group-size 1", "ppo"),
-    ],
-)  # fmt: skip
-def test_the_next_command_keeps_all_settings_but_the_algorithm(tmp_path, monkeypatch, flags, algo):
-    monkeypatch.chdir(tmp_path)
-    cfg, after, line = next_of(tmp_path, flags, LEARNED)
-    assert after.algo == algo and after.credit == ("turn" if algo == "ppo" else "episode")
-    assert after == replace(cfg, algo=algo, options=after.options, credit=after.credit)
-    assert after.options == resolve(cli.parse(["--algo", algo])).options
-    assert all(word not in line for word in ("--num-updates", "--sft-lr", "--credit"))
-
-
-def test_no_next_command_leads_back(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags, found = "--algo reinforce --gamma 0.9", []
-    for _ in range(5):
-        _, after, line = next_of(tmp_path, flags, LEARNED)
-        found.append((after.algo, after.model_id, after.lora_rank, after.seed, after.gamma))
-        flags = line.removeprefix("next: python train.py ")
-    assert found == [
-        ("grpo", "tiny", 0, 0, 0.9), ("ppo", "tiny", 0, 0, 0.9), ("ppo", "smollm2", 16, 0, 0.9),
-        ("ppo", "smollm2", 16, 1, 0.9), ("ppo", "smollm2", 16, 2, 0.9),
-    ]  # fmt: skip
+FAILED = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.2)]
+NOTHING = [{"update": u, "reward/min": 0.0, "reward/max": 0.0, "reward/std": 0.0} for u in (1, 2)]
 
 
 class Silent(Env):
@@ -351,48 +304,34 @@ class Silent(Env):
 
 
 @pytest.mark.parametrize(
-    ("flags", "changes"),
+    ("flags", "records", "change"),
     [
-        ("--env snake --grpo.clip-high 0.3 --temperature 0.7", {"sft_steps": 200}),
-        ("--model-id tiny-random --algo ppo --ppo.gae-lambda 0.9", {"sft_steps": 800}),
-        ("--env snake --sft-steps 9", {"model_id": "smollm2", "lora_rank": 16}),
-        ("--env silent --lora-rank 4 --algo reinforce", {"model_id": "smollm2"}),
-        ("--env silent --model-id me/mine", ["-m", "environments", "check", "silent"]),
-        ("--num-updates 0 --lr 3e-4", {"num_updates": 25}),
+        ("", LEARNED, "--algo ppo --credit turn"), ("--algo cispo", LEARNED, "--algo grpo"),
+        ("--algo reinforce --group-size 1", LEARNED, "--algo ppo --credit turn"),
+        ("--algo ppo --seed 4", LEARNED, "--seed 5"), ("--num-updates 0", [], "--num-updates 25"),
+        ("--algo scratch", LEARNED, "--algo grpo"), ("--algo scratch", FAILED, "python scratch.py"),
+        ("--env snake", NOTHING, "--sft-steps 200"),
+        ("--env snake --sft-steps 9", NOTHING, "python -m environments check snake"),
+        ("--env silent", NOTHING, "python -m environments check silent"),
     ],
-)
-def test_without_any_reward_the_next_command_is_none_of_another_algorithm(
-    tmp_path, monkeypatch, flags, changes
+)  # fmt: skip
+def test_the_next_command_has_the_settings_of_the_run_but_for_one(
+    tmp_path, monkeypatch, flags, records, change
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(ENVIRONMENTS, "silent", Silent)
-    records = [] if "--num-updates" in flags else NOTHING
-    cfg, after, _ = next_of(tmp_path, flags, records)
-    if isinstance(changes, dict):
-        of_model = {} if "model_id" not in changes else {
-            name: getattr(after, name) for name in ("lr", "sft_lr", "max_model_len")
-        }  # fmt: skip
-        changes = replace(cfg, **changes, **of_model)
-    assert after == changes
-
-
-def test_after_exercises_that_learned_the_next_command_is_the_reference(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "scratch.py").write_text("")
-    failed = [evaluated(0, 0.2), *trained(1), evaluated(2, 0.2)]
-    for algo in ("scratch", "scratch.py"):
-        flags = f"--algo {algo} --scratch.advantages 10 --lr 3e-4"
-        cfg, after, _ = next_of(tmp_path, flags, LEARNED)
-        assert after.algo == "grpo" and after.lr == cfg.lr == 3e-4
-        assert next_of(tmp_path, flags, failed)[1] == ["scratch.py"]
-        assert next_of(tmp_path, flags, trained(1))[1].algo == "grpo"  # never evaluated
+    config = config_to_dict(resolve(cli.parse(flags.split())))
+    run = write_run(tmp_path / "a", records, config=config)
+    line = final_lines(run, config)[-1].removeprefix("next: ")
+    own = f"python train.py --config {run}/config.yaml "
+    assert line == (change if change.startswith("python") else own + change)
+    if line != change:
+        cli.parse(shlex.split(line)[2:])
 
 
 @pytest.mark.parametrize(("algo", "own", "title"), [
-    ("cispo", {"loss_type": "cispo"}, "cispo"),
-    ("cispo", {"loss_type": "scalerl"}, "cispo (scalerl)"),
     ("grpo", {"loss_type": "dapo"}, "grpo (dapo)"), ("grpo", {"loss_type": "grpo"}, "grpo"),
-    ("ppo", {"clip": 0.2}, "ppo"), ("/my/own.py", None, "own"), ("kl_cov", 0.0, "kl_cov"),
+    ("ppo", {"clip": 0.2}, "ppo"), ("/my/own.py", None, "own"),
 ])  # fmt: skip
 def test_a_title_names_the_variant_only_where_it_says_more(algo, own, title):
     assert algorithm_title({"algo": algo, name_of(algo): own}) == title

@@ -1,23 +1,13 @@
 """Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
 
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.algorithm import algorithm_names, is_file, load_algorithm, name_of, title_of
-from core.config import (
-    COMMAND_LINE_ONLY,
-    SMOLLM2,
-    TINY,
-    Config,
-    needs,
-    resolve,
-    trust_flags,
-    validate,
-)
+from core.algorithm import is_file, name_of, title_of
+from core.config import Config, resolve, trust_flags, validate
 from core.results import accuracy_of, before_after
-from core.run import cli
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command
@@ -26,7 +16,6 @@ from core.tasks import check_demonstrations, training_envs
 from core.types import UsageError
 from environments.plumbing.registry import EnvSpec, relative
 
-BASELINES = {"groups", "value_head"}  # needs (core/algorithm.py) that tell baselines apart
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
 README = """\
@@ -120,82 +109,33 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
 def next_step(run_dir: Path, records: list[Record]) -> str:
     """Returns a command to go on with, which has the settings of the run but for one.
 
-    After an evaluation alone, training. Without any reward, a warm start, a better model or a check
-    of the environment. After exercises of scratch.py that did not learn, their check. Otherwise
-    GRPO, then PPO, then a better model, then other seeds: no suggestion leads back.
+    After an evaluation alone, training. Without any reward, a warm start or a check of the
+    environment. After exercises of scratch.py that did not learn, their check. Otherwise GRPO, then
+    PPO, then other seeds: no suggestion leads back.
     """
-    cfg = as_given(read_config(run_dir / "config.yaml", trust=True))
+    file = run_dir / "config.yaml"
+    cfg = read_config(file, trust=True)
+    again = ["--config", str(file), *trust_flags(vars(cfg), file)]
     is_scratch = name_of(cfg.algo) == "scratch"
     if cfg.num_updates == 0:
-        return train_command(*flags_of(replace(cfg, num_updates=Config.num_updates)))
+        return train_command(*again, "--num-updates", str(Config.num_updates))
     if earned_nothing(records) and not is_scratch:
-        return _after_no_reward(cfg)
-    keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
-    if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
-        return quoted(["python", _relative_path(cfg.algo) if is_file(cfg.algo) else "scratch.py"])
-    own, baseline = is_scratch or is_file(cfg.algo), BASELINES & needs(resolve(cfg))
-    for algo in (Config.algo, *algorithm_names()) if own or "value_head" not in baseline else ():
-        with suppress(UsageError):
-            options = cfg.options if algo == cfg.algo else Config.options
-            other = as_given(replace(cfg, algo=algo, options=options))
-            validate(resolve(other))
-            if name_of(algo) != "scratch" and (
-                own or BASELINES & needs(resolve(other)) != baseline
-            ):
-                return train_command(*flags_of(other))
-    with suppress(UsageError):
-        return _on_smollm2(cfg)
-    return train_command(*flags_of(replace(cfg, seed=cfg.seed + 1)))
-
-
-def _on_smollm2(cfg: Config) -> str:
-    """The command with a better model. Raises UsageError if there is none or settings forbid it."""
-    if cfg.model_id not in TINY:
-        raise UsageError(f"{cfg.model_id} is no worse")
-    cfg = replace(cfg, model_id=SMOLLM2, lora_rank=cfg.lora_rank or 16)
-    validate(resolve(cfg))
-    return train_command(*flags_of(cfg))
-
-
-def _after_no_reward(cfg: Config) -> str:
-    if cfg.sft_steps == 0:
         with suppress(UsageError):
             check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
-            steps = 800 if cfg.model_id == "tiny-random" else 200
-            return train_command(*flags_of(replace(cfg, sft_steps=steps)))
-    with suppress(UsageError):
-        return _on_smollm2(cfg)
-    return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
-
-
-def as_given(cfg: Config) -> Config:
-    """Returns the settings that a command has to give; all others have their defaults again."""
-    resolved = resolve(cfg)
-    for setting in fields(Config):
-        default: dict[str, Any] = {setting.name: setting.default}
-        shorter = replace(cfg, **default)
-        if setting.name != "algo" and resolve(shorter) == resolved:
-            cfg = shorter
-    for name, value in vars(load_algorithm(cfg.algo).Options()).items() if cfg.options else ():
-        shorter = replace(cfg, options=replace(cfg.options, **{name: value}))  # type: ignore[type-var]
-        if resolve(shorter) == resolved:
-            cfg = shorter
-    return cfg
-
-
-def flags_of(cfg: Config) -> list[str]:
-    """Returns the flags of `as_given` settings, without what belongs to one run, like its name."""
-    left_out = ("run_name", "template_date", *COMMAND_LINE_ONLY)
-    usual: dict[str, Any] = {name: getattr(Config, name) for name in left_out}
-    env, eval_env = (tuple(map(relative, specs)) for specs in (cfg.env, cfg.eval_env))
-    algo = _relative_path(cfg.algo) if is_file(cfg.algo) else cfg.algo
-    cfg = replace(cfg, env=env, eval_env=eval_env, algo=algo, **usual)
-    return cli.flags_of(cfg, "env", "seed", "algo")
-
-
-def _relative_path(path: str) -> str:
-    file = Path(path)
-    return str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+            if cfg.sft_steps == 0:
+                return train_command(*again, "--sft-steps", "200")
+        return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
+    keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
+    if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
+        return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
+    others = {"grpo": ["ppo"], "ppo": []}.get(name_of(cfg.algo), ["grpo", "ppo"])
+    for algo in others:
+        with suppress(UsageError):
+            other = resolve(replace(cfg, algo=algo, options=Config.options, credit=None))
+            validate(other)
+            credit = [] if other.credit == cfg.credit else ["--credit", str(other.credit)]
+            return train_command(*again, "--algo", algo, *credit)
+    return train_command(*again, "--seed", str(cfg.seed + 1))
 
 
 def _change(env: str, first: Record, last: Record) -> str:
