@@ -280,14 +280,10 @@ def advantages_of_tokens(rewards: Tensor, mask: Tensor, group_ids: Tensor) -> Te
 #     python -m core.report.compare runs/reference runs/mine   # tokens until accuracy 0.90
 #
 # You may now change the exercises: another clip, no division by the standard deviation, advantages
-# by rank. Settings of the training loop work too: more steps on the same rollouts, another learning
-# rate, a KL penalty. Both runs start from the same model and may sample 20,000 tokens. Change one
-# thing at a time, and compare three seeds before you trust a difference.
-#
-# CHANGED holds the numbers of the exercises that you changed on purpose, for example (3, 5). The
-# checker then says "differs from the reference, which is fine here" instead of "wrong".
-
-CHANGED: tuple[int, ...] = ()
+# by rank. The checker then calls them wrong; --algo scratch trains with them all the same. Settings
+# of the training loop work too: more steps on the same rollouts, another learning rate, a KL
+# penalty. Both runs start from the same model and may sample 20,000 tokens. Change one thing at a
+# time, and compare three seeds before you trust a difference.
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,9 +32,8 @@ def solved(**others: str) -> str:
 def write(tmp_path: Path) -> Callable[..., Path]:
     """Writes a scratch.py with the solutions, except for the functions given as text."""
 
-    def write(changed: str = "()", **others: str) -> Path:
-        text = solved(**others).replace("CHANGED: tuple[int, ...] = ()", f"CHANGED = {changed}")
-        (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
+    def write(**others: str) -> Path:
+        (tmp_path / "scratch.py").write_text(solved(**others), encoding="utf-8")
         return tmp_path / "scratch.py"
 
     return write
@@ -56,21 +54,13 @@ def test_each_exercise_has_a_function_and_a_solution_with_its_signature():
 
 
 @pytest.mark.parametrize("exercise", EXERCISES, ids=lambda exercise: exercise.name)
-def test_each_mistake_gets_its_own_cause_and_three_hints(exercise: Exercise):
-    for mistake in mistakes_in(exercise.name):
-        for change in mistake.changes:
-            wrong = changed_solution(exercise.name, change)
-            verdict = check(exercise, solutions_with(exercise.name, wrong))
-            assert verdict.state == "wrong" and verdict.statement and verdict.inputs
-            assert verdict.cause == mistake.cause
-            assert verdict.expected != verdict.actual
-            question, idea, line = verdict.hints
-            assert question and (idea == mistake.idea or not mistake.idea) and idea and line
-
-
-def solutions_with(name: str, function: Callable[..., Any]) -> SimpleNamespace:
-    """The solutions, except for one exercise."""
-    return SimpleNamespace(**{**vars(solutions), name: function})
+def test_each_mistake_gets_its_own_cause(exercise: Exercise):
+    for cause, changes in mistakes_in(exercise.name).items():
+        for change in changes:
+            wrong = {exercise.name: changed_solution(exercise.name, change)}
+            verdict = check(exercise, SimpleNamespace(**vars(solutions) | wrong))
+            assert (verdict.state, verdict.cause) == ("wrong", cause)
+            assert verdict.statement and verdict.inputs and verdict.expected != verdict.actual
 
 
 NOT_YET = "def group_advantages(returns, group_ids):\n    raise TODO\n"
@@ -101,7 +91,6 @@ def test_each_exercise_is_judged_alone(write):
 def test_exercise_10_is_not_yet_written_only_as_it_was_given(write):
     given = inspect.getsource(advantages_as_given).replace("_as_given", "_of_tokens")
     for code, state in (
-        (given, "not yet"),
         (given.replace("  # [B]\n", "  # mine\n"), "not yet"),
         (given.replace("/ mask.sum(1)", "/ mask.sum(1).clamp(min=1)"), "wrong"),
         (given.replace("mask.sum(1)", "mask.sum(0)"), "wrong"),
@@ -117,41 +106,10 @@ def test_exception_in_one_exercise_names_its_line_and_leaves_the_others(write, c
     assert f"scratch.py, line {number}: AttributeError: " in out
 
 
-@pytest.mark.parametrize(
-    "code, said",
-    [
-        ("return None", "None"),
-        ("return -(advantages * logprobs)[mask].sum(0, True) / mask.sum()", "shape is [1]"),
-        ("return (logprobs - 9).log().sum()", "nan"),
-    ],
-)
-def test_answer_without_a_known_mistake_is_described(write, capsys, code, said):
-    file = write(reinforce_loss=f"def reinforce_loss(logprobs, advantages, mask):\n    {code}\n")
-    assert run_command([], file) == 1
-    assert said in " ".join(capsys.readouterr().out.split())
-
-
-def test_hints_come_in_three_steps_for_the_mistake_that_was_made(write, monkeypatch, capsys):
-    file = write(kl_k3="def kl_k3(x, ref):\n    return (x - ref).exp() - 1 - (x - ref)\n")
-    assert run_command([], file) == 1
-    assert "--hint 6 2" in capsys.readouterr().out
-    for step, text in (("1", "numerator of r?"), ("2", "log π_ref - log π"), ("3", "log_r = ref")):
-        assert run_command(["--hint", "6", step], file) == 0
+def test_hints_come_in_three_steps(capsys):
+    for step, text in (("1", "How do you get log r"), ("2", "r is its"), ("3", "return log_r.exp")):
+        assert run_command(["--hint", "6", step]) == 0
         assert text in capsys.readouterr().out
-
-
-def test_changed_exercise_differs_instead_of_being_wrong(write, capsys):
-    own = {
-        "training_step": inspect.getsource(solutions.training_step).replace("1.0)", "0.5)"),
-        "group_advantages": inspect.getsource(solutions.group_advantages).replace(
-            " / (returns[members].std() + 1e-4)", ""
-        ),
-    }
-    states = [v.state for v in check_all(load(write("()", **own)))]
-    assert (states[2], states[8]) == ("wrong", "wrong")
-    assert run_command([], write("(3, 9)", **own)) == 0
-    out = capsys.readouterr().out
-    assert (out.count("≈ differs"), out.count("✗")) == (2, 0)
 
 
 def test_endless_loop_ends_at_the_time_limit(write, monkeypatch):

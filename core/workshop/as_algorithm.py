@@ -171,7 +171,7 @@ class ScratchAlgorithm:
             if ran_out(error):  # the training loop handles it
                 raise
             file = Path(self.__file__)
-            line, _ = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
+            line = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
             where = f", line {line}" if line else ""
             raise UsageError(f"{file.name}{where} (exercise {number}): "
                              f"{checker.describe_error(error)}") from error  # fmt: skip
