@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from algorithms.kl import kl_estimate
 from core.report.curves import BLUE, GREEN, INK, ORANGE, PURPLE, STYLE
 from core.report.token_traces import pieces
 from core.types import Rollout
@@ -115,21 +114,6 @@ def clipped_objective(clipped_loss: Callable[..., Tensor]) -> None:
     plt.show()
 
 
-def kl_estimates() -> None:
-    """The three estimates of the KL divergence by log r."""
-    log_r = torch.linspace(-2, 2, 201)
-    _, axis = plt.subplots(figsize=(7, 3.4))
-    kinds: Any = (("k1", ORANGE, "--"), ("k2", GREEN, ":"), ("k3", PURPLE, "-"))
-    for kind, color, line in kinds:
-        estimate = kl_estimate(-log_r, 0 * log_r, kind)
-        axis.plot(log_r, estimate, line, color=color, lw=2.2, label=kind)
-    axis.axhline(0, color=INK, lw=0.8)
-    axis.set(xlabel="log r = log π_ref - log π", ylabel="nats")
-    axis.set_title("Three estimates of the KL divergence, for one token", **BOLD)
-    axis.legend(frameon=False)
-    plt.show()
-
-
 def values_and_advantages(values: Tensor, by_lambda: dict[float, Tensor]) -> None:
     """The values of an episode with a reward of 1 at its end, and its advantages for each λ."""
     _, (above, below) = plt.subplots(2, 1, figsize=(8, 4.6), sharex=True, height_ratios=(2, 3))
@@ -148,41 +132,6 @@ def values_and_advantages(values: Tensor, by_lambda: dict[float, Tensor]) -> Non
     below.legend(frameon=False, ncols=3)
     title = "λ = 0 blames the token after which the value fell; λ = 1 looks at the end"
     above.set_title(title, **BOLD)
-    plt.show()
-
-
-def temperatures(tokenizer: PreTrainedTokenizerBase, logits: Tensor) -> None:
-    """The distribution of one token, from `logits` [V], at three temperatures."""
-    likely = logits.topk(9).indices
-    fig, axes = plt.subplots(1, 3, figsize=(11, 3), sharey=True)
-    labels = [*map(repr, pieces(tokenizer, likely.tolist())), "rest"]
-    for axis, temperature in zip(axes, (0.5, 1.0, 2.0), strict=True):
-        probabilities = (logits / temperature).softmax(-1)
-        heights = [*probabilities[likely], 1 - probabilities[likely].sum()]
-        colors, hatch = [BLUE] * 9 + [PALE_GREY], [""] * 9 + ["//"]
-        axis.bar(range(10), heights, color=colors, hatch=hatch)
-        axis.set_xticks(range(10), labels, **SLANTED)
-        axis.grid(False, axis="x")
-        entropy = -(probabilities * probabilities.clamp(min=1e-12).log()).sum()
-        axis.set_title(f"temperature {temperature:g}, entropy {entropy:.2f}", loc="left", size=11)
-    axes[0].set_ylabel("probability")
-    fig.suptitle("The first token of an answer", x=0.01, ha="left", weight="bold")
-    plt.show()
-
-
-def changes_of_completions(advantages: Tensor, moved: Tensor, group_ids: Tensor) -> None:
-    """How far a step moved the log-prob of each completion [B], by its advantage [B]."""
-    _, axis = plt.subplots(figsize=(7, 3.4))
-    for group, (mark, color) in enumerate(zip("osD^", (BLUE, ORANGE, GREEN, PURPLE), strict=True)):
-        members = group_ids == group
-        shifted = advantages[members] + 0.06 * (group - 1.5)  # so that no group hides another
-        label = f"group {group}"
-        axis.scatter(shifted, moved[members], marker=mark, color=color, alpha=0.7, label=label)
-    axis.axhline(0, color=INK, lw=0.8)
-    axis.axvline(0, color=INK, lw=0.8)
-    axis.set(xlabel="advantage (groups side by side)", ylabel="change of log-prob, nats")
-    axis.set_title("What one step did to each completion", **BOLD)
-    axis.legend(frameon=False)
     plt.show()
 
 
