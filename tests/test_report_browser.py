@@ -1,4 +1,4 @@
-"""report.html in a browser: correct, quick, offline, usable with a keyboard and on a phone.
+"""report.html in a browser: correct, offline, usable with a keyboard; texts stay texts.
 
 These tests need chromium and playwright and are never skipped: `pytest -m browser`.
 """
@@ -18,45 +18,38 @@ UPDATES, GROUPS, ROLLOUTS, TOKENS = 10, 5, 6, 16
 MARKUP = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 2'>&lt; \ud800"
 NAME = "a<img src=x onerror=window.ran=3>"  # of a run: any legal name of a folder
 TRICKS = [
-    "</SCRIPT\t><script>window.ran = 5</script >",
-    "--><script>window.ran = 6</script><!--", "&lt;script&gt;window.ran = 7&lt;/script&gt;",
-    "\\u003cscript\\u003ewindow.ran=9\\u003c/script\\u003e", "\"}]};window.ran=11//",
-    "\u2028window.ran = 10\u2029", "'\"><svg onload=window.ran=13>", "\u202e<b>", "__proto__",
+    "</SCRIPT\t><script>window.ran = 5</script >", "--><script>window.ran = 6</script><!--",
+    "&lt;script&gt;window.ran = 7&lt;/script&gt;", "\\u003cscript\\u003ewindow.ran=9",
+    "\u2028'\"><svg onload=window.ran=13>", "\u202e<b>", "__proto__",
 ]  # fmt: skip
 
 
-def synthetic(updates, groups, rollouts):
-    """Metrics and rollouts with token traces; group 3 of every update has equal returns."""
-    rng, metrics, rows = random.Random(0), [], []
-    for update in range(updates + 1):
-        metrics.append({"update": update, "reward/mean": rng.random(), "reward/std": 0.3})
-        metrics[-1]["loss"] = rng.gauss(0, 1)
-        if update % (updates // 2) == 0:
-            metrics[-1] |= evaluated(update, 0.2 + update / updates / 2)
-            for seed in range(8):
-                correct = float(rng.random() < 0.5)
-                rows.append(row("eval", update, seed, f"at {update} {MARKUP * 9}", correct))
-        for group in range(groups if update else 0):
-            for i in range(rollouts):
-                value = 0.5 if group == 3 else rng.choice([0.0, 0.1, round(rng.random(), 3), 1.0])
-                rows.append(traced(rng, f"rollout {i} at {update}.{group}", update, group, value))
-    return metrics, rows
-
-
-def traced(rng, text, update, group, value):
-    texts = [rng.choice(["a ", "r1", " <b>", "\n", "&amp;", "é"]) for _ in range(TOKENS)]
-    sampler = [-round(rng.expovariate(1), 4) for _ in texts]
-    trainer = [round(x + rng.gauss(0, 0.01), 4) for x in sampler]
-    after = [round(x + rng.gauss(0, 0.2), 4) for x in trainer]
-    traces = [trace(texts, sampler, trainer, after, [round(value - 0.4, 4)] * TOKENS)]
-    return row("train", update, group, text, value, tokens=TOKENS, token_traces=traces,
-               hit_token_limit=rng.random() < 0.1)  # fmt: skip
+def rollouts_of(update, rng):
+    """Groups of rollouts with token traces; group 3 has equal returns."""
+    rows = []
+    for group in range(GROUPS):
+        for i in range(ROLLOUTS):
+            value = 0.5 if group == 3 else rng.choice([0.0, 0.1, round(rng.random(), 3), 1.0])
+            texts = [rng.choice(["a ", "r1", " <b>", "\n", "&amp;", "é"]) for _ in range(TOKENS)]
+            columns = [[-round(rng.random(), 4) for _ in texts] for _ in range(3)]
+            traces = [trace(texts, *columns, [round(value - 0.4, 4)] * TOKENS)]
+            rows.append(row("train", update, group, f"rollout {i} at {update}.{group}", value,
+                            tokens=TOKENS, token_traces=traces,
+                            hit_token_limit=rng.random() < 0.1))  # fmt: skip
+    return rows
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """(path of a report, its rollouts)"""
-    metrics, rows = synthetic(UPDATES, GROUPS, ROLLOUTS)
+    rng, rows = random.Random(0), []
+    metrics = [evaluated(update, 0.2 + update / 20) for update in range(UPDATES + 1)]
+    for update in (0, UPDATES):
+        for seed in range(8):
+            text, correct = f"at {update} {MARKUP * 9}", float(rng.random() < 0.5)
+            rows.append(row("eval", update, seed, text, correct))
+    for update in range(1, UPDATES + 1):
+        rows += rollouts_of(update, rng)
     folder = write_run(tmp_path_factory.mktemp("runs") / NAME, metrics, rows)
     return write_report(folder, {**CONFIG, "eval_num_tasks": 256}), rows
 
@@ -159,10 +152,8 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, visit):
     }  # fmt: skip
     numbers = {name: float(text.replace("−", "-")) for name, text in facts.items()}
     assert numbers == pytest.approx(expected, abs=0.000051)
-    text = inspector.inner_text()
-    assert f"token 10 of {TOKENS}" in text
-    assert ("Positive" if advantage > 0 else "Negative") + " advantage" in text
-    assert ("became more likely" if change > 0 else "became less likely") in text
+    assert f"token 10 of {TOKENS}" in inspector.inner_text()
+    assert ("became more likely" if change > 0 else "became less likely") in inspector.inner_text()
     lines = article.locator("[role=option]").evaluate_all(
         "all => all.map(token => getComputedStyle(token).borderBottomStyle)"
     )
@@ -203,19 +194,6 @@ def test_keyboard_reaches_everything(run, visit):
     assert page.locator("#at").inner_text() == f"update {first} of {UPDATES}"
 
 
-def test_phone_needs_no_horizontal_scrolling(run, visit):
-    page = visit(run[0], 390, 844)
-    page.locator("#about summary").click()
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    token = page.locator(".open [role=option]").last
-    token.scroll_into_view_if_needed()
-    token.click()
-    panel, text = (
-        page.locator(f".open {part}").last.bounding_box() for part in (".inspector", ".tokens")
-    )
-    assert panel["y"] >= text["y"] + text["height"]  # below the rollout, not over it
-
-
 def test_explanations_need_no_mouse(run, visit):
     page = visit(run[0], 400, 900)
     word = page.locator(".open .head abbr").first
@@ -225,10 +203,6 @@ def test_explanations_need_no_mouse(run, visit):
     page.keyboard.press("Tab")
     page.keyboard.press("Shift+Tab")
     assert page.locator("#tip").inner_text() == meaning
-    page.emulate_media(media="print")
-    shown = word.evaluate("word => getComputedStyle(word, '::after').content")
-    page.emulate_media(media="screen")
-    assert meaning in shown
 
 
 def tricky_page(folder, texts):
