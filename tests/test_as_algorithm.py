@@ -2,7 +2,6 @@
 
 import ast
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def loss_inputs() -> tuple[torch.Tensor, Micro]:
     counted[3, :2] = False
     micro = Micro(completion_mask=mask, old_logprobs=old, advantages=advantages,
                   importance_weights=torch.rand(6, 5) * 2,
-                  token_weights=counted / counted.sum())  # fmt: skip
+                  token_weights=counted / 20)  # fmt: skip
     return logprobs.requires_grad_(), micro
 
 
@@ -96,32 +95,17 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
     assert torch.equal(ids, again) and not torch.equal(ids, other)
     expected = (logits / 0.5).log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
     assert torch.allclose(logprobs, expected)
-    one = "def sample(logits, temperature, generator):\n    return logits.argmax(-1)\n"
-    with pytest.raises(UsageError, match=r"sample .exercise 8. returned Tensor, not 2 tensors"):
-        make_algorithm(tmp_path, sample=one).draw(logits, params, torch.full((40,), 0.3))
 
 
 @pytest.mark.parametrize(
-    "name, code, message",
-    [
-        ("group_advantages", "return returns.nope", "AttributeError"),
-        ("group_advantages", "return returns[:, None]", "shape [5, 1]"),
-        ("clipped_loss", "return x.detach().mean()", "without a gradient"),
-    ],
+    "code, message",
+    [("x.nope", "AttributeError"), ("x[mask]", "shape"), ("x.detach().mean()", "without a grad")],
 )
-def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, name, code, message):
-    arguments = "returns, group_ids" if name == "group_advantages" else "x, old, a, mask, clip=0.2"
-    algorithm = make_algorithm(tmp_path, **{name: f"def {name}({arguments}):\n    {code}\n"})
+def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
+    text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
     logprobs, micro = loss_inputs()
-    with pytest.raises(UsageError) as raised:
-        rewards, mask, group_ids = episodes()
-        batch = Batch(rewards=rewards, completion_mask=mask, turn_ids=mask.long() * 0,
-                      group_ids=group_ids)  # fmt: skip
-        algorithm.compute_advantages(batch, OPTIONS)
-        algorithm.compute_loss(logprobs, None, micro, OPTIONS)
-    number = 3 if name == "group_advantages" else 5
-    assert f"(exercise {number})" in str(raised.value) and message in str(raised.value)
-    assert "\n" not in str(raised.value)
+    with pytest.raises(UsageError, match=f"^[^\n]*exercise 5[^\n]*{message}[^\n]*$"):
+        make_algorithm(tmp_path, clipped_loss=text).compute_loss(logprobs, None, micro, OPTIONS)
 
 
 def load(text: str, **settings: object) -> ScratchAlgorithm:
@@ -172,21 +156,18 @@ def test_solutions_train_as_the_library_does(command, monkeypatch):
     monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
     text = solved(sample="def sample(logits, temperature, generator):\n    raise TODO\n")
     Path("scratch.py").write_text(text, encoding="utf-8")
-    started = perf_counter()
     shared = [*SHORT, "--kl-coef", "0.3", "--tis-cap", "0"]
     code, out, _ = command(*shared, "--algo", "scratch", "--run-name", "mine")
     assert code == 0 and "picoRL · scratch (exercises 3, 5, 6) · vowels" in out
     ours = "--grpo.loss-type grpo --grpo.aggregation token --kl-estimator k3".split()
     assert command(*shared, *ours, "--run-name", "ours")[0] == 0
     a, b = (read_records(Path(f"runs/{name}/metrics.jsonl"))[-1] for name in ("mine", "ours"))
-    assert 0 < b["time/rollout_s"] < perf_counter() - started > b["time/train_s"] > 0
     assert a.keys() == b.keys() and b["grad/norm"] > 0 and b["kl/approx"] > 0
     assert b["kl/reference"] > 0 and b["clip/high_fraction"] > 0
     numbers = {k: v for k, v in b.items() if type(v) is float and not k.startswith("time/")}
     # rounding grows with the number, and differs between processors
     assert {k: a[k] for k in numbers} == pytest.approx(numbers, rel=3e-5, abs=1e-5)
     assert Path("runs/mine/scratch.py").read_text(encoding="utf-8") == text
-    assert "algo: scratch" in Path("runs/mine/config.yaml").read_text(encoding="utf-8")
 
 
 def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_file(
@@ -200,17 +181,6 @@ def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_fil
     Path("scratch.py").write_text(solved(), encoding="utf-8")
     code, _, err = command("--resume", "runs/mine")
     assert code == 0, err
-
-
-def test_a_run_imports_the_exercises_once(command, monkeypatch):
-    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
-    count = "with open('imports.txt', 'a') as file:\n    file.write('x')\n"
-    Path("scratch.py").write_text(f"{solved()}\n{count}", encoding="utf-8")
-    code, out, err = command(*SHORT, "--algo", "scratch", "--run-name", "mine")
-    assert code == 0 and "picoRL · scratch (exercises 3, 5, 8) · vowels" in out, err
-    assert Path("imports.txt").read_text() == "x"
-    assert command("--resume", "runs/mine", "--num-updates", "2")[0] == 0
-    assert Path("imports.txt").read_text() == "xx"
 
 
 def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):

@@ -54,9 +54,8 @@ SHORT = """--num-prompts 2 --group-size 4 --max-tokens 8 --eval-num-tasks 4 --ev
     --microscope 64""".split()
 
 
-@pytest.mark.parametrize("text", [MINE, MINE.replace("(LoopOptions)", "")], ids=["loop", "plain"])
-def test_a_file_trains_logs_reports_and_resumes(command, text):
-    Path("mine.py").write_text(text)
+def test_a_file_trains_logs_reports_and_resumes(command):
+    Path("mine.py").write_text(MINE)
     algo = ["--algo", "mine.py", "--mine.beta", "0.5"]
     code, out, err = command(*SHORT, *algo, "--num-updates", "2", "--run-name", "whole")
     assert code == 0 and "picoRL · mine · letter_counting" in out and "beta=0.5" in out, err
