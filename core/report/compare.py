@@ -30,7 +30,6 @@ from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
-    accuracy_by_tokens,
     algorithm_title,
     minutes,
     sampled_tokens,
@@ -43,10 +42,10 @@ from core.types import UsageError
 from environments.plumbing.registry import EnvSpec
 from environments.plumbing.text import printable
 
-HEADERS = ["rank", "run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
+HEADERS = ["run", "algorithm", "environment", "held-out accuracy [95%], before -> after",
            "sampled tokens", f"tokens to accuracy {TARGET_ACCURACY:g}", "minutes"]  # fmt: skip
+TEXTS = 4  # the first columns; the others are numbers
 TIES = "Equal ranks: the 95% interval of the difference to the first of them includes 0."
-TEXTS = 5  # the first columns; the others are numbers
 
 
 def compare(
@@ -72,12 +71,7 @@ def compare(
         return
     configs = [read_config(run) for run in runs]
     records = [read_records(run / METRICS) for run in runs]
-    table = Table(box=None, header_style="bold")
-    for i, header in enumerate(HEADERS):
-        table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
     rows = table_rows(list(zip(runs, configs, records, strict=True)))
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
     folder = runs[0].resolve().parent
     write_page(folder / "compare.html", list(zip(runs, configs, strict=True)))
     draw_comparison(folder / "compare.png", [
@@ -87,10 +81,9 @@ def compare(
         for cells in rows:
             console.print(Text(printable(narrow(cells))))
     else:
-        console.print(table)
-    print(TIES)
+        print_table(console, HEADERS, rows)
     if any(config.get("eval_every") != 1 for config in configs):
-        print("Tokens are counted up to an evaluation: for an exact rank, run with --eval-every 1.")
+        print("Tokens are counted up to an evaluation: for an exact order use --eval-every 1.")
     print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
@@ -101,18 +94,24 @@ def print_board(folders: tuple[Path, ...], budget: int) -> None:
         with suppress(UsageError):
             runs.append((folder, read_config(folder), read_records(folder / METRICS)))
     title, rows, lines = boards.board(runs, budget)
-    console, table = Console(), Table(box=None, header_style="bold", pad_edge=False)
-    for i, header in enumerate(boards.HEADERS):
-        table.add_column(header, overflow="fold", justify="left" if i < 4 else "right")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console()
     console.print(Text(printable(title), style="bold"))
-    console.print(table)
+    print_table(console, boards.HEADERS, rows)
     print(TIES)
     for line in lines:
         console.print(Text(printable(line)))
     if others := len(folders) - len(runs):
         print(f"{others} of the folders are not runs.")
+
+
+def print_table(console: Console, headers: list[str], rows: list[list[str]]) -> None:
+    """Prints the rows; the first columns are texts, the others numbers."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for i, header in enumerate(headers):
+        table.add_column(header, overflow="fold", justify="left" if i < TEXTS else "right")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(table)
 
 
 def matching(run: Path) -> list[Path]:
@@ -142,15 +141,14 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[list[str]]:
     """Returns one row of the table, as in HEADERS, per run and environment that it evaluated.
 
-    `runs`: folder, settings and metrics of each. Within an environment, runs are ranked by the
-    tokens that they sampled until the target accuracy; those that did not reach it follow, without
-    a rank, by their final accuracy. Runs that cannot be told apart share a rank, as on the board:
-    a run has a rank of its own if the first of the rank above was better after as many tokens.
+    `runs`: folder, settings and metrics of each. Within an environment, runs are ordered by the
+    tokens that they sampled until the target accuracy; those that did not reach it follow, by their
+    final accuracy.
     """
-    found: list[tuple[str, float, float, list[Record], list[str]]] = []
+    found: list[tuple[str, float, float, list[str]]] = []
     for run_dir, config, records in runs:
-        envs = " ".join(EnvSpec(env).short for env in config["env"])
-        for env, first, last in before_after(records) or [(envs, {}, {})]:
+        trained = " ".join(EnvSpec(env).short for env in config["env"])
+        for env, first, last in before_after(records) or [(trained, {}, {})]:
             tokens, final = tokens_to_target(env, records), last.get(f"eval/{env}/accuracy", -1.0)
             row = [
                 run_dir.name, algorithm_title(config), env,
@@ -159,34 +157,16 @@ def table_rows(runs: list[tuple[Path, dict[str, Any], list[Record]]]) -> list[li
                 f"{sampled_tokens(records):,}", "not reached" if tokens is None else f"{tokens:,}",
                 f"{minutes(records):.1f}",
             ]  # fmt: skip
-            found.append((env, math.inf if tokens is None else tokens, final, records, row))
-    rows = []
-    for env in dict.fromkeys(env for env, *_ in found):
-        entries = sorted((entry[1:] for entry in found if entry[0] == env),
-                         key=lambda entry: (entry[0], -entry[1]))  # fmt: skip
-        rank, (best, _, of_best, _) = 1, entries[0]
-        for place, (needed, _, records, row) in enumerate(entries, 1):
-            if math.isinf(needed):
-                rows.append(["-", *row])
-                continue
-            one, other = (evaluation_at(env, its, best) for its in (of_best, records))
-            if boards.is_better(one, other, env):
-                rank, best, of_best = place, needed, records
-            rows.append([str(rank), *row])
-    return rows
-
-
-def evaluation_at(env: str, records: list[Record], tokens: float) -> Record:
-    """The first evaluation after so many sampled tokens, or else the last."""
-    evaluations = [record for record in records if f"eval/{env}/accuracy" in record]
-    points = zip(accuracy_by_tokens(env, records), evaluations, strict=True)
-    return next((record for (at, _), record in points if at >= tokens), evaluations[-1])
+            found.append((env, math.inf if tokens is None else tokens, -final, row))
+    envs = list(dict.fromkeys(env for env, *_ in found))
+    found.sort(key=lambda entry: (envs.index(entry[0]), *entry[1:3]))
+    return [row for *_, row in found]
 
 
 def narrow(row: list[str]) -> str:
     """A row of the table as lines for a narrow screen."""
-    rank, run, algorithm, env, accuracy, tokens, needed, time = row
-    return (f"{rank}  {run}: {algorithm} on {env}\n   {accuracy}\n   {tokens} tokens sampled, "
+    run, algorithm, env, accuracy, tokens, needed, time = row
+    return (f"{run}: {algorithm} on {env}\n   {accuracy}\n   {tokens} tokens sampled, "
             f"accuracy {TARGET_ACCURACY:g}: {needed}, {time} min")  # fmt: skip
 
 

@@ -30,12 +30,7 @@ To repeat the run under another name:
 
 `report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
 and `model/` loads with `from_pretrained`.
-{system_prompt}"""  # noqa: E501
-SYSTEM_PROMPT = """
-Every episode began with this system message:
-
-    {}
-"""
+"""  # noqa: E501
 RESULTS = """
 | held-out tasks | before RL [95%] | after RL [95%] |
 | --- | --- | --- |
@@ -64,7 +59,6 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
     ]
     import torch  # takes seconds, which other commands that need this file do not wait for
 
-    prompt = config.get("system_prompt", "")
     text = README.format(
         **{key: config[key] for key in ("model_id", "seed", "sft_steps")},
         algo=algorithm_title(config),
@@ -76,7 +70,6 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         threads=torch.get_num_threads(),
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         command=repeat_command(run_dir, config),
-        system_prompt=SYSTEM_PROMPT.format("\n    ".join(prompt.splitlines())) if prompt else "",
     )
     with published(run_dir / "README.md") as part:
         part.write_text(text, encoding="utf-8", newline="\n")
@@ -129,9 +122,10 @@ def next_step(run_dir: Path, records: list[Record]) -> str:
     if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
         return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
     others = {"grpo": ["ppo"], "ppo": []}.get(name_of(cfg.algo), ["grpo", "ppo"])
+    usual: dict[str, Any] = {"options": Config.options, "credit": Config.credit}
     for algo in others:
         with suppress(UsageError):
-            other = resolve(replace(cfg, algo=algo, options=Config.options, credit=None))
+            other = resolve(replace(cfg, algo=algo, **usual))
             validate(other)
             credit = [] if other.credit == cfg.credit else ["--credit", str(other.credit)]
             return train_command(*again, "--algo", algo, *credit)
