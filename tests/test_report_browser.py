@@ -152,8 +152,9 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, visit):
     }  # fmt: skip
     numbers = {name: float(text.replace("−", "-")) for name, text in facts.items()}
     assert numbers == pytest.approx(expected, abs=0.000051)
-    assert f"token 10 of {TOKENS}" in inspector.inner_text()
-    assert ("became more likely" if change > 0 else "became less likely") in inspector.inner_text()
+    text = inspector.inner_text()
+    assert f"token 10 of {TOKENS}" in text and f"became {'more' if change > 0 else 'less'}" in text
+    assert (advantage * change < 0) == ("with this token after the same text" in text)  # the reason
     lines = article.locator("[role=option]").evaluate_all(
         "all => all.map(token => getComputedStyle(token).borderBottomStyle)"
     )
