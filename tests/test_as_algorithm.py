@@ -177,7 +177,7 @@ def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_fil
     text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
     Path("scratch.py").write_text(text, encoding="utf-8")
     code, _, err = command(*SHORT, "--algo", "scratch.py", "--run-name", "mine")
-    assert (code, err.count("\n")) == (2, 1) and "(exercise 5): AssertionError" in err
+    assert (code, err.count("\n")) == (2, 1) and "exercise 5: AssertionError" in err
     Path("scratch.py").write_text(solved(), encoding="utf-8")
     code, _, err = command("--resume", "runs/mine")
     assert code == 0, err

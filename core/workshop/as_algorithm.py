@@ -9,7 +9,6 @@ Everything else (batch, micro-batches, optimizer, metrics) is shared with the ot
 """
 
 import math
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +26,7 @@ from core.config import Config
 from core.sampler import SamplingParams
 from core.types import UsageError, ran_out
 from core.workshop import checker
+from environments.plumbing.registry import describe_error
 
 CLIP = 0.2  # the default clip of exercise 5, for the clip metrics
 VALUE_COEF = 0.5  # coefficient of the value loss, as in PPO
@@ -170,13 +170,9 @@ class ScratchAlgorithm:
         except Exception as error:
             if ran_out(error):  # the training loop handles it
                 raise
-            file = Path(self.__file__)
-            line = checker.innermost_line(file, traceback.extract_tb(error.__traceback__))
-            where = f", line {line}" if line else ""
-            raise UsageError(f"{file.name}{where} (exercise {number}): "
-                             f"{checker.describe_error(error)}") from error  # fmt: skip
+            raise UsageError(f"exercise {number}: {describe_error(error)}") from error
         if problem := _problem(result, like):
-            raise UsageError(f"scratch.py: {name} (exercise {number}) returned {problem}")
+            raise UsageError(f"exercise {number}: {name} returned {problem}")
         return result
 
 

@@ -14,9 +14,8 @@ import importlib.util
 import inspect
 import sys
 import threading
-import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -32,6 +31,7 @@ from core.types import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in
+from environments.plumbing.registry import describe_error
 from environments.plumbing.text import print_any_character
 
 FILE = Path(__file__).parents[2] / "scratch.py"
@@ -64,7 +64,6 @@ class Answer:
     returned: Any = None  # by its last call
     was_called: bool = False
     error: BaseException | None = None
-    where: str = ""  # file and line of the error
 
 
 def run_command(args: list[str], file: Path = FILE) -> int:
@@ -110,11 +109,8 @@ def load(file: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UsageError(f"{file.name}, line {error.lineno}: {error.msg}") from None
     except Exception as error:
-        line = innermost_line(file, traceback.extract_tb(error.__traceback__))
-        raise UsageError(f"{file.name}, line {line}: {describe_error(error)}") from None
+        raise UsageError(describe_error(error)) from None
     return module
 
 
@@ -145,8 +141,8 @@ def check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
 def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answer:
     """Returns the answer of `functions` to a fact, with the inputs of the function `name`.
 
-    If a function of a module raises or exceeds the time limit, the answer has the error and its
-    place. The functions of a namespace are trusted: they run without a time limit.
+    If a function of a module raises or exceeds the time limit, the answer has the error. The
+    functions of a namespace are trusted: they run without a time limit.
     """
     answer = Answer()
 
@@ -175,16 +171,8 @@ def ask(fact: Fact, functions: ModuleType | SimpleNamespace, name: str) -> Answe
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(TIME_LIMIT)
-    file = Path(str(functions.__file__))
     if thread.is_alive():
-        frame = sys._current_frames()[thread.ident or 0]
-        line = innermost_line(file, traceback.extract_stack(frame))
-        late = TimeoutError(f"still running after {TIME_LIMIT:g} s")
-        return Answer(error=late, where=f"{file.name}, line {line}: {late}")
-    if answer.error is not None:
-        line = innermost_line(file, traceback.extract_tb(answer.error.__traceback__))
-        place = f"{file.name}, line {line}: " if line else ""
-        answer.where = place + describe_error(answer.error)
+        return Answer(error=TimeoutError(f"still running after {TIME_LIMIT:g} s"))
     return answer
 
 
@@ -302,17 +290,6 @@ def print_hint(exercise: Exercise, step: int) -> None:
         print(f"The whole function: python scratch.py --solution {number}")
 
 
-def innermost_line(file: Path, frames: Iterable[traceback.FrameSummary]) -> int:
-    """Returns the line of the innermost frame that is in `file`; 0 if none is."""
-    inside = [frame for frame in frames if Path(frame.filename).resolve() == file.resolve()]
-    return (inside[-1].lineno or 0) if inside else 0
-
-
-def describe_error(error: BaseException) -> str:
-    """Returns the type and the message of an error in one line of at most 200 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200].rstrip(": ")
-
-
 def _check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
     """Returns the verdict on one exercise, with the other functions of `module` as they are."""
     if not callable(vars(module).get(exercise.name)):
@@ -332,9 +309,10 @@ def _check(exercise: Exercise, module: ModuleType | SimpleNamespace) -> Verdict:
         observed = "the function raises an error"
         if not cause and not actual.error:
             observed = describe_difference(expected.value, actual.value)
+        shown = describe_error(actual.error) if actual.error else _format(actual.value)
         return Verdict(
             exercise, "wrong", fact.statement, "\n".join(expected.inputs),
-            _format(expected.value), actual.where or _format(actual.value), cause, observed,
+            _format(expected.value), shown, cause, observed,
         )  # fmt: skip
     return Verdict(exercise, "right")
 
@@ -373,7 +351,7 @@ def _kind(value: Any) -> str:
 def _same_answer(a: Answer, b: Answer, tolerance: float) -> bool:
     """Returns whether two answers are the same: values (nan agrees with nan) or errors."""
     if a.error and b.error:
-        return describe_error(a.error) == describe_error(b.error)
+        return (type(a.error), str(a.error)) == (type(b.error), str(b.error))
     return not a.error and not b.error and agree(a.value, b.value, tolerance, equal_nan=True)
 
 
