@@ -17,7 +17,7 @@ CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
 def test_notebook_has_the_outputs_of_one_run_and_calls_every_solution_in_order():
     assert [cell["execution_count"] for cell in CODE] == list(range(1, len(CODE) + 1))
     outputs = [output for cell in CODE for output in cell["outputs"]]
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 7
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 6
     assert "error" not in {output["output_type"] for output in outputs}
     code = "".join(line for cell in CODE for line in cell["source"])
     places = [code.find(f"solutions.{exercise.name}(") for exercise in EXERCISES]
@@ -42,7 +42,7 @@ def test_notebook_runs_top_to_bottom(tmp_path, monkeypatch):
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=folder).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
-    assert len(pictures) == 7
+    assert len(pictures) == 6
     assert outputs[-1].text.startswith("Skipped")
     assert not [output for output in outputs if output.get("name") == "stderr"]
     assert (tmp_path / "runs/notebook-grpo-1/metrics.jsonl").exists()

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 
 from core.report.curves import BLUE, GREEN, INK, ORANGE, PURPLE, STYLE
 from core.report.token_traces import pieces
-from core.types import Rollout
 
 GREY, PALE_GREY, PALE_ORANGE = "#a0a0ac", "#b9b9c4", "#fbe3d0"
 SLANTED: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
@@ -66,32 +65,6 @@ def sampled_tokens(texts: list[str], mask: Tensor) -> None:
     axis.set(xlim=(-0.2, 38.2), ylim=(y - 0.4, 1.5))
     axis.axis("off")
     axis.set_title("Sampled tokens (hatched) are trained; the others are context", **BOLD)
-    plt.show()
-
-
-def advantages_of_groups(
-    rollouts: list[Rollout], returns: Tensor, advantages: Tensor, group_ids: Tensor
-) -> None:
-    """The advantages [B] of four groups of eight rollouts as bars with their returns [B]."""
-    fig, axes = plt.subplots(1, 4, figsize=(11, 3), sharey=True)
-    for group, axis in enumerate(axes):
-        members = group_ids == group
-        colors = [BLUE if a > 0 else ORANGE for a in advantages[members]]
-        bars = axis.bar(range(8), advantages[members], color=colors)
-        for bar, a, value in zip(bars, advantages[members], returns[members], strict=True):
-            bar.set_hatch("" if a > 0 else "//")
-            axis.annotate(
-                f"{value:.1f}", (bar.get_x() + 0.4, float(a)), (0, 3 if a >= 0 else -12), size=9,
-                textcoords="offset points", ha="center",
-            )  # fmt: skip
-        asked = rollouts[group * 8].messages[0]["content"].split("?")[0]
-        axis.set_title(asked.removeprefix("How many "), size=11)
-        axis.set_xticks([])
-        axis.axhline(0, color=INK, lw=0.8)
-        axis.margins(y=0.12)
-    axes[0].set_ylabel("advantage")
-    title = "Advantages in four groups; the numbers are the returns"
-    fig.suptitle(title, x=0.01, ha="left", weight="bold")
     plt.show()
 
 
