@@ -9,11 +9,10 @@ import pytest
 import yaml
 
 from core import report
-from core.algorithm import name_of
 from core.config import resolve
 from core.report import compare, curves, page
 from core.report.page import write_report
-from core.report.summary import algorithm_title, final_lines
+from core.report.summary import final_lines
 from core.run import cli
 from core.run.diagnostics import WARNINGS
 from core.run.folder import config_to_dict
@@ -315,11 +314,3 @@ def test_the_next_command_has_the_settings_of_the_run_but_for_one(
     assert line == (change if change.startswith("python") else own + change)
     if line != change:
         cli.parse(shlex.split(line)[2:])
-
-
-@pytest.mark.parametrize(("algo", "own", "title"), [
-    ("grpo", {"loss_type": "dapo"}, "grpo (dapo)"), ("grpo", {"loss_type": "grpo"}, "grpo"),
-    ("ppo", {"clip": 0.2}, "ppo"), ("/my/own.py", None, "own"),
-])  # fmt: skip
-def test_a_title_names_the_variant_only_where_it_says_more(algo, own, title):
-    assert algorithm_title({"algo": algo, name_of(algo): own}) == title

@@ -275,12 +275,9 @@ def test_held_out_tasks_are_shown_before_and_after(run, visit):
     articles = page.locator("#pairs article")
     prompts = [a.locator(".text").first.inner_text() for a in articles.all()]
     assert prompts == [f"task {seed}" for seed in gained] and gained
-    for article in articles.all():
-        before, after = article.locator(".two > div").all_inner_texts()
-        assert "✗ wrong" in before and "at 0 " in before
-        assert "✓ correct" in after and f"at {UPDATES} " in after
-    page.select_option("#change", "changed")
-    assert articles.count() == len(gained) + len(lost)
+    before, after = articles.first.locator(".two > div").all_inner_texts()
+    assert "✗ wrong" in before and "at 0 " in before
+    assert "✓ correct" in after and f"at {UPDATES} " in after
 
 
 def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):
