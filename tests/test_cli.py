@@ -44,44 +44,24 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
     assert (cfg.sft_lr, cfg.track, cfg.env) == (None, "none", ("snake",))
 
 
-ALIASES = "\n".join(["a: &a0 [x]"] + [  # 9 to the power of 98 words
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 99)
+@pytest.mark.parametrize(("text", "named"), [
+    ("learning_rate: 1", "learning_rate is not a setting"),
+    ("trust: true", "trust"),
+    ("env:\n\t- snake", "line 2: "),
+    ("grpo:\n  clip: 1", "grpo.clip"),
+    ("lr: fast", "lr"),
+    ("algo: !!python/object/apply:os.system ['touch marker']", "algo"),
+    ("just words", ""),
+    ("[" * 600, "YAML"),
 ])  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("learning_rate: 1", "learning_rate is not a setting for a file; write lr\n"),
-        ("num-updates: 1", "write num_updates\n"),
-        ("nonsense: 1", "remove it\n"),
-        ("lr 1e-5", "with a colon"),
-        ("env:\n\t- snake", "line 2: "),
-        ("lr: 1\nenv: 'snake", "line 2: "),
-        ("grpo:\n  clip: 1", "grpo.clip"),
-        ("grpo: 1", "algo"),
-        ("lr: [1, 2]", "lr"),
-        ("lr: fast", "lr"),
-        ("num_updates:", "num_updates"),
-        ("algo: gpro", "algo"),
-        ("trust: true", "trust"),
-        ("algo: !!python/object/apply:os.system ['touch marker']", "algo"),
-        ("just words", ""),
-        ("[" * 600, "YAML"),
-        (f"{ALIASES}\nenv: *a98", ""),
-        ("lr: \xe9".encode("latin-1"), "YAML"),
-    ],
-    ids=range(18),
-)
 def test_an_invalid_file_is_one_line_with_its_name(tmp_path, monkeypatch, capsys, text, named):
     monkeypatch.chdir(tmp_path)
-    file = tmp_path / "c.yaml"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    file = written(tmp_path, text)
     assert cli.run(lambda cfg: 0, ["--config", str(file)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("train.py: ") and f"{file}" in err and named in err and len(err) < 600
-    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
 TRAINED = {"algo": "grpo", "env": ["letter_counting"], "lr": 5e-05, "seed": 0, "eval_every": 10,
@@ -107,8 +87,7 @@ def resume(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "name", "value"), [
-    ("--num-updates 9", "num_updates", 9), ("--env-timeout 5", "env_timeout", 5),
-    ("--device cpu", "device", "cpu"), ("--sampler torch", "sampler", "torch"),
+    ("--num-updates 9", "num_updates", 9), ("--device cpu", "device", "cpu"),
     ("--model-id moved/it", "model_id", "moved/it"), ("--lr 0.4 --allow-changes", "lr", 0.4),
 ])  # fmt: skip
 def test_a_resumed_run_may_change(resume, flags, name, value):
@@ -116,24 +95,19 @@ def test_a_resumed_run_may_change(resume, flags, name, value):
     assert getattr(cfg, name) == value and (cfg.lr == 5e-05 or name == "lr")
 
 
-@pytest.mark.parametrize("flag", ["--grpo.clip-low 0.5", "--lora-rank 4", "--sampler openai"])
-def test_a_resumed_run_keeps_its_other_settings(resume, flag):
-    named = flag.split()[0].removeprefix("--").replace("-", "_")
-    with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
-        resume(f"--resume runs/a {flag}")
-
-
-def test_an_edited_config_is_named_and_another_form_of_a_value_is_no_change(resume):
-    same = {"lr": "5e-05", "env": "letter_counting", "seed": "'0'"}
+def test_a_resumed_run_keeps_its_other_settings(resume):
+    for flag, named in (("--grpo.clip-low 0.5", "grpo.clip_low"), ("--sampler openai", "sampler")):
+        with pytest.raises(UsageError, match=f"{named} is .* --allow-changes"):
+            resume(f"--resume runs/a {flag}")
+    same = {"lr": "5e-05", "env": "letter_counting", "seed": "'0'"}  # other forms of the values
     assert resume("--resume runs/a", **same) == resume("--resume runs/a")
     with pytest.raises(UsageError, match=r"lr is 5e-05 in this run, not 0\.1: change it back"):
-        resume("--resume runs/a", lr=0.1)
-    assert resume("--resume runs/a --allow-changes", lr=0.1).lr == 0.1
+        resume("--resume runs/a", lr=0.1)  # an edited file
 
 
 def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
     assert Path(resume("--resume a").resume) == Path("runs/a")
-    with pytest.raises(UsageError, match=r"no run has this name; runs/ has a$"):
+    with pytest.raises(UsageError, match="there is no run of this name"):
         resume("--resume runs/a/checkpoint/000000-000002")
     with pytest.raises(UsageError, match="not both"):
         resume("--resume runs/a --config runs/a/config.yaml")
@@ -160,22 +134,6 @@ def test_a_tilde_is_the_home_folder_in_every_path(resume, monkeypatch):
     assert Path(chat.parse(["~"])[0].policy) == home
 
 
-@pytest.mark.parametrize("flag", ["--resume", "--config"])
-def test_where_there_is_no_run_the_message_lists_those_that_there_are(tmp_path, monkeypatch, flag):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=f"^{flag} runs/nope: .*; there are no runs in "):
-        cli.parse([flag, "runs/nope"])
-    names = [f"run-{number}" for number in range(12)]
-    for age, name in enumerate(names):
-        Path("runs", name).mkdir(parents=True)
-        os.utime(written(Path("runs", name), "algo: grpo\n"), (0, 1e9 - age))
-    Path("runs/.part-b").mkdir()  # of a process that was killed
-    written(Path("runs/.part-b"), "algo: grpo\n")
-    for given in ("nope", "runs/nope", "runs"):
-        with pytest.raises(UsageError, match=f"runs/ has {', '.join(names[:10])}, \\.\\.$"):
-            cli.parse([flag, given])
-
-
 def test_printed_commands_are_quoted_for_the_shell_of_the_system(monkeypatch):
     words = ["train.py", "--resume", "my run", "--env", "compose:depth=2,mixed=true"]
     monkeypatch.setattr(os, "name", "posix")
@@ -197,20 +155,14 @@ def test_run_returns_the_exit_code_and_prints_one_line(capsys):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("flags", "lr", "sft_lr", "max_tokens"),
-    [
-        ("", 5e-5, 2e-3, 64),
-        ("--model-id x/y", 1e-6, 1e-5, 1024),
-        ("--model-id x/y --lora-rank 8", 2e-5, 1e-4, 1024),
-        ("--lr 0.1 --sft-lr 3e-3 --max-tokens 5", 0.1, 3e-3, 5),
-    ],
-)
+@pytest.mark.parametrize(("flags", "lr", "sft_lr", "max_tokens"), [
+    ("", 5e-5, 2e-3, 64), ("--model-id x/y", 1e-6, 1e-5, 1024),
+    ("--model-id x/y --lora-rank 8 --max-tokens 5", 2e-5, 1e-4, 5),
+])  # fmt: skip
 def test_defaults_depend_on_the_model(flags, lr, sft_lr, max_tokens):
     cfg = resolve(cli.parse(flags.split()))
     validate(cfg)
     assert (cfg.lr, cfg.sft_lr, cfg.max_tokens) == (lr, sft_lr, max_tokens)
-    assert cfg.sft_steps == 0
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():
@@ -235,9 +187,10 @@ def test_every_number_has_a_range_whose_ends_are_valid():
 def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transformers_is_imported():
     command = [sys.executable, "-X", "importtime", "train.py", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
-    assert done.returncode == 0
-    assert "tyro" in imported and "transformers" not in imported
+    before, announced, after = done.stderr.partition("loading torch ..\n")
+    assert done.returncode == 0 and announced
+    assert not re.search(r"\| +torch$", before, re.M) and re.search(r"\| +torch$", after, re.M)
+    assert not re.search(r"\| +transformers$", done.stderr, re.M)
     parts = re.split(r"^\W*([a-z ]+) options\W*$", done.stdout, flags=re.MULTILINE)
     boxes = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert next(iter(boxes)) == "main"
@@ -246,21 +199,3 @@ def test_help_begins_with_the_settings_that_matter_and_is_shown_before_transform
         assert re.search(rf"^\W*{flag} ", boxes[box], flags=re.MULTILINE)
     for name in {*vars(Config())} - {"options", "template_date"}:
         assert config.flag(name) in done.stdout
-
-
-def test_a_name_that_is_taken_is_refused_at_once(tmp_path):
-    (tmp_path / "runs/mine").mkdir(parents=True)
-    command = [sys.executable, "-X", "importtime", ROOT / "train.py", "--run-name", "mine"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "runs/mine exists" in done.stderr
-    imported = re.findall(r"\| +([\w.]+)$", done.stderr, re.M)
-    assert "tyro" in imported and "torch" not in imported  # which takes seconds
-
-
-@pytest.mark.parametrize("program", ["train.py --lr 9e9", "scratch.py --hint 3"])
-def test_the_import_of_torch_is_announced_in_a_pipe_too(program):
-    command = [sys.executable, "-X", "importtime", *program.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    before, announced, after = done.stderr.partition("loading torch ..\n")
-    assert announced and not re.search(r"\| +torch", before)
-    assert re.search(r"\| +torch$", after, re.M)

@@ -22,42 +22,27 @@ import train
 from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
-from core.run import cli
 from core.types import UsageError
 from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = [  # invalid settings, and the flag that the message names
-    ({"num_prompts": 0}, "--num-prompts"),
-    ({"lr": math.nan}, "--lr"),
+SETTINGS = [  # invalid settings, and what the message names
+    ({"lr": math.nan}, "--lr"),  # the range of a number
     ({"algo": "ppo", "options": PpoOptions(gae_lambda=95)}, "--ppo.gae-lambda"),
     ({"num_minibatches": 129}, "--num-minibatches"),  # of 128 rollouts
-    ({"overlong_buffer": 65}, "--overlong-buffer"),  # of 64 tokens
-    ({"max_model_len": 64}, "--max-model-len"),
     ({"group_size": 1}, "--group-size"),
     ({"train_difficulty": 3, "env": ("tic_tac_toe",)}, "--train-difficulty"),
     ({"template_options": "thinking"}, "key=value"),
-    # settings that contradict others, or have no effect
-    ({"allow_changes": True}, "--resume"),
-    ({"algo": "ppo", "credit": "episode"}, "--credit"),
-    ({"algo": "scratch", "top_k": 5}, "--top-k"),
-    ({"algo": "scratch", "sampler": "openai"}, "--sampler"),
-    ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
-    ({"kl_estimator": "k3"}, "--kl-coef"),
-    ({"algo": "gdpo", "credit": "turn"}, "--credit turn"),
-    ({"algo": "gdpo", "gamma": 0.9}, "--gamma 0.9"),
-    ({"algo": "gdpo", "overlong_buffer": 8}, "--overlong-buffer 8"),
-    ({"algo": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
-    ({"quantize": "nf4"}, "--lora-rank"),
-    ({"algo": "kl_cov"}, "--num-minibatches"),
-    ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),
-    ({"optimizer": "adamw_bf16_sr", "offload_optimizer": True}, "--offload-optimizer"),
-    ({"sampler": "torch", "vllm_eager": True}, "--vllm-eager does not go with --sampler torch"),
-    # servers
-    ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
-    ({"sampler": "openai", "num_updates": 0}, "--base-url"),
-    ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
+    ({"kl_estimator": "k3"}, "--kl-coef"),  # has no effect without another
     ({"base_url": "http://127.0.0.1:9"}, "--sampler openai"),
+    ({"optimizer": "adamw8bit", "dtype": "float64"}, "--dtype float64"),  # contradicts another
+    ({"sampler": "torch", "vllm_eager": True}, "--vllm-eager does not go with --sampler torch"),
+    ({"algo": "ppo", "credit": "episode"}, "--credit"),  # not with this algorithm
+    ({"algo": "scratch", "top_k": 5}, "--top-k"),
+    ({"kl_coef": 0.1, "kl_in": "reward"}, "--kl-in reward"),
+    ({"algo": "kl_cov"}, "--num-minibatches"),
+    ({"sampler": "openai", "base_url": "http://127.0.0.1:9/v1"}, "--num-updates 0"),
+    ({"sampler": "openai", "num_updates": 0, "base_url": "localhost"}, "--base-url"),
 ]
 
 COMMANDS = [  # a command line, and what its message names
@@ -83,7 +68,6 @@ COMMANDS = [  # a command line, and what its message names
     ),
     ("--env math_qa:data=shape.jsonl", "row 1"),
     ("--config none.yaml", "none.yaml"),
-    ("--resume runs/none", "runs/none"),
     ("--run-name there", "runs/there"),
     ("--run-name ..", "--run-name"),
     ("--device cuda:99", "--device cuda:99"),
@@ -145,10 +129,6 @@ def test_invalid_settings_are_named_in_one_line(settings, named):
     assert str(error.value).isprintable()
 
 
-def test_a_run_that_only_evaluates_needs_no_groups():
-    assert train.prepare(Config(group_size=1, num_updates=0)).group_size == 1
-
-
 @pytest.mark.parametrize(("line", "named"), COMMANDS)
 def test_an_invalid_command_is_one_line_and_code_2(command, place, line, named):
     check_rejected(command, place, shlex.split(line), named)
@@ -159,19 +139,10 @@ def test_gdpo_ends_after_its_first_batch_if_no_reward_has_a_name(command, place)
     assert code == 2 and 'gdpo: letter_counting reports no info["reward_<name>"]; add' in err
 
 
-@pytest.mark.parametrize("line", ["--num-updates 1.5", "--lr fast", "--ppo.clip 0.3"])
+@pytest.mark.parametrize("line", ["--lr fast", "--ppo.clip 0.3", "--learning-rat 1", "word"])
 def test_what_tyro_rejects_has_code_2_and_names_the_argument(command, place, line):
     code, out, err = command(*line.split())
     assert (code, out) == (2, "") and line.split()[0] in err.replace("\n", " ")
-
-
-@pytest.mark.parametrize("line", [
-    "", "--env a b --trust --lr=1e-5 --no-vllm-eager", "--system-prompt=-x --seed -1",
-    "--grpo.clip-low 0.1 -h", "--eval_env snake --model-id ./smolm2 --run-name tiny",
-    "--model-id smol/smolm2", "--env x:words=a=b c:d=1", "--resume= --lr 1",
-])  # fmt: skip
-def test_words_that_belong_to_a_flag_are_left_to_tyro(place, line):
-    cli._check_words(line.split())
 
 
 @pytest.mark.parametrize("what", MODELS)
@@ -181,8 +152,8 @@ def test_an_unusable_model_is_one_line_and_code_2(command, place, qwen3_folder, 
     check_rejected(command, place, flags, MODELS[what])
 
 
-@pytest.mark.parametrize("package", ["wandb", "vllm", "openai"])
-def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch, package):
+def test_a_folder_with_the_name_of_a_package_is_not_taken_for_it(tmp_path, monkeypatch):
+    package = "wandb"
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, package, raising=False)
     (tmp_path / package).mkdir()  # wandb/ is what a tracked run leaves behind
@@ -197,10 +168,7 @@ def test_a_missing_package_is_named_with_the_command_to_install_it(command, plac
     check_rejected(command, place, ["--sampler", "vllm"], "pip install")
 
 
-@pytest.mark.parametrize("program", [
-    "train.py", "scratch.py", "-m environments", "-m core.chat", "-m core.report.compare",
-    "-m core.workshop.one_update",
-])  # fmt: skip
+@pytest.mark.parametrize("program", ["train.py", "scratch.py", "-m environments", "-m core.chat"])
 def test_a_python_without_the_packages_gets_one_sentence(program):
     """-S: without site-packages."""
     found = subprocess.run([sys.executable, "-S", *program.split()], cwd=ROOT, text=True,
