@@ -372,12 +372,16 @@ def needs(cfg: Config) -> set[str]:
     return needs_of(cfg.algo, cfg.options or load_algorithm(cfg.algo).Options())
 
 
-def needs_trust(settings: Mapping[str, Any]) -> str:
-    """What the settings would do that a file may ask for only with --trust; "" if nothing.
+def needs_trust(settings: Mapping[str, Any], file: Path) -> str:
+    """What the settings of `file` would do that a file may ask for only with --trust; "": nothing.
 
-    >>> needs_trust({"env": ["snake", "my.py:Maze"]})
+    A run in ./runs may do everything.
+
+    >>> needs_trust({"env": ["snake", "my.py:Maze"]}, Path("their/config.yaml"))
     'run my.py:Maze'
     """
+    if RUNS.resolve() in file.resolve().parents:
+        return ""
     specs = (*settings.get("env", ()), *settings.get("eval_env", ()))
     urls = [settings.get("base_url", "")] if settings.get("sampler") == "openai" else []
     # a backslash: JSON may hide the address
@@ -389,24 +393,9 @@ def needs_trust(settings: Mapping[str, Any]) -> str:
     return " and ".join(dict.fromkeys(found))
 
 
-def check_trust(settings: Mapping[str, Any], file: Path) -> None:
-    """Raises UsageError if settings of `file` need --trust: no run of this user in ./runs does."""
-    if (found := needs_trust(settings)) and not is_own(file):
-        raise UsageError(f"{file} would {found}: if you trust it, add --trust")
-
-
-def is_own(file: Path) -> bool:
-    """Whether `file` lies in ./runs, and this user owns it, where the system has owners."""
-    folder = file.resolve().parent
-    if not file.exists() or RUNS.resolve() not in folder.parents:
-        return False
-    owner = os.getuid() if hasattr(os, "getuid") else 0
-    return os.name == "nt" or {file.stat().st_uid, folder.stat().st_uid} == {owner}
-
-
 def trust_flags(settings: Mapping[str, Any], file: Path) -> list[str]:
     """The flags that a command needs that reads these settings from `file`."""
-    return ["--trust"] if needs_trust(settings) and not is_own(file) else []
+    return ["--trust"] if needs_trust(settings, file) else []
 
 
 def similar(name: str, names: Iterable[str]) -> str:
@@ -637,9 +626,5 @@ def _opponent_problems(cfg: Config) -> Iterator[str]:
                    "OPENAI_BASE_URL")  # fmt: skip
         elif cfg.sampler == "openai" and opponent not in ("guess", "demonstrate"):
             yield f"{subject}: --sampler openai has no weights here; take openai:MODEL"
-        elif kind not in ("older", "guess", "demonstrate"):
-            run, model_file = Path(opponent, "config.yaml"), Path(opponent, "config.json")
-            if run.exists() and not Path(opponent, "model").is_dir():
-                yield f"{subject}: this run has no model/ yet; it is written when a run ends"
-            if not (run.exists() or model_file.exists()):
-                yield f"{subject}: there is no such folder of a run or of a model"
+        elif kind not in ("older", "guess", "demonstrate") and not Path(opponent).is_dir():
+            yield f"{subject}: there is no such folder of a run or of a model"

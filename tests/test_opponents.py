@@ -210,7 +210,6 @@ class Other:
     ("env", "reason"),
     [
         ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
-        ("tic_tac_toe:opponent=./running", "this run has no model/ yet"),
         ("tic_tac_toe:opponent=older:0", "write older:k with a number of updates k"),
         ("unnamed:opponent=guess", "needs an environment that names its `agents`"),
     ],
@@ -220,8 +219,6 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(command, env, reas
         agents = ()
 
     registry.ENVIRONMENTS["unnamed"] = Unnamed
-    (tmp_path / "running").mkdir()
-    (tmp_path / "running/config.yaml").write_text("algo: grpo\n")
     code, _, err = command("--env", env, "--device", "cpu", "--num-updates", 1)
     assert code == 2 and reason in err and len(err.splitlines()) == 1, err
     assert not (tmp_path / "runs").exists()

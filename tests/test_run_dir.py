@@ -13,15 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from test_files import small_files
 
 from core.chat_template import prompt_ids
-from core.config import Config
 from core.extras import chat
 from core.loop import open as run
-from core.loop.open import folder_of
 from core.run.folder import create_run, lock_run_dir, new_folder
-from core.types import CannotWrite, Fault, UsageError
+from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}
@@ -46,9 +43,11 @@ def test_a_usage_error_removes_a_new_folder_without_records(tmp_path):
     with pytest.raises(UsageError), opened(run):
         (run / "metrics.jsonl").write_text("{}\n")
         raise UsageError("9 of 12 episodes failed")
+    assert (run / "metrics.jsonl").exists()
+    (run / "metrics.jsonl").unlink()
     with pytest.raises(UsageError), opened(run, new=False):
         raise UsageError("no intact checkpoint")
-    assert (run / "config.yaml").exists() and (run / "metrics.jsonl").exists()
+    assert (run / "config.yaml").exists()
 
 
 def test_a_run_has_the_name_of_its_flag_or_the_next_number(tmp_path):
@@ -63,9 +62,6 @@ def test_a_run_has_the_name_of_its_flag_or_the_next_number(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="is no folder"):
         create_run(tmp_path / "file/a", SETTINGS)
-    folder, is_new = folder_of(Config(env=("letter_counting",) * 40))
-    assert is_new and folder.name.startswith("grpo-letter_counting+letter_counting+")
-    assert len(folder.name) < 255  # the most that file systems take
 
 
 def test_runs_without_a_name_that_start_together_have_numbers_of_their_own(tmp_path):
@@ -122,15 +118,6 @@ def test_a_disk_error_is_one_line_with_the_command_to_resume(tmp_path):
     assert f"--resume '{run}'" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(ConnectionRefusedError), opened(run, new=False):  # no error of the disk
         raise ConnectionRefusedError(errno.ECONNREFUSED, "no")
-    with pytest.raises(Fault, match="was removed"), opened(run, new=False):
-        shutil.rmtree(run)
-        (run / "metrics.jsonl").write_text("")
-
-
-def test_a_run_whose_config_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(OSError, match=r"File too large.*config\.yaml"), small_files(9):
-        create_run(tmp_path / "a", SETTINGS)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(

@@ -138,7 +138,7 @@ from core.extras import agents, tools
 from core.loading import has_adapters
 from core.policy import Policy
 from core.report.summary import num_updates
-from core.run.checkpoint import base_model, find_checkpoint, load_weights
+from core.run.checkpoint import base_model, copy_weights, find_checkpoint
 from core.run.log import METRICS, read_records
 from core.run.memory import out_of_memory_as_one_line
 from core.run.models import load_exported, load_policy
@@ -286,7 +286,7 @@ def load_trained(cfg: Config, run_dir: Path) -> tuple[Policy, Path]:
         quantize=cfg.quantize,
         value_head="value_head" in config.needs(cfg),  # not used here, but saved in the checkpoint
     )  # fmt: skip
-    load_weights(checkpoint, policy, same_dtype=False)
+    copy_weights(checkpoint, policy.trainable(), same_dtype=False)
     return policy, checkpoint
 
 

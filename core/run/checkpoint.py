@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -184,9 +183,9 @@ def find_checkpoint(run: Path) -> ResumePoint:
 def load_checkpoint(folder: Path, policy: Policy, optimizer: MasterAdamW) -> None:
     """Copy the saved weights into the policy and the saved state into the optimizer.
 
-    Raises UsageError as `load_weights` does, and if the state is not one of this optimizer.
+    Raises UsageError as `copy_weights` does, and if the state is not one of this optimizer.
     """
-    load_weights(folder, policy)
+    copy_weights(folder, policy.trainable())
     # Windows cannot replace or remove a file that is mapped
     file, in_parts = folder / OPTIMIZER, distributed.num_ranks() > 1 and os.name == "posix"
     try:  # with several ranks, each reads only what it owns
@@ -223,14 +222,6 @@ def check_state(saved: Any, own: Any, place: str) -> None:
                          "use the one before it")  # fmt: skip
 
 
-def load_weights(folder: Path, policy: Policy, same_dtype: bool = True) -> None:
-    """Copy the saved weights into the policy; without `same_dtype`, convert them to its dtypes.
-
-    Raises UsageError as `copy_weights` does.
-    """
-    copy_weights(folder, policy.trainable(), same_dtype)
-
-
 def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHTS) -> None:
     """Write tensors by their names to a folder, for `copy_weights`."""
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -241,17 +232,13 @@ def save_weights(folder: Path, weights: Mapping[str, Tensor], file: str = WEIGHT
 def copy_weights(folder: Path, weights: Mapping[str, Tensor], same_dtype: bool = True) -> None:
     """Copy what `save_weights` wrote to `folder` into `weights`.
 
-    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ, and if the file cannot
-    be read.
+    Raises UsageError if names, shapes or, with `same_dtype`, dtypes differ.
     """
 
     def kind(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype | None]:
         return tuple(tensor.shape), tensor.dtype if same_dtype else None
 
-    try:
-        saved = load_file(folder / WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{folder / WEIGHTS} cannot be read: {error}") from error
+    saved = load_file(folder / WEIGHTS)
     if {n: kind(t) for n, t in saved.items()} != {n: kind(w) for n, w in weights.items()}:
         raise UsageError(f"the model in {folder} differs from the one configured: restore the one "
                          "that has changed")  # fmt: skip

@@ -29,13 +29,13 @@ from core.config import (
     COMMAND_LINE_ONLY,
     MAX_NAME_BYTES,
     Config,
-    check_trust,
     flag,
+    needs_trust,
     similar,
     trust_flags,
 )
 from core.run.files import PART, published, remove
-from core.types import CannotWrite, Fault, UsageError
+from core.types import CannotWrite, UsageError
 from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {
@@ -69,7 +69,9 @@ def as_config(
     """
     if file and not trust:
         own = {name: value for name, value in settings.items() if name not in given}
-        check_trust(own | {"sampler": (settings | given).get("sampler")}, file)
+        sampler = (settings | given).get("sampler")
+        if found := needs_trust(own | {"sampler": sampler}, file):
+            raise UsageError(f"{file} would {found}: if you trust it, add --trust")
     own_algo = settings.get("algo", Config.algo)
     algo = absolute_algorithm(given.get("algo", own_algo))
     if file and "algo" not in given and is_file(algo) and not Path(algo).exists():
@@ -93,12 +95,10 @@ def read_settings(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", "")
-        reason = f"line {mark.line + 1}: {problem}" if mark else reprlib.repr(str(error))
+        reason = " ".join(str(error).split())
         raise UsageError(f"{file}: not YAML in UTF-8 (indented with spaces): {reason}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon and a "
-                         f"space, not {reprlib.repr(values)}")  # fmt: skip
+        raise UsageError(f"{file}: must contain lines such as `algo: grpo`, with a colon")
     name = name_of(str(values.get("algo", Config.algo)))
     options = values.pop(name, {}) or {}
     typed = _typed(Config, values, f"{file}: ")
@@ -204,8 +204,7 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
     """Holds the lock of the folder `run`, which has `settings`.
 
     Raises UsageError if another process holds the lock; CannotWrite if the disk is full or
-    read-only; Fault if somebody removes the folder. If a UsageError ends a `new` run before its
-    first record, removes the folder.
+    read-only. If a UsageError ends a `new` run before its first record, removes the folder.
     """
     unused = False
     try:
@@ -219,8 +218,6 @@ def lock_run_dir(run: Path, settings: dict[str, Any], new: bool) -> Iterator[Non
                 unused = new and not (metrics.exists() and metrics.stat().st_size)
                 raise
     except OSError as error:
-        if error.errno == errno.ENOENT and not run.exists():
-            raise Fault(f"{run} was removed while the run was using it") from None
         if error.errno not in DISK_ERRORS:
             raise
         resume = train_command("--resume", str(run), *trust_flags(settings, run / "config.yaml"))
@@ -246,13 +243,11 @@ def _locked(run: Path) -> Iterator[None]:
     Where a disk has no locks, filelock would take a file that exists for a lock, and a killed run
     would block its folder: this prints a warning instead.
     """
-    lock, has_locks = filelock.FileLock(run / ".lock", timeout=0), True
+    lock = filelock.FileLock(run / ".lock", timeout=0)
     try:
         with warnings.catch_warnings(action="ignore"):
             lock.acquire()
-        if isinstance(lock, filelock.SoftFileLock):
-            has_locks = False
-            lock.release()
+        has_locks = not isinstance(lock, filelock.SoftFileLock)
     except filelock.Timeout:
         raise UsageError(f"{run} is in use by another process: wait until it ends, or use another "
                          "--run-name") from None  # fmt: skip
@@ -261,6 +256,7 @@ def _locked(run: Path) -> Iterator[None]:
             raise
         has_locks = False
     if not has_locks:
+        lock.release()
         print(f"warning: the disk of {run} has no locks: start no second process in this folder",
               file=sys.stderr)  # fmt: skip
     try:

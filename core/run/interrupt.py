@@ -22,23 +22,19 @@ def is_program() -> bool:
 
 
 def set_hooks() -> None:
-    """Lets Ctrl-C end this program with code 130 until `end_start`, also in slow imports.
+    """Lets Ctrl-C end this program at once until `end_start`, also in slow imports.
 
     An exception would not do: libraries catch it, and Python drops it in some callbacks. Tracebacks
     of errors lose the control characters that the message of an error may contain.
     """
     sys.excepthook = show_error
     if _takes_signals() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end_at_once)
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os._exit(130)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end_start() -> None:
     """From now on Ctrl-C raises KeyboardInterrupt."""
-    if _takes_signals() and signal.getsignal(signal.SIGINT) is _end_at_once:
+    if _takes_signals() and signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
