@@ -8,10 +8,9 @@ load this file first, through a sitecustomize.py in `folder`.
 
 For the files of this project only (PyTorch and others need their Linux):
 - modules, functions and constants that Windows does not have are missing: LACKING, OF_SIGNAL, OF_OS
-- `os.name`, `sys.platform`, `os.linesep` are those of Windows; /proc, /dev and /sys are missing
+- `os.name`, `sys.platform`, `os.linesep` are those of Windows
 - pipes cannot be selected; folders cannot be opened; only a file opened to write can be fsynced
-- `os.kill` with 0, which would end the process there, and `preexec_fn` raise
-- the main thread may not wait over a second for another thread: Ctrl-C would not wake it
+- `preexec_fn` raises
 - a text file that is opened without an encoding raises EncodingWarning
 For all code of the process:
 - text files without an encoding are cp1252, as are stdin, stdout and stderr, and write CRLF
@@ -33,7 +32,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import types
 import warnings
 from pathlib import Path
@@ -60,13 +58,10 @@ OF_OS = set(
     memfd_create pipe2 getxattr listxattr register_at_fork tcgetpgrp EX_OK
 """.split()
 )
-POSIX_ONLY = ("/proc", "/sys", "/dev")
-LIBRARY = os.path.dirname(os.__file__)  # the standard library
 INVALID = set('<>:"|?*')
 real = types.SimpleNamespace(
-    open=io.open, os_open=os.open, fsync=os.fsync, kill=os.kill, replace=os.replace,
-    rename=os.rename, unlink=os.unlink, mkdir=os.mkdir, stat=os.stat, scandir=os.scandir,
-    import_=builtins.__import__, popen=subprocess.Popen, wait=threading.Condition.wait,
+    open=io.open, os_open=os.open, fsync=os.fsync, replace=os.replace, rename=os.rename,
+    unlink=os.unlink, mkdir=os.mkdir, import_=builtins.__import__, popen=subprocess.Popen,
 )  # fmt: skip
 
 
@@ -92,10 +87,7 @@ def start() -> None:
     builtins.open = io.open = open_file
     os.replace, os.rename, os.mkdir = replace, rename, mkdir
     os.unlink = os.remove = unlink
-    for name in ("stat", "scandir"):
-        setattr(os, name, hide_posix_only(getattr(os, name)))
     builtins.__import__ = import_
-    threading.Condition.wait = wait
 
 
 # --- for this project's files only ---------------------------------------------------------------
@@ -145,12 +137,6 @@ def fsync(handle):
     real.fsync(handle)
 
 
-def kill(pid, number):
-    if number not in (signal.SIGTERM, signal.SIGINT):
-        raise AssertionError(f"on Windows os.kill(.., {number}) ends the process")
-    real.kill(pid, number)
-
-
 class Popen(real.popen):
     def __init__(self, *args, preexec_fn=None, pass_fds=(), process_group=None, **options):
         assert not (preexec_fn or pass_fds or process_group), "not on Windows"
@@ -173,7 +159,7 @@ class Selector(selectors.SelectSelector):
 
 
 PRETENDED = {
-    "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync, kill=kill),
+    "os": Pretended(os, OF_OS, name="nt", linesep="\r\n", open=os_open, fsync=fsync),
     "sys": Pretended(sys, platform="win32"),
     "signal": Pretended(signal, {name for name in dir(signal) if name not in OF_SIGNAL}),
     "subprocess": Pretended(subprocess, Popen=Popen, run=run, CREATE_NEW_PROCESS_GROUP=0),
@@ -184,44 +170,13 @@ PRETENDED = {
 }  # fmt: skip
 
 
-def wait(self, timeout=None):
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    starts_thread = sys._getframe(2).f_code is threading.Thread.start.__code__  # that is brief
-    is_long = (timeout is None or timeout > 1) and not starts_thread
-    if is_long and in_main_thread and called_by_us():
-        raise AssertionError("on Windows Ctrl-C does not end this wait")
-    return real.wait(self, timeout)
-
-
-def called_by_us() -> bool:
-    """Whether one of our files called the function of the standard library that is running."""
-    frame = sys._getframe(2)
-    while frame and frame.f_code.co_filename.startswith(("<frozen", __file__, LIBRARY)):
-        if "-packages" in frame.f_code.co_filename:
-            return False
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(OURS)
-
-
-def hide_posix_only(function):
-    def hidden(path=".", *args, **options):
-        if str(path).startswith(POSIX_ONLY) and path != os.devnull and called_by_us():
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
-        return function(path, *args, **options)
-
-    return hidden
-
-
 # --- for all code --------------------------------------------------------------------------------
 
 
 def open_file(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *others,
               **options):  # fmt: skip
-    if isinstance(file, (str, os.PathLike)):
-        if str(file).startswith(POSIX_ONLY) and file != os.devnull and called_by_us():
-            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(file))
-        if set(mode) & set("wax"):
-            check_name(file)
+    if isinstance(file, (str, os.PathLike)) and set(mode) & set("wax"):
+        check_name(file)
     if "b" not in mode:
         encoding = io.text_encoding(encoding, 3)  # warns as `open` would, and names its caller
         encoding = "cp1252" if encoding == "locale" else encoding
@@ -243,7 +198,7 @@ def check_closed(path, handle=None, inside=False) -> None:
         path = os.path.join(os.readlink(f"/proc/self/fd/{handle}"), path)
     path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     opened = []
-    with real.scandir("/proc/self/fd") as entries:
+    with os.scandir("/proc/self/fd") as entries:
         for entry in entries:
             try:
                 opened.append(os.readlink(entry.path))
