@@ -121,9 +121,7 @@ def as_rank(monkeypatch, rank, num_ranks):
     monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "items"), [(2, []), (3, [5]), (3, [*range(1, 40)]), (8, [*range(12)])]
-)
+@pytest.mark.parametrize(("num_ranks", "items"), [(2, []), (3, [*range(1, 40)]), (8, [*range(12)])])
 def test_shares_are_the_whole_in_order_and_weigh_alike(monkeypatch, num_ranks, items):
     parts = []
     for rank in range(num_ranks):
@@ -170,16 +168,8 @@ def test_more_processes_than_gpus_are_one_line(monkeypatch):
         pass
 
 
-def test_without_torchrun_nothing_happens(monkeypatch):
+def test_without_torchrun_there_is_one_rank(monkeypatch):
     monkeypatch.delenv(distributed.LAUNCHED, raising=False)
     monkeypatch.setenv("RANK", "3")  # as some clusters set it
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert (distributed.rank(), distributed.num_ranks()) == (0, 1)
-    numbers, tensor = {"a": 1.0}, torch.ones(2)
-    assert distributed.shard([1, 2]) == distributed.all_gather([1, 2]) == [1, 2]
-    assert (
-        distributed.all_reduce_metrics(numbers) == numbers
-        and distributed.broadcast_from_rank_0(lambda: 7) == 7
-    )
-    distributed.all_reduce_sum([tensor])
-    assert tensor.tolist() == [1, 1]

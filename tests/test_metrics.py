@@ -95,12 +95,8 @@ def test_the_other_rollouts_of_a_group_explain_the_variance_between_groups():
     name, targets = "baseline/explained_variance", torch.tensor([0.0, 1.0])
     assert explained_variance(targets, targets) == {name: 1}
     assert explained_variance(targets, torch.tensor([5.0, 5.0])) == {name: 0}
-    assert explained_variance(torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])) == {name: 0}
-    assert explained_variance(targets[:1], targets[:1]) == {}
     # in float32 the mean of ten times 0.1 is not 0.1
-    equal, values = torch.full((10,), 0.1), torch.linspace(-1, 1, 10)
-    assert explained_variance(equal, equal) == explained_variance(equal, values) == {name: 0}
-    assert explained_variance(equal.double(), values.double()) == {name: 0}
+    assert explained_variance(torch.full((10,), 0.1), torch.linspace(-1, 1, 10)) == {name: 0}
     near = torch.tensor([1e3, 1e3 + 1e-3], dtype=torch.float64)
     assert explained_variance(near, near) == {name: 1}
 
@@ -220,23 +216,11 @@ def test_values_explain_the_rewards_that_followed_and_not_targets_with_values_in
     rewards, one_turn = zeros.clone(), zeros.long()
     rewards[0, 3] = 1.0
     assert explained_by(noise, rewards, one_turn) == pytest.approx(1 - 1.25 / 0.25)
-    assert explained_by(zeros, rewards, one_turn) == explained_by(zeros + 7, rewards, one_turn) == 0
     assert explained_by(torch.tensor([[1.0] * 4, [0.0] * 4]), rewards, one_turn) == 1
     # two turns with γ = 1/2: 1 + 2/2, then 2, which do not vary; the last column is no token
     rewards = torch.tensor([[1.0, 2.0, 9.0]] * 2)
     turns, values = torch.tensor([[0, 1, 1]] * 2), torch.tensor([[0.0, 1.0, math.nan]] * 2)
     assert explained_by(values, rewards, turns, gamma=0.5, masked=1) == 0
-    # no reward at all, and values whose sum of differences would not be exactly 0
-    values = torch.rand(2, 60, generator=torch.Generator().manual_seed(0))
-    turns = (torch.arange(60) // 20).expand(2, 60)
-    assert explained_by(values, torch.zeros(2, 60), turns, gamma=0.9) == 0
-
-
-def test_an_update_without_tokens_has_no_means():
-    stats = UpdateStats(Config(tis_cap=2.0), to_rollout_batch([]))
-    stats.end_minibatch(0)
-    means = stats.means()
-    assert means == {"update/steps": 0, "update/skipped": 1.0, "tokens/trained": 0}
 
 
 def test_lenient_accuracy_and_calls_are_there_where_an_environment_reports_them():
@@ -347,8 +331,6 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
     samples = [evaluated(0, 0, n, wins, r.agent) for r, wins in seats for n in (0, 1)]
     found = pass_at_k([r for r, _ in seats], samples, 2)
     assert [found[f"eval/e{s}/pass_at_k"] for s in ("", "/X", "/O")] == [0.5, 1.0, 0.0]
-    lost = pass_at_k([r for r, _ in seats], samples[:-1], 2)
-    assert lost["eval/e/pass_at_k_left_out"] == 1 and lost["eval/e/pass_at_k"] == 1.0
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():

@@ -1,4 +1,4 @@
-"""Facts about any settings: config.yaml gives them back, and invalid ones are one line."""
+"""Facts about any settings: config.yaml and a command line give them back."""
 
 import dataclasses
 import typing
@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from algorithms import ppo
 from core.algorithm import algorithm_names, load_algorithm
-from core.config import COMMAND_LINE_ONLY, Config, resolve, validate
+from core.config import COMMAND_LINE_ONLY, Config, resolve
 from core.run import cli
 from core.run.folder import config_to_dict, read_config
-from core.types import UsageError
 
 MANY = settings(
-    max_examples=25, derandomize=True, deadline=None,
+    max_examples=10, derandomize=True, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([-0.0, 1e-6, 3e-5, 1])
@@ -98,16 +97,3 @@ def test_a_command_line_gives_settings_back(config):
     left_out = dict.fromkeys(("config", "resume", "template_date", "run_name"), "")
     config = dataclasses.replace(config, options=options, **left_out)
     assert cli.parse(cli.flags_of(config)) == config
-
-
-@MANY
-@given(configs)
-@example(Config())
-def test_settings_are_valid_or_rejected_in_one_line(config):
-    config = resolve(config)
-    try:
-        validate(config)
-    except UsageError as error:
-        assert len(str(error).splitlines()) == 1 and len(str(error)) < 200
-    else:
-        assert config.lr > 0 and config.num_prompts > 0 and 0 <= config.gamma <= 1 and config.env

@@ -23,8 +23,8 @@ PROMPTS = [[65, 66, 67], [68] * 40, [70, 71]] * 4
 IN_A_LAYER = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384
 
 
-def tiny(folder, dtype="float32"):
-    cfg = Config(device="cpu", dtype=dtype)
+def tiny(folder):
+    cfg = Config(device="cpu", dtype="float32")
     return load_policy(cfg, "tiny", folder / "base", "nf4", lora_rank=4)
 
 
@@ -64,12 +64,9 @@ def test_linear_layers_take_4_bits_per_weight_and_their_scales(tmp_path):
     assert sum(map(num_bytes, kept)) == 4 * (704 * 128 + 4 * (2 * 128 + 2 * 32) + 128)
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.5)])
-def test_only_adapters_are_trained_and_the_sampler_computes_with_them(tmp_path, dtype, limit):
+def test_only_adapters_are_trained_and_the_sampler_computes_with_them(tmp_path):
     """On some CPUs bitsandbytes would repack the weights as soon as nothing needs a gradient."""
-    policy = tiny(tmp_path, dtype=dtype)
-    params = SamplingParams(max_tokens=30, seed=1)
-    assert policy.dtype == getattr(torch, dtype)
+    policy, params = tiny(tmp_path), SamplingParams(max_tokens=30, seed=1)
     assert {p.dtype for p in policy.trainable().values()} == {torch.float32}
     assert all("lora" in name for name in policy.trainable()) and policy.zero_adapters() == 1
     before = bits_of_base(policy)
@@ -77,7 +74,7 @@ def test_only_adapters_are_trained_and_the_sampler_computes_with_them(tmp_path, 
     assert losses[-1] < 0.5 * losses[0] and policy.zero_adapters() == 0
     completions = TorchSampler(policy).sample(PROMPTS, params)
     gaps = trainer_gap(policy, completions, 1.0, PROMPTS)
-    assert len(gaps) > 100 and gaps.max() < limit and gaps.mean() < limit / 10
+    assert len(gaps) > 100 and gaps.max() < 1e-4
     after = bits_of_base(policy)
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     train(policy, steps=1)  # after sampling, gradients still flow

