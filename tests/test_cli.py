@@ -1,14 +1,17 @@
 """Flags override config.yaml, which overrides the defaults; unknown settings are rejected."""
 
+import dataclasses
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from algorithms.options import Range
 from core import config
@@ -16,7 +19,7 @@ from core.algorithm import algorithm_names, load_algorithm
 from core.config import Config, resolve, validate
 from core.extras import chat
 from core.run import cli
-from core.run.folder import quoted, read_config
+from core.run.folder import config_to_dict, quoted, read_config
 from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +50,7 @@ def test_a_file_may_use_yaml_words_and_exponents(tmp_path):
 @pytest.mark.parametrize(("text", "named"), [
     ("learning_rate: 1", "learning_rate is not a setting"),
     ("trust: true", "trust"),
-    ("env:\n\t- snake", "line 2: "),
+    ("env:\n\t- snake", "line 2"),
     ("grpo:\n  clip: 1", "grpo.clip"),
     ("lr: fast", "lr"),
     ("algo: !!python/object/apply:os.system ['touch marker']", "algo"),
@@ -163,6 +166,37 @@ def test_defaults_depend_on_the_model(flags, lr, sft_lr, max_tokens):
     cfg = resolve(cli.parse(flags.split()))
     validate(cfg)
     assert (cfg.lr, cfg.sft_lr, cfg.max_tokens) == (lr, sft_lr, max_tokens)
+
+
+def values_of(kind):
+    """Some values of a setting of this type; texts that a file or a shell could misread."""
+    simple = {bool: [False, True], int: [7, -(2**70)], float: [1e-7, -0.5], type(None): [None],
+              str: ["null", "1e-5", "a: b #", "é\n[]", "", "~", "x,y=z"]}  # fmt: skip
+    parts = typing.get_args(kind)
+    if kind in simple:
+        return simple[kind]
+    if typing.get_origin(kind) is typing.Literal:
+        return parts
+    if typing.get_origin(kind) is tuple:
+        return [(), tuple(values_of(parts[0]))]
+    return [value for part in parts for value in values_of(part)]
+
+
+def some(cls, turn, never=()):
+    """An instance with one of the values of each field."""
+    kinds = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls) if field.name not in never]
+    return cls(**{name: (values := values_of(kinds[name]))[turn % len(values)] for name in names})
+
+
+def test_a_config_file_and_a_command_line_give_all_settings_back(tmp_path):
+    own = {"algo", "options", "run_name", "template_date", *config.COMMAND_LINE_ONLY}
+    for turn in range(7):
+        options = some(load_algorithm("ppo").Options, turn)
+        cfg = dataclasses.replace(some(Config, turn, own), algo="ppo", options=options)
+        file = written(tmp_path, yaml.safe_dump(config_to_dict(cfg)))
+        assert read_config(file, trust=True) == cfg
+        assert cli.parse(cli.flags_of(cfg)) == cfg
 
 
 def test_every_number_has_a_range_whose_ends_are_valid():

@@ -10,7 +10,7 @@ from conftest import load_small, rollouts_of
 from single_update import single_update
 
 import train
-from algorithms import ppo, sft
+from algorithms import ppo
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.optimizer import make_optimizer
@@ -189,28 +189,3 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
     assert nll(policy, rollouts) < before - 0.01
 
 
-def test_the_warm_start_goes_on_where_it_was_and_leaves_a_new_optimizer(policy):
-    rates, logged, synced, drawn = [], [], [], []
-    optimizer = make_optimizer(policy, 9.0)
-    set_lr = optimizer.set_lr
-    optimizer.set_lr = lambda lr: (rates.append(lr), set_lr(lr))
-    collector = RolloutCollector(policy, 1)
-
-    def demonstrate(tasks):
-        drawn.append(tasks)
-        return collector.demonstrate(tasks)
-
-    run = a_run(
-        policy=policy, optimizer=optimizer, progress={"sft_step": 18},
-        collector=SimpleNamespace(demonstrate=demonstrate),
-        sampler=SimpleNamespace(sync=lambda: synced.append(run.optimizer)),
-        outputs=SimpleNamespace(run_log=SimpleNamespace(log=logged.append)),
-    )  # fmt: skip
-    cfg = train.prepare(Config(sft_steps=22, sft_batch_size=2, sft_lr=0.01, seed=3))
-    train.warm_start(cfg, run)
-    assert rates == [0.01 * sft.schedule(step, 22) for step in range(18, 22)]
-    assert [tasks[0].env for tasks in drawn] == ["letter_counting"] * 4
-    assert len({task.seed for tasks in drawn for task in tasks}) == 8
-    assert run.progress["sft_step"] == 22 and [r["sft_step"] for r in logged] == [20, 22]
-    assert all(0 < r["sft/loss"] < 20 and r["time/sft_s"] > 0 for r in logged)
-    assert synced == [run.optimizer] and run.optimizer is not optimizer

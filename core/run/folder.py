@@ -138,16 +138,10 @@ def _by_flag(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def train_command(*flags: str) -> str:
-    """The command that starts train.py with `flags`, from wherever this process was started.
-
-    Under torchrun on one machine it starts as many processes again; on several, one names them.
-    """
+    """The command that starts train.py with `flags`, from wherever this process was started."""
     script = sys.argv[0] if Path(sys.argv[0]).name == "train.py" else "train.py"
-    launcher = ["python"]
-    if "TORCHELASTIC_RUN_ID" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        here, all_ranks = os.environ["LOCAL_WORLD_SIZE"], os.environ["WORLD_SIZE"]
-        launcher = ["torchrun", *(["--nproc-per-node", here] if here == all_ranks else [".."])]
-    return quoted([*launcher, script, *flags])
+    several = os.environ.get("WORLD_SIZE", "1") != "1" and "TORCHELASTIC_RUN_ID" in os.environ
+    return quoted([*(["torchrun", ".."] if several else ["python"]), script, *flags])
 
 
 def quoted(words: list[str]) -> str:
