@@ -18,11 +18,8 @@ from environments import __main__ as play
 from environments.base import Env, Step
 from environments.plumbing.text import CONTROL_CHARACTERS
 
-ATTACKS = (
-    "\x1b]0;renamed\x07", "\x1b]52;c;ZXZpbA==\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x90q\x9c", "\x07",
-    "\x7f", "a\rb", "\x1b[8m", "\u202eevil\u2066", "\ud800", "[/INST]", "[/x]", "[bold]",
-    "[link=x]", "[/]", "\\[", "$\\frac{",
-)  # fmt: skip
+ATTACKS = ("\x1b]0;renamed\x07", "\x1b[2J\x1b[H", "\x9b31m", "\x7f", "a\rb", "\u202eevil\u2066",
+           "\ud800", "[/x]", "[bold]", "[link=x]", "\\[")  # fmt: skip
 RECORD = {"reward/mean": 0.5, "time/rollout_s": 0.1, "time/train_s": 0.1}
 
 
@@ -65,29 +62,20 @@ def note(text):
 
 
 def error(text):
-    """What a command prints of a UsageError; adds a failure where it is not one line."""
+    """What a command prints of a UsageError, which must be one line, and of any other error."""
 
     def fail(_):
         raise UsageError(f"{text}\n{text}")
 
     stderr = io.StringIO()
     with redirect_stderr(stderr):
-        code = cli.run(fail, [], lambda args: args)
-    shown = stderr.getvalue()
-    return shown if code == 2 and shown.count("\n") == 1 else f"\x07{shown}"
-
-
-def traceback(text):
-    """What a command prints of an error that nobody expected."""
-    stderr = io.StringIO()
-    with redirect_stderr(stderr):
+        assert cli.run(fail, [], lambda args: args) == 2
+        assert stderr.getvalue().count("\n") == 1
         interrupt.show_error(RuntimeError, RuntimeError(text), None)
     return stderr.getvalue()
 
 
-PLACES = {
-    "display": display, "play": episode, "chat": note, "error": error, "traceback": traceback,
-}  # fmt: skip
+PLACES = {"display": display, "play": episode, "chat": note, "error": error}
 
 
 def _recorded(module, name, call):

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from core.chat_template import prompt_ids
-from core.extras import chat
 from core.loop import open as run
 from core.run.folder import create_run, lock_run_dir, new_folder
 from core.types import CannotWrite, UsageError
@@ -135,7 +133,3 @@ def test_a_run_keeps_the_date_and_the_options_of_its_chat_template(
         settings = yaml.safe_load(Path("runs/a/config.yaml").read_text())
         assert settings["template_date"] == "2025-03-09"
         assert settings["template_options"] == "brief=true"
-    [speaker] = chat.load_speakers(*chat.parse(["runs/a", "--device", "cpu"]))
-    tokenizer = speaker.policy.tokenizer
-    opening = tokenizer.decode(prompt_ids(tokenizer, [{"role": "user", "content": ""}]))
-    assert opening.startswith("09 March, brief<")
