@@ -5,16 +5,14 @@ import sys
 import pytest
 
 from core.types import UsageError
-from environments.adapters.pettingzoo import as_pettingzoo
 from environments.plumbing.registry import make
-from environments.tic_tac_toe import tic_tac_toe
 
 
 @pytest.mark.parametrize(
     ("library", "build"),
     [
         ("gymnasium", lambda: make("gymnasium")),
-        ("pettingzoo", lambda: as_pettingzoo(tic_tac_toe("self"), ["X", "O"])),
+        ("pettingzoo", lambda: make("pettingzoo")),
         ("textarena", lambda: make("textarena")),
     ],
 )

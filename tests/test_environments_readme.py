@@ -56,15 +56,6 @@ def test_a_template_has_no_problem_outside_the_repository(name, command):
     assert not check_env(f"my_envs.py:{name}", 5, other_process=False).problems
 
 
-def test_environments_work_in_gymnasium_and_pettingzoo_code():
-    pytest.importorskip("gymnasium", reason="needs picorl[envs]")
-    pytest.importorskip("pettingzoo", reason="needs picorl[envs]")
-    variables = {}
-    exec(block("as_gymnasium"), variables)
-    assert variables["env"].action_space.contains("x")
-    assert variables["rewards"] == {"X": 0, "O": 0} and variables["infos"]["O"]["asked"]
-
-
 def test_words_replace_the_texts_of_a_gymnasium_environment(tmp_path, monkeypatch):
     pytest.importorskip("gymnasium", reason="needs picorl[envs]")
     (tmp_path / "my_words.py").write_text(block("Swing the pole up"))

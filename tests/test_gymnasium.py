@@ -1,6 +1,4 @@
-"""Gymnasium environments as text, and our environments as Gymnasium environments."""
-
-import warnings
+"""Gymnasium environments as text."""
 
 import pytest
 
@@ -9,17 +7,11 @@ pytest.importorskip("gymnasium", reason="needs picorl[envs]")
 import gymnasium
 import numpy as np
 from gymnasium import spaces
-from gymnasium.utils.env_checker import check_env
 
 from core.types import UsageError
-from environments.adapters.gymnasium import (
-    Gymnasium,
-    as_gymnasium,
-    extract_action,
-)
+from environments.adapters.gymnasium import Gymnasium, extract_action
 from environments.adapters.gymnasium_players import GAMES, Game
 from environments.adapters.spaces import describe, read_json_action, to_json
-from environments.base import Env, Step
 from environments.parsing import user
 from environments.plumbing.registry import make
 
@@ -199,42 +191,6 @@ def test_many_actions_are_a_range_in_the_prompt():
     assert env.step("4999").reward == 4999 and env.step("5000").reward == -0.1
 
 
-class Echo(Env):
-    """Three turns; repeats each response. Has a system message and characters outside ASCII."""
-
-    def reset(self, seed):
-        self.turns = 0
-        return [{"role": "system", "content": "≤ 2 turns"}, user(f"seed {seed}")]
-
-    def step(self, response):
-        self.turns += 1
-        if self.turns == 3:
-            return Step(None, 1, True, {"correct": True})
-        return Step(user(response), 0.25, False)
-
-
-def test_as_gymnasium_passes_gymnasiums_checker():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # the render check needs a registered environment
-        check_env(as_gymnasium(Echo()), skip_render_check=True)
-
-
-def test_as_gymnasium_passes_on_messages_rewards_and_info():
-    env = as_gymnasium(Echo())
-    assert env.reset(seed=7) == ("≤ 2 turns\n\nseed 7", {})
-    assert env.reset(seed=7)[0] in env.observation_space and "" in env.observation_space
-    assert env.step("a") == ("a", 0.25, False, False, {})
-    env.step("b")
-    last = env.step("c")
-    assert last == ("", 1.0, True, False, {"correct": True}) and type(last[1]) is float
-    env.reset(seed=7)
-    other = as_gymnasium(Echo())
-    other.reset(seed=7)
-    drawn = [env.reset()[0] for _ in range(3)]  # later tasks follow from the seed
-    assert drawn == [other.reset()[0] for _ in range(3)] and len(set(drawn)) == 3
-
-
 @pytest.mark.parametrize(("id", "cut"), [("Taxi-v4", True), ("CartPole-v1", False)])
 def test_a_time_limit_truncates_an_episode_unless_it_is_the_goal(id, cut):
     env = make(f"gymnasium:id={id},max_steps=2")
@@ -242,8 +198,3 @@ def test_a_time_limit_truncates_an_episode_unless_it_is_the_goal(id, cut):
     first, last = (env.step(env.demonstrate()) for _ in range(2))
     assert (first.truncated, first.done) == (False, False)
     assert (last.truncated, last.done, last.info["correct"]) == (cut, True, not cut)
-    adapted = as_gymnasium(env)
-    adapted.reset(seed=0)
-    assert [adapted.step(env.demonstrate())[2:4] for _ in range(2)] == [
-        (False, False), (not cut, cut),
-    ]  # fmt: skip

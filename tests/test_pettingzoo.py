@@ -1,10 +1,9 @@
-"""Our multi-agent environments as PettingZoo environments."""
+"""PettingZoo environments as text for several agents."""
 
 import importlib.util
 import re
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,37 +12,9 @@ pytest.importorskip("pettingzoo", reason="needs picorl[envs]")
 
 import pettingzoo
 from gymnasium import spaces
-from pettingzoo.test import parallel_api_test
 
 from environments.adapters.gymnasium_players import Game
-from environments.adapters.pettingzoo import PettingZoo, as_pettingzoo
-from environments.plumbing.registry import make
-
-
-def test_as_pettingzoo_passes_pettingzoos_checker():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parallel_api_test(
-            as_pettingzoo(make("tic_tac_toe:opponent=self"), ["X", "O"]), num_cycles=20
-        )
-
-
-def test_only_the_action_of_the_asked_agent_counts():
-    env = as_pettingzoo(make("tic_tac_toe:opponent=self"), ["X", "O"])
-    observations, infos = env.reset(seed=0)
-    assert observations["X"].endswith(". . . / . . . / . . .") and observations["O"] == ""
-    assert infos == {"X": {"asked": True}, "O": {"asked": False}}
-    moves = {"X": "<move>1</move>", "O": "<move>2</move>"}
-    observations, rewards, terminated, truncated, infos = env.step(moves)
-    assert observations["X"] == "" and observations["O"].endswith("X . . / . . . / . . .")
-    assert rewards == {"X": 0, "O": 0} and infos["O"]["asked"] and env.agents == ["X", "O"]
-    assert terminated == truncated == {"X": False, "O": False}
-    for agent, cell in (("O", 4), ("X", 2), ("O", 5)):
-        env.step({agent: f"<move>{cell}</move>"})
-    observations, rewards, terminated, _, infos = env.step({"X": "<move>3</move>"})
-    assert rewards == {"X": 1, "O": -1} and terminated == {"X": True, "O": True}
-    assert infos["X"] == {"asked": False, "correct": True} and not infos["O"]["correct"]
-    assert env.agents == [] and observations["O"] == "You lost. Board: X X X / O O . / . . ."
+from environments.adapters.pettingzoo import PettingZoo
 
 
 class Nim(pettingzoo.AECEnv):

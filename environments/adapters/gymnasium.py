@@ -22,11 +22,7 @@ Reward of a response:
 `info["correct"]`: the episode ended as `Game.solved` requires. An end by a time limit sets
 `Step.truncated`, unless reaching that limit is the task (CartPole).
 
-`as_gymnasium` does the reverse: it turns one of our environments into a `gymnasium.Env`.
-
->>> game = Game("Guess the next card.", ("red", "black"), show=str)
->>> system_prompt(game) + " " + format_observation(game, "seen 12 red 7")
-'Guess the next card. End with red or black. seen 12 red 7'
+>>> game = Game("Guess the next card.", ("red", "black"))
 >>> [extract_action(game, text) for text in ("Many red ones gone: black", '{"action": 0}', "ace")]
 [1, 0, None]
 """
@@ -37,22 +33,9 @@ from typing import Any
 from environments.adapters import import_library
 from environments.adapters.gymnasium_players import Game, find_game, format_hint, json_actions
 from environments.adapters.spaces import as_element, to_json
-from environments.base import TRAIN_SEEDS, Env, Message, Step, UsageError
+from environments.base import Env, Message, Step, UsageError
 from environments.parsing import Retries, one_of, read_action, user
 from environments.plumbing.registry import import_attribute, import_source
-
-MAX_TEXT_LENGTH = 100_000  # characters
-CHARACTERS = "".join(map(chr, range(0x3000)))  # alphabets, punctuation, symbols
-
-
-def system_prompt(game: Game) -> str:
-    """Returns the rules and the required format of a response."""
-    return f"{game.rules} {format_hint(game)}"
-
-
-def format_observation(game: Game, observation: Any) -> str:
-    """Returns the observation as one line of text."""
-    return game.show(observation)
 
 
 def extract_action(game: Game, response: str) -> Any:
@@ -145,8 +128,8 @@ class Gymnasium(Env):
     def _describe(self, observation: Any, with_rules: bool) -> str:
         self.observation = observation
         self.hasty_action = self._guess()  # once per turn: `demonstrate` must not change the draws
-        line = format_observation(self.game, observation)
-        return f"{system_prompt(self.game)}\n{line}" if with_rules else line
+        line = self.game.show(observation)
+        return f"{self.game.rules} {format_hint(self.game)}\n{line}" if with_rules else line
 
     def _guess(self) -> str | None:
         """Returns mostly the last action, which a policy prefers after more guesses than good play.
@@ -179,57 +162,6 @@ def load_words(words: str, env: Any, space: Any) -> Game | None:
         return game
     actions = json_actions(space)
     return game._replace(read=actions["read"], hint=game.hint or actions["hint"])
-
-
-def as_gymnasium(env: Env) -> Any:
-    """Returns `env` as a `gymnasium.Env` whose observations and actions are texts.
-
-        env = as_gymnasium(make("letter_counting:difficulty=2"))
-        observation, info = env.reset(seed=7)
-        observation, reward, terminated, truncated, info = env.step("<answer>1</answer>")
-
-    The first observation joins the opening messages with empty lines; the last one is empty.
-    `reset(seed=n)` starts the task of seed n; `reset()` draws a seed from TRAIN_SEEDS with
-    `np_random`. Raises UsageError if Gymnasium is not installed.
-    """
-    import_library("gymnasium")
-    import gymnasium
-
-    class AsGymnasium(gymnasium.Env[str, str]):
-        metadata = {"render_modes": []}  # noqa: RUF012  declared so by Gymnasium
-        observation_space = text_space()
-        action_space = text_space()
-
-        def reset(
-            self, *, seed: int | None = None, options: dict[str, Any] | None = None
-        ) -> tuple[str, dict[str, Any]]:
-            super().reset(seed=seed)
-            if seed is None:
-                seed = int(self.np_random.integers(TRAIN_SEEDS.start, TRAIN_SEEDS.stop))
-            return join(env.reset(seed)), {}
-
-        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-            step = env.step(action)
-            observation = step.message["content"] if step.message else ""
-            terminated = step.done and not step.truncated
-            return observation, float(step.reward), terminated, step.truncated, dict(step.info)
-
-    return AsGymnasium()
-
-
-def text_space() -> Any:
-    """Returns a `gymnasium.spaces.Text` of 0 to 100,000 characters, each below U+3000."""
-    spaces = import_library("gymnasium").spaces
-    return spaces.Text(MAX_TEXT_LENGTH, min_length=0, charset=CHARACTERS)
-
-
-def join(messages: list[Message]) -> str:
-    r"""Returns the contents of the messages, separated by empty lines.
-
-    >>> join([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}])
-    'Be brief.\n\n2 + 2?'
-    """
-    return "\n\n".join(message["content"] for message in messages)
 
 
 def _make(id: str, max_steps: int | None, options: dict[str, Any]) -> Any:

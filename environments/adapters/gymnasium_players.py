@@ -20,7 +20,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -102,24 +102,13 @@ def find_game(env: Any) -> Game:
     Raises UsageError for observations that are images, and for actions that no text can express.
     """
     id, table = env.spec.id, getattr(env.unwrapped, "P", None)
-    known = GAMES.get(id)
-    if id.startswith("FrozenLake"):
-        known = GAMES["FrozenLake-v1"]._replace(
-            rules=_frozen_lake_rules(env), show=partial(_show_cell, env.unwrapped.ncol)
-        )
+    known = _frozen_lake(env.unwrapped) if id.startswith("FrozenLake") else GAMES.get(id)
     if known is None:
         check_observations(env.observation_space, id)
         known = _from_docstring(env)
-    if known.actions and table and (known.play is None or env.spec.kwargs != default_kwargs(id)):
-        known = known._replace(play=_TablePlayer(table))  # the options change the transitions
+    if known.actions and table:
+        known = known._replace(play=table_player(table))
     return known
-
-
-def default_kwargs(id: str) -> dict[str, Any]:
-    """Returns the keyword arguments with which Gymnasium registered `id`."""
-    import gymnasium
-
-    return gymnasium.spec(id).kwargs
 
 
 def _from_docstring(env: Any) -> Game:
@@ -179,21 +168,8 @@ def blackjack(observation: Any) -> int:
     return int(total < STICK_AT[bool(usable_ace)][dealer])
 
 
-def table_player(id: str, state: Any) -> int:
-    """Returns the best action in `state` of an environment with a transition table."""
-    return best_actions(id)[int(state)]
-
-
-@cache
-def best_actions(id: str) -> list[int]:
-    """Returns the action with the highest value in each state, by value iteration."""
-    import gymnasium
-
-    return solve(gymnasium.make(id).unwrapped.P)  # type: ignore[attr-defined]
-
-
 def solve(table: dict[int, dict[int, list]]) -> list[int]:
-    """Returns the best action in each state of a transition table, as `best_actions` does.
+    """Returns the action with the highest value in each state, by value iteration.
 
     `table`: state -> action -> [(probability, next state, reward, terminated), ...].
     """
@@ -215,29 +191,25 @@ def solve(table: dict[int, dict[int, list]]) -> list[int]:
     return [max(table[state], key=partial(action_value, state)) for state in range(len(values))]
 
 
-class _TablePlayer:
-    """The player of one environment's own transition table, which is solved when it first acts."""
+def table_player(table: dict[int, dict[int, list]]) -> Callable[[Any], int]:
+    """Returns the player of a transition table, which is solved when the player first acts."""
 
-    def __init__(self, table: dict[int, dict[int, list]]) -> None:
-        self.table = table
+    @cache
+    def best() -> list[int]:
+        return solve(table)
 
-    def __call__(self, state: Any) -> int:
-        return self.best[int(state)]
-
-    @cached_property
-    def best(self) -> list[int]:
-        return solve(self.table)
+    return lambda state: best()[int(state)]
 
 
-def _frozen_lake_rules(env: Any) -> str:
-    rows = [b"".join(row).decode() for row in env.unwrapped.desc]
-    slips = any(len(outcomes) > 1 for outcomes in env.unwrapped.P[0].values())
+def _frozen_lake(env: Any) -> Game:
+    rows = [b"".join(row).decode() for row in env.desc]
+    slips = any(len(outcomes) > 1 for outcomes in env.P[0].values())
     ice = "; the ice may turn you aside" if slips else ""
-    return f"Go from S to G, not into H{ice}. Rows 0-{len(rows) - 1}: {' '.join(rows)}."
-
-
-def _show_cell(columns: int, state: int) -> str:
-    return f"row {state // columns} column {state % columns}"
+    return Game(
+        f"Go from S to G, not into H{ice}. Rows 0-{len(rows) - 1}: {' '.join(rows)}.",
+        ("left", "down", "right", "up"),
+        lambda state: f"row {state // env.ncol} column {state % env.ncol}",
+    )
 
 
 def _show_taxi(state: int) -> str:
@@ -259,18 +231,11 @@ GAMES = {
         lambda o: f"you {o[0]} dealer {o[1]} ace {'yes' if o[2] else 'no'}",
         blackjack,
     ),
-    "FrozenLake-v1": Game(
-        "Go from S to G, not into H; the ice may turn you aside. Rows 0-3: SFFF FHFH FFFH HFFG.",
-        ("left", "down", "right", "up"),
-        partial(_show_cell, 4),
-        partial(table_player, "FrozenLake-v1"),
-    ),
     "Taxi-v4": Game(
         "Fetch the passenger, drop at the goal. R 0,0 G 0,4 Y 4,0 B 4,3 (row,column). Walls: "
         "columns 1|2 in rows 0 1; 0|1 and 2|3 in rows 3 4.",
         ("south", "north", "east", "west", "pickup", "dropoff"),
         _show_taxi,
-        partial(table_player, "Taxi-v4"),
         solved="terminated",
         forfeit=200,
     ),
