@@ -138,8 +138,11 @@ class _Connection:
             answer = _exchange(self.process, request, timeout)
             if "error" in answer:
                 raise RemoteError(f"{answer['error']}"[:500])
-            return read(answer)
-        except (RemoteError, EnvFailure, OSError, OverflowError) as error:
+            try:
+                return read(answer)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise EnvFailure(f"no answer of the protocol: {error!r}"[:500]) from None
+        except (RemoteError, EnvFailure, OSError) as error:
             self.close()
             kind = RemoteError if isinstance(error, RemoteError) else EnvFailure
             raise kind(f"remote environment: {error}{self._last_lines()}") from None
@@ -175,9 +178,7 @@ class Remote(_Connection, Env):
     """Plays a single-agent environment in a server process. The options are those of `remote`."""
 
     def reset(self, seed: int) -> list[Message]:
-        return self._request(
-            {"do": "reset", "seed": seed}, lambda a: _read_messages(_field(a, "messages", list))
-        )
+        return self._request({"do": "reset", "seed": seed}, lambda a: _read_messages(a["messages"]))
 
     def step(self, response: str) -> Step:
         return self._request({"do": "step", "response": response}, _read_step)
@@ -311,43 +312,18 @@ def _kill(process: subprocess.Popen) -> None:
 
 
 def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
-    return {agent: read(value) for agent, value in _field(answer, "agents", dict).items()}
+    return {agent: read(value) for agent, value in answer["agents"].items()}
 
 
 def _read_messages(value: Any) -> list[Message]:
-    if not isinstance(value, list):
-        raise EnvFailure("the messages are no list")
-    return [_read_message(message) for message in value]
+    return [{"role": m.get("role", "user"), "content": m["content"]} for m in value]
 
 
 def _read_step(answer: Any) -> Step:
-    if not isinstance(answer, dict):
-        raise EnvFailure("a step is no object")
-    answer = {"message": None, "info": {}, "fresh": False, "truncated": False} | answer
-    return Step(
-        None if answer["message"] is None else _read_message(answer["message"]),
-        float(_field(answer, "reward", (int, float))),
-        _field(answer, "done", bool),
-        _field(answer, "info", dict),
-        _field(answer, "fresh", bool),
-        _field(answer, "truncated", bool),
-    )
-
-
-def _read_message(value: Any) -> Message:
-    if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise EnvFailure("a message has no text")
-    role = value.get("role", "user")
-    if role not in ("system", "user", "assistant"):
-        raise EnvFailure(f"a message has the role {role!r:.80}, not system, user or assistant")
-    return {"role": role, "content": value["content"]}
-
-
-def _field(answer: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> Any:
-    value = answer.get(key)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise EnvFailure(f"{key!r} is missing or has the wrong type")
-    return value
+    message = None if answer.get("message") is None else _read_messages([answer["message"]])[0]
+    optional = {name: answer[name] for name in ("info", "fresh", "truncated") if name in answer}
+    step = Step(message, answer["reward"], answer["done"], **optional)
+    return checked_step(step, PLAYER, is_single=False)
 
 
 if __name__ == "__main__":
