@@ -6,7 +6,6 @@ import time
 
 import uvicorn
 from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
-from pydantic import ConfigDict
 
 
 class Text(Action):
@@ -44,11 +43,6 @@ class Move(Action):
     row: int
     column: int
     note: str = ""
-
-
-class Free(Action):
-    model_config = ConfigDict(extra="allow")
-    message: str = ""
 
 
 class Server:

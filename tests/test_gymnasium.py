@@ -77,15 +77,13 @@ def test_keyword_arguments_reach_the_environment_and_its_rules():
 @pytest.mark.parametrize(
     ("space", "text", "valid", "invalid"),
     [
-        (spaces.Box(0, 1, (2,)), "[0 to 1, 0 to 1]", ["[0, 1]"], ["0.5", "[NaN, 0]", "[[0, 1]]"]),
         (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", ["[0, 255]"],
-         ["[0, 256]", "[-1, 0]", "[0.0, 1]"]),
-        (spaces.MultiDiscrete([3, 2]), "[0 to 2, 0 to 1]", ["[2, 1]"], ["[3, 0]", "[0, -1]"]),
+         ["[0, 256]", "[-1, 0]", "[0.0, 1]", "[[0, 1]]"]),
         (spaces.Dict(go=spaces.Discrete(3), say=spaces.Text(4)),
          '{"go": 0 to 2, "say": "a text of 1 to 4 characters"}', ['{"go": 1, "say": "ab"}'],
-         ['{"go": 3, "say": "ab"}', '{"go": 1}', '{"go": 1, "say": "ab", "x": 0}', "[1]"]),
+         ['{"go": 3, "say": "ab"}', '{"go": 1}', "[1]"]),
         (spaces.Tuple([spaces.Discrete(2, start=1), spaces.Box(0, 1, (1,))]),
-         "[1 to 2, [0 to 1]]", ["[2, [0.5]]"], ["[0, [0.5]]", "[2]", "2"]),
+         "[1 to 2, [0 to 1]]", ["[2, [0.5]]"], ["[0, [0.5]]", "[2]", "[2, [NaN]]"]),
     ],
 )  # fmt: skip
 def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
@@ -112,20 +110,12 @@ def test_continuous_actions_are_read_and_guessed_as_json():
     assert env.demonstrate(hasty=True) == guess
 
 
-def words(**fields):
-    """A Game with these fields, whose `read` returns the part of a response after "act "."""
-    return Game("Play.", read=lambda text: eval(text.partition("act ")[2] or "None"), **fields)
-
-
 class Spaces(gymnasium.Env):
-    """Notes each action, and fails for one that its space does not contain."""
+    """Fails for an action that its space does not contain; else its reward is their sum."""
 
     spaces = {  # noqa: RUF012
         "discrete": spaces.Discrete(3, start=1),
         "box": spaces.Box(-1, 1, (1,)),
-        "two": spaces.Box(0, 9, (2,), np.int8),
-        "tuple": spaces.Tuple([spaces.Discrete(2), spaces.Box(0, 1, (2,))]),
-        "sequence": spaces.Sequence(spaces.Discrete(2)),
         "many": spaces.Discrete(5000),
     }
 
@@ -137,13 +127,7 @@ class Spaces(gymnasium.Env):
 
     def step(self, action):
         assert self.action_space.contains(action)
-        return (
-            0,
-            float(np.sum(action[0] if isinstance(action, tuple) else action)),
-            False,
-            False,
-            {},
-        )
+        return 0, float(np.sum(action)), False, False, {}
 
 
 gymnasium.register("test/Spaces-v0", Spaces)
@@ -152,19 +136,15 @@ gymnasium.register("test/Spaces-v0", Spaces)
 @pytest.mark.parametrize(
     ("kind", "valid", "invalid"),
     [
-        ("discrete", {"1": 1, "3": 3, "np.int64(2)": 2, "np.array(2)": 2, "'2'": 2},
-         ["0", "4", "-1", "2.0", "'left'", "[1]", "{}", "object()", "np.array([1, 2])"]),
-        ("box", {"0.5": 0.5, "[1]": 1, "np.array([-0.5])": -0.5, "(0,)": 0, "np.float64(0.5)": 0.5},
-         ["1.5", "[-2]", "[0, 0]", "float('nan')", "'fast'", "np.array([[0.5]])", "[[]]"]),
-        ("two", {"[1, 2]": 3, "np.array([9, 0])": 9}, ["[10, 0]", "[1]", "1", "[300, 1]"]),
-        ("tuple", {"(1, [0, 1])": 1, "[1, np.array([0.5, 0])]": 1}, ["(2, [0, 1])", "(1,)", "1"]),
-        ("sequence", {"(1, 0)": 1}, ["(2, 0)", "1"]),
-        ("many", {"4999": 4999}, ["5000", "-1"]),
+        ("discrete", {"1": 1, "np.int64(2)": 2}, ["0", "4", "2.0", "[1]", "object()"]),
+        ("box", {"0.5": 0.5, "np.array([-0.5])": -0.5, "(0,)": 0},
+         ["1.5", "[0, 0]", "float('nan')", "'fast'"]),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:.*Casting input")
 def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, kind, valid, invalid):
-    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: words())
+    game = Game("Play.", read=lambda text: eval(text.partition("act ")[2] or "None"))
+    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
     env = Gymnasium("test/Spaces-v0", words="a:b", kind=kind)
     assert env.reset(0)[0]["content"] == "Play. End with a valid action.\n0"
     for text, reward in valid.items():
@@ -175,14 +155,6 @@ def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, kind, vali
         refused = [env.step(f"I act {text}") for _ in range(3)]
         assert [step.reward for step in refused] == [-0.1, -0.1, -1.0], text
         assert refused[0].message == user("End with a valid action.") and refused[2].done
-
-
-def test_names_of_words_beyond_the_space_are_invalid(monkeypatch):
-    game = Game("Play.", ("one", "two", "three", "four"), first=1)
-    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
-    env = Gymnasium("test/Spaces-v0", words="a:b")
-    env.reset(0)
-    assert [env.step(name).reward for name in ("three", "four")] == [3.0, -0.1]
 
 
 def test_many_actions_are_a_range_in_the_prompt():

@@ -46,22 +46,10 @@ def test_observations_rewards_and_ends_are_the_servers_and_a_stopped_one_is_a_fa
         idle.reset(0)
 
 
-@pytest.mark.parametrize(
-    ("action", "right", "wrong"),
-    [
-        ("Text", ["message"], {"text": "has the fields message; the server needs field=message",
-                             "message text": "message"}),
-        ("Move", ["row column", "column row", "row column note"],
-         {"row": "has the fields row column note; the server needs field=row column",
-          "message": "needs field=row column", "row column message": "row column note"}),
-        ("Free", ["message", "anything"], {}),
-    ],
-)  # fmt: skip
-def test_a_field_that_the_servers_action_has_not_is_refused_at_once(start, action, right, wrong):
-    server = start(action)
-    for field in right:
+def test_a_field_that_the_servers_action_has_not_is_refused_at_once(start):
+    server = start("Move")
+    for field in ("row column", "column row", "row column note"):
         assert OpenEnv(server.url, field).fields == field.split()
-    for field, said in wrong.items():
-        for url in (server.url, server.url.replace("http", "ws") + "/"):
-            with pytest.raises(UsageError, match=f"field={field}: the server's action .*{said}"):
-                OpenEnv(url, field)
+    for field in ("row", "message", "row column message"):
+        with pytest.raises(UsageError, match=f"field={field}: .* row column note; .*=row column"):
+            OpenEnv(server.url, field)

@@ -1,14 +1,12 @@
 """Remote environments: same episodes as locally; a server that fails loses only its episode."""
 
-import random
-import re
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from environments.adapters.remote import Remote, RemoteAgents, RemoteError
+from environments.adapters.remote import Remote, RemoteError
 from environments.base import EnvFailure, Step
 from environments.plumbing.registry import make
 
@@ -47,20 +45,19 @@ def test_episode_equals_that_of_the_served_environment():
 
 def test_values_of_numpy_are_those_of_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    step = "Step(None, np.float32(0.5), np.bool_(True), {'n': np.int64(3)}, truncated=np.True_)"
-    Path("num.py").write_text(
-        "import numpy as np\nfrom environments.base import Env, MultiAgentEnv, Step\n"
-        "OPENING = [{'role': 'user', 'content': '?'}]\n"
-        "class One(Env):\n    def reset(self, seed): return OPENING\n"
-        f"    def step(self, response): return {step}\n"
-        "class Two(MultiAgentEnv):\n    def reset(self, seed): return {'a': OPENING}\n"
-        f"    def step(self, responses): return {{'a': {step}}}\n"
-    )
-    one, two = Remote("num.py:One"), RemoteAgents("num.py:Two")
-    one.reset(0), two.reset(0)
-    plain = Step(None, 0.5, True, {"n": 3}, truncated=True)
-    assert one.step("") == plain and two.step({"a": ""}) == {"a": plain}
-    one.close(), two.close()
+    Path("num.py").write_text("""
+import numpy as np
+from environments.base import Env, Step
+class One(Env):
+    def reset(self, seed):
+        return [{"role": "user", "content": "?"}]
+    def step(self, response):
+        return Step(None, np.float32(0.5), np.bool_(True), {"n": np.int64(3)}, truncated=np.True_)
+""")
+    env = Remote("num.py:One")
+    env.reset(0)
+    assert env.step("") == Step(None, 0.5, True, {"n": 3}, truncated=True)
+    env.close()
 
 
 @pytest.mark.parametrize(("misdeed", "failure", "reason"), [
@@ -99,20 +96,3 @@ def test_close_kills_the_process_and_its_children(tmp_path):
     child = int(env.reset(1)[0]["content"])
     env.close()
     wait_for_the_end_of(child)
-
-
-def test_several_agents_play_as_in_this_process():
-    local, served = make("tic_tac_toe:opponent=self"), make("remote:env=tic_tac_toe:opponent=self")
-    assert isinstance(served, RemoteAgents) and served.reset(3) == local.reset(3)
-    agent, rng = "X", random.Random(0)
-    for _ in range(9):
-        guess = served.guess(agent, rng)
-        assert re.fullmatch(r".*<move>\d</move>", guess)
-        steps = local.step({agent: guess})
-        assert served.step({agent: guess}) == steps
-        asked = [name for name, step in steps.items() if step.message and not step.done]
-        if not asked:
-            break
-        [agent] = asked
-    assert asked == [] and all(step.done for step in steps.values())
-    served.close()

@@ -1,14 +1,13 @@
 """How Gymnasium environments are described to a policy, and players for some of them.
 
-Five have rules in few words, names for their actions and a player. For all others the rules are
+Three have rules in few words, names for their actions and a player. For all others the rules are
 those of the environment's docstring and the state is numbers; actions are numbers or JSON. A `Game`
 of yours (`words=module:GAME`) replaces both.
 
-CartPole: pushes towards the side to which the pole leans and falls. MountainCar: pushes in the
-direction of the car's motion. Blackjack: basic strategy without doubling and splitting (Baldwin
-et al., 1956); mean return about -0.045 per hand. FrozenLake and Taxi: the best action by value
-iteration (Bellman, 1957) on the transition table that the environment publishes; so does any other
-environment with such a table.
+CartPole: pushes towards the side to which the pole leans and falls. Blackjack: basic strategy
+without doubling and splitting (Baldwin et al., 1956); mean return about -0.045 per hand.
+FrozenLake: the best action by value iteration (Bellman, 1957) on the transition table that the
+environment publishes; so does any other environment with such a table.
 
 >>> GAMES["Blackjack-v1"].show((16, 10, 0))
 'you 16 dealer 10 ace no'
@@ -156,12 +155,6 @@ def cartpole(observation: Any) -> int:
     return int(3 * round(float(angle), 2) + round(float(angular_speed), 1) > 0)
 
 
-def mountain_car(observation: Any) -> int:
-    """Returns 0 (left) or 2 (right)."""
-    _, speed = observation
-    return 2 if speed >= 0 else 0
-
-
 def blackjack(observation: Any) -> int:
     """Returns 0 (stick) or 1 (hit)."""
     total, dealer, usable_ace = (int(number) for number in observation)
@@ -212,11 +205,6 @@ def _frozen_lake(env: Any) -> Game:
     )
 
 
-def _show_taxi(state: int) -> str:
-    row, column, place, goal = state // 100, state // 20 % 5, state // 4 % 5, state % 4
-    return f"taxi {row},{column} passenger {['R', 'G', 'Y', 'B', 'in'][place]} to {'RGYB'[goal]}"
-
-
 GAMES = {
     "CartPole-v1": Game(
         "Keep the pole up. Cart: x place, v speed; pole: a angle, w turn speed.",
@@ -230,21 +218,5 @@ GAMES = {
         ("stick", "hit"),
         lambda o: f"you {o[0]} dealer {o[1]} ace {'yes' if o[2] else 'no'}",
         blackjack,
-    ),
-    "Taxi-v4": Game(
-        "Fetch the passenger, drop at the goal. R 0,0 G 0,4 Y 4,0 B 4,3 (row,column). Walls: "
-        "columns 1|2 in rows 0 1; 0|1 and 2|3 in rows 3 4.",
-        ("south", "north", "east", "west", "pickup", "dropoff"),
-        _show_taxi,
-        solved="terminated",
-        forfeit=200,
-    ),
-    "MountainCar-v0": Game(
-        "Swing up to x 0.5; the engine is weak. x place, v speed in hundredths.",
-        ("left", "none", "right"),
-        lambda o: f"x {o[0]:z.2f} v {100 * o[1]:z.1f}",
-        mountain_car,
-        solved="terminated",
-        forfeit=200,
     ),
 }

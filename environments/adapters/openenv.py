@@ -8,8 +8,7 @@ the response that has them all. Observation: the fields that the server returns,
 Reward:
 
     the server's            no reward counts as 0
-    -0.1                    the action is nested more than 100 deep, or the server rejects it as
-                            invalid; at most twice per episode
+    -0.1                    the server rejects the action as invalid; at most twice per episode
     -1                      the third invalid action; the episode ends
 
 If the server cannot be reached, the episode fails with EnvFailure; an exception of the environment
@@ -37,7 +36,6 @@ from environments.parsing import MAX_CANDIDATES, MAX_CHARACTERS, Retries, read_a
 
 HIDDEN_FIELDS = ("done", "reward", "metadata")
 CONNECT_TIMEOUT = 10.0  # seconds
-MAX_DEPTH = 101  # of nested lists and objects; the server's JSON library fails beyond 254
 
 
 class OpenEnv(Env):
@@ -85,17 +83,14 @@ class OpenEnv(Env):
             return self.retries.refuse(self.hint)
         # lone surrogates cannot be sent: "?" replaces them
         payload = json.loads(json.dumps(action, ensure_ascii=False).encode("utf-8", "replace"))
-        if _depth(payload) > MAX_DEPTH:
-            return self.retries.refuse(self.hint)
         try:
             result = self.client.step(payload)
         except Exception as error:
             if "VALIDATION_ERROR" in str(error):
                 return self.retries.refuse(self.hint)
             self._disconnect()
-            kind = (
-                RuntimeError if "(code: " in str(error) else EnvFailure
-            )  # the server has answered
+            has_answered = "(code: " in str(error)
+            kind = RuntimeError if has_answered else EnvFailure
             raise kind(f"the OpenEnv server at {self.url}: {_text(error)}") from None
         reward = float(result.reward or 0.0)
         if result.done:
@@ -162,17 +157,6 @@ def as_text(observation: dict[str, Any]) -> str:
     if len(texts) == 1 and texts == fields:
         return next(iter(texts.values()))
     return "\n".join(f"{key}: {text}" for key, text in texts.items()) or "Your turn."
-
-
-def _depth(value: Any) -> int:
-    """Returns how deep lists and objects are nested; 1: neither."""
-    depth, level = 0, [value]
-    while level:
-        parts = [v.values() if isinstance(v, dict) else v for v in level]
-        level = [part for values in parts if not isinstance(values, str | int | float | None)
-                 for part in values]  # fmt: skip
-        depth += 1
-    return depth
 
 
 def _text(error: Exception) -> str:

@@ -3,7 +3,6 @@
     python -m environments.adapters.remote tic_tac_toe     # serves one of our environments
     --env remote:env=tic_tac_toe                           # starts that server and plays it
     --env "remote:command=docker run -i my-image"          # or any program with this protocol
-    --env "remote:command=./game,agents=true"              # a program for several agents
 
 The client writes one request per line; the server answers each with one line:
 
@@ -12,12 +11,6 @@ The client writes one request per line; the server answers each with one line:
                                              "info": {}, "fresh": false, "truncated": false}
     {"do": "demonstrate", "hasty": false}   {"text": ".." or null}
     any request that fails on the server    {"error": ".."}
-
-With several agents, `messages`, `response` and the step are dicts by agent:
-
-    {"do": "reset", "seed": 7}              {"agents": {"X": [{"role": "user", "content": ".."}]}}
-    {"do": "step", "responses": {"X": ".."}}   {"agents": {"X": {"message": .., "reward": ..}}}
-    {"do": "guess", "agent": "X", "seed": 7}   {"text": ".." or null}    a random player's response
 
 Observations, actions and rewards are those of the served environment. If the server does not answer
 within `timeout`, exits, or sends anything but one valid line, the client kills it and raises
@@ -36,7 +29,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -45,7 +37,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeVar
 
@@ -54,7 +45,6 @@ from environments.base import (
     Env,
     EnvFailure,
     Message,
-    MultiAgentEnv,
     Step,
     UsageError,
     checked_step,
@@ -76,25 +66,13 @@ class RemoteError(RuntimeError):
     """The served environment raised an exception."""
 
 
-def remote(
-    env: str = "", command: str = "", timeout: float = 10.0, agents: bool = False
-) -> Env | MultiAgentEnv:
-    """Returns an environment that is played in a server process.
+class Remote(Env):
+    """Plays an environment for one player in a server process.
 
     `env`: name of one of our environments, with `;` between its options instead of `,`.
     `command`: command line of any other server; it is not passed to a shell.
     `timeout`: seconds until each answer.
-    `agents`: whether `command` serves several agents; `env` says so itself.
     """
-    several = agents or bool(env and not isinstance(make(env.replace(";", ",")), Env))
-    return (RemoteAgents if several else Remote)(env, command, timeout)
-
-
-remote.heavy = True  # type: ignore[attr-defined]  # as that of the classes below
-
-
-class _Connection:
-    """A server process, and requests to it. The options are those of `remote`."""
 
     heavy = True
 
@@ -109,13 +87,22 @@ class _Connection:
         if env:
             spec = env.replace(";", ",")
             served = make(spec)  # raises UsageError here instead of in the server
-            if schemas(served):
-                raise UsageError(f"{spec} has tools, which remote does not pass on")
+            if schemas(served) or not isinstance(served, Env):
+                raise UsageError(f"{spec}: remote plays neither tools nor several agents")
             self.variables = variables_of_python()
             self.arguments = [sys.executable, "-m", "environments.adapters.remote", spec]
         self.timeout = timeout
         self.process: subprocess.Popen | None = None
         self.stderr: IO[bytes] | None = None
+
+    def reset(self, seed: int) -> list[Message]:
+        return self._request({"do": "reset", "seed": seed}, lambda a: _read_messages(a["messages"]))
+
+    def step(self, response: str) -> Step:
+        return self._request({"do": "step", "response": response}, _read_step)
+
+    def demonstrate(self, hasty: bool = False) -> str | None:
+        return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
 
     def close(self) -> None:
         """Kills the server process and its children, if it runs, and closes its pipes."""
@@ -174,37 +161,9 @@ class _Connection:
         return process
 
 
-class Remote(_Connection, Env):
-    """Plays a single-agent environment in a server process. The options are those of `remote`."""
-
-    def reset(self, seed: int) -> list[Message]:
-        return self._request({"do": "reset", "seed": seed}, lambda a: _read_messages(a["messages"]))
-
-    def step(self, response: str) -> Step:
-        return self._request({"do": "step", "response": response}, _read_step)
-
-    def demonstrate(self, hasty: bool = False) -> str | None:
-        return self._request({"do": "demonstrate", "hasty": hasty}, lambda a: a.get("text"))
-
-
-class RemoteAgents(_Connection, MultiAgentEnv):
-    """Plays an environment for several agents in a server process, as `Remote` does."""
-
-    def reset(self, seed: int) -> dict[str, list[Message]]:
-        return self._request({"do": "reset", "seed": seed}, partial(_by_agent, _read_messages))
-
-    def step(self, responses: dict[str, str]) -> dict[str, Step]:
-        return self._request({"do": "step", "responses": responses}, partial(_by_agent, _read_step))
-
-    def guess(self, agent: str, rng: random.Random) -> str | None:
-        request = {"do": "guess", "agent": agent, "seed": rng.randrange(2**31)}
-        return self._request(request, lambda a: a.get("text"))
-
-
 def serve(spec: str) -> None:
     """Answers requests on stdin until it closes; what the environment prints goes to stderr."""
     env = make(spec)
-    respond = partial(_answer, env) if isinstance(env, Env) else partial(_answer_agents, env)
     answers, sys.stdout = sys.stdout, sys.stderr
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(
@@ -212,28 +171,18 @@ def serve(spec: str) -> None:
         )  # bytes that are no UTF-8: no request either
     for line in sys.stdin:
         try:
-            answer = json.dumps(respond(json.loads(line)))
+            answer = json.dumps(_answer(env, json.loads(line)))
         except Exception as error:
             answer = json.dumps({"error": f"{type(error).__name__}: {error}"})
         print(answer, file=answers, flush=True)
 
 
-def _answer(env: Env, request: dict[str, Any]) -> dict[str, Any]:
+def _answer(env: Any, request: dict[str, Any]) -> dict[str, Any]:
     if request["do"] == "reset":
         return {"messages": env.reset(_seed(request))}
     if request["do"] == "step":
         return vars(checked_step(env.step(request["response"]), PLAYER, is_single=True))
     return {"text": env.demonstrate(request["hasty"])}
-
-
-def _answer_agents(env: MultiAgentEnv, request: dict[str, Any]) -> dict[str, Any]:
-    if request["do"] == "reset":
-        return {"agents": env.reset(_seed(request))}
-    if request["do"] == "step":
-        steps = env.step(request["responses"])
-        checked = {agent: checked_step(step, agent, False) for agent, step in steps.items()}
-        return {"agents": {agent: vars(step) for agent, step in checked.items()}}
-    return {"text": env.guess(request["agent"], random.Random(_seed(request)))}
 
 
 def _seed(request: dict[str, Any]) -> int:
@@ -311,10 +260,6 @@ def _kill(process: subprocess.Popen) -> None:
             process.kill()
 
 
-def _by_agent(read: Callable[[Any], T], answer: dict[str, Any]) -> dict[str, T]:
-    return {agent: read(value) for agent, value in answer["agents"].items()}
-
-
 def _read_messages(value: Any) -> list[Message]:
     return [{"role": m.get("role", "user"), "content": m["content"]} for m in value]
 
@@ -323,7 +268,7 @@ def _read_step(answer: Any) -> Step:
     message = None if answer.get("message") is None else _read_messages([answer["message"]])[0]
     optional = {name: answer[name] for name in ("info", "fresh", "truncated") if name in answer}
     step = Step(message, answer["reward"], answer["done"], **optional)
-    return checked_step(step, PLAYER, is_single=False)
+    return checked_step(step, PLAYER, is_single=True)
 
 
 if __name__ == "__main__":

@@ -83,12 +83,7 @@ def to_action(space: Any, value: Any) -> Any:
 def as_element(space: Any, action: Any) -> Any:
     """Returns an action that a `Game` read as an element of `space`; None if it is not one."""
     with suppress(TypeError, ValueError, RecursionError):  # no JSON, or a space of another kind
-        found = to_action(space, json.loads(to_json(action))["action"])
-        if found is not None:
-            return found
-    with suppress(TypeError, ValueError, OverflowError):
-        if action is not None and space.contains(action):
-            return action
+        return to_action(space, json.loads(to_json(action))["action"])
     return None
 
 

@@ -57,7 +57,7 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "openenv": "environments.adapters.openenv:OpenEnv",
     "pettingzoo": "environments.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
-    "remote": "environments.adapters.remote:remote",
+    "remote": "environments.adapters.remote:Remote",
     "reverse": "environments.reverse:Reverse",
     "reverse_echo": "environments.reverse:ReverseEcho",
     "reward_hacking": "environments.reward_hacking:RewardHacking",
