@@ -181,7 +181,7 @@ def most_at_once(spec: EnvSpec) -> int:
     """How many heavy environments exist while one of these begins: more would only wait."""
     if not is_program(spec):
         return 32
-    return (os.cpu_count() or 1) + 4 if "command" in spec.values else 64  # processes, threads
+    return (os.cpu_count() or 1) + 4 if spec.values["command"] else 64  # processes, threads
 
 
 def is_program(spec: EnvSpec) -> bool:
