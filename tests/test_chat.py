@@ -20,7 +20,7 @@ from core.report import curves
 from core.run.console import printable
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
-from core.types import Message, UsageError
+from core.types import Message
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.plumbing import registry
 
@@ -240,18 +240,13 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
     assert talk(*args, "--port", 7)[:2] == (0, "")
     [(episode, port)] = served
     assert (episode.seed, port, list(episode.players)) == (EVAL_SEEDS[0], 7, ["before", "trained"])
-    for name in ("before", "trained"):
+    wanted = [expected("lora", runs["lora"], before=before) for before in (True, False)]
+    for name, answer in zip(("before", "trained"), wanted, strict=True):
         episode.start(0)
         episode.act("player", player=name)
-        answer = expected("lora", runs["lora"], before=name == "before")
         assert printable(episode.log[1]["text"]) == answer
     episode.talk(QUESTION)  # the same messages as in the game, so the same answers
-    assert [printable(row["text"]) for row in episode.talk_log[1:]] == [
-        expected("lora", runs["lora"], before=before) for before in (True, False)
-    ]
-    with pytest.raises(UsageError, match="the context of an episode has 512"):
-        episode.talk("many " * 5000)
-    assert len(episode.talk_log) == 3
+    assert [printable(row["text"]) for row in episode.talk_log[1:]] == wanted
 
 
 @pytest.mark.parametrize(
@@ -261,12 +256,9 @@ def test_web_page_lets_both_models_of_a_run_take_turns(runs, talk, monkeypatch):
         (["nobody"], "cannot be reached"),
         (["nobody"], "; runs/ has mine"),
         (["runs/nobody"], "core.chat: runs/nobody: there is no such run; runs/ has mine"),
-        (["./runs/nobody", "--before"], "there is no such run; runs/ has mine"),
         (["no_checkpoint"], "no checkpoint yet"),
         (["MODEL", "--before"], "--before"),
-        (["MODEL", "--env", "snaek"], "snaek"),
         (["MODEL", "--temperature", "hot"], "could not convert string to float: 'hot'"),
-        ([], "name a run, such as runs/mine, or a model, such as tiny; runs/ has mine"),
     ],
 )
 def test_invalid_arguments_exit_with_2_and_name_the_culprit(
@@ -280,8 +272,3 @@ def test_invalid_arguments_exit_with_2_and_name_the_culprit(
     shutil.copy(runs["full"] / "config.yaml", "runs/mine")
     code, out, err = talk(*(arg.replace("MODEL", str(qwen3_folder)) for arg in args))
     assert (code, out) == (2, "") and culprit in err and "Traceback" not in err
-
-
-def test_help_explains_the_settings(talk):
-    code, out, _ = talk("--help")
-    assert code == 0 and "Sampling temperature" in out

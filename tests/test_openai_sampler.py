@@ -57,7 +57,7 @@ def fault(messages):
 
 
 class Server(BaseHTTPRequestHandler):
-    """Counts the letters of the quoted word and streams the answer five characters at a time.
+    """Streams the number of a letter in the quoted word, in two parts.
 
     Answers with the status codes in `server.failures` first. A chat with a word in `server.broken`
     gets that answer instead: (headers, body), or "hang" for none before the test ends.
@@ -74,43 +74,28 @@ class Server(BaseHTTPRequestHandler):
             self.send_error(400, wrong)
             return
         if self.server.failures:
-            self.send_response(self.server.failures.pop(0))
-            for name, value in self.server.retry_after.items():
-                self.send_header(name, value)
-            self.send_header("Location", "http://127.0.0.1:9/v1")
-            self.end_headers()
-            self.wfile.write(b"not\nnow")
+            headers = {"retry-after-ms": "1", "Location": "http://127.0.0.1:9/v1"}
+            self.answer(self.server.failures.pop(0), headers, b"not\nnow")
             return
         text = body["messages"][-1]["content"]
-        word = text.split(chr(34))[1]
-        if answer := self.server.broken.get(word):
-            self.send_broken(answer)
-            return
-        answer = f"<answer>{text.split(chr(34))[1].count(text.split()[2])}</answer>"
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        for i in range(0, len(answer), 5):
-            self.send_event(choices=[{"delta": {"content": answer[i : i + 5]}}])
-        self.wfile.write(b": comment\n\n")
-        self.send_event(choices=[])
-        self.send_event(usage={"total_tokens": 1})
-        self.send_event(choices=[{"delta": {}, "finish_reason": self.server.finish}])
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def send_broken(self, answer):
-        if answer == "hang":
+        word = text.split('"')[1]
+        broken = self.server.broken.get(word)
+        if broken == "hang":
             self.server.ended.wait(120)
-            return
-        headers, body = answer
-        self.send_response(200)
+        elif broken:
+            self.answer(200, *broken)
+        else:
+            found = event("<answer>") + event(f"{word.count(text.split()[2])}</answer>")
+            usage = b': comment\n\ndata: {"choices": [], "usage": {"total_tokens": 1}}\n\n'
+            end = event("", self.server.finish) + b"data: [DONE]\n\n"
+            self.answer(200, STREAM, found + usage + end)
+
+    def answer(self, status, headers, body):
+        self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
-
-    def send_event(self, **data):
-        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
 
     def log_message(self, *args):
         pass
@@ -120,7 +105,7 @@ class Server(BaseHTTPRequestHandler):
 def server():
     with loopback(Server) as server:
         server.url += "/v1"
-        server.failures, server.finish, server.retry_after = [], "stop", {"retry-after-ms": "1"}
+        server.failures, server.finish = [], "stop"
         server.broken, server.ended = {}, threading.Event()
         yield server
         server.ended.set()

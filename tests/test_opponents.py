@@ -4,20 +4,17 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_small, loopback, metrics_of
+from conftest import load_small, metrics_of
 from test_episodes import Scripted
 
 from core.config import Config, resolve
 from core.episodes import RolloutCollector
 from core.extras import opponents
 from core.extras.opponents import Opponents, copies_at, load_opponent
-from core.run import checkpoint
-from core.run import folder as run_dir
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
 from core.types import Completion, UsageError
@@ -75,7 +72,7 @@ def test_the_seed_decides_the_seat_and_a_group_shares_it(policy, tmp_path):
         assert len(answers) == len(r.turns)
 
 
-def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_path):
+def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_path, monkeypatch):
     def play(seed, extra=()):
         collector = joined(policy, tmp_path, samplers={"./a": TorchSampler(policy)})
         tasks = [Task("nim:opponent=./a", s, i) for i, s in enumerate([1, 3, *extra])]
@@ -83,16 +80,10 @@ def test_draws_of_an_opponent_depend_on_the_seed_and_the_place_only(policy, tmp_
         found = collector.collect(tasks, sampler, replace(PARAMS, seed=seed))
         return [r.opponents for r in found if r.seed in (1, 3)]
 
-    class Polite(Nim):
-        def reset(self, seed):
-            super().reset(seed)
-            self.stones = 3
-            return {"first": [self._message()]}
-
-        def step(self, responses):  # no answer is unreadable
-            return super().step(dict.fromkeys(responses, "<move>1</move>"))
-
-    registry.ENVIRONMENTS["nim"] = Polite
+    step = Nim.step  # no answer is unreadable
+    monkeypatch.setattr(
+        Nim, "step", lambda self, told: step(self, dict.fromkeys(told, "<move>3</move>"))
+    )
     assert play(5) == play(5, extra=[5, 9]) != play(6)
 
 
@@ -107,22 +98,6 @@ def test_an_opponent_whose_server_fails_fails_the_episode(policy, tmp_path):
     assert [(r.agent, len(r.turns)) for r in rollouts] == [("first", 1), ("second", 0)]
     assert {r.error for r in rollouts} == {"EnvFailure: openai:m: status 500"}
     assert all(r.env_failure for r in rollouts)
-
-
-def test_an_update_in_which_the_policy_never_acts_is_skipped(command):
-    class First(Nim):
-        """The agent that answers first wins."""
-
-        def reset(self, seed):
-            self.stones = 1
-            return {self.agents[1 - seed % 2]: [self._message()]}
-
-    registry.ENVIRONMENTS["first"] = First
-    flags = [*FLAGS[5:], "--env", "first:opponent=guess", "--num-updates", 2, "--run-name", "a"]
-    code, out, _ = command(*flags, "--curriculum", 0)
-    assert code == 0 and "update 1: no gradient step: no usable rollout" in out
-    assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2]
-    assert metrics_of("runs/a")[-1]["tokens/sampled"] == 0
 
 
 def test_copies_of_the_last_updates_are_drawn_evenly_and_evaluations_meet_the_first(
@@ -175,19 +150,6 @@ def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path)
     assert not (tmp_path / "opponents/000016").exists()
 
 
-def test_the_model_of_a_lora_run_is_its_base_with_its_adapters(qwen3_folder, tmp_path):
-    policy = load_small(qwen3_folder, lora_rank=2)
-    with torch.no_grad():
-        for parameter in policy.trainable().values():
-            parameter.add_(0.05)
-    cfg = resolve(Config(model_id=str(qwen3_folder), lora_rank=2, max_model_len=512))
-    run_dir.write_config(tmp_path, run_dir.config_to_dict(cfg))
-    checkpoint.export_model(tmp_path, policy)
-    loaded = load_opponent(tmp_path, cfg, policy)
-    ids = torch.tensor([[5, 6, 7, 8]])
-    assert torch.equal(loaded.hidden_states(ids), policy.hidden_states(ids))
-
-
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
     policy, qwen3_folder, tmp_path, monkeypatch
 ):
@@ -224,34 +186,27 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(command, env, reas
     assert not (tmp_path / "runs").exists()
 
 
-class Server(BaseHTTPRequestHandler):
-    """Streams one move to every request."""
+def test_an_opponent_samples_at_temperature_1_in_evaluations_too(policy, tmp_path):
+    class Other(Scripted):
+        def complete(self, request):
+            asked.append(request)
+            return super().complete(request)
 
-    def do_POST(self):
-        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        choice = {"delta": {"content": "<move>1</move>"}, "finish_reason": "stop"}
-        self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n".encode())
-
-    def log_message(self, *args):
-        pass
-
-
-def test_a_model_behind_a_server_plays_and_leaves_the_context_of_the_policy(policy, tmp_path):
-    pytest.importorskip("openai")
-    max_length, collector = policy.max_length, RolloutCollector(policy, max_turns=30)
-    sampler = Scripted(policy, "<move>9</move>")
-    with loopback(Server) as server:
-        spec = f"nim:opponent=openai:m@{server.url}/v1"
-        collector.opponents = Opponents(Config(env=(spec,)), policy, tmp_path, {"update": 0})
-        tasks = [Task(spec, seed, seed) for seed in (0, 1)]
-        rollouts = collector.collect(tasks, sampler, replace(PARAMS, temperature=0.0))
+    asked = []
+    collector = joined(policy, tmp_path, samplers={"openai:m": Other(policy, "<move>9</move>")})
+    tasks = [Task("nim:opponent=openai:m", seed, seed) for seed in (0, 1)]
+    params = replace(PARAMS, temperature=0.0)
+    rollouts = collector.collect(tasks, Scripted(policy, "<move>1</move>"), params)
     assert [r.agent for r in rollouts] == ["first", "second"] and not any(r.error for r in rollouts)
-    assert {body["model"] for body in server.asked} == {"m"} and policy.max_length == max_length
-    assert all(body["messages"][-1]["role"] == "user" for body in server.asked)
-    assert all(body["temperature"] == 1.0 for body in server.asked)
+    assert asked and all(request.params.temperature == 1.0 for request in asked)
+
+
+def test_a_server_as_opponent_leaves_the_context_of_the_policy(policy, tmp_path):
+    pytest.importorskip("openai")
+    max_length, spec = policy.max_length, "nim:opponent=openai:m@http://127.0.0.1:9/v1"
+    [sampler] = Opponents(Config(env=(spec,)), policy, tmp_path, {"update": 0}).samplers.values()
+    assert (sampler.model, sampler.base_url) == ("m", "http://127.0.0.1:9/v1")
+    assert policy.max_length == max_length
 
 
 FLAGS = """--env nim:opponent=older:1 --eval-env nim:opponent=older:1 nim:opponent=guess
