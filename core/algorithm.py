@@ -22,7 +22,7 @@ from typing import Any
 
 import algorithms
 from algorithms.options import LoopOptions
-from core.types import UsageError
+from core.faults import UsageError
 from environments.plumbing.registry import describe_error, find_file, import_file
 
 FOLDER = Path(algorithms.__file__).parent

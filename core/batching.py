@@ -34,9 +34,10 @@ from algorithms.common import Batch, Micro
 from algorithms.kl import kl_estimate
 from core import distributed
 from core.config import Config
+from core.faults import UsageError
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree, parts
-from core.types import Kept, Rollout, Turn, UsageError
+from core.types import Kept, Rollout, Turn
 
 
 @dataclass

@@ -21,7 +21,8 @@ from typing import Any, cast
 from jinja2 import Environment, TemplateError
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.types import Message, UsageError
+from core.faults import UsageError
+from core.types import Message
 from environments.plumbing.text import one_line
 from environments.plumbing.tools import call_text
 

@@ -38,7 +38,7 @@ from core.algorithm import (
     name_of,
     needs_of,
 )
-from core.types import UsageError
+from core.faults import UsageError
 from environments.plumbing.options import key_value_pairs, read_literal
 from environments.plumbing.registry import EnvSpec, absolute, runs_code
 

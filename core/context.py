@@ -24,8 +24,9 @@ from core.chat_template import (
     without_opened_thought,
     without_thinking,
 )
+from core.faults import UsageError
 from core.policy import Policy
-from core.types import Completion, Message, Rollout, Turn, UsageError
+from core.types import Completion, Message, Rollout, Turn
 from environments.base import Env, EnvFailure, Response, Step
 
 MAX_OPENINGS = 1000  # prompts that a renderer keeps

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from core.types import Fault, RankLost, UsageError
+from core.faults import Fault, RankLost, UsageError
 
 T = TypeVar("T")
 LAUNCHED = "TORCHELASTIC_RUN_ID"  # set by torchrun, as are RANK and WORLD_SIZE

@@ -24,13 +24,14 @@ from typing import Any
 
 from core import distributed
 from core.context import Agent, Renderer
+from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall, Pool, PooledEnv, is_program
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
 from core.tasks import Task
 from core.threads import Outcome, Threads, TimeLimit
-from core.types import Message, Rollout, UsageError
+from core.types import Message, Rollout
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, PLAYER, TRAIN_SEEDS, EndRun, EnvFailure
 from environments.plumbing.registry import place_of
 from environments.plumbing.tools import name_of

@@ -26,10 +26,10 @@ from transformers.utils import logging
 
 from core.chat_template import check_template, end_of_turn_id, set_template_options
 from core.config import RUNS, parse_template_options
+from core.faults import UsageError
 from core.kv_cache import prefill
 from core.policy import Float32Head, Policy
 from core.prefix_sharing import ATTENTION, make_tree
-from core.types import UsageError
 
 MAX_GAP, MAX_GAP_16_BIT = 1e-3, 0.1  # nats; both paths round differently, above all in 16 bits
 MAX_SHARING_GAP = 1e-3  # nats in float32; SmolLM2-135M rounds 1e-4 nats apart on some processors

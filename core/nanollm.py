@@ -40,6 +40,7 @@ import torch
 
 from core import canary, distributed, weight_sharing
 from core.config import is_installed
+from core.faults import UsageError
 from core.policy import Policy
 from core.process_state import (
     preserve_process_state,
@@ -56,7 +57,7 @@ from core.sampler import (
     to_completion,
 )
 from core.seeds import derive_seed
-from core.types import Completion, UsageError
+from core.types import Completion
 
 LORA_RANKS = [1, 8, 16, 32, 64, 128, 256]  # ranks that vLLM has slots for
 # nats per token; in bfloat16, SmolLM2-135M has 0.051 on some processors

@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from algorithms.token_logprobs import only_kept
+from core.faults import Fault, OutOfMemory, UsageError, ran_out
 from core.kv_cache import prefill
 from core.policy import Policy
 from core.seeds import derive_seed
-from core.types import Completion, Fault, Kept, Message, OutOfMemory, UsageError, ran_out
+from core.types import Completion, Kept, Message
 
 ADMIT_ABOVE = 0.25  # new prompts wait until they are this share of the batch: a prefill costs time
 

@@ -14,7 +14,8 @@ import torch
 from algorithms import common
 from core.batching import shape_rewards, to_rollout_batch
 from core.config import Config, needs
-from core.types import Rollout, UsageError
+from core.faults import UsageError
+from core.types import Rollout
 
 MAX_FAILED = 0.5  # fraction of an update's episodes
 

@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache
 
+from core.faults import UsageError
 from core.seeds import DEMONSTRATIONS, TASKS, derive_seed
-from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, as_multi, restored_torch
 from environments.plumbing.registry import Constructor, EnvSpec, describe_error, make

@@ -1,4 +1,4 @@
-"""The afternoon, 2 of 6. The data from environment to gradient, and the errors that end a run.
+"""The afternoon, 2 of 6. The data from environment to gradient.
 
     Message --> prompt ids --> Completion --> Turn --> Rollout --> RolloutBatch --> MicroBatch
 
@@ -12,7 +12,7 @@ The last two, tensors, are in core/batching.py.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from environments.base import Message, UsageError  # noqa: F401 (the first of the errors)
+from environments.base import Message
 
 Kept = list[int] | bytes  # token ids; as bytes one bit for each id of the vocabulary, lowest first
 FinishReason = Literal["stop", "length"]  # the policy ended its turn, or hit the token limit
@@ -88,33 +88,3 @@ class Rollout:
     def num_tokens(self) -> int:
         """Number of tokens that the policy sampled in this episode."""
         return sum(len(turn.completion_ids) for turn in self.turns)
-
-
-# in the messages of PyTorch's allocators for GPUs, CPUs and Apple's GPUs
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-
-
-class Fault(RuntimeError):
-    """Ends a run for a reason other than its input. Printed as one line; exit code 1."""
-
-
-class CannotWrite(Fault):
-    """The disk is full or read-only; everything saved before is complete."""
-
-
-class OutOfMemory(Fault):
-    """GPU or host memory ran out."""
-
-
-def ran_out(error: BaseException) -> bool:
-    """Whether the error says that GPU or host memory ran out."""
-    says_so = any(words in str(error).lower() for words in OUT_OF_MEMORY)
-    return isinstance(error, MemoryError) or says_so
-
-
-class RankLost(Fault):
-    """Another process of torchrun ended; it may know why."""
-
-
-class Stopped(Exception):
-    """Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 stopped the run at a safe point; exit code 130."""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from core.types import UsageError
+from core.faults import UsageError
 from environments.plumbing.registry import make
 
 

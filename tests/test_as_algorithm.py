@@ -11,9 +11,10 @@ from algorithms import grpo, ppo, reinforce
 from algorithms.common import Batch, Micro
 from core.algorithm import load_algorithm
 from core.config import Config
+from core.faults import UsageError
 from core.run.log import read_records
 from core.sampler import SamplingParams
-from core.types import Message, UsageError
+from core.types import Message
 from core.workshop import checker
 from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
 from environments.base import Env, Step

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from core.faults import UsageError
 from core.report import compare
 from core.report.board import board
-from core.types import UsageError
 
 CONFIG = {"algo": "grpo", "env": ["adding"], "model_id": "runs/base/model", "seed": 0,
           "sft_steps": 0, "eval_num_tasks": 256, "max_sampled_tokens": 300}  # fmt: skip

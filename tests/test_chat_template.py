@@ -27,10 +27,11 @@ from core.chat_template import (
 )
 from core.config import parse_template_options
 from core.context import Agent, Renderer
+from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import to_completion
 from core.tiny import tiny_tokenizer
-from core.types import Rollout, UsageError
+from core.types import Rollout
 from environments.base import Step
 
 FEW = settings(max_examples=25, derandomize=True, deadline=None)

@@ -11,6 +11,7 @@ from test_files import small_files
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from core.extras.opponents import saved_updates
+from core.faults import UsageError
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.run import checkpoint
@@ -24,7 +25,6 @@ from core.run.checkpoint import (
     save_checkpoint,
 )
 from core.run.files import sealed
-from core.types import UsageError
 
 
 @pytest.fixture

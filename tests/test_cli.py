@@ -18,9 +18,9 @@ from core import config
 from core.algorithm import algorithm_names, load_algorithm
 from core.config import Config, resolve, validate
 from core.extras import chat
+from core.faults import Fault, UsageError
 from core.run import cli
 from core.run.folder import config_to_dict, quoted, read_config
-from core.types import Fault, UsageError
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,9 +13,9 @@ import torch
 from conftest import PROGRAM, metrics_of
 
 from core import distributed
+from core.faults import Stopped, UsageError
 from core.run import cli
 from core.run import folder as run_dir
-from core.types import Stopped, UsageError
 
 ROOT = Path(__file__).parent.parent
 SMALL = """--sft-steps 20 --sft-batch-size 8 --num-updates 3 --num-prompts 4 --group-size 4

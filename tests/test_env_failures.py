@@ -15,9 +15,9 @@ from test_episodes import PARAMS, Scripted, message
 from core import evaluation, metrics
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.faults import UsageError
 from core.selection import drop_failed
 from core.tasks import Task
-from core.types import UsageError
 from environments.base import (
     DEMO_SEEDS,
     EVAL_SEEDS,

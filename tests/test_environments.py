@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from conftest import needs
 
-from core.types import UsageError
+from core.faults import UsageError
 from environments.base import EVAL_SEEDS
 from environments.plumbing.check import check_env, digest
 from environments.plumbing.registry import make

@@ -8,12 +8,12 @@ import torch
 import transformers
 from conftest import load_small
 
+from core.faults import UsageError
 from core.loading import load_policy
 from core.policy import Policy
 from core.run.memory import checkpoint_layers
 from core.sampler import SamplingParams, TorchSampler
 from core.tiny import tiny_tokenizer
-from core.types import UsageError
 
 SHAPE = {
     "vocab_size": 704, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

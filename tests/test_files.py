@@ -1,9 +1,11 @@
 """Files and folders are complete or absent, have checksums, and fail with the error of the disk."""
 
 import errno
+import os
 import resource
 import shutil
 import signal
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 

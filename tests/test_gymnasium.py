@@ -8,7 +8,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from core.types import UsageError
+from core.faults import UsageError
 from environments.adapters.gymnasium import Gymnasium, extract_action
 from environments.adapters.gymnasium_players import GAMES, Game
 from environments.adapters.spaces import describe, read_json_action, to_json

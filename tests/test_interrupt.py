@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from core.faults import Stopped
 from core.run.interrupt import Interrupt, end_start, set_hooks
-from core.types import Stopped
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import pathlib, sys, time
 from core.run.interrupt import Interrupt
-from core.types import Stopped
+from core.faults import Stopped
 try:
     with Interrupt() as interrupt:
         pathlib.Path("ready").touch()

@@ -187,5 +187,3 @@ def test_a_supervised_step_lowers_the_mean_loss_of_the_demonstrations(policy):
         assert train.sft_step(cfg, run, rollouts) == pytest.approx(before, rel=1e-5)
     stepped.assert_called_once_with(0.25, True)
     assert nll(policy, rollouts) < before - 0.01
-
-

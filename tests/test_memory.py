@@ -7,11 +7,11 @@ from conftest import load_small, rollouts_of
 import train
 from core import batching
 from core.config import Config, resolve
+from core.faults import OutOfMemory, ran_out
 from core.optimizer import make_optimizer
 from core.policy import Policy
 from core.run import memory
 from core.run.memory import bytes_per_token, checkpoint_layers, set_micro_batch_budget
-from core.types import OutOfMemory, ran_out
 
 
 def test_bytes_per_token_are_those_of_a_linear_map_and_its_activation(policy):

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from core.config import Config
+from core.faults import UsageError
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.policy import max_logits
 from core.run.checkpoint import export_model
 from core.run.models import folder_of, load_exported
 from core.tiny import PRETRAINED, write_tiny
-from core.types import UsageError
 
 ROOT = Path(__file__).parent.parent
 IDS = torch.tensor([[65, 66, 67, 68]])

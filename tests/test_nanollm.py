@@ -20,10 +20,10 @@ from test_process_state import state
 from test_sampler import check_ends, staggered, trainer_gap
 
 from core import nanollm, weight_sharing
+from core.faults import UsageError
 from core.loading import load_policy
 from core.nanollm import NanoLLM
 from core.sampler import Request, SamplingParams, TorchSampler
-from core.types import UsageError
 
 sys.path.append(str(Path(__file__).parents[1] / "runs/families"))
 from families import train

@@ -16,11 +16,11 @@ from conftest import loopback
 from core.chat_template import clean_message
 from core.extras import openai_sampler
 from core.extras.openai_sampler import OpenAISampler
+from core.faults import UsageError
 from core.loading import load_policy
 from core.run.log import read_records
 from core.sampler import Request, SamplingParams
 from core.seeds import derive_seed
-from core.types import UsageError
 from environments.base import EVAL_SEEDS
 from environments.plumbing.registry import make
 

@@ -15,9 +15,10 @@ from core.config import Config, resolve
 from core.episodes import RolloutCollector
 from core.extras import opponents
 from core.extras.opponents import Opponents, copies_at, load_opponent
+from core.faults import UsageError
 from core.sampler import SamplingParams, TorchSampler
 from core.tasks import Task
-from core.types import Completion, UsageError
+from core.types import Completion
 from environments.base import EVAL_SEEDS, MultiAgentEnv
 from environments.plumbing import registry
 from environments.plumbing.registry import EnvSpec, make

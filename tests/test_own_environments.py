@@ -12,8 +12,8 @@ import yaml
 import train
 from core import tasks
 from core.config import Config
+from core.faults import UsageError
 from core.run.log import read_records
-from core.types import UsageError
 from environments.base import Env, Step
 from environments.plumbing import registry
 from environments.plumbing.registry import (

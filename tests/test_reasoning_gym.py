@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from conftest import needs
 
-from core.types import UsageError
+from core.faults import UsageError
 from environments.adapters.reasoning_gym import ReasoningGym, is_safe
 from environments.plumbing.registry import make
 

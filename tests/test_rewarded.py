@@ -12,9 +12,9 @@ import torch
 from test_episodes import Scripted
 
 from core.episodes import RolloutCollector
+from core.faults import UsageError
 from core.sampler import SamplingParams
 from core.tasks import Task, eval_tasks
-from core.types import UsageError
 from environments import rewarded
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, EnvFailure, is_held_out
 from environments.plumbing.check import check_env

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from core.faults import CannotWrite, UsageError
 from core.loop import open as run
 from core.run.folder import create_run, lock_run_dir, new_folder
-from core.types import CannotWrite, UsageError
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = {"algo": "grpo"}

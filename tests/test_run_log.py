@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from core.faults import UsageError
 from core.report.page import pack_rollouts
 from core.run import log as run_log
 from core.run.log import RunLog, read_records, rewind
-from core.types import Rollout, Turn, UsageError
+from core.types import Rollout, Turn
 
 CONFIG = {"algo": "grpo", "env": ["letter_counting"], "model_id": "tiny", "seed": 0}
 ROLLOUTS = ("rollouts.old.jsonl", "rollouts.jsonl")

@@ -12,11 +12,12 @@ from algorithms.token_logprobs import token_logprobs
 from core import nanollm
 from core import sampler as sampler_module
 from core.batching import cut, to_rollout_batch
+from core.faults import Fault, UsageError
 from core.kv_cache import prefill
 from core.loading import load_policy
 from core.nanollm import make_sampler
 from core.sampler import Request, SamplingParams, TorchSampler, draw, keep_likely, uniforms
-from core.types import Fault, Rollout, Turn, UsageError
+from core.types import Rollout, Turn
 
 PROMPTS = [[65, 66, 67], [68] * 11, [65, 66, 67], [70, 71], [68] * 11, [65, 66, 67]]
 EVERY_SIXTH = list(range(0, 704, 6))  # as stop ids: about every sixth token ends a completion

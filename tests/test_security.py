@@ -22,11 +22,11 @@ from test_openai_sampler import server  # noqa: F401
 
 from core import config
 from core.extras import chat
+from core.faults import UsageError
 from core.loading import load_policy
 from core.optimizer import make_optimizer
 from core.run import cli
 from core.run.checkpoint import START, find_checkpoint, load_checkpoint, save_checkpoint
-from core.types import UsageError
 from environments.adapters.remote import RemoteError
 from environments.base import EnvFailure
 from environments.plumbing import registry

@@ -3,13 +3,14 @@
 import pytest
 
 from core.config import Config
+from core.faults import UsageError
 from core.metrics import rollout_metrics
 from core.selection import (
     check_reward_parts,
     groups_with_spread,
     with_spread,
 )
-from core.types import Rollout, Turn, UsageError
+from core.types import Rollout, Turn
 
 
 def rollout(reward, seed=0, group=0, agent="player", env="e"):

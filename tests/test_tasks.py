@@ -3,6 +3,7 @@
 import pytest
 
 from core.evaluation import trivial_accuracy
+from core.faults import UsageError
 from core.tasks import (
     Task,
     check_demonstrations,
@@ -14,7 +15,6 @@ from core.tasks import (
     train_tasks,
     with_difficulty,
 )
-from core.types import UsageError
 from environments.base import DEMO_SEEDS, EVAL_SEEDS, TRAIN_SEEDS, Env
 from environments.plumbing import registry
 from environments.plumbing.registry import EnvSpec

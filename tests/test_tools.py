@@ -18,11 +18,12 @@ from core.chat_template import clean_message, prompt_ids, with_system
 from core.context import Agent, Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
+from core.faults import UsageError
 from core.run.folder import read_config
 from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
-from core.types import Completion, Rollout, UsageError
+from core.types import Completion, Rollout
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user

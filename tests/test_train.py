@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import train
+from core.faults import UsageError
 from core.loop.run import MAX_SKIPPED
 from core.run import checkpoint
-from core.types import UsageError
 from environments import base
 from environments.base import Env, Step
 from environments.plumbing import registry

@@ -22,7 +22,7 @@ import train
 from algorithms.ppo import Options as PpoOptions
 from core import config
 from core.config import Config
-from core.types import UsageError
+from core.faults import UsageError
 from environments.plumbing.installed import NEEDED
 
 ROOT = Path(__file__).parent.parent

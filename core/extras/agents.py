@@ -31,11 +31,12 @@ from core.chat_template import (
 from core.context import Agent, Renderer
 from core.episodes import Answerer, Episode, Play, RolloutCollector, error_text
 from core.extras import constrain, tools
+from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
 from core.sampler import Request, Sampler, SamplingParams
 from core.seeds import derive_seed
-from core.types import Completion, Message, Rollout, Turn, UsageError
+from core.types import Completion, Message, Rollout, Turn
 from environments.adapters.endpoint import Ask, Choice, Refused
 from environments.base import PLAYER, EnvFailure
 from environments.plumbing.registry import place_of

@@ -34,9 +34,10 @@ from rich.text import Text
 
 from core import config, tasks
 from core.config import Config
+from core.faults import Fault, UsageError
 from core.run.files import scratch_folder
 from core.run.folder import read_config
-from core.types import Completion, Fault, Message, Rollout, UsageError
+from core.types import Completion, Message, Rollout
 from environments import rewarded
 from environments.plumbing.text import one_line, printable
 

@@ -17,8 +17,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from core.config import is_installed
+from core.faults import UsageError
 from core.policy import Policy
-from core.types import UsageError
 from environments.plumbing.tools import END_OF_THOUGHT, THOUGHT
 
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

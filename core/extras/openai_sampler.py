@@ -21,11 +21,12 @@ from itertools import takewhile
 from typing import Any
 
 from core.config import is_installed
+from core.faults import UsageError
 from core.policy import Policy
 from core.sampler import Request, Sampler
 from core.seeds import derive_seed
 from core.threads import Outcome, Threads, TimeLimit
-from core.types import Completion, Message, UsageError
+from core.types import Completion, Message
 from environments.plumbing.tools import call_text
 
 MAX_RETRIES = 4  # of a request that the server refuses for now or that does not reach it

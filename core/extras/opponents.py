@@ -31,6 +31,7 @@ from core.config import Config, model_and_url, older_interval, opponents
 from core.context import Agent
 from core.episodes import Episode, Wanted
 from core.extras.openai_sampler import OpenAISampler
+from core.faults import UsageError
 from core.policy import Policy
 from core.pool import EnvCall
 from core.run.checkpoint import UNFINISHED, copy_weights, save_weights
@@ -39,7 +40,7 @@ from core.run.models import load_exported
 from core.sampler import Request, Sampler, SamplingParams, TorchSampler
 from core.seeds import OPPONENTS, derive_seed
 from core.tasks import Task
-from core.types import Completion, UsageError
+from core.types import Completion
 from environments.base import EVAL_SEEDS
 from environments.plumbing.registry import short_path
 

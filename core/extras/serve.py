@@ -26,9 +26,10 @@ from torch import Tensor
 from core.config import Config
 from core.extras import chat
 from core.extras.agents import Conversations, Prompt, cut_at, differences, matcher, say_once
+from core.faults import UsageError
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
-from core.types import Message, Rollout, UsageError
+from core.types import Message, Rollout
 from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
 from environments.plumbing import web
 from environments.plumbing.registry import make

@@ -38,7 +38,8 @@ from core.chat_template import (
     with_system,
 )
 from core.context import Renderer
-from core.types import Completion, Message, UsageError
+from core.faults import UsageError
+from core.types import Completion, Message
 from environments.base import Env
 from environments.plumbing import tools
 from environments.plumbing.tools import (

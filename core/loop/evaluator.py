@@ -11,13 +11,14 @@ from typing import Any
 from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.faults import Stopped
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.log import RunLog
 from core.sampler import Sampler, SamplingParams
 from core.selection import drop_failed
 from core.tasks import Task
-from core.types import Rollout, Stopped
+from core.types import Rollout
 from environments import rewarded
 
 LOGGED_ROLLOUTS = 8  # of each evaluation, in rollouts.jsonl; all with --sampler openai

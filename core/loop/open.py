@@ -19,6 +19,7 @@ from core.algorithm import FOLDER, name_of, title_of
 from core.config import RUNS, Config
 from core.context import Renderer
 from core.episodes import RolloutCollector
+from core.faults import Stopped, UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.loop.run import Run
@@ -39,7 +40,6 @@ from core.run.reference import reference_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
 from core.sampler import Sampler, TorchSampler
-from core.types import Stopped, UsageError
 from environments import Env, rewarded
 from environments.plumbing.registry import EnvSpec, checksums, meanings
 

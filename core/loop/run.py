@@ -9,6 +9,7 @@ from typing import Any
 from core import canary, config, distributed
 from core.config import Config
 from core.episodes import RolloutCollector
+from core.faults import UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
 from core.optimizer import MasterAdamW
@@ -20,7 +21,7 @@ from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
 from core.sampler import Sampler
 from core.selection import drop_failed
-from core.types import Rollout, UsageError
+from core.types import Rollout
 from environments import rewarded
 
 MAX_SKIPPED = 20  # updates in a row without a finite gradient; float16 may need 16 for its scale

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from core.types import Fault
+from core.faults import Fault
 from environments.plumbing.registry import meanings
 from environments.plumbing.text import one_line
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core.faults import UsageError
 from core.report.summary import algorithm_title, minutes
 from core.results import accuracy_of, before_after
 from core.run.log import Record
-from core.types import UsageError
 
 TOLERANCE = 1.05  # of the budget
 HEADERS = ["rank", "run", "algorithm", "held-out accuracy [95%]", "sampled tokens", "minutes"]

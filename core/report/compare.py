@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from core.faults import UsageError
 from core.report import board as boards
 from core.report.curves import draw_comparison
 from core.report.page import write_page
@@ -38,7 +39,6 @@ from core.report.summary import (
 from core.results import accuracy_of, before_after
 from core.run.folder import read_settings
 from core.run.log import METRICS, Record, read_records
-from core.types import UsageError
 from environments.plumbing.registry import EnvSpec
 from environments.plumbing.text import printable
 

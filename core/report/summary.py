@@ -7,13 +7,13 @@ from typing import Any
 
 from core.algorithm import is_file, name_of, title_of
 from core.config import Config, resolve, trust_flags, validate
+from core.faults import UsageError
 from core.results import accuracy_of, before_after
 from core.run.diagnostics import earned_nothing
 from core.run.files import published
 from core.run.folder import quoted, read_config, train_command
 from core.run.log import METRICS, Record, read_records
 from core.tasks import check_demonstrations, training_envs
-from core.types import UsageError
 from environments.plumbing.registry import EnvSpec, relative
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy

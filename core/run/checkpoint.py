@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from core import distributed
 from core.config import TINY
+from core.faults import UsageError, ran_out
 from core.optimizer import MasterAdamW, pinned_copy
 from core.policy import Policy
 from core.run.files import PART, flush, published, remove, sealed, unseal
@@ -37,7 +38,6 @@ from core.run.log import METRICS, iter_records
 from core.run.memory import host_free_bytes
 from core.run.staleness import Weights
 from core.run.writer import Writer
-from core.types import UsageError, ran_out
 
 KEEP = 2  # checkpoints
 WEIGHTS, OPTIMIZER, OLDER = "weights.safetensors", "optimizer.pt", "older.safetensors"

@@ -27,6 +27,7 @@ import tyro
 from core import config
 from core.algorithm import name_of
 from core.config import FREE_ON_RESUME, Config
+from core.faults import Fault, RankLost, Stopped, UsageError
 from core.run.folder import (
     DISK_ERRORS,
     as_config,
@@ -34,7 +35,6 @@ from core.run.folder import (
     new_folder,
     read_settings,
 )
-from core.types import Fault, RankLost, Stopped, UsageError
 from environments.plumbing.registry import ENVIRONMENTS
 from environments.plumbing.text import one_line
 

@@ -34,8 +34,8 @@ from core.config import (
     similar,
     trust_flags,
 )
+from core.faults import CannotWrite, UsageError
 from core.run.files import PART, published, remove
-from core.types import CannotWrite, UsageError
 from environments.plumbing.registry import EnvSpec
 
 DISK_ERRORS = {

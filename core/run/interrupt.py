@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from core.types import Stopped
+from core.faults import Stopped
 from environments.plumbing.text import printable
 
 

@@ -18,8 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from core.faults import UsageError
 from core.run.files import flush, published, sync
-from core.types import Rollout, UsageError
+from core.types import Rollout
 
 METRICS, ROLLOUTS, OLD_ROLLOUTS = "metrics.jsonl", "rollouts.jsonl", "rollouts.old.jsonl"
 ROLLOUTS_BYTES = 50_000_000  # size at which rollouts.jsonl is rotated

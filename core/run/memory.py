@@ -24,10 +24,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
+from core.faults import Fault, OutOfMemory, ran_out
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.prefix_sharing import PrefixTree, make_tree
-from core.types import Fault, OutOfMemory, ran_out
 
 PROBE_TOKENS = 64  # of the short pass that measures bytes per token
 CPU_BUDGET = 8192  # tokens in a micro-batch where free memory cannot be measured

@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from core import distributed
 from core.config import Config
+from core.faults import UsageError
 from core.loading import reads_cache
 from core.policy import Policy
 from core.run.checkpoint import copy_weights, save_weights
 from core.run.files import sealed, unseal
 from core.run.models import folder_of, load_policy
-from core.types import UsageError
 
 FOLDER = "reference"
 

@@ -29,8 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from core.faults import UsageError
 from core.run.files import sealed, unseal
-from core.types import UsageError
 
 NUM_BYTES = 270_000_000  # of the converted model
 HEADS = {"attn_q": 9, "attn_k": 3}

@@ -23,8 +23,8 @@ from algorithms.options import LoopOptions
 from core import sampler
 from core.algorithm import is_file
 from core.config import Config
+from core.faults import UsageError, ran_out
 from core.sampler import SamplingParams
-from core.types import UsageError, ran_out
 from core.workshop import checker
 from environments.plumbing.registry import describe_error
 

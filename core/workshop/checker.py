@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from core.types import UsageError
+from core.faults import UsageError
 from core.workshop import solutions
 from core.workshop.exercises import EXERCISES, Exercise, Fact
 from core.workshop.mistakes import advantages_as_given, changed_solution, mistakes_in

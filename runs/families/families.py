@@ -29,13 +29,13 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from core import nanollm  # noqa: E402
+from core.faults import UsageError  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
 from core.optimizer import make_optimizer  # noqa: E402
 from core.policy import Policy  # noqa: E402
 from core.sampler import Sampler, SamplingParams, TorchSampler  # noqa: E402
 from core.tiny import tiny_tokenizer  # noqa: E402
-from core.types import UsageError  # noqa: E402
 
 SHAPE = {  # head_dim 32 is the smallest for which vLLM has CPU kernels
     "vocab_size": 710, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,

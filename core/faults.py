@@ -1,0 +1,32 @@
+"""The errors that end a run, in one line each."""
+
+from environments.base import UsageError  # noqa: F401 (the first of them: exit code 2)
+
+# in the messages of PyTorch's allocators for GPUs, CPUs and Apple's GPUs
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class Fault(RuntimeError):
+    """Ends a run for a reason other than its input. Printed as one line; exit code 1."""
+
+
+class CannotWrite(Fault):
+    """The disk is full or read-only; everything saved before is complete."""
+
+
+class OutOfMemory(Fault):
+    """GPU or host memory ran out."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether the error says that GPU or host memory ran out."""
+    says_so = any(words in str(error).lower() for words in OUT_OF_MEMORY)
+    return isinstance(error, MemoryError) or says_so
+
+
+class RankLost(Fault):
+    """Another process of torchrun ended; it may know why."""
+
+
+class Stopped(Exception):
+    """Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 stopped the run at a safe point; exit code 130."""
