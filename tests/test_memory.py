@@ -37,8 +37,9 @@ def gradients_of(policy, batch):
     return logprobs, [p.grad.clone() for p in policy.trainable().values()]
 
 
-def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folder):
-    policy = load_small(qwen3_folder, lora_rank=4, seed=1)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folder, lora_rank):
+    policy = load_small(qwen3_folder, lora_rank=lora_rank, seed=1)
     batch = batching.to_rollout_batch(rollouts_of(num_groups=3, size=4, prompt=30))
     plain, expected = gradients_of(policy, batch)
     before = bytes_per_token(policy)
@@ -55,8 +56,10 @@ def test_layers_computed_again_keep_less_and_give_the_same_gradients(qwen3_folde
     ("free", "asked", "mode", "at_once", "again"),
     [
         (None, None, "on", memory.CPU_BUDGET, True),  # nothing is known of the memory
+        (None, 100, "auto", 100, False),
         (10**12, None, "auto", memory.MAX_BUDGET, False),
         (0.7e9, None, "auto", "fits", True),  # the longest episode wouldn't fit
+        (0, None, "auto", memory.MIN_BUDGET, True),
     ],
 )
 def test_micro_batches_fit_into_what_is_free(
@@ -109,8 +112,8 @@ def scarce(monkeypatch, most):
 
 @pytest.fixture
 def probe(policy, monkeypatch):
-    """Runs the probe as on a GPU; returns the optimizer and the lines it said."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    """Runs the probe where memory counts as scarce; returns the optimizer and the lines it said."""
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: 0)
 
     def run(longest, **options):
         cfg = resolve(Config(max_model_len=longest, max_tokens=longest - 1, **options))
@@ -142,7 +145,7 @@ def test_the_probe_turns_checkpointing_on_if_one_sequence_is_too_much_and_then_g
     assert policy.checkpointed_layers
 
 
-SMALL = """--run-name a --sft-steps 0 --num-updates 2 --num-prompts 2
+SMALL = """--run-name a --sft-steps 2 --sft-batch-size 4 --num-updates 2 --num-prompts 2
     --group-size 4 --eval-num-tasks 0 --max-tokens 12 --max-model-len 200 --device cpu
     --save-every 1""".split()
 
@@ -153,6 +156,7 @@ def test_a_run_that_runs_out_of_memory_names_the_command_that_resumes_it(command
         code, _, err = command(*SMALL)
     assert code == 1 and err.count("\n") == 1 and "out of memory" in err
     advised = err.split("python train.py ")[1].split()
-    assert advised == ["--resume", "runs/a", "--max-tokens-per-micro-batch", "1024"]  # half
+    # half of the 8 rollouts of 200 tokens that an update can have at most
+    assert advised == ["--resume", "runs/a", "--max-tokens-per-micro-batch", "800"]
     scarce(monkeypatch, 90)
     assert command(*advised[:-1], "64")[0] == 0

@@ -12,8 +12,9 @@ the budget until it fits. Losses are sums over tokens, so the budget does not ch
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from core import distributed
 from core.batching import MicroBatch, largest_batch, micro_batches
 from core.config import Config
 from core.faults import Fault, OutOfMemory, ran_out
@@ -34,10 +36,6 @@ CPU_BUDGET = 8192  # tokens in a micro-batch where free memory cannot be measure
 MIN_BUDGET, MAX_BUDGET = 1024, 65536  # tokens; larger micro-batches are no faster
 USABLE = 0.7  # of free memory; the rest: gradients of activations, fragmentation, vLLM's graphs
 LOGIT_COPIES = 5  # float32 copies of a chunk of logits that exist at the same time
-LESS_MEMORY = (
-    "Use a smaller model, --lora-rank 16, with it --quantize nf4 --sampler torch, "
-    "--optimizer adamw8bit, or a lower --max-model-len, --max-tokens or --max-turns"
-)
 Forward = Callable[[Policy, MicroBatch, float], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -71,19 +69,31 @@ def probe_peak_memory(
     forward: Forward,
     say: Callable[[str], None],
 ) -> None:
-    """Runs forward and backward on the largest possible micro-batch, on a GPU.
+    """Runs forward and backward on the largest possible micro-batch, if memory is scarce.
 
     Halves `policy.micro_batch_tokens` until it fits; then switches gradient checkpointing on, if
     it may. Raises OutOfMemory if nothing is left to try. Drops the gradients.
     """
-    trains = cfg.num_updates > 0 or cfg.sft_steps > 0
-    if not trains or free_bytes(policy.device) is None:
-        return
     longest = min(cfg.max_model_len, policy.max_length)
+    trains = cfg.num_updates > 0 or cfg.sft_steps > 0
     # no micro-batch holds more than all rollouts of a gradient step
     rollouts = -(-cfg.num_prompts * cfg.group_size // cfg.num_minibatches) if cfg.num_updates else 1
     rollouts = max(rollouts, cfg.sft_batch_size if cfg.sft_steps else 1)
     policy.micro_batch_tokens = min(policy.micro_batch_tokens, rollouts * longest)
+    free = host_free_bytes() if policy.device.type == "cpu" else 0  # 0: probe on every GPU
+    # a tree has a bool and a float32 mask where FlashAttention does not take its chains
+    per_token = 0.0
+    if free is not None:
+        per_token = bytes_per_token(policy, cfg.group_size) + 5 * longest * policy.shares_prefixes
+    if free and (fitting := max(longest, int(free / 4 / per_token))) < policy.micro_batch_tokens:
+        # not tried: Linux kills a process instead of raising
+        say(f"micro-batches of {policy.micro_batch_tokens} tokens may not fit in memory: "
+            f"taking {fitting}")  # fmt: skip
+        policy.micro_batch_tokens = fitting
+    tokens = max(longest, policy.micro_batch_tokens)
+    scarce = free is not None and tokens * per_token > free / 4
+    if not trains or not any(distributed.all_gather([scarce])):
+        return
     while True:
         try:
             _largest_pass(policy, optimizer, longest, forward)
@@ -119,14 +129,28 @@ def _reduce_memory(policy: Policy, longest: int, may_checkpoint: bool, reason: s
     if may_checkpoint and not policy.checkpointed_layers:
         checkpoint_layers(policy)
         return f"a sequence of {longest} tokens: trying gradient checkpointing"
+    smaller = smaller_weights(policy.lora_rank, policy.quantized)
     raise OutOfMemory(
-        f"one sequence of {longest} tokens does not fit in memory ({reason}). {LESS_MEMORY}, or "
-        "--gradient-checkpointing on"
+        f"one sequence of {longest} tokens does not fit in memory ({reason}). Lower --max-tokens, "
+        f"--max-turns or --max-model-len, or use {smaller}--gradient-checkpointing on or a "
+        "smaller model"
     )
 
 
+def smaller_weights(lora_rank: int, quantized: bool) -> str:
+    """The next of the settings with which weights need less memory, for a list; "": none is left.
+
+    >>> smaller_weights(0, False), smaller_weights(16, False), smaller_weights(16, True)
+    ('--lora-rank 16, ', '--quantize nf4 --sampler torch, ', '')
+    """
+    if quantized:
+        return ""
+    # vLLM has no code for this format
+    return "--quantize nf4 --sampler torch, " if lora_rank else "--lora-rank 16, "
+
+
 @contextmanager
-def out_of_memory_as_one_line(advice: Callable[[], str] = lambda: LESS_MEMORY) -> Iterator[None]:
+def out_of_memory_as_one_line(advice: Callable[[], str]) -> Iterator[None]:
     """Turns an out-of-memory error inside into an OutOfMemory of one line that ends in `advice`."""
     try:
         yield
@@ -147,6 +171,20 @@ def free_bytes(device: torch.device) -> int | None:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
+
+
+def host_free_bytes() -> int | None:
+    """Memory that this process may still allocate, on Linux; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+    cgroup = Path("/sys/fs/cgroup")  # the limit of a container
+    with suppress(OSError, ValueError):
+        limit = int((cgroup / "memory.max").read_text(encoding="ascii"))
+        free = min(free, limit - int((cgroup / "memory.current").read_text(encoding="ascii")))
+    return free
 
 
 def bytes_per_token(policy: Policy, group_size: int = 1) -> float:
