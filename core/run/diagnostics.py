@@ -200,7 +200,7 @@ def warning_inputs(record: Record) -> Record:
 
 def _entropy_collapse(recent: list[Record]) -> str:
     """Returns that differ in the unsolved groups show that the policy explores all the same."""
-    values, correct = _values(recent, "policy/entropy"), _mean(recent, "reward/correct")
+    values, correct = _values(recent, "policy/entropy"), mean_of(recent, "reward/correct")
     entropy = statistics.median(values) if values else math.nan
     differing, unsolved = _differing(recent)
     if not (entropy < MIN_ENTROPY and correct < SOLVED) or differing > ENOUGH_DIFFERING * unsolved:
@@ -217,7 +217,7 @@ def _accuracy_fell(records: list[Record]) -> str:
                if _is_evaluation(records[end - 1])]  # fmt: skip
     for end in earlier[:MAX_EVALUATIONS]:
         then = records[end - 1]
-        reward = _change(records[end : end + WINDOW], recent, "reward/mean")
+        reward = change_of(records[end : end + WINDOW], recent, "reward/mean")
         if not reward or reward[1] < reward[0]:
             continue
         for env in (key.removesuffix("/ci_low") for key in then if key.endswith("/ci_low")):
@@ -235,7 +235,7 @@ def _training_accuracy_fell(records: list[Record]) -> str:
     first, last = _first_updates(records, LONG_WINDOW), records[-LONG_WINDOW:]
     if len(first) < LONG_WINDOW or last[0].get("update", 0) <= first[-1]["update"]:
         return ""
-    reward, correct = (_change(first, last, f"reward/{key}") for key in ("mean", "correct"))
+    reward, correct = (change_of(first, last, f"reward/{key}") for key in ("mean", "correct"))
     if not reward or not correct or reward[1] < reward[0] or correct[1] > correct[0] / 2:
         return ""
     return (f"since the first {LONG_WINDOW} updates reward rose from {reward[0]:.2f} to "
@@ -244,7 +244,7 @@ def _training_accuracy_fell(records: list[Record]) -> str:
 
 
 def _weights_at_cap(recent: list[Record]) -> str:
-    capped = _mean(recent, "weights/capped")
+    capped = mean_of(recent, "weights/capped")
     if capped > MAX_CAPPED:
         return f"{capped:.1%} of tokens have an importance weight beyond the cap"
     return ""
@@ -261,7 +261,7 @@ def _dead_groups(recent: list[Record], size: int) -> str:
 
 def _differing(recent: list[Record]) -> tuple[float, float]:
     """The fractions of groups whose returns differ, and of those that are not all right."""
-    return 1 - _mean(recent, "groups/zero_std_fraction"), 1 - _mean(recent, "groups/all_right")
+    return 1 - mean_of(recent, "groups/zero_std_fraction"), 1 - mean_of(recent, "groups/all_right")
 
 
 def _equal_rewards(records: list[Record]) -> str:
@@ -329,7 +329,7 @@ def _no_reward(records: list[Record]) -> str:
     updates = len(_first_updates(records, len(records)))
     if updates < MIN_UPDATES or not earned_nothing(records):
         return ""
-    broken = _mean(records[-WINDOW:], "info/agent_error")
+    broken = mean_of(records[-WINDOW:], "info/agent_error")
     ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
     return f"no rollout has earned a reward in all {updates} updates so far{ended}"
 
@@ -339,14 +339,14 @@ def _kl_runaway(recent: list[Record]) -> str:
         ("kl/approx", MAX_KL_UPDATE, "per update"),
         ("kl/reference", MAX_KL_REFERENCE, "from the reference"),
     ):
-        kl = _mean(recent, name)
+        kl = mean_of(recent, name)
         if kl > limit:
             return f"KL {kl:.2g} nats per token {what}, above {limit:g}"
     return ""
 
 
 def _sampler_gap(recent: list[Record]) -> str:
-    mean, largest = _mean(recent, "gap/logprob_mean"), _values(recent, "gap/logprob_max")
+    mean, largest = mean_of(recent, "gap/logprob_mean"), _values(recent, "gap/logprob_max")
     if mean > MAX_GAP_MEAN:
         return f"log-probs differ by {mean:.2g} nats on average, above {MAX_GAP_MEAN:g}"
     large = [gap for gap in largest if gap > MAX_GAP_TOKEN]
@@ -364,12 +364,12 @@ def _stale_weights(recent: list[Record]) -> str:
 
 
 def _never_stops(recent: list[Record]) -> str:
-    cut = _mean(recent, "length/hit_token_limit")
+    cut = mean_of(recent, "length/hit_token_limit")
     return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
 
 
 def _episodes_cut(recent: list[Record]) -> str:
-    cut = _mean(recent, "episodes/truncated")
+    cut = mean_of(recent, "episodes/truncated")
     return f"{cut:.0%} of episodes are cut before their end" if cut > MAX_TRUNCATED else ""
 
 
@@ -397,12 +397,12 @@ def _values(records: list[Record], name: str) -> list[float]:
     return values if len(values) >= WINDOW else []
 
 
-def _mean(records: list[Record], name: str) -> float:
+def mean_of(records: list[Record], name: str) -> float:
     values = _values(records, name)
     return statistics.fmean(values) if values else math.nan
 
 
-def _change(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
+def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
     """The means of a metric in both lists; None unless they differ by two standard errors."""
     before, after = _values(first, name), _values(last, name)
     if not before or not after:
