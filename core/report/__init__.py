@@ -16,6 +16,7 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
     `config` holds the settings of the run, as config.yaml does. Returns a line for each page that
     cannot be made of this log; the others are written. Raises OSError if the disk fails.
     """
+    from core.report import doctor
     from core.report.curves import draw_curves  # imports matplotlib, which takes a second
     from core.report.page import write_report
     from core.report.summary import algorithm_title, write_readme
@@ -28,7 +29,9 @@ def write_pages(run_dir: Path, config: dict[str, Any]) -> list[str]:
         meanings(config["env"], trust=True),
     )  # fmt: skip
     pages = {
-        "README.md": partial(write_readme, run_dir, config, records),
+        "README.md": partial(
+            write_readme, run_dir, config, records, doctor.lines(run_dir, config, records)
+        ),
         "curves.png": curves if any("update" in record for record in records) else None,
         "report.html": partial(write_report, run_dir, config),
     }

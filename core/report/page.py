@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from core.report.doctor import findings
 from core.report.summary import (
     algorithm_title,
     logged_warnings,
@@ -128,6 +129,7 @@ def _run_data(run_dir: Path, config: dict[str, Any], room: int) -> Record:
             }
             for env, first, last in before_after(records)
         ],
+        "findings": [finding._asdict() for finding in findings(run_dir, config, records)],
         "settings": [[key, shorten(str(value), 200)] for key, value in _flatten(config)],
         "warnings": [
             {

@@ -23,7 +23,7 @@ README = """\
 
 `{algo}` on `{env}`, model `{model_id}`, seed {seed}: {sft_steps} warm-start steps, {updates} updates,
 {minutes:.1f} min (torch {torch}, {threads} threads).
-{results}
+{findings}{results}
 To repeat the run under another name:
 
     {command}
@@ -31,6 +31,7 @@ To repeat the run under another name:
 `report.html` shows the rollouts and their tokens, `metrics.jsonl` and `rollouts.jsonl` hold the data,
 and `model/` loads with `from_pretrained`.
 """  # noqa: E501
+FINDINGS = "\n## What this run shows\n\n"
 RESULTS = """
 | held-out tasks | before RL [95%] | after RL [95%] |
 | --- | --- | --- |
@@ -51,8 +52,11 @@ def algorithm_title(config: dict[str, Any]) -> str:
     return title_of(str(config["algo"]), variant or "")
 
 
-def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -> None:
-    """Writes README.md of a run: settings, held-out accuracy before and after, how to repeat it."""
+def write_readme(
+    run_dir: Path, config: dict[str, Any], records: list[Record], findings: list[str]
+) -> None:
+    """Writes README.md of a run: settings, what it shows, accuracy before and after, how to repeat
+    it. `findings`: of core/report/doctor.py."""
     rows = [
         f"| {env} | {accuracy_of(env, first)} | {'' if last is first else accuracy_of(env, last)} |"
         for env, first, last in before_after(records)
@@ -68,6 +72,7 @@ def write_readme(run_dir: Path, config: dict[str, Any], records: list[Record]) -
         minutes=minutes(records),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
+        findings="".join([FINDINGS, *(f"- {line}\n" for line in findings)] if findings else []),
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         command=repeat_command(run_dir, config),
     )

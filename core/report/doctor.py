@@ -1,0 +1,181 @@
+"""What a run shows: at most three findings, the one that matters most first.
+
+    python -m core.report.doctor runs/<name>
+
+Each says what was measured, where to look, and what to do next. Is the run sound? Is it learning,
+or is the answer in the noise? Why is the reward flat, and the loss 0? Does the policy exploit its
+reward? Would more updates help? The same lines open report.html and README.md of the run.
+"""
+
+import math
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from core.faults import UsageError
+from core.report.summary import logged_warnings, num_updates
+from core.results import before_after
+from core.run import cli, diagnostics
+from core.run.folder import quoted, read_settings
+from core.run.log import METRICS, Record, read_records
+
+MAX_FINDINGS = 3
+CLEAR = 0.05  # McNemar's p below which accuracy has changed
+MAX_DIFFERENCE = 0.2  # of the fractions correct in training and on held-out tasks
+# the warnings, what makes all other numbers meaningless first, and the metric that shows each
+SHOWN_BY = {
+    "stale_weights": "gap/canary", "sampler_gap": "gap/logprob_mean",
+    "weights_at_cap": "weights/capped", "adapters_unchanged": "lora/zero_fraction",
+    "no_reward": "reward/max", "reward_without_accuracy": "reward/correct",
+    "below_start": "reward/mean", "memorized": "sft/loss",
+    "dead_groups": "groups/zero_std_fraction", "kl_runaway": "kl/approx",
+    "never_stops": "length/hit_token_limit", "episodes_cut": "episodes/truncated",
+    "entropy_collapse": "policy/entropy",
+}  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """A sentence with its number, the picture in report.html that shows it, and the next step."""
+
+    text: str
+    picture: str
+    next: str
+
+    def __str__(self) -> str:
+        return f"{self.text} (report.html: {self.picture}). Next: {self.next}"
+
+
+def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[Finding]:
+    """What the records of a run show; `config`: its settings. A healthy run has one finding."""
+    if not any(record.get("update", -1) >= 0 for record in records):
+        return []
+    found = _current_warnings(records)
+    outcome = _outcomes(run_dir, records)
+    if not found and not any(finding.text.startswith("It learns") for finding in outcome):
+        outcome += _flat(config, records)
+    return [*found, *_overfit(records), *outcome][:MAX_FINDINGS]
+
+
+def _current_warnings(records: list[Record]) -> list[Finding]:
+    """The warnings of the log that still hold at its end."""
+    inputs = [*map(diagnostics.warning_inputs, records)]
+    held = diagnostics.active_warnings(inputs)
+    found = []
+    for name, updates, message in logged_warnings(records):
+        if name in held and name in diagnostics.WARNINGS:
+            meaning, _ = diagnostics.WARNINGS[name]
+            number, _, advice = message.partition("; try ")
+            text = f"{meaning[:1].upper()}{meaning[1:]}: {number} ({name}, update {updates[-1]})"
+            found.append((list(SHOWN_BY).index(name), Finding(text, SHOWN_BY[name], advice)))
+    return [finding for _, finding in sorted(found)]
+
+
+def _outcomes(run_dir: Path, records: list[Record]) -> list[Finding]:
+    """Whether held-out accuracy has changed, for each environment, and whether it still does."""
+    found = []
+    for env, first, last in before_after(records):
+        if last is first:
+            continue
+        before, after = (record[f"eval/{env}/accuracy"] for record in (first, last))
+        tasks, p, low, high = (
+            last.get(f"eval/{env}/{key}") for key in ("tasks", "p_value", "ci_low", "ci_high")
+        )
+        if p is None and low is not None:  # the tasks are others now: compare the intervals
+            apart = low > first[f"eval/{env}/ci_high"] or high < first[f"eval/{env}/ci_low"]
+            p = CLEAR / 2 if apart else 1.0
+        on, step = f"on held-out tasks of {env}", _more_updates(run_dir, records, after)
+        if p is not None and p < CLEAR and after > before:
+            text = f"It learns: accuracy {on} rose from {before:.2f} to {after:.2f}"
+        elif p is not None and p < CLEAR:
+            text = f"It has become worse: accuracy {on} fell from {before:.2f} to {after:.2f}"
+            step = "a lower --lr, from an earlier checkpoint"
+        elif before == after == 0:
+            text = f"Nothing is right yet: accuracy {on} is 0 before and after"
+        else:
+            text = f"The answer is in the noise: accuracy {on} was {before:.2f} and is {after:.2f}"
+            if low is not None:
+                text += f", with a 95% interval from {low:.2f} to {high:.2f}"
+            if tasks:
+                text += f" on {tasks} tasks"
+            step = f"more tasks per evaluation (--eval-num-tasks); {step}"
+        found.append(Finding(text, "Held-out accuracy", step))
+    return found
+
+
+def _more_updates(run_dir: Path, records: list[Record], accuracy: float) -> str:
+    """Whether more updates would help, by how the reward moved in the last updates."""
+    updates = [r for r in records if (r.get("update") or 0) > 0]
+    window = max(diagnostics.WINDOW, len(updates) // 4)
+    before, last = updates[-2 * window : -window], updates[-window:]
+    go_on = quoted(["python", "train.py", "--resume", str(run_dir), "--num-updates",
+                    str(2 * num_updates(records))])  # fmt: skip
+    if accuracy >= diagnostics.SOLVED:
+        return "the tasks are solved, so harder ones"
+    if len(before) < diagnostics.WINDOW:
+        return f"more updates, as these are too few to tell: {go_on}"
+    change = diagnostics.change_of(before, last, "reward/mean")
+    if change is None:
+        return "no more of the same updates, as the reward has stopped rising"
+    means = f"{change[0]:.2f} to {change[1]:.2f} in the last {len(last)} updates"
+    if change[1] > change[0]:
+        return f"more updates, as the reward still rises ({means}): {go_on}"
+    return f"a lower --lr or fewer updates, as the reward falls again ({means})"
+
+
+def _flat(config: dict[str, Any], records: list[Record]) -> list[Finding]:
+    """Why a reward without a warning does not rise, and what the loss says about it."""
+    updates = [r for r in records if (r.get("update") or 0) > 0]
+    first, last = updates[: diagnostics.WINDOW], updates[-diagnostics.WINDOW :]
+    if len(updates) < 2 * diagnostics.WINDOW or diagnostics.change_of(first, last, "reward/mean"):
+        return []
+    means = [diagnostics.mean_of(rows, "reward/mean") for rows in (first, last)]
+    differing = 1 - diagnostics.mean_of(last, "groups/zero_std_fraction")
+    norm, loss = (diagnostics.mean_of(last, name) for name in ("grad/norm", "loss"))
+    if any(map(math.isnan, [*means, differing, norm, loss])):
+        return []
+    text = (f"The reward is flat: {means[0]:.2f} in the first {len(first)} updates, {means[1]:.2f} "
+            f"in the last; answers earned different rewards in {differing:.0%} of the groups, and "
+            f"the gradient had a norm of {norm:.2g}. The loss of {loss:.2g} says nothing: "
+            "advantages add up to about 0")  # fmt: skip
+    return [Finding(text, "Reward per rollout", f"a higher --lr than {config.get('lr')}, a larger "
+                    "--group-size, or many more updates")]  # fmt: skip
+
+
+def _overfit(records: list[Record]) -> list[Finding]:
+    """Training tasks that are solved far more often than those that no update has seen."""
+    envs = before_after(records)
+    correct = diagnostics.mean_of(records[-diagnostics.WINDOW :], "reward/correct")
+    if len(envs) != 1 or envs[0][1] is envs[0][2]:
+        return []
+    env, _, last = envs[0]
+    if not correct > last.get(f"eval/{env}/ci_high", 1.0) + MAX_DIFFERENCE:
+        return []
+    text = (
+        f"It learns its training tasks by heart, or they are easier: {correct:.2f} of their "
+        f"rollouts are right, but {last[f'eval/{env}/accuracy']:.2f} of the held-out tasks"
+    )
+    return [Finding(text, "Held-out accuracy", "more training tasks, or fewer updates")]
+
+
+def lines(run_dir: Path, config: dict[str, Any], records: list[Record]) -> list[str]:
+    """The findings, as text."""
+    return [*map(str, findings(run_dir, config, records))]
+
+
+def main(args: list[str]) -> int:
+    """Prints the findings of the runs in `args`. Returns the exit code, 2 after invalid input."""
+
+    def show(folders: list[str]) -> int:
+        if not folders:
+            raise UsageError("name the folder of a run: python -m core.report.doctor runs/a")
+        for folder in map(Path, folders):
+            config = read_settings(folder / "config.yaml")
+            for line in lines(folder, config, read_records(folder / METRICS)):
+                print(line)
+        return 0
+
+    return cli.run(show, args, lambda given: given, "core.report.doctor")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""core/report/doctor.py says what a run shows, from its records."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from core.report import doctor
+from core.run.log import read_records
+
+RUNS = Path(__file__).resolve().parent.parent / "runs"
+
+
+def update(number, reward=0.5, **metrics):
+    noise = 0.01 * (-1) ** number
+    return {"update": number, "reward/mean": reward + noise, "grad/norm": 0.3, "loss": 0.001,
+            "groups/zero_std_fraction": 0.25, "groups/all_right": 0.1} | metrics  # fmt: skip
+
+
+def evaluation(accuracy, p=None, low=None, high=None):
+    low, high = low or max(0, accuracy - 0.05), high or accuracy + 0.05
+    found = {"accuracy": accuracy, "ci_low": low, "ci_high": high, "tasks": 256, "p_value": p}
+    return {f"eval/sums/{name}": value for name, value in found.items()}
+
+
+def shown(records):
+    return [*map(str, doctor.findings(Path("runs/a"), {"lr": 1e-5}, records))]
+
+
+def test_a_healthy_run_has_one_finding_with_the_next_step():
+    rising = [{"update": 0} | evaluation(0.2), *(update(n, n / 50) for n in range(1, 21))]
+    rising[-1] |= evaluation(0.5, p=1e-9)
+    assert shown(rising) == [
+        "It learns: accuracy on held-out tasks of sums rose from 0.20 to 0.50 (report.html: "
+        "Held-out accuracy). Next: more updates, as the reward still rises (0.26 to 0.36 in the "
+        "last 5 updates): python train.py --resume runs/a --num-updates 40"
+    ]
+    rising[-1] |= evaluation(0.97, p=1e-9)
+    assert shown(rising)[0].endswith("Next: the tasks are solved, so harder ones")
+
+
+def test_noise_is_called_noise_and_a_flat_reward_is_explained():
+    flat = [{"update": 0} | evaluation(0.40), *(update(n) for n in range(1, 21))]
+    flat[-1] |= evaluation(0.43, p=0.4)
+    noise, reward = shown(flat)
+    assert "in the noise: accuracy on held-out tasks of sums was 0.40 and is 0.43, with" in noise
+    assert "from 0.38 to 0.48 on 256 tasks" in noise and "as the reward has stopped" in noise
+    assert "is flat: 0.50 in the first 5 updates, 0.50 in the last; answers" in reward
+    assert "in 75% of the groups" in reward and "norm of 0.3. The loss of 0.001 says" in reward
+
+
+@pytest.mark.parametrize("accuracy, text", [
+    (0.2, "It has become worse: accuracy on held-out tasks of sums fell from 0.40 to 0.20"),
+    (0.6, "It learns: accuracy on held-out tasks of sums rose from 0.40 to 0.60"),
+])  # fmt: skip
+def test_intervals_decide_where_the_tasks_are_others(accuracy, text):
+    records = [{"update": 0} | evaluation(0.4), update(1) | evaluation(accuracy)]
+    assert any(line.startswith(text) for line in shown(records))
+
+
+def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_left_out():
+    def records(lag):
+        rows = [update(n, **{"gap/canary": lag, "kl/approx": 0.2}) for n in range(1, 9)]
+        rows[2]["warnings"] = {"stale_weights": "it lacks 1 of an update; try --sampler torch"}
+        rows[4]["warnings"] = {"kl_runaway": "KL 0.2; try a lower --lr"}
+        return rows
+
+    stale, kl = shown(records(1.0))
+    assert "it lacks 1 of an update (stale_weights, update 3) (report.html: gap/canary). " in stale
+    assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
+    assert [line for line in shown(records(0.0)) if "stale" in line] == []
+
+
+def test_training_tasks_known_by_heart_are_named():
+    rows = [{"update": 0} | evaluation(0.3),
+            *(update(n, **{"reward/correct": 0.9}) for n in range(1, 9))]  # fmt: skip
+    rows[-1] |= evaluation(0.4, p=0.01)
+    assert "0.90 of their rollouts are right, but 0.40 of the held-out" in shown(rows)[0]
+    rows[-1] |= evaluation(0.8, p=1e-9)
+    assert len(shown(rows)) == 1
+
+
+@pytest.mark.parametrize("pattern", ["letter_counting_tiny/*-seed[0-4]", "smollm2/sums-seed*"])
+def test_recorded_runs_that_learn_have_one_finding(pattern):
+    files = [file for file in RUNS.glob(f"{pattern}.jsonl") if "answers" not in file.name]
+    found = {file.name: shown(read_records(file)) for file in files}
+    assert files and all(len(lines) == 1 for lines in found.values()), found
+    assert all(lines[0].startswith("It learns: ") for lines in found.values())
+
+
+def test_the_command_prints_them_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a").mkdir()
+    Path("a/config.yaml").write_text("lr: 1e-5\n")
+    rows = [{"update": 0} | evaluation(0.0), update(1) | evaluation(0.0, p=1.0)]
+    Path("a/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert doctor.main(["a"]) == 0
+    assert capsys.readouterr().out.startswith("Nothing is right yet: accuracy on held-out tasks of")
+    assert doctor.main(["none"]) == 2 and "none" in capsys.readouterr().err
+    assert doctor.main([]) == 2
