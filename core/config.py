@@ -48,8 +48,8 @@ Count = Annotated[int, Range(0, 10**6)]
 Steps = Annotated[int, Range(0, 10**9)]
 WarningName = Literal[  # those of core/run/diagnostics.py
     "entropy_collapse", "reward_without_accuracy", "weights_at_cap", "dead_groups", "kl_runaway",
-    "sampler_gap", "never_stops", "episodes_cut", "adapters_unchanged", "no_reward", "below_start",
-    "memorized", "any",
+    "sampler_gap", "stale_weights", "never_stops", "episodes_cut", "adapters_unchanged",
+    "no_reward", "below_start", "memorized", "any",
 ]  # fmt: skip
 
 

@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_its_other_settings(resume):
 
 def test_a_run_is_resumed_by_its_name_and_not_by_a_folder_inside_it(resume):
     assert Path(resume("--resume a").resume) == Path("runs/a")
-    with pytest.raises(UsageError, match="there is no run of this name"):
+    with pytest.raises(UsageError, match="no run has this name; runs/ has a"):
         resume("--resume runs/a/checkpoint/000000-000002")
     with pytest.raises(UsageError, match="not both"):
         resume("--resume runs/a --config runs/a/config.yaml")

@@ -116,6 +116,7 @@ def a_run(**given):
     return SimpleNamespace(
         display=SimpleNamespace(phase=phase),
         interrupt=SimpleNamespace(check=lambda: None, check_alone=lambda: None),
+        compare_weights=lambda: None,
         drop_failed=lambda rollouts: [r for r in rollouts if not r.error],
         **given,
     )

@@ -122,6 +122,7 @@ def test_the_threads_of_openmp_wait_in_a_short_loop_unless_the_user_says_otherwi
 
 
 def test_output_in_ascii():
-    args, variables = ["-m", "environments"], os.environ | {"PYTHONIOENCODING": "ascii"}
+    code = "from environments.plumbing import text; text.print_any_character(); print('é')"
+    args, variables = ["-c", code], os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, *args], env=variables, cwd=ROOT, capture_output=True)
     assert done.returncode == 0 and b"?" in done.stdout, done.stderr
