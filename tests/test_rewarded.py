@@ -352,7 +352,7 @@ def test_a_column_that_is_no_json_is_named(place, monkeypatch, value, kind):
     ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
     ("data=rows.jsonl,reward=rewards.py:acuracy", "rewards.py has no acuracy"),
-    ("data=rows.jsonl,reward=rewards.py", "rewards.py names no class or function: write FILE.py:NAME"),
+    ("data=rows.jsonl,reward=rewards.py", "rewards.py names no class or function: write FILE.py:"),
     ("data=rows.jsonl,reward=no.py:two", "no file no.py"),
     ("data=rows.jsonl,reward=accuracy", "write FILE.py:NAME"),
     ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
