@@ -148,7 +148,9 @@ def main(cfg: Config) -> int:
             if batch.old_logprobs is None:  # the default kept π_old for each micro-batch
                 batch.old_logprobs = stats.old_logprobs  # [B, N], for the metrics and the report
             metrics = rollout_metrics(cfg, sampled) | stats.means()
-            trace_tokens(run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature)
+            metrics |= trace_tokens(
+                run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature
+            )
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier

@@ -20,7 +20,7 @@ from core.sampler import Sampler, SamplingParams
 
 TEXT = "Once upon a time, 1 + 1 = 2. What is the next line, and why? Count to ten."
 PARAMS = SamplingParams(max_tokens=16)  # at temperature 1, always with the same draws
-MAX_ERROR = 0.2  # standard error above which rounding, as of 16 bits, hides the update
+ROUNDING = 16  # machine epsilons, in nats: smaller changes of a log-prob may be rounding
 
 
 def compare(
@@ -42,11 +42,8 @@ def compare(
     moved = now[:n] - torch.tensor(before.get("logprobs", [])[:n], dtype=now.dtype)
     lacking = now[:n] - torch.tensor(drawn.logprobs[:n], dtype=now.dtype)
     metrics = {}
-    if n > 1 and (distance := (moved @ moved).item()):
-        slope = (lacking @ moved).item() / distance
-        residual = lacking - slope * moved
-        error = ((residual @ residual).item() / (n - 1) / distance) ** 0.5
-        metrics = {"gap/canary": slope} if error < MAX_ERROR else {}
+    if moved.square().sum() > n * (ROUNDING * torch.finfo(policy.dtype).eps) ** 2:
+        metrics["gap/canary"] = (lacking @ moved / (moved @ moved)).item()
     return metrics, {"token_ids": drawn.token_ids, "logprobs": now.tolist()}
 
 

@@ -49,7 +49,9 @@ Steps = Annotated[int, Range(0, 10**9)]
 WarningName = Literal[  # those of core/run/diagnostics.py
     "entropy_collapse", "reward_without_accuracy", "weights_at_cap", "dead_groups", "kl_runaway",
     "sampler_gap", "stale_weights", "never_stops", "episodes_cut", "adapters_unchanged",
-    "no_reward", "below_start", "memorized", "any",
+    "no_reward", "below_start", "wrong_direction", "mixed_groups", "same_tasks",
+    "tokens_left_out", "loss_weight", "reference_moves", "value_head_frozen", "held_out_seen",
+    "memorized", "any",
 ]  # fmt: skip
 
 

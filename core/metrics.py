@@ -38,7 +38,7 @@ class UpdateStats:
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
         self.old_logprobs = torch.zeros(batch.completion_mask.shape)  # [B, N], of all micro-batches
-        self.loss = self.approx_kl = 0.0
+        self.loss = self.approx_kl = self.weight = 0.0
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
 
@@ -53,6 +53,7 @@ class UpdateStats:
             "weights/mean": ratio.sum().item(),  # before the cap
             "weights/capped": beyond.sum().item() if cap else 0.0,
             "loss": loss.item(),
+            "loss/weight": micro.token_weights.sum().item(),
             "policy/entropy": entropy.sum().item(),
             "tokens": micro.num_tokens,
             "in_loss": int(micro.loss_mask.sum()),
@@ -64,7 +65,7 @@ class UpdateStats:
         if epoch != self.epoch:  # not in `add`, which a rank without micro-batches does not call
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
-        self.loss = sums.pop("loss", 0.0)
+        self.loss, self.weight = sums.pop("loss", 0.0), sums.pop("loss/weight", 0.0)
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
@@ -85,7 +86,7 @@ class UpdateStats:
         }
         if not tokens:
             return metrics
-        metrics["loss"] = self.loss
+        metrics |= {"loss": self.loss, "loss/weight": self.weight}
         if self.grad_norm is not None:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()
@@ -121,6 +122,9 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     others = [_mean_of_others(r, groups[r.group_id]) for r in compared]
     returns_compared = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
+    # what another agent does before the first turn may differ within a group
+    alone = len({r.agent for r in rollouts}) == 1 and not any(r.opponents for r in rollouts)
+    openings = [{opening_of(r) for r in group} for group in groups.values()]
     correct = [[bool(r.info.get("correct")) for r in group] for group in groups.values()]
     return {
         "reward/mean": returns.mean().item(),
@@ -129,6 +133,7 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         "reward/max": returns.max().item(),
         "reward/correct": statistics.fmean(itertools.chain(*correct)),
         "groups/zero_std_fraction": (len(groups) - len(alive)) / len(groups),
+        **({"groups/openings": statistics.fmean(map(len, openings))} if alone else {}),
         "groups/all_right": statistics.fmean(map(all, correct)),
         "groups/all_wrong": statistics.fmean(not any(group) for group in correct),
         "length/mean": statistics.fmean(lengths),
@@ -176,6 +181,11 @@ def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
     }
 
 
+def opening_of(rollout: Rollout) -> tuple[int, ...]:
+    """The first prompt of an episode; () without a turn."""
+    return tuple(rollout.turns[0].prompt_ids) if rollout.turns else ()
+
+
 def by_seat(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     """The rollouts of each environment; with several agents also those of each, as env/agent."""
     found: dict[str, list[Rollout]] = defaultdict(list)
@@ -213,7 +223,7 @@ def eval_metrics(rollouts: list[Rollout], tasks: Tasks) -> dict[str, float]:
         returns = torch.tensor(list(by_task.values()), dtype=torch.float64)
         has_spread = len(returns.unique()) > 1
         error = 1.96 * returns.std().item() / math.sqrt(len(returns)) if has_spread else math.nan
-        openings = {tuple(r.turns[0].prompt_ids) if r.turns else () for r in episodes}
+        openings = set(map(opening_of, episodes))
         metrics |= {
             f"eval/{env}/accuracy": sum(correct.values()) / len(correct),
             f"eval/{env}/ci_low": low,

@@ -50,7 +50,7 @@ def test_there_is_no_metric_where_rounding_hides_the_update(policy):
     assert canary.compare(later, TorchSampler(later), before)[0] == {}
 
 
-@pytest.mark.parametrize("lags, named", [((0.01, 1.0), ""), ((1.0, 0.7), "0.7"), ((0.4, 2), "")])
+@pytest.mark.parametrize("lags, named", [((0.01, 1.0), ""), ((1.0, 0.4), "0.4"), ((0.2, 2), "")])
 def test_two_canaries_in_a_row_are_a_warning(lags, named):
     records = [{"update": 1}, *({"update": 2 + i, "gap/canary": lag} for i, lag in enumerate(lags))]
     warnings = diagnostics.new_warnings(records)

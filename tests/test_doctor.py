@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from core.report import doctor
+from core.run import diagnostics
 from core.run.log import read_records
 
 RUNS = Path(__file__).resolve().parent.parent / "runs"
@@ -69,6 +70,10 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     assert "it lacks 1 of an update (stale_weights, update 3) (report.html: gap/canary). " in stale
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
+
+
+def test_every_warning_has_its_place():
+    assert {*doctor.SHOWN_BY} == {*diagnostics.WARNINGS}
 
 
 def test_training_tasks_known_by_heart_are_named():

@@ -63,6 +63,7 @@ def test_rollout_metrics_by_hand():
         rollout(9.0, 3, tokens=7, correct=True),
     ]
     rollouts[2].turns *= 2
+    rollouts[4].turns[0].prompt_ids, rollouts[5].turns[0].prompt_ids = [2], [3]
     rollouts[3].episode_truncated = True
     rollouts[7].error = "TimeoutError"
     for number, one in enumerate(rollouts):
@@ -73,6 +74,7 @@ def test_rollout_metrics_by_hand():
         "reward/mean": 4 / 7, "reward/min": -1.5, "reward/max": 2.0,
         "reward/std": returns.std(correction=0).item(), "reward/correct": 4 / 7,
         "groups/zero_std_fraction": 2 / 4, "groups/all_right": 2 / 4, "groups/all_wrong": 1 / 4,
+        "groups/openings": 5 / 4,
         "length/mean": 18 / 8, "length/max": 4, "length/hit_token_limit": 1 / 8,
         "info/worked": 1 / 3, "reported/worked": 3, "info/steps": 3.0, "episodes/turns": 8 / 7,
         "episodes/truncated": 1 / 7, "episodes/failed": 1 / 8, "tokens/sampled": 25,
@@ -173,6 +175,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     first.sampler_ratio = ratio = torch.tensor([[2.0, 0.4, 3.0]])
     second.sampler_ratio = ratio / 4
     entropy = torch.tensor([[0.1, 0.2, 0.6]])
+    first.token_weights = second.token_weights = torch.tensor([[0.2, 0.1, 0.0]])
     second.loss_mask = second.completion_mask & torch.tensor([[True, False, False]])
     stats.add(first, torch.tensor(7.0), entropy, {"kl/approx": 9.0})
     stats.end_minibatch(0)
@@ -188,6 +191,7 @@ def test_update_stats_by_hand(cap, mode, capped):
     stats.num_steps, stats.grad_norm = 3, 0.25
     expected = {
         "loss": -4.0, "kl/approx": 0.5 / 5, "policy/entropy": 1.5 / 7, "grad/norm": 0.25,
+        "loss/weight": 0.6,
         "gap/logprob_mean": 2.0 / 5, "gap/logprob_max": 1.0, "weights/mean": (5.4 + 2 * 0.6) / 7,
         "weights/capped": capped / 7, "tokens/trained": 3, "update/steps": 3,
         "update/skipped": 0.0,

@@ -3,7 +3,7 @@
 core/evaluation.py chooses the tasks and computes the metrics.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -12,6 +12,7 @@ from core import evaluation
 from core.config import Config
 from core.episodes import RolloutCollector
 from core.faults import Stopped
+from core.metrics import by_seat, opening_of
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.log import RunLog
@@ -35,6 +36,7 @@ class Evaluator:
     display: Display
     interrupt: Interrupt
     progress: dict[str, Any]
+    trained: set[int] = field(default_factory=set)  # hashes of the opening prompts of training
 
     def evaluate(self, update: int) -> dict[str, float]:
         """The metrics of one greedy rollout for each held-out task.
@@ -55,6 +57,9 @@ class Evaluator:
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
         results = evaluation.accuracy_metrics(rollouts)
+        for env, own in by_seat(evaluation.played(rollouts)).items() if self.trained else ():
+            seen = [hash(opening_of(rollout)) in self.trained for rollout in own]
+            results[f"eval/{env}/seen"] = sum(seen) / len(seen)
         if self.cfg.eval_samples and not stopped:
             repeated = evaluation.repeated_tasks(self.cfg, held_out)
             sampled = self._play(*repeated)

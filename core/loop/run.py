@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +12,7 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
+from core.metrics import opening_of
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.run import diagnostics
@@ -46,6 +47,7 @@ class Run:
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     canary: dict[str, float] = field(default_factory=dict)  # its metric in this update
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
+    seen: set[tuple[str, int]] = field(default_factory=set)  # (environment, seed) of training
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -119,6 +121,10 @@ class Run:
         self.start_seconds = {}
         if update > 0:
             record["groups/level"] = self.progress["level"]
+            drawn = {(rollout.env, rollout.seed) for rollout in rollouts}
+            record["groups/repeated"] = len(drawn & self.seen) / max(1, len(drawn))
+            self.seen |= drawn
+            self.evaluator.trained.update(map(hash, map(opening_of, rollouts)))
             if self.cfg.lora_rank:
                 record["lora/zero_fraction"] = self.policy.zero_adapters()
             if self.sampler.sync_seconds is not None:
@@ -128,8 +134,11 @@ class Run:
         self.history.append(diagnostics.warning_inputs(record))
         by_group = "groups" in config.needs(self.cfg)
         advice = diagnostics.advice_without_reward(self.cfg)
+        # the type, which --dtype auto leaves open, says how large rounding is
+        dtype: Any = str(self.policy.dtype).removeprefix("torch.")
+        cfg = replace(self.cfg, dtype=dtype)
         warnings = distributed.broadcast_from_rank_0(
-            lambda: diagnostics.new_warnings(self.history, by_group, advice, self.cfg)
+            lambda: diagnostics.new_warnings(self.history, by_group, advice, cfg)
         )
         if self.cfg.staleness:
             warnings.pop("sampler_gap", None)  # the sampler has older weights

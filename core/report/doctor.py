@@ -26,6 +26,10 @@ MAX_DIFFERENCE = 0.2  # of the fractions correct in training and on held-out tas
 SHOWN_BY = {
     "stale_weights": "gap/canary", "sampler_gap": "gap/logprob_mean",
     "weights_at_cap": "weights/capped", "adapters_unchanged": "lora/zero_fraction",
+    "loss_weight": "loss/weight", "tokens_left_out": "tokens/trained",
+    "mixed_groups": "groups/openings", "wrong_direction": "update/direction",
+    "reference_moves": "kl/reference", "value_head_frozen": "value/loss",
+    "same_tasks": "groups/repeated", "held_out_seen": "Held-out accuracy",
     "no_reward": "reward/max", "reward_without_accuracy": "reward/correct",
     "below_start": "reward/mean", "memorized": "sft/loss",
     "dead_groups": "groups/zero_std_fraction", "kl_runaway": "kl/approx",

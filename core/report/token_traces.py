@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from algorithms.common import group_sum, minus
 from core import distributed
 from core.batching import MicroBatch, RolloutBatch, cut
 from core.policy import Policy
@@ -30,14 +31,17 @@ def trace_tokens(
     budget: int,
     forward: Forward,
     temperature: float,
-) -> None:
+) -> dict[str, float]:
     """Fills `token_traces` of some groups of rollouts, those with different returns first.
+
+    Returns metrics of these rollouts: how far the update moved their tokens, and whether it made
+    those likelier that earned more than their group.
 
     As many whole groups as have at most `budget` sampled tokens together, at least one; none if
     `budget` is 0. `policy` already has the weights after the update.
     """
     if budget == 0 or not rollouts or batch.old_logprobs is None or distributed.rank() != 0:
-        return
+        return {}
     rows = choose_groups(rollouts, budget)
     new_logprobs = torch.zeros_like(batch.old_logprobs)
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in rows]
@@ -60,6 +64,27 @@ def trace_tokens(
                 trace[name] = [round(x, DIGITS) for x in tensor[row, start:end].tolist()]
             rollouts[row].token_traces.append(trace)
             start = end
+    traced = sorted(rows)
+    return _movement([rollouts[row] for row in traced], traced, batch, new_logprobs)
+
+
+def _movement(
+    rollouts: list[Rollout], rows: list[int], batch: RolloutBatch, new_logprobs: Tensor
+) -> dict[str, float]:
+    """How far the update moved the tokens of `rows` of the batch, and in which direction.
+
+    The direction is the correlation, within groups, of a rollout's return and the change of its
+    log-prob. Missing if there is no such change, or if the returns of each group are equal.
+    """
+    mask, ids = batch.completion_mask[rows], batch.group_ids[rows]
+    change = torch.where(mask, (new_logprobs - batch.old_logprobs)[rows], 0.0).double()
+    metrics = {"update/moved": (change.abs().sum() / mask.sum()).item()}
+    returns = torch.tensor([rollout.episode_return for rollout in rollouts])
+    both = torch.stack([returns.double(), change.sum(1)], dim=1)
+    size = group_sum(torch.ones_like(both), ids)
+    better, likelier = minus(both, group_sum(both, ids) / size).T
+    scale = (better.square().sum() * likelier.square().sum()).sqrt().item()
+    return metrics | ({"update/direction": (better @ likelier).item() / scale} if scale else {})
 
 
 def choose_groups(rollouts: list[Rollout], budget: int) -> set[int]:

@@ -1,9 +1,12 @@
-"""Thirteen warnings about training that goes wrong, computed from the metrics alone.
+"""Twenty-one warnings about training that goes wrong, computed from the metrics alone.
 
 A resumed run therefore raises the same warnings at the same updates. With these thresholds the
-recorded runs that learn raise no warning, and those of runs/what_goes_wrong raise theirs.
+recorded runs that learn raise no warning, and the faults of runs/clinic raise theirs. Some watch
+what a correct loop does by construction: sampler and trainer give a token the same log-prob, a
+group has one task, the token weights of a loss add up to 1. These name a fault in three updates.
 """
 
+import itertools
 import math
 import statistics
 
@@ -44,8 +47,8 @@ WARNINGS = {
     "stale_weights": (
         "the sampler has older weights than the trainer, so the policy learns from what another one"
         " did",
-        "--sampler torch; with a sampler of your own, its `sync` after each update, and no prompt's"
-        " keys and values from before",
+        "looking at what the sync sends, adapters included, and whether the sampler's prefix cache "
+        "is emptied after it; --sampler torch",
     ),
     "never_stops": (
         "nearly every completion ends at the token limit, so hardly any is a finished answer",
@@ -70,6 +73,41 @@ WARNINGS = {
     "below_start": (
         "the policy has become clearly worse than it was before the first gradient step",
         "a lower --lr than {lr:g}, from an earlier checkpoint or from the start",
+    ),
+    "wrong_direction": (
+        "the update does not make the rollouts likelier that earned more than their group",
+        "printing a few rollouts with their advantages: the sign of the loss, and the order of"
+        " rollouts and rewards, such as after a shuffle or a gather",
+    ),
+    "mixed_groups": (
+        "rollouts of different tasks are compared with each other as one group",
+        "drawing a task once and repeating it for its group: 1 1 2 2, not 1 2 1 2; an environment"
+        " whose reset(seed) depends on nothing else",
+    ),
+    "same_tasks": (
+        "every update has the same tasks",
+        "a seed of tasks that depends on the update, and more data",
+    ),
+    "tokens_left_out": (
+        "the loss has other tokens than those that the policy sampled",
+        "looking for the end token in the mask: where it is also the token of the padding, a mask"
+        " made of ids loses it; make the mask of lengths",
+    ),
+    "loss_weight": (
+        "the token weights of a gradient step do not add up to 1, so the gradient has another size",
+        "one denominator for the whole step, computed before its micro-batches",
+    ),
+    "reference_moves": (
+        "the reference is as close to the policy as before training: it changes with it",
+        "a reference that is a copy, made before the first step, and in no optimizer",
+    ),
+    "value_head_frozen": (
+        "the value head still predicts 0 everywhere: no step trains it",
+        "an optimizer that is made after the value head and holds its weights; --ppo.value-coef",
+    ),
+    "held_out_seen": (
+        "tasks of the evaluation were trained on, so their accuracy also counts what was memorized",
+        "other seeds or rows for --eval-env, and removing duplicates from the data",
     ),
     "memorized": (
         "the policy knows the demonstrations by heart but not how to solve other tasks",
@@ -99,17 +137,24 @@ MIN_ENTROPY, ENOUGH_DIFFERING = 0.02, 0.7  # nats per token; unsolved groups who
 MAX_CAPPED = 0.05  # fraction of tokens whose importance weight is beyond the cap
 MAX_UNSOLVED, MIN_DIFFERING = 0.1, 0.25  # unsolved groups; those of them with differing returns
 MAX_KL_UPDATE, MAX_KL_REFERENCE = 0.05, 0.5  # nats per token
+MAX_MOVED = 0.3  # nats per token by which one update changes a log-prob
 MAX_HIT_LIMIT = 0.95  # fraction of completions
 MAX_TRUNCATED = 0.2  # fraction of episodes
 MAX_GAP_MEAN, MAX_GAP_TOKEN = 0.05, 5.0  # nats: mean over tokens; one token, in two updates
-MIN_LAG = 0.5  # updates that the sampler lacks, in two canaries
+MAX_GAP_FLOAT32 = 5e-4  # nats; rounding in float32 is below 1e-5
+MIN_LAG = 0.3  # updates that the sampler lacks, in two canaries
+MIN_DIRECTION = 0.1  # correlation of returns and changes of log-probs; about 0.7 if healthy
+STRONG_KL = 0.5  # a larger --kl-coef may rule an update, which then need not follow the rewards
+MAX_SEEN, MANY_TASKS = 0.05, 0.9  # held-out tasks that training had; different ones of all
 MIN_FALL, CERTAIN_FALL = 0.75, 3.0  # standard deviations of a return; standard errors of its mean
 MAX_SFT_LOSS = 0.05  # nats per token, of a policy that knows its demonstrations
 INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/max reward/correct
     policy/entropy weights/capped groups/level
     groups/zero_std_fraction groups/all_right kl/approx kl/reference gap/logprob_mean
     gap/logprob_max gap/canary length/hit_token_limit episodes/truncated lora/zero_fraction
-    update/steps info/agent_error""".split()
+    update/steps info/agent_error update/moved update/direction groups/openings groups/repeated
+    tokens/sampled tokens/trained episodes/failed loss/weight value/loss
+    baseline/explained_variance""".split()
 
 
 def advice_without_reward(cfg: Config) -> str:
@@ -166,13 +211,14 @@ def active_warnings(
     dead_groups = equal or _never_spread(records) or _dead_groups(recent, cfg.group_size)
     exploited = _accuracy_fell(records) or _training_accuracy_fell(records)
     below_start = "" if exploited else _below_start(records) or _reward_fell(records, cfg)
+    follows_rewards = cfg.kl_coef <= STRONG_KL
     findings = {
         "entropy_collapse": _entropy_collapse(recent),
         "reward_without_accuracy": exploited,
         "weights_at_cap": _weights_at_cap(recent),
         "dead_groups": "" if no_reward or below_start or not by_group else dead_groups,
         "kl_runaway": _kl_runaway(recent),
-        "sampler_gap": _sampler_gap(recent),
+        "sampler_gap": _sampler_gap(recent, cfg),
         "stale_weights": _stale_weights(recent),
         "never_stops": _never_stops(recent),
         "episodes_cut": _episodes_cut(recent),
@@ -180,6 +226,14 @@ def active_warnings(
         "no_reward": no_reward,
         "below_start": below_start,
         "memorized": _memorized(records),
+        "wrong_direction": _wrong_direction(recent) if advice and follows_rewards else "",
+        "mixed_groups": _mixed_groups(recent) if by_group else "",
+        "same_tasks": _same_tasks(recent),
+        "tokens_left_out": _tokens_left_out(recent, cfg),
+        "loss_weight": _loss_weight(recent),
+        "reference_moves": _reference_moves(records),
+        "value_head_frozen": _value_head_frozen(recent, cfg),
+        "held_out_seen": _held_out_seen(records[-1], cfg),
     }
     tries = {name: what.format(lr=cfg.lr or 0) for name, (_, what) in WARNINGS.items()}
     tries |= {"no_reward": advice} | ({"dead_groups": EQUAL_REWARDS} if equal else {})
@@ -331,24 +385,28 @@ def _no_reward(records: list[Record]) -> str:
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
     ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
+    cut = _level(records[-WINDOW:], "length/hit_token_limit")
+    ended += f"; {cut:.0%} of completions end at --max-tokens" if cut > 0.5 else ""
     return f"no rollout has earned a reward in all {updates} updates so far{ended}"
 
 
 def _kl_runaway(recent: list[Record]) -> str:
     for name, limit, what in (
-        ("kl/approx", MAX_KL_UPDATE, "per update"),
-        ("kl/reference", MAX_KL_REFERENCE, "from the reference"),
+        ("kl/approx", MAX_KL_UPDATE, "KL {:.2g} nats per token per update"),
+        ("kl/reference", MAX_KL_REFERENCE, "KL {:.2g} nats per token from the reference"),
+        ("update/moved", MAX_MOVED, "an update changes log-probs by {:.2g} nats on average"),
     ):
-        kl = mean_of(recent, name)
-        if kl > limit:
-            return f"KL {kl:.2g} nats per token {what}, above {limit:g}"
+        level = _level(recent, name)
+        if level > limit:
+            return f"{what.format(level)}, above {limit:g}"
     return ""
 
 
-def _sampler_gap(recent: list[Record]) -> str:
-    mean, largest = mean_of(recent, "gap/logprob_mean"), _values(recent, "gap/logprob_max")
-    if mean > MAX_GAP_MEAN:
-        return f"log-probs differ by {mean:.2g} nats on average, above {MAX_GAP_MEAN:g}"
+def _sampler_gap(recent: list[Record], cfg: Config) -> str:
+    mean, largest = _level(recent, "gap/logprob_mean"), _known(recent, "gap/logprob_max")
+    limit = MAX_GAP_FLOAT32 if cfg.dtype == "float32" else MAX_GAP_MEAN
+    if mean > limit:
+        return f"log-probs differ by {mean:.2g} nats on average, above {limit:g}"
     large = [gap for gap in largest if gap > MAX_GAP_TOKEN]
     if len(large) < 2:
         return ""
@@ -363,8 +421,81 @@ def _stale_weights(recent: list[Record]) -> str:
     return f"it lacks {min(lags):.2g} of an update, by the log-probs of a fixed text (gap/canary)"
 
 
+def _wrong_direction(recent: list[Record]) -> str:
+    """Judged only where the update moved the policy further than rounding."""
+    values = [_finite(r, "update/direction") for r in recent[-MIN_UPDATES:]
+              if _finite(r, "update/moved") > 2 * _finite(r, "gap/logprob_mean")]  # fmt: skip
+    if len(values) < MIN_UPDATES or not statistics.fmean(values) < MIN_DIRECTION:
+        return ""
+    return (f"returns and the changes of log-probs correlate by {statistics.fmean(values):.2f} in "
+            f"the last {len(values)} updates")  # fmt: skip
+
+
+def _mixed_groups(recent: list[Record]) -> str:
+    openings = min(_last(recent, "groups/openings"), default=math.nan)
+    return f"the rollouts of a group have {openings:.3g} different prompts" if openings > 1 else ""
+
+
+def _same_tasks(recent: list[Record]) -> str:
+    repeated = min(_last(recent, "groups/repeated", 2), default=math.nan)
+    return "all tasks of the last two updates were those of earlier ones" if repeated == 1 else ""
+
+
+def _tokens_left_out(recent: list[Record], cfg: Config) -> str:
+    last = recent[-MIN_UPDATES:]
+    lost = [_finite(r, "tokens/sampled") - _finite(r, "tokens/trained") for r in last]
+    dropped = [_finite(r, "episodes/failed") for r in last if r.get("episodes/failed")]
+    if len(lost) < MIN_UPDATES or not all(lost) or dropped or math.isnan(sum(lost)):
+        return ""
+    if cfg.filter_groups or cfg.mask_truncated_completions:
+        return ""
+    rollouts = cfg.num_prompts * cfg.group_size
+    return (f"{abs(lost[-1]):.0f} of {_finite(last[-1], 'tokens/sampled'):.0f} sampled tokens are "
+            f"not in the loss, {abs(lost[-1]) / rollouts:.2g} per rollout")  # fmt: skip
+
+
+def _loss_weight(recent: list[Record]) -> str:
+    """The weights of `constant` aggregation need not add up to 1."""
+    sums = _last(recent, "loss/weight")
+    if not min(sums, default=math.nan) > 1 + 1e-3:
+        return ""
+    return f"the token weights of a gradient step add up to {sums[-1]:.3g}"
+
+
+def _reference_moves(records: list[Record]) -> str:
+    """After m nats of movement the KL is about m²/2; a tenth of that is still not 0."""
+    last = records[-MIN_UPDATES:]
+    for before, now in itertools.pairwise(last):
+        moved = _finite(before, "update/moved")
+        noise = max(1e-3, 3 * _finite(before, "gap/logprob_mean"))
+        if not (moved > noise and _finite(now, "kl/reference") < moved**2 / 20):
+            return ""
+    if len(last) < MIN_UPDATES:
+        return ""
+    return (f"the KL to the reference is {_finite(last[-1], 'kl/reference'):.2g} although the "
+            f"update before moved the policy by {_finite(last[-2], 'update/moved'):.2g} nats "
+            "per token")  # fmt: skip
+
+
+def _value_head_frozen(recent: list[Record], cfg: Config) -> str:
+    explained = _last([r for r in recent if "value/loss" in r], "baseline/explained_variance")
+    if not explained or any(explained):
+        return ""
+    return f"the values explain exactly 0 of the returns' variance in {len(explained)} updates"
+
+
+def _held_out_seen(now: Record, cfg: Config) -> str:
+    """Not of environments with few tasks or openings, which training has as well."""
+    for env in (key.removesuffix("/seen") for key in now if key.endswith("/seen")):
+        seen, openings = _finite(now, f"{env}/seen"), _finite(now, f"{env}/openings")
+        many = openings == _finite(now, f"{env}/tasks") >= MANY_TASKS * cfg.eval_num_tasks
+        if seen > MAX_SEEN and many:
+            return f"{seen:.0%} of the held-out tasks of {env.removeprefix('eval/')} were sampled"
+    return ""
+
+
 def _never_stops(recent: list[Record]) -> str:
-    cut = mean_of(recent, "length/hit_token_limit")
+    cut = _level(recent, "length/hit_token_limit")
     return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
 
 
@@ -391,15 +522,33 @@ def _finite(record: Record, name: str) -> float:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else math.nan
 
 
+def _known(records: list[Record], name: str) -> list[float]:
+    """The finite values of a metric."""
+    return [value for r in records if not math.isnan(value := _finite(r, name))]
+
+
 def _values(records: list[Record], name: str) -> list[float]:
     """The finite values of a metric; none if there are fewer than WINDOW."""
-    values = [value for r in records if not math.isnan(value := _finite(r, name))]
+    values = _known(records, name)
     return values if len(values) >= WINDOW else []
 
 
 def mean_of(records: list[Record], name: str) -> float:
     values = _values(records, name)
     return statistics.fmean(values) if values else math.nan
+
+
+def _last(records: list[Record], name: str, number: int = MIN_UPDATES) -> list[float]:
+    """The last `number` finite values of a metric; none if there are fewer."""
+    values = _known(records, name)[-number:]
+    return values if len(values) == number else []
+
+
+def _level(recent: list[Record], name: str) -> float:
+    """What a metric keeps up: its mean over WINDOW updates, or its least value in the last
+    MIN_UPDATES if that is higher; NaN with fewer values."""
+    least, mean = min(_last(recent, name), default=math.nan), mean_of(recent, name)
+    return least if math.isnan(mean) else max(least, mean)
 
 
 def change_of(first: list[Record], last: list[Record], name: str) -> tuple[float, float] | None:
@@ -418,5 +567,5 @@ def _is_evaluation(record: Record) -> bool:
 
 def _is_accuracy(key: str) -> bool:
     return key.startswith("eval/") and key.endswith(
-        ("/accuracy", "/ci_low", "/ci_high", "/tokens_mean")
+        ("/accuracy", "/ci_low", "/ci_high", "/tokens_mean", "/seen", "/openings", "/tasks")
     )

@@ -1,0 +1,46 @@
+"""Each fault of runs/clinic is named by its warning within three updates."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from core.run.log import read_records
+
+CLINIC = Path(__file__).parents[1] / "runs/clinic"
+sys.path[:0] = [str(CLINIC), str(CLINIC.parent)]
+import faults  # noqa: E402
+
+SMALL = """--num-updates 3 --num-prompts 8 --eval-num-tasks 16 --eval-every 15 --save-every 0
+    --device cpu --run-name a""".split()
+NAMED = [name for name, fault in faults.FAULTS.items() if fault.warning]
+
+
+def warnings(command, *flags):
+    code, _, error = command(*flags)
+    assert code == 0, error
+    records = read_records(Path("runs/a/metrics.jsonl"))
+    return {name: line for r in records for name, line in r.get("warnings", {}).items()}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_fault_is_named_in_three_updates(name, command, monkeypatch):
+    fault = faults.FAULTS[name]
+    fault.install(monkeypatch.setattr)
+    found = warnings(command, *SMALL, *fault.flags.split())
+    assert "; try " in found[fault.warning]
+
+
+def test_there_are_twenty_faults_and_few_have_no_warning():
+    assert len(faults.FAULTS) == 20 and len(NAMED) >= 17
+    assert {fault.flags for fault in faults.FAULTS.values()} == {*faults.HEALTHY}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    "flags", ["", "--lora-rank 8", "--dtype bfloat16", "--algo ppo", "--num-minibatches 4"]
+)
+def test_a_healthy_run_raises_no_warning(flags, seed, command):
+    five = [*SMALL, "--num-updates", "5", "--seed", seed]
+    assert warnings(command, *five, *flags.split()) == {}
