@@ -65,6 +65,7 @@ from core.batching import (
     shape_rewards,
     to_rollout_batch,
 )
+from core.feedback import make_teacher
 from core.loop.open import open_run, optimizer_for
 from core.loop.run import Run, is_due
 from core.metrics import UpdateStats, rollout_metrics
@@ -125,6 +126,8 @@ def main(cfg: Config) -> int:
                     batch.loss_mask, options.aggregation, cfg.max_tokens, rows, batch.group_ids
                 )
                 for micro in micro_batches(run.policy, batch, rows):
+                    if hasattr(algorithm, "divergence"):  # of the policy from a teacher: sdpo
+                        micro.teacher = make_teacher(cfg, algorithm, run.policy, batch, micro)
                     logprobs, entropy, values = forward(
                         run.policy, micro, cfg.temperature, entropy_grad=cfg.entropy_coef > 0
                     )
@@ -138,7 +141,8 @@ def main(cfg: Config) -> int:
                     # adds to the gradients. If the loss has no gradient at these outputs, as for
                     # rollouts of advantage 0, the backward pass through the model is skipped; so
                     # these rollouts have micro-batches of their own
-                    run.optimizer.backward(loss, (logprobs, entropy, values))
+                    outputs = (logprobs, entropy, values, micro.divergence)
+                    run.optimizer.backward(loss, outputs)
                     stats.add(micro, loss, entropy, sums | kl_sums)
                 if not take_step(cfg, run, stats, epoch, update):
                     break
@@ -236,6 +240,7 @@ def collect_rollouts(cfg: Config, run: Run, update: int) -> tuple[list[Rollout],
         usable = run.drop_failed(fresh)
         if update == 1:
             selection.check_reward_parts(cfg, usable)
+            selection.check_feedback(cfg, usable)
         kept += selection.with_spread(cfg, usable) if cfg.filter_groups else usable
     if not kept:
         run.say(f"update {update}: no gradient step: no usable rollout, or only equal returns")
@@ -253,10 +258,12 @@ def forward(
     # what the last layer, `policy.to_logits`, turns into logits. Tokens with the same beginning may
     # share one hidden state, [L, D]; `micro.nodes` [b, T] says which one belongs to which token
     hidden = policy.hidden_states(micro.input_ids, micro.tree).flatten(0, 1)
-    logprobs, entropy = token_logprobs(
+    logprobs, entropy, *compared = token_logprobs(
         hidden, micro.nodes, micro.input_ids, micro.completion_mask, policy.to_logits, temperature,
-        policy.logits_chunk, micro.kept_ids, entropy_grad,
+        policy.logits_chunk, micro.kept_ids, entropy_grad, micro.teacher,
     )  # fmt: skip
+    if compared:
+        [micro.divergence] = compared
     if policy.value_head is None:
         return logprobs, entropy, None
     values = policy.value_head(hidden.float()).squeeze(-1)  # [L]

@@ -38,6 +38,7 @@ class TokenTensors:
     sampler_logprobs: Tensor = NOT_YET  # log-probs that the sampler reported, in nats
     old_logprobs: Tensor = NOT_YET  # of the trainer, before the first gradient step
     ref_logprobs: Tensor = NOT_YET  # under the reference policy
+    divergence: Tensor = NOT_YET  # of the policy from its teacher, with gradient: variants/sdpo.py
     values: Tensor = NOT_YET  # estimates of the value head before the first gradient step
     advantages: Tensor = NOT_YET  # of compute_advantages
     value_targets: Tensor = NOT_YET  # of compute_advantages, if there is a value head

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+# (log-probs [l, V], numbers [l] of the sampled tokens that they predict) -> [l]
+Compare = Callable[[Tensor, Tensor], Tensor]
+
 
 def token_logprobs(
     hidden: Tensor,
@@ -28,7 +31,8 @@ def token_logprobs(
     chunk: int = 4096,
     kept_ids: Sequence[list[int] | bytes | None] | None = None,
     entropy_grad: bool = True,
-) -> tuple[Tensor, Tensor]:
+    compare: Compare | None = None,
+) -> tuple[Tensor, ...]:
     """Log-prob of each sampled token, and entropy of the policy's distribution at its place.
 
     `hidden` [L, D] of L distinct prefixes, `nodes` [b, T] which of them ends at each token,
@@ -38,17 +42,18 @@ def token_logprobs(
 
     There is one row of logits for each distinct prefix after which a token was sampled. If these
     are more than `chunk`, `chunk` rows at a time exist, and the backward pass computes them again.
-    `kept_ids`: see `only_kept`; None: all ids.
+    `kept_ids`: see `only_kept`; None: all ids. With `compare`, its values are a third tensor; it
+    numbers the sampled tokens row by row.
     """
     # causal shift: the prefix that ends at t predicts the token at t+1
     predictors = nodes[:, :-1][completion_mask]  # [n]
     targets = input_ids[:, 1:][completion_mask]  # [n]
-    if kept_ids is None:
+    if kept_ids is None and compare is None:
         prefixes, place = predictors.unique(return_inverse=True)  # [l], [n]: prefixes[place]
-    else:  # each token has kept ids of its own
+    else:  # each token has kept ids, or a teacher, of its own
         prefixes, place = predictors, torch.arange(len(predictors), device=nodes.device)
 
-    def one_chunk(start: int, here: Tensor) -> tuple[Tensor, Tensor]:
+    def one_chunk(start: int, here: Tensor) -> list[Tensor]:
         # not hidden[..]: of equal prefixes its gradients add up in any order, so in other bits
         h = hidden.index_select(0, prefixes[start : start + chunk])
         logits = to_logits(h).float() / temperature  # [l, V]
@@ -58,21 +63,18 @@ def token_logprobs(
         with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
             entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         index = place[here] - start
-        return all_logprobs[index, targets[here]], entropy[index]
+        compared = [] if compare is None else [compare(all_logprobs, here)]
+        return [all_logprobs[index, targets[here]], entropy[index], *compared]
 
-    logprobs, entropy = hidden.new_zeros(2, len(targets), dtype=torch.float32)
+    outputs = [*hidden.new_zeros(2 + (compare is not None), len(targets), dtype=torch.float32)]
     several = len(prefixes) > chunk
     for start in range(0, max(1, len(prefixes)), chunk):
         here = ((place >= start) & (place < start + chunk)).nonzero().squeeze(1)
         args = one_chunk, start, here
         found = checkpoint(*args, use_reentrant=False) if several else one_chunk(start, here)
-        logprobs = logprobs.index_copy(0, here, found[0])
-        entropy = entropy.index_copy(0, here, found[1])
+        outputs = [x.index_copy(0, here, new) for x, new in zip(outputs, found, strict=True)]
     zeros = torch.zeros(completion_mask.shape, device=hidden.device)
-    return (
-        zeros.masked_scatter(completion_mask, logprobs),
-        zeros.masked_scatter(completion_mask, entropy),
-    )
+    return tuple(zeros.masked_scatter(completion_mask, x) for x in outputs)
 
 
 def only_kept(

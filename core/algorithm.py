@@ -11,7 +11,8 @@ An algorithm is a module with
 
 and, where it needs more than the rewards of single rollouts, `NEEDS`, a set of the words below, or
 `needs(options)`, if that depends on its options. `resolve(options)` fills in options that depend on
-others. algorithms/README.md has an example.
+others. `divergence(logprobs, teacher_logprobs, options)` compares the policy with the teacher of
+core/feedback.py. algorithms/README.md has an example.
 """
 
 import importlib
@@ -36,6 +37,7 @@ NEEDS = {
     "turn_credit": "credits each token by itself: --credit turn",
     "episode_credit": "knows no turns: --credit episode",
     "reward_parts": 'reads the rewards that an environment reports as info["reward_<name>"]',
+    "feedback": "learns from what would have been right: Step.feedback, or demonstrate()",
     "no_kl_in_reward": "divides by the spread of the returns, so in a group with equal rewards "
     "the KL alone would decide: --kl-in loss, or --grpo.scale-rewards none",
 }

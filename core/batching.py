@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from algorithms.common import Batch, Micro
 from algorithms.kl import kl_estimate
+from algorithms.token_logprobs import Compare
 from core import distributed
 from core.config import Config
 from core.faults import UsageError
@@ -74,6 +75,8 @@ class RolloutBatch(Batch):
     env_reward_parts: Tensor  # [B, M] float64: see Batch.reward_parts
     # place of a token in the flattened [B, N] -> the ids that could be drawn (Completion.kept_ids)
     kept_ids: dict[int, Kept] = field(default_factory=dict)
+    # place of a turn's first token -> the turn with other tokens before it: core/feedback.py
+    feedback: dict[int, Sequence] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -86,6 +89,7 @@ class MicroBatch(Micro):
     nodes: Tensor  # [b, T] int64: place of each token's hidden state among those computed
     tree: PrefixTree | None = None  # what is computed; None: `input_ids`, padding included
     kept_ids: list[Kept | None] | None = None  # of each sampled token, row by row; None: all ids
+    teacher: Compare | None = None  # core/feedback.py
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
@@ -138,6 +142,10 @@ def to_rollout_batch(rollouts: list[Rollout]) -> RolloutBatch:
             batch.hit_token_limit[row, column:end] = turn.finish_reason == "length"
             for place, kept in enumerate(turn.kept_ids or [], row * width + column):
                 batch.kept_ids[place] = kept
+            if other := turn.feedback_ids:
+                places = [-1] * len(other) + [*range(row * width + column, row * width + end)]
+                taught = Sequence(row, other + turn.completion_ids, places)
+                batch.feedback[places[len(other)]] = taught
             column = end
         batch.sequences += begun
     return batch

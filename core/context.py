@@ -106,6 +106,7 @@ class Agent:
     prompt_ids: list[int] = field(default_factory=list)  # next prompt; empty: not asked to act
     context_full: bool = False  # a message did not fit, so the agent cannot act any more
     has_step: bool = False  # the environment returned a Step for it
+    given: str = ""  # the prefill of the last answer
 
     def begin(self, messages: list[Message]) -> None:
         """Begins a context with these messages, and the system prompt before them."""
@@ -130,8 +131,9 @@ class Agent:
         prompt, ids = self.prompt_ids, found.token_ids
         turn = Turn(prompt, ids, found.logprobs, found.finish_reason, kept_ids=found.kept_ids)
         self.rollout.turns.append(turn)
-        text = self.prefill + found.text
-        if self.prefill:
+        self.given = self.prefill
+        text = self.given + found.text
+        if self.given:
             del self.chat[-1], self.rollout.messages[-1]
         self._extend([{"role": "assistant", "content": text}])
         if self.renderer.drop_thinking:
@@ -142,6 +144,21 @@ class Agent:
         response = Response(text)
         response.token_ids = found.token_ids
         return response
+
+    def show(self, right: str | None) -> None:
+        """Gives the last turn `feedback_ids`: a prompt that goes on with `right` in place of its
+        answer, and then asks again, with the same message; [] if that exceeds the context."""
+        if not right:
+            return
+        turn, question = self.rollout.turns[-1], self.chat[-2]
+        again = Agent(self.renderer, Rollout("", "", 0, 0), schemas=self.schemas)
+        again.chat, again.prompt_ids = self.chat[:-1], turn.prompt_ids
+        again.add(right)
+        again.read(Step(question, 0.0, done=False))
+        policy, ids = self.renderer.policy, again.prompt_ids
+        if ids and self.given:
+            ids = with_prefill(policy.tokenizer, ids, self.given)
+        turn.feedback_ids = ids if len(ids) + len(turn.completion_ids) <= policy.max_length else []
 
     def read(self, step: Step) -> None:
         """Adds the reward to the last turn, and makes a prompt of the next message."""

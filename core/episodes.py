@@ -84,6 +84,7 @@ class RolloutCollector:
         self.pool = Pool(self.renderer.prepare, threads, env_instances)
         self.refused = set[str]()  # environments of which tasks were replaced
         self.opponents: Any = None  # core/extras/opponents.py; None: the policy plays all agents
+        self.shows_right = False  # whether turns get `feedback_ids`
         self.play_program: Any = None  # an episode of a program that asks: core/extras/agents.py
 
     def collect(
@@ -156,6 +157,7 @@ class RolloutCollector:
     def episode(self, episode: Episode, answerer: Answerer) -> Play:
         """One episode, from its reset to its last step."""
         agents, env = episode.agents, episode.env  # env: one agent, too, is a dict with PLAYER
+        shows_right = self.shows_right and episode.task.seed in TRAIN_SEEDS  # with --algo sdpo
         opened = False
         while not opened:
             [openings] = yield [EnvCall(env, env.reset, (episode.task.seed,))]
@@ -171,10 +173,16 @@ class RolloutCollector:
                 responses[agent.rollout.agent] = agent.add(answer)
             episode.rounds += 1
 
+            right: dict[str, str | None] = {}  # what would have been right
+            if shows_right:
+                shown = yield [EnvCall(env, env.game.demonstrate, (name,)) for name in responses]
+                right = dict(zip(responses, shown, strict=True))
             [steps] = yield [EnvCall(env, env.step, (responses,))]
             for name, step in steps.items():
                 if name not in agents:  # it joins after the start
                     agents[name] = self.new_agent(episode, name)
+                if shows_right and name in responses:
+                    agents[name].show(step.feedback or right[name])
                 agents[name].read(step)  # the last turn's reward; the prompt of the next turn
         check_seats(episode)
 

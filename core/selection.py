@@ -45,6 +45,15 @@ def check_reward_parts(cfg: Config, rollouts: list[Rollout]) -> None:
                          "one for each of its rewards, or use --algo grpo")  # fmt: skip
 
 
+def check_feedback(cfg: Config, rollouts: list[Rollout]) -> None:
+    """Raises UsageError if the algorithm learns from feedback and an environment gives none."""
+    spoken = {r.env for r in rollouts if any(turn.feedback_ids for turn in r.turns)}
+    silent = {r.env for r in rollouts} - spoken
+    if "feedback" in needs(cfg) and silent:
+        raise UsageError(f"--algo {cfg.algo}: {min(silent)} never says what would have been right; "
+                         "add demonstrate() or Step(feedback=..)")  # fmt: skip
+
+
 def num_episodes(rollouts: list[Rollout]) -> int:
     """In how many episodes they were played: each has at most one rollout of an agent."""
     return sum(max(Counter(r.agent for r in task).values()) for task in by_task(rollouts))

@@ -42,6 +42,8 @@ class Turn:
     finish_reason: FinishReason
     reward: float = 0.0
     kept_ids: list[Kept] | None = None  # as in Completion
+    # the prompt that shows what would have been right and asks again (core/feedback.py); [] if none
+    feedback_ids: list[int] = field(default_factory=list)
 
 
 @dataclass

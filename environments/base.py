@@ -98,6 +98,8 @@ class Step:
     `fresh`: `message` starts a new context: the policy no longer sees the earlier turns.
     `truncated`: with `done`: a limit, such as a number of steps, ended the episode before the task
     did. It is counted as truncated; algorithms/ppo.py says how it is trained on.
+    `feedback`: a response that would have been right in place of this one, for --algo sdpo; "": the
+    environment's demonstration, if it has any.
 
     `done`, `fresh`, `truncated` and `info["correct"]` are True or False; 1 and 0 count as these, of
     NumPy too. Any other value, such as the text "False", fails the episode.
@@ -109,6 +111,7 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
     truncated: bool = False
+    feedback: str = ""
 
     @property
     def messages(self) -> list[Message]:
@@ -134,6 +137,8 @@ def checked_step(step: Any, agent: str, is_single: bool) -> Step:
         raise TypeError(f"the message to {agent} has no text")
     if step.message is not None and len(step.message["content"]) > MAX_MESSAGE:
         raise ValueError(f"the message to {agent} has more than {MAX_MESSAGE} characters")
+    if not isinstance(step.feedback, str):
+        raise TypeError(f"the feedback to {agent} is no text")
     if not isinstance(step.info, dict):
         raise TypeError(f"the info of {agent} is a {type(step.info).__name__}, not a dict")
     info = _plain(agent, step.info)

@@ -294,6 +294,7 @@ def _make_collector(
         env_instances=cfg.env_instances, system_prompt=cfg.system_prompt, renderer=renderer,
     )  # fmt: skip
     collector.pool.threads.say, collector.opponents = say, opponents
+    collector.shows_right = "feedback" in config.needs(cfg)
     if any(map(is_agent_program, envs)):
         from core.extras import agents
 

@@ -132,7 +132,8 @@ class Run:
             self.outputs.run_log.log_rollouts("train", update, rollouts)
             self.display.update(update, record, rollouts)
         self.history.append(diagnostics.warning_inputs(record))
-        by_group = "groups" in config.needs(self.cfg)
+        needs = config.needs(self.cfg)
+        by_group = "groups" in needs and "feedback" not in needs
         advice = diagnostics.advice_without_reward(self.cfg)
         # the type, which --dtype auto leaves open, says how large rounding is
         dtype: Any = str(self.policy.dtype).removeprefix("torch.")

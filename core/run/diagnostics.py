@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 
-from core.config import KNOWN, Config
+from core.config import KNOWN, Config, needs
 from core.run.log import Record
 
 CONFIG = Config(lr=5e-5)  # where no settings are given
@@ -68,7 +68,7 @@ WARNINGS = {
         "reading in report.html what the model answers and what the environment rewards; if right"
         " answers earn nothing, an error that the reward's code catches (signal.alarm raises in all"
         " threads but the main one); else a reward for a part of the task, easier tasks, a warm"
-        " start with --sft-steps, or a better model",
+        " start with --sft-steps or --algo sdpo where there are demonstrations, or a better model",
     ),
     "below_start": (
         "the policy has become clearly worse than it was before the first gradient step",
@@ -159,7 +159,7 @@ INPUTS = """update sft_step sft/loss reward/mean reward/std reward/min reward/ma
 
 def advice_without_reward(cfg: Config) -> str:
     """What to try if no rollout earns a reward; "" if the run does not train on rewards."""
-    if not cfg.reward_coef:
+    if not cfg.reward_coef or "feedback" in needs(cfg):
         return ""
     advice = ADVICE.get(cfg.model_id, WARNINGS["no_reward"][1])
     own = any(spec.startswith(OWN_REWARDS) for spec in cfg.env)

@@ -1,0 +1,85 @@
+"""SDPO: learn from what would have been right, also where every reward is 0.
+
+    D_t = KL(π_T(· | x_<t) ‖ π(· | x_<t))        over the whole vocabulary, after each sampled token
+    L   = L_GRPO + c Σ_t ρ_t D_t                      SDPO, arXiv:2601.20802; OPSD, arXiv:2601.18734
+
+Where all rollouts of a group fail, GRPO has nothing to compare. The teacher π_T is the policy
+itself, which reads, before the same sampled tokens, a right answer to the task and then the task
+once more (core/feedback.py). It cannot know more than the policy but for that. The policy samples,
+the teacher says what it would have said in each place, and the policy moves towards it; so the
+policy learns in the contexts that it meets. The teacher has no gradient, and no token of the right
+answer is in the loss. Once some samples are right, GRPO's term compares them.
+
+Each term has the token weight, the importance weight and the policy ratio ρ, without gradient, of
+the KL of train.py. --reward-coef 0 leaves the divergence alone.
+
+Differences from the papers: SDPO shows a right rollout of the group or the environment's message,
+and OPSD the solution, within one prompt; here the right answer is an earlier turn, because a small
+model follows an example, and not a hint. SDPO's divergence is KL(π ‖ π_T), `reverse`, over the most
+likely tokens, and its teacher has an average of the policy's weights; OPSD's teacher has the first
+weights. Neither loss has a term for the reward; arXiv:2606.04036 adds GRPO's, as here.
+
+    python train.py --config runs/feedback/copy.yaml
+"""
+
+from dataclasses import dataclass
+from math import log
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from algorithms import grpo
+from algorithms.common import Micro
+from algorithms.options import Coefficient
+
+resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
+
+
+@dataclass(frozen=True)
+class Options(grpo.Options):
+    """Options of SDPO, beside those of GRPO."""
+
+    coef: Coefficient = 1.0
+    """Coefficient of the divergence from the teacher."""
+    kind: Literal["forward", "reverse", "jsd"] = "forward"
+    """forward: KL(teacher ‖ policy), which spreads over all that the teacher might say; reverse:
+    KL(policy ‖ teacher); jsd: the mean of both KLs to the mean of the two."""
+
+
+def needs(options: Options) -> set[str]:
+    """What this needs of the settings, in the words of core/algorithm.py."""
+    return grpo.needs(options) | {"feedback"}
+
+
+def divergence(logprobs: Tensor, teacher: Tensor, options: Options) -> Tensor:
+    """[n] nats, from the log-probs of policy and teacher [n, V], which has no gradient.
+
+    >>> policy, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.8, 0.2]]).log()
+    >>> divergence(policy, teacher, Options(kind="forward"))  # 0.8 log 1.6 + 0.2 log 0.4
+    tensor([0.1927])
+    """
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if options.kind == "forward":
+        return kl(teacher, logprobs)
+    if options.kind == "reverse":
+        return kl(logprobs, teacher)
+    mean = torch.logaddexp(logprobs, teacher) - log(2)
+    return (kl(teacher, mean) + kl(logprobs, mean)) / 2
+
+
+def compute_loss(
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
+) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's loss and the divergence from the teacher, `micro.divergence` [b, T-1]."""
+    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
+    if micro.divergence is None:  # no turn of this micro-batch has feedback
+        return loss, metrics
+    ratio = torch.where(micro.completion_mask, logprobs - micro.old_logprobs, 0.0).exp().detach()
+    weights = micro.token_weights * micro.importance_weights * ratio
+    loss = loss + options.coef * (weights * micro.divergence).sum()
+    total = micro.divergence.detach()[micro.loss_mask].sum().item()
+    return loss, metrics | {"sdpo/divergence": total}

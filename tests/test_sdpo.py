@@ -1,0 +1,228 @@
+"""SDPO: its gradient against float64 loops, and the prompt of its teacher."""
+
+import copy
+import random
+
+import pytest
+import torch
+from conftest import load_small, metrics_of, save_small
+from single_update import single_update
+from test_episodes import PARAMS, Scripted, message
+from transformers import AutoModelForCausalLM
+
+import train
+from algorithms.variants import sdpo
+from core import config
+from core.chat_template import prompt_ids
+from core.episodes import RolloutCollector
+from core.optimizer import make_optimizer
+from core.policy import Policy
+from core.tasks import Task
+from core.types import Rollout, Turn
+from environments.base import EVAL_SEEDS, Env, Step
+from environments.plumbing import registry
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_small("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    """The float64 weights that sampled, and those of the second step."""
+    old = AutoModelForCausalLM.from_pretrained(folder).double()
+    new, generator = copy.deepcopy(old), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in new.parameters():
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_((p + 0.03 * noise).float())
+    return old, new
+
+
+def settings(algo="sdpo", **options):
+    chosen = sdpo.Options(**options.pop("own")) if algo == "sdpo" else None
+    cfg = train.Config(algo=algo, temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3,
+                       group_size=2, options=chosen, **options)  # fmt: skip
+    return config.resolve(cfg)
+
+
+def draw_rollouts():
+    """Two turns each; one turn in six has no feedback."""
+    draw, rollouts = random.Random(0), []
+    for i in range(6):
+        context, turns = [65, 66, 67 + i // 2], []
+        for k in range(2):
+            ids = [draw.randrange(256) for _ in range(draw.randint(1, 5))]
+            sampler = [draw.uniform(-6.5, -4.5) for _ in ids]
+            other = [] if (i + k) % 6 == 0 else [draw.randrange(256) for _ in range(4 + i)]
+            turns.append(Turn(context, ids, sampler, "stop", float(i % 2), feedback_ids=other))
+            context = context + ids + [70]
+        rollouts.append(Rollout("test", "player", i // 2, i // 2, turns=turns))
+    return rollouts
+
+
+def gradients(cfg, folder, models, micro_batch_tokens=2048):
+    """Those of the two steps of an update by the real loop, flat."""
+    policy, found = load_small(folder), []
+    policy.micro_batch_tokens = micro_batch_tokens
+    optimizer = make_optimizer(policy, 1e-3)
+
+    def step():
+        named = sorted(policy.model.named_parameters())
+        found.append(torch.cat([p.grad.flatten() for _, p in named]).double())
+        policy.model.load_state_dict({k: v.float() for k, v in models[1].state_dict().items()})
+
+    optimizer.step = step
+    metrics = single_update(cfg, policy, optimizer, draw_rollouts())
+    return found, metrics
+
+
+def all_logprobs(model, context, ids):
+    logits = model(torch.tensor([context + ids])).logits[0, len(context) - 1 : -1] / 0.7
+    return logits - logits.logsumexp(-1, keepdim=True)
+
+
+def plain_gradient(cfg, models, model):
+    """The gradient of the divergence alone, one turn and one token after another."""
+    loss, divergences = torch.zeros((), dtype=torch.float64), 0.0
+    turns = [turn for rollout in draw_rollouts() for turn in rollout.turns]
+    count = sum(len(turn.completion_ids) for turn in turns)
+    for turn in (turn for turn in turns if turn.feedback_ids):
+        ids = turn.completion_ids
+        policy = all_logprobs(model, turn.prompt_ids, ids)
+        with torch.no_grad():
+            old = all_logprobs(models[0], turn.prompt_ids, ids)
+            teacher = all_logprobs(model, turn.feedback_ids, ids)
+        for t, token in enumerate(ids):
+            p, q = policy[t].exp(), teacher[t].exp()
+            m = (p + q) / 2
+            d = {
+                "forward": (q * (q / p).log()).sum(),
+                "reverse": (p * (p / q).log()).sum(),
+                "jsd": ((p * (p / m).log()).sum() + (q * (q / m).log()).sum()) / 2,
+            }[cfg.options.kind]
+            weight = min(2.0, (old[t, token] - turn.sampler_logprobs[t]).exp().item())
+            ratio = (policy[t, token] - old[t, token]).exp().item()
+            loss = loss + cfg.options.coef * weight * ratio * d / count
+            divergences += d.item() / count
+    named = sorted(model.named_parameters())
+    parts = torch.autograd.grad(loss, [p for _, p in named])
+    return torch.cat([part.flatten() for part in parts]), divergences
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+@pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
+def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, models, monkeypatch):
+    if micro_batch_tokens == 20:
+        monkeypatch.setattr(Policy, "logits_chunk", 3)
+    cfg = settings(own={"kind": kind, "coef": 0.5}, reward_coef=0.0)
+    ours, metrics = gradients(cfg, folder, models, micro_batch_tokens)
+    theirs = [plain_gradient(cfg, models, model) for model in models]
+    for mine, (wanted, _) in zip(ours, theirs, strict=True):
+        assert (mine - wanted).norm() < 2e-5 * wanted.norm()
+    assert metrics["sdpo/divergence"] == pytest.approx(theirs[1][1], rel=1e-4)  # the last epoch
+
+
+def test_the_loss_is_that_of_grpo_and_the_divergence(folder, models):
+    both, _ = gradients(settings(own={}), folder, models)
+    parts = [
+        gradients(settings(own={}, reward_coef=0.0), folder, models)[0],
+        gradients(settings("grpo"), folder, models)[0],
+    ]
+    for mine, divergence, rewards in zip(both, *parts, strict=True):
+        assert rewards.norm() > 0
+        assert (mine - divergence - rewards).norm() < 1e-5 * mine.norm()
+
+
+class Capital(Env):
+    """Two turns; the second one has feedback of its own. `begun`: the first answer has begun."""
+
+    def __init__(self, begun: bool = False):
+        self.begun = begun
+
+    def reset(self, seed):
+        self.turn = 0
+        begun = [{"role": "assistant", "content": "It is"}] * self.begun
+        return [message("Capital of France?"), *begun]
+
+    def step(self, response):
+        self.turn += 1
+        if self.turn == 1:
+            return Step(message("Of Spain?"), 0.0, False)
+        return Step(None, 0.0, True, feedback="Madrid")
+
+    def demonstrate(self, hasty=False):
+        return "Paris" if self.turn == 0 else "unknown"
+
+
+@pytest.fixture
+def play(policy, monkeypatch):
+    monkeypatch.setitem(registry.ENVIRONMENTS, "capital", Capital)
+
+    def play(seed, shows_right=True, spec="capital"):
+        collector = RolloutCollector(policy, max_turns=2)
+        collector.shows_right = shows_right
+        task = Task(registry.EnvSpec(spec), seed, group_id=0)
+        [rollout] = collector.collect([task], Scripted(policy, "hm"), PARAMS)
+        assert not rollout.error
+        return rollout.turns
+
+    return play
+
+
+def test_the_teacher_reads_the_right_answer_and_the_question_once_more(policy, play):
+    first, second = play(seed=3)
+    france, spain = message("Capital of France?"), message("Of Spain?")
+
+    def answer(text):
+        return {"role": "assistant", "content": text}
+
+    chat = [france, answer("Paris"), france]
+    assert first.feedback_ids == prompt_ids(policy.tokenizer, chat)
+    chat = [france, answer("hm"), spain, answer("Madrid"), spain]
+    assert second.feedback_ids == prompt_ids(policy.tokenizer, chat)
+    assert first.feedback_ids[: len(first.prompt_ids)] == first.prompt_ids
+
+
+def test_both_answers_begin_as_the_prompt_says(policy, play):
+    first, _ = play(seed=3, spec="capital:begun=True")
+    begun = policy.tokenizer.encode("It is", add_special_tokens=False)
+    paris = [*policy.tokenizer.encode("Paris", add_special_tokens=False), policy.end_of_turn_id]
+    prompt = first.prompt_ids
+    assert prompt[-len(begun) :] == begun == first.feedback_ids[-len(begun) :]
+    assert first.feedback_ids[: len(prompt) + len(paris)] == prompt + paris
+
+
+def test_evaluation_and_other_algorithms_have_no_teacher(play):
+    silent = [*play(seed=3, shows_right=False), *play(seed=EVAL_SEEDS.start)]
+    assert not any(turn.feedback_ids for turn in silent)
+
+
+def test_no_teacher_where_its_prompt_exceeds_the_context(policy, play, monkeypatch):
+    length = len(play(seed=3)[0].feedback_ids)
+    monkeypatch.setattr(policy, "max_length", length + 1)
+    assert play(seed=3)[0].feedback_ids == []
+
+
+SILENT = """
+from environments import Env, Step
+
+class Silent(Env):
+    def reset(self, seed): return [{"role": "user", "content": f"{seed}?"}]
+    def step(self, response): return Step(None, 0.0, True)
+"""
+SMALL = "--algo sdpo --num-updates 1 --num-prompts 2 --group-size 2 --eval-num-tasks 0".split()
+
+
+def test_an_environment_without_feedback_ends_the_run(command, tmp_path):
+    (tmp_path / "silent.py").write_text(SILENT)
+    code, _, err = command(*SMALL, "--env", "silent.py:Silent")
+    assert code == 2 and "silent.py:Silent never says what would have been right" in err
+
+
+def test_a_run_whose_tokens_top_p_drew(command, tmp_path):
+    code, _, err = command(*SMALL, "--top-p", 0.9, "--num-minibatches", 2, "--run-name", "cut")
+    assert code == 0, err
+    [record] = [r for r in metrics_of(tmp_path / "runs/cut") if r.get("update") == 1]
+    assert 0 < record["sdpo/divergence"] < 10
