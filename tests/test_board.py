@@ -53,7 +53,8 @@ def test_the_interval_of_each_side_counts():
 def test_a_run_counts_at_its_last_evaluation_within_the_budget():
     """An update may exceed it by a twentieth, and no more."""
     runs = [run("long", 0, 0.1, 0.2, 0.5, 0.9), run("short", 0, 0.4)]
-    _, rows, _ = board(runs)  # of 300 tokens, three updates
+    _, rows, [line] = board(runs)  # of 300 tokens, three updates
+    assert line.startswith("long: the last evaluation within the budget counts")
     assert [row[3][:4] for row in rows] == ["0.50", "0.40"]
     assert [row[4] for row in rows] == ["300", "100"]
     assert board(runs, budget=286)[1] == rows  # 300 / 1.05 = 285.7
@@ -62,10 +63,19 @@ def test_a_run_counts_at_its_last_evaluation_within_the_budget():
     assert [row[4] for row in board(runs, budget=1)[1]] == ["0", "0"]  # before the first update
 
 
-def test_a_model_counts_by_its_name():
-    ids = ["runs/base/model", "/home/bob/runs/base/model", "base"]
-    title, rows, left_out = board([run(name, 0, 0.5, model_id=name) for name in ids])
-    assert len(rows) == 3 and left_out == [] and title.endswith("all from base")
+@pytest.mark.parametrize("folder", ["base/model", "mine"])
+def test_a_model_is_its_folder_here_and_its_name_elsewhere(tmp_path, monkeypatch, folder):
+    monkeypatch.chdir(tmp_path)
+    for place in ("a", "b"):
+        (tmp_path / place / folder).mkdir(parents=True)
+    ids = [f"a/{folder}", str(tmp_path / "a" / folder), f"a/../a/{folder}", f"b/{folder}"]
+    runs = [run(str(i), 0, 0.5, model_id=model_id) for i, model_id in enumerate(ids)]
+    title, rows, [left_out] = board(runs)
+    assert [row[1] for row in rows] == ["0", "1", "2"] and title.endswith(f"a/{folder}")
+    assert left_out.startswith("Not on this board: 3: from ")
+    title, rows, _ = board([*runs[:2], run("far", 0, 0.5, model_id="/far/base/model")])
+    assert len(rows) == (3 if folder == "base/model" else 2)
+    assert title.endswith(f"all from {folder.partition('/')[0]}")
 
 
 def test_runs_on_other_terms_are_not_ranked():
@@ -94,12 +104,13 @@ def test_the_budget_is_that_of_most_runs_or_given():
         board([(Path("never"), CONFIG, [])])
 
 
-def test_the_terms_are_those_of_the_runs_that_set_a_budget():
+@pytest.mark.parametrize("budget", [0, 100])
+def test_the_terms_are_those_of_the_runs_that_set_a_budget(budget):
     """A room has more other runs, such as those of the first steps of the workshop."""
     first = [run(f"grpo-{i}", 0.4, 0.9, model_id="tiny", max_sampled_tokens=0) for i in range(3)]
     base = run("base", 0.2, sft_steps=400, max_sampled_tokens=0)
     contest = [run("alice", 0, 0.5), run("bob", 0, 0.8)]
-    _, rows, left_out = board([*first, base, *contest])
+    _, rows, left_out = board([*first, base, *contest], budget)
     assert ranks(rows) == [("1", "bob"), ("2", "alice")]
     assert left_out[0] == "Not on this board: grpo-0, grpo-1, grpo-2: from tiny, not base"
 
@@ -117,7 +128,8 @@ def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
     assert out.splitlines()[0].startswith("adding, 256 held-out tasks")
     assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["1", "a"], ["2", "b"]]
     assert "1 of the folders are not runs" in out and not (tmp_path / "compare.png").exists()
-    assert compare.main(["--board", str(tmp_path / "*")]) == 0  # PowerShell expands none
-    assert capsys.readouterr().out.splitlines()[:4] == out.splitlines()[:4]
+    for pattern in ("*", "[ab]"):  # PowerShell expands none
+        assert compare.main(["--board", str(tmp_path / pattern)]) == 0
+        assert capsys.readouterr().out.splitlines()[:4] == out.splitlines()[:4]
     assert compare.main(["--board", folders[2]]) == 2
     assert compare.main([*folders[:2], "--budget", "5"]) == 2

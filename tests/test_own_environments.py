@@ -265,6 +265,21 @@ def test_an_exception_of_an_own_environment_names_file_and_line(place, command, 
     assert f"(wrong.py, line {line})" in err
 
 
+@pytest.mark.parametrize("folder", [".", "../elsewhere"])
+def test_an_error_in_a_library_names_the_users_own_line(place, monkeypatch, folder):
+    """The library lies outside site-packages, as an editable one does; so may the user's file."""
+    library = place.parent / "src"
+    for name in (library, place / folder):
+        name.mkdir(exist_ok=True)
+    (library / "checkout.py").write_text("def f(x):\n\n\n    return int(x)\n")
+    (place / folder / "uses.py").write_text("import checkout\n\ndef g():\n    checkout.f('x')\n")
+    monkeypatch.syspath_prepend(library)
+    function = registry.import_attribute(f"{folder}/uses.py", "g")
+    with pytest.raises(ValueError) as raised:
+        function()
+    assert registry.place_of(raised.value) == " (uses.py, line 4)"
+
+
 def test_a_space_in_place_of_the_colon_is_one_line_that_says_what_to_write(command):
     for name in ("--env", "--eval-env"):
         code, out, err = command(name, "snake", "letter_counting:difficulty=2", "words=a")

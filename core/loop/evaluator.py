@@ -3,7 +3,7 @@
 core/evaluation.py chooses the tasks and computes the metrics.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -36,7 +36,6 @@ class Evaluator:
     display: Display
     interrupt: Interrupt
     progress: dict[str, Any]
-    trained: set[int] = field(default_factory=set)  # hashes of the opening prompts of training
 
     def evaluate(self, update: int) -> dict[str, float]:
         """The metrics of one greedy rollout for each held-out task.
@@ -57,9 +56,12 @@ class Evaluator:
         if not stopped:
             drop_failed(rollouts, say)  # warns; raises if over half failed
         results = evaluation.accuracy_metrics(rollouts)
-        for env, own in by_seat(evaluation.played(rollouts)).items() if self.trained else ():
-            seen = [hash(opening_of(rollout)) in self.trained for rollout in own]
-            results[f"eval/{env}/seen"] = sum(seen) / len(seen)
+        openings = sorted({hash(opening_of(rollout)) for rollout in rollouts})
+        known = {*self.progress.setdefault("seen_openings", [])}
+        if self.progress.setdefault("held_out_openings", openings) and update > 0:
+            for env, own in by_seat(evaluation.played(rollouts)).items():
+                seen = [hash(opening_of(rollout)) in known for rollout in own]
+                results[f"eval/{env}/seen"] = sum(seen) / len(seen)
         if self.cfg.eval_samples and not stopped:
             repeated = evaluation.repeated_tasks(self.cfg, held_out)
             sampled = self._play(*repeated)
@@ -80,6 +82,13 @@ class Evaluator:
             self.run_log.log({"update": update, **results})
             raise Stopped
         return results | {"time/eval_s": perf_counter() - started}
+
+    def note_trained(self, rollouts: list[Rollout]) -> None:
+        """Keeps which first prompts of the held-out tasks were those of training, too."""
+        held_out, seen = ({*self.progress.get(name, [])}
+                          for name in ("held_out_openings", "seen_openings"))  # fmt: skip
+        trained = {hash(prompt) for rollout in rollouts if (prompt := opening_of(rollout))}
+        self.progress["seen_openings"] = sorted(seen | trained & held_out)
 
     def _play(self, held_out: list[Task], params: SamplingParams) -> list[Rollout]:
         """One rollout per task and agent."""

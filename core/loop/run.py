@@ -12,7 +12,6 @@ from core.episodes import RolloutCollector
 from core.faults import UsageError
 from core.loop.evaluator import Evaluator
 from core.loop.outputs import Outputs
-from core.metrics import opening_of
 from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.run import diagnostics
@@ -45,9 +44,8 @@ class Run:
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
-    canary: dict[str, float] = field(default_factory=dict)  # its metric in this update
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
-    seen: set[tuple[str, int]] = field(default_factory=set)  # (environment, seed) of training
+    canary: dict[str, float] = field(default_factory=dict)  # its metric in this update
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -122,9 +120,10 @@ class Run:
         if update > 0:
             record["groups/level"] = self.progress["level"]
             drawn = {(rollout.env, rollout.seed) for rollout in rollouts}
-            record["groups/repeated"] = len(drawn & self.seen) / max(1, len(drawn))
-            self.seen |= drawn
-            self.evaluator.trained.update(map(hash, map(opening_of, rollouts)))
+            before = {*map(tuple, self.progress.get("tasks", []))}  # of the update before
+            record["groups/repeated"] = len(drawn & before) / max(1, len(drawn))
+            self.progress["tasks"] = sorted(drawn)
+            self.evaluator.note_trained(rollouts)
             if self.cfg.lora_rank:
                 record["lora/zero_fraction"] = self.policy.zero_adapters()
             if self.sampler.sync_seconds is not None:

@@ -14,7 +14,7 @@ with another seed, a run differs by more.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,22 @@ class Entry:
     evaluation: Record  # eval/{env}/accuracy, ci_low, ci_high
     tokens: int  # sampled until then
     minutes: float
+    has_later: bool = False  # evaluations, beyond the budget
 
 
 def board(
     runs: list[tuple[Path, dict[str, Any], list[Record]]], budget: int = 0
 ) -> tuple[str, list[list[str]], list[str]]:
     """Returns the terms, a row as in HEADERS for each run, best first, and lines: why runs are not
-    on the board.
+    on the board, or not with their last evaluation.
 
     `runs`: folder, settings and metrics of each. The terms are those of most runs that set
     --max-sampled-tokens; a room has others too. `budget`: sampled tokens; 0: that of most runs.
 
     Raises UsageError if there is no run to rank, or no budget.
     """
-    terms = [terms_of(config, records) for _, config, records in runs]
+    models = names_of_models([str(config["model_id"]) for _, config, _ in runs])
+    terms = [terms_of(*run[1:], model) for run, model in zip(runs, models, strict=True)]
     known = [(term, run[1]["max_sampled_tokens"])
              for term, run in zip(terms, runs, strict=True) if term[0]]  # fmt: skip
     if not known:
@@ -76,6 +78,9 @@ def board(
         if term != common:
             why.setdefault(difference(term, common), []).append(run[0].name)
     lines = [f"Not on this board: {', '.join(names)}: {reason}" for reason, names in why.items()]
+    if beyond := [entry.name for entry in entries if entry.has_later]:
+        lines.append(f"{', '.join(beyond)}: the last evaluation within the budget counts; later "
+                     "ones had sampled more tokens")  # fmt: skip
     title = f"{env}, {tasks} held-out tasks, {budget:,} sampled tokens, all from {model}"
     return title, rows, lines
 
@@ -85,16 +90,28 @@ def board(
 Terms = tuple[str, int, str, str, int, str]
 
 
-def terms_of(config: dict[str, Any], records: list[Record]) -> Terms:
+def names_of_models(ids: list[str]) -> list[str]:
+    """A name for the model that each --model-id stands for: of a folder its own name, or its path
+    if another folder has that name. Runs of other machines name folders that are not here."""
+    paths = [Path(model_id).expanduser() for model_id in ids]
+    here = [path.resolve() if path.is_dir() else None for path in paths]
+    names = [
+        path.parent.name if path.name == "model" else folder.name if folder else model_id
+        for model_id, path, folder in zip(ids, paths, here, strict=True)
+    ]  # runs/base/model: base
+    count = Counter(name for name, folder in {*zip(names, here, strict=True)} if folder)
+    return [str(folder) if folder and count[name] > 1 else name
+            for name, folder in zip(names, here, strict=True)]  # fmt: skip
+
+
+def terms_of(config: dict[str, Any], records: list[Record], model: str) -> Terms:
     """What the runs of a board have in common. The held-out tasks follow from the environment and
-    their number (core/tasks.py), whatever the seed of the run. A room copies runs from many
-    machines, so a model counts by its name: base for runs/base/model."""
+    their number (core/tasks.py), whatever the seed of the run."""
     evaluated = before_after(records)
     env, first = evaluated[0][:2] if evaluated else ("", {})
     start = f"{first[f'eval/{env}/accuracy']:.2f}" if evaluated else ""
-    path = Path(str(config["model_id"]))
-    model = path.parent.name if path.name == "model" else path.name
-    return env, config["eval_num_tasks"], model, " ".join(config["env"]), config["sft_steps"], start
+    trained = " ".join(config["env"])
+    return env, config["eval_num_tasks"], model, trained, config["sft_steps"], start
 
 
 def difference(term: Terms, common: Terms) -> str:
@@ -120,10 +137,12 @@ def entry_of(
     tokens, entry = 0, None
     for i, record in enumerate(records):
         tokens += record.get("tokens/sampled") or 0
-        in_time = entry is None or tokens <= TOLERANCE * budget
-        if f"eval/{env}/accuracy" in record and in_time:
-            entry = Entry(folder.name, algorithm_title(config), record, tokens,
-                          minutes(records[: i + 1]))  # fmt: skip
+        if f"eval/{env}/accuracy" not in record:
+            continue
+        if entry is not None and tokens > TOLERANCE * budget:
+            return replace(entry, has_later=True)
+        entry = Entry(folder.name, algorithm_title(config), record, tokens,
+                      minutes(records[: i + 1]))  # fmt: skip
     assert entry is not None, "terms_of found an evaluation"
     return entry
 

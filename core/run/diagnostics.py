@@ -438,7 +438,9 @@ def _mixed_groups(recent: list[Record]) -> str:
 
 def _same_tasks(recent: list[Record]) -> str:
     repeated = min(_last(recent, "groups/repeated", 2), default=math.nan)
-    return "all tasks of the last two updates were those of earlier ones" if repeated == 1 else ""
+    return (
+        "all tasks of the last two updates were those of the update before" if repeated == 1 else ""
+    )
 
 
 def _tokens_left_out(recent: list[Record], cfg: Config) -> str:

@@ -89,6 +89,7 @@ NOT_OWN = (  # code in which a user does not look for the cause of an error
     *(os.path.join(HERE, name) for name in ("adapters", "base.py", "plumbing", "rewarded.py")),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )  # fmt: skip
+FOLDERS = set[str]()  # of the user's files that were imported by their path
 
 
 def register(name: str) -> Callable[[C], C]:
@@ -402,10 +403,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not."""
+    """Where the user's code raised the error, such as ` (games.py, line 7)`; "" if it did not.
+
+    A line in the current folder, or beside a file that is imported by its path, comes before one of
+    a library that is installed elsewhere, such as an editable one.
+    """
     frames = [frame for e in (error, error.__cause__) if e
               for frame in traceback.extract_tb(e.__traceback__)]  # fmt: skip
-    own = [frame for frame in frames if not frame.filename.startswith(NOT_OWN)]
+    others = [f for f in frames if not f.filename.startswith(NOT_OWN)]
+    folders = {str(Path.cwd()), *FOLDERS}
+    own = [f for f in others if folders & {*map(str, Path(f.filename).parents)}] or others
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
@@ -487,6 +494,7 @@ def _absolute(path: str, is_code: bool) -> str:
 
 
 def _add_to_path(folder: str) -> None:
+    FOLDERS.add(folder)
     if folder and folder not in sys.path:
         sys.path.insert(0, folder)  # the modules of the same name elsewhere are other ones
 
