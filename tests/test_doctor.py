@@ -72,6 +72,21 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
 
 
+def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "<b>2"}]
+    rollout = {"kind": "train", "info": {"row": "sums.jsonl:3"}, "messages": messages}
+    lines = map(json.dumps, ({"kind": "eval"}, rollout))
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(lines))
+    records = [{"update": 0} | evaluation(0.0)]
+    records += [update(n, 0.0, **{"reward/min": 0.0, "reward/max": 0.0}) for n in range(1, 4)]
+    records[-1] |= evaluation(0.0, p=1.0)
+    records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
+    assert [*map(str, doctor.findings(tmp_path, {}, records))] == [
+        "No rollout has earned a reward. The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3) "
+        "(report.html: reward/max). Next: other tasks"
+    ]
+
+
 def test_every_warning_has_its_place():
     assert {*doctor.SHOWN_BY} == {*diagnostics.WARNINGS}
 

@@ -17,7 +17,8 @@ from core.report.summary import logged_warnings, num_updates
 from core.results import before_after
 from core.run import cli, diagnostics
 from core.run.folder import quoted, read_settings
-from core.run.log import METRICS, Record, read_records
+from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
+from environments.plumbing.text import printable
 
 MAX_FINDINGS = 3
 CLEAR = 0.05  # McNemar's p below which accuracy has changed
@@ -53,14 +54,15 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     """What the records of a run show; `config`: its settings. A healthy run has one finding."""
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
-    found = _current_warnings(records)
-    outcome = _outcomes(run_dir, records)
+    found, outcome = _current_warnings(run_dir, records), _outcomes(run_dir, records)
+    if any(finding.picture == SHOWN_BY["no_reward"] for finding in found):
+        outcome = []  # it follows
     if not found and not any(finding.text.startswith("It learns") for finding in outcome):
         outcome += _flat(config, records)
     return [*found, *_overfit(records), *outcome][:MAX_FINDINGS]
 
 
-def _current_warnings(records: list[Record]) -> list[Finding]:
+def _current_warnings(run_dir: Path, records: list[Record]) -> list[Finding]:
     """The warnings of the log that still hold at its end."""
     inputs = [*map(diagnostics.warning_inputs, records)]
     held = diagnostics.active_warnings(inputs)
@@ -70,8 +72,22 @@ def _current_warnings(records: list[Record]) -> list[Finding]:
             meaning, _ = diagnostics.WARNINGS[name]
             number, _, advice = message.partition("; try ")
             text = f"{meaning[:1].upper()}{meaning[1:]}: {number} ({name}, update {updates[-1]})"
+            if name == "no_reward":
+                text = f"{number[:1].upper()}{number[1:]}{_example(run_dir)}"
             found.append((list(SHOWN_BY).index(name), Finding(text, SHOWN_BY[name], advice)))
     return [finding for _, finding in sorted(found)]
+
+
+def _example(run_dir: Path) -> str:
+    """The first answer of training, whose reward a reader can judge, and its row in the data."""
+    for rollout in iter_records(run_dir / ROLLOUTS):
+        if rollout.get("kind") == "train" and len(rollout.get("messages", [])) > 1:
+            asked, answer = (
+                printable(str(m.get("content")))[:200] for m in rollout["messages"][-2:]
+            )
+            place = f" ({row})" if (row := rollout.get("info", {}).get("row")) else ""
+            return f". The first answer was {answer!r}, to {asked!r}{place}"
+    return ""
 
 
 def _outcomes(run_dir: Path, records: list[Record]) -> list[Finding]:

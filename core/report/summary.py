@@ -1,5 +1,6 @@
 """Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -72,12 +73,23 @@ def write_readme(
         minutes=minutes(records),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
-        findings="".join([FINDINGS, *(f"- {line}\n" for line in findings)] if findings else []),
+        findings=FINDINGS + "".join(f"- {as_text(line)}\n" for line in findings)
+        if findings
+        else "",
         results=RESULTS.format(rows="\n".join(rows)) if rows else "",
         command=repeat_command(run_dir, config),
     )
     with published(run_dir / "README.md") as part:
         part.write_text(text, encoding="utf-8", newline="\n")
+
+
+def as_text(line: str) -> str:
+    r"""Markdown that shows a line as it is: a model may have written a part of it.
+
+    >>> print(as_text("<b>[a](b)</b> `c`"))
+    \<b>\[a](b)\</b> \`c\`
+    """
+    return re.sub(r"([\\`*\[<])", r"\\\1", line)
 
 
 def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
