@@ -196,7 +196,8 @@ class Rewarded(Env):
             with _named(name):
                 for value, number in zip(values, _numbers(numbers, len(batch)), strict=True):
                     value[name] = number
-        return [batch[0].to_step(v, info) for v, info in zip(values, logged, strict=True)]
+        return [env.to_step(v, info)
+                for env, v, info in zip(batch, values, logged, strict=True)]  # fmt: skip
 
     def to_step(self, values: dict[str, float | None], logged: dict[str, Any]) -> Step | Exception:
         """The Step of one completion, from the value of each function and what they logged; an

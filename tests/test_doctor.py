@@ -67,7 +67,10 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
         return rows
 
     stale, kl = shown(records(1.0))
-    assert "it lacks 1 of an update (stale_weights, update 3) (report.html: gap/canary). " in stale
+    assert (
+        "it lacks 1 of an update, by the log-probs of a fixed text (gap/canary) (stale_weights, "
+        in stale
+    )
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
 
@@ -82,8 +85,8 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     records[-1] |= evaluation(0.0, p=1.0)
     records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
     assert [*map(str, doctor.findings(tmp_path, {}, records))] == [
-        "No rollout has earned a reward. The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3) "
-        "(report.html: reward/max). Next: other tasks"
+        "No rollout has earned a reward in all 3 updates so far. The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3) "
+        "(report.html: Reward per rollout). Next: other tasks"
     ]
 
 

@@ -394,6 +394,7 @@ def test_functions_are_called_once_per_batch_with_lists(policy):
     assert answer == [prompt[4:-1] for prompt in prompts]
     assert prompts[0] == prompts[1] != prompts[2]
     assert completions == ranked == ["a", "b", "c"]
+    assert [r.info["row"] for r in rollouts[:3]] == [f"rows.jsonl:{int(a) + 1}" for a in answer]
     assert columns["n"] == list(map(int, answer)) and columns["level"] == [None] * 3
     assert [r.episode_return for r in rollouts[:3]] == [0.0, 0.5, 1.0]  # compared with the others
     assert [r.info["reward_rank"] for r in rollouts[:3]] == [0.0, 1.0, 2.0]
@@ -441,7 +442,8 @@ def test_an_infinite_reward_names_its_function_and_its_row(policy, name, value, 
     rollouts, _ = play(policy, f"rewards.py:sometimes rewards.py:{name}")
     assert [i for i, r in enumerate(rollouts) if r.error] == failed
     text = f"RuntimeError: {name}: ValueError: it returned {value} for a completion; the row: "
-    assert all(rollouts[i].error.startswith(text) for i in failed)
+    assert all(rollouts[i].error.startswith(f"{text}prompt={asked!r}") for i in failed
+               if (asked := rollouts[i].messages[0]["content"]))  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "found"), [

@@ -18,6 +18,7 @@ from core.results import before_after
 from core.run import cli, diagnostics
 from core.run.folder import quoted, read_settings
 from core.run.log import METRICS, ROLLOUTS, Record, iter_records, read_records
+from environments.plumbing.registry import relative
 from environments.plumbing.text import printable
 
 MAX_FINDINGS = 3
@@ -31,7 +32,7 @@ SHOWN_BY = {
     "mixed_groups": "groups/openings", "wrong_direction": "update/direction",
     "reference_moves": "kl/reference", "value_head_frozen": "value/loss",
     "same_tasks": "groups/repeated", "held_out_seen": "Held-out accuracy",
-    "no_reward": "reward/max", "reward_without_accuracy": "reward/correct",
+    "no_reward": "Reward per rollout", "reward_without_accuracy": "reward/correct",
     "below_start": "reward/mean", "memorized": "sft/loss",
     "dead_groups": "groups/zero_std_fraction", "kl_runaway": "kl/approx",
     "never_stops": "length/hit_token_limit", "episodes_cut": "episodes/truncated",
@@ -54,7 +55,8 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     """What the records of a run show; `config`: its settings. A healthy run has one finding."""
     if not any(record.get("update", -1) >= 0 for record in records):
         return []
-    found, outcome = _current_warnings(run_dir, records), _outcomes(run_dir, records)
+    spec = relative(str([*config.get("env", ()), "SPEC"][0]))
+    found, outcome = _current_warnings(run_dir, records, spec), _outcomes(run_dir, records)
     if any(finding.picture == SHOWN_BY["no_reward"] for finding in found):
         outcome = []  # it follows
     if not found and not any(finding.text.startswith("It learns") for finding in outcome):
@@ -62,18 +64,19 @@ def findings(run_dir: Path, config: dict[str, Any], records: list[Record]) -> li
     return [*found, *_overfit(records), *outcome][:MAX_FINDINGS]
 
 
-def _current_warnings(run_dir: Path, records: list[Record]) -> list[Finding]:
-    """The warnings of the log that still hold at its end."""
+def _current_warnings(run_dir: Path, records: list[Record], spec: str) -> list[Finding]:
+    """The warnings of the log that still hold at its end, with their numbers there."""
     inputs = [*map(diagnostics.warning_inputs, records)]
     held = diagnostics.active_warnings(inputs)
     found = []
     for name, updates, message in logged_warnings(records):
         if name in held and name in diagnostics.WARNINGS:
             meaning, _ = diagnostics.WARNINGS[name]
-            number, _, advice = message.partition("; try ")
+            number, advice = held[name].partition("; try ")[0], message.partition("; try ")[2]
             text = f"{meaning[:1].upper()}{meaning[1:]}: {number} ({name}, update {updates[-1]})"
             if name == "no_reward":
                 text = f"{number[:1].upper()}{number[1:]}{_example(run_dir)}"
+                advice = advice.partition("; else ")[0].replace("SPEC", spec)
             found.append((list(SHOWN_BY).index(name), Finding(text, SHOWN_BY[name], advice)))
     return [finding for _, finding in sorted(found)]
 
