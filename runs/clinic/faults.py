@@ -393,7 +393,7 @@ def draw() -> None:
             curves = [series(run, each.metric) for run in (HEALTHY[each.flags], name)]
             axis.plot(*curves[0], color="#9a9aa5", linewidth=3.5)
             axis.plot(*curves[1], color=RED, linewidth=2)
-            if each.metric.startswith("gap/"):
+            if each.metric.startswith("gap/logprob"):
                 axis.set_yscale("log")
                 axis.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
                 axis.minorticks_off()
