@@ -85,8 +85,8 @@ def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):
     records[-1] |= evaluation(0.0, p=1.0)
     records[-1]["warnings"] = {"no_reward": "no rollout has earned a reward; try other tasks"}
     assert [*map(str, doctor.findings(tmp_path, {}, records))] == [
-        "No rollout has earned a reward in all 3 updates so far. The first answer was '<b>2', to '1 + 1?' (sums.jsonl:3) "
-        "(report.html: Reward per rollout). Next: other tasks"
+        "No rollout has earned a reward in all 3 updates so far. The first answer was '<b>2', to "
+        "'1 + 1?' (sums.jsonl:3) (report.html: Reward per rollout). Next: other tasks"
     ]
 
 
