@@ -45,7 +45,7 @@ class Run:
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
-    canary: dict[str, float] = field(default_factory=dict)  # its metric in this update
+    canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
     stopped: bool = False  # ended before the last update
     started_at: float = 0.0  # when this update began
     sampled_at: float = 0.0  # when its last rollout was finished
@@ -80,7 +80,7 @@ class Run:
     def compare_weights(self) -> None:
         """Measures whether the sampler has the policy's weights; see core/canary.py."""
         before = self.progress.get("canary", {})
-        self.canary, self.progress["canary"] = canary.compare(self.policy, self.sampler, before)
+        self.canary = canary.compare(self.policy, self.sampler, before)
 
     def finish_update(
         self, update: int, sampled: list[Rollout], metrics: dict[str, Any], next_level: int
@@ -90,7 +90,8 @@ class Run:
         `sampled`: all rollouts of the update; `next_level`: of the tasks of the next one.
         """
         cfg = self.cfg
-        metrics |= self.canary
+        seen, self.progress["canary"] = self.canary  # not before: a stopped update begins again
+        metrics |= seen
         metrics["time/rollout_s"] = self.sampled_at - self.started_at
         metrics["time/train_s"] = perf_counter() - self.sampled_at
         tokens = self.progress["sampled_tokens"] + sum(rollout.num_tokens for rollout in sampled)
