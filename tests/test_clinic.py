@@ -31,6 +31,13 @@ def test_a_fault_is_named_in_three_updates(name, command, monkeypatch):
     assert "; try " in found[fault.warning]
 
 
+def test_without_a_fault_no_task_is_repeated_or_evaluated(command):
+    assert warnings(command, *SMALL) == {}
+    records = read_records(Path("runs/a/metrics.jsonl"))
+    assert [r["groups/repeated"] for r in records if r["update"] > 0] == [0.0] * 3
+    assert {v for r in records for k, v in r.items() if k.endswith("/seen")} == {0.0}
+
+
 def test_there_are_twenty_faults_and_few_have_no_warning():
     assert len(faults.FAULTS) == 20 and len(NAMED) >= 17
     assert {fault.flags for fault in faults.FAULTS.values()} == {*faults.HEALTHY}

@@ -44,6 +44,9 @@ def test_noise_is_called_noise_and_a_flat_reward_is_explained():
     flat = [{"update": 0} | evaluation(0.40), *(update(n) for n in range(1, 21))]
     flat[-1] |= evaluation(0.43, p=0.4)
     noise, reward = shown(flat)
+    assert (
+        "in the noise" in shown([{"update": 0} | evaluation(0.4), update(1) | evaluation(0.4)])[0]
+    )
     assert "in the noise: accuracy on held-out tasks of sums was 0.40 and is 0.43, with" in noise
     assert "from 0.38 to 0.48 on 256 tasks" in noise and "as the reward has stopped" in noise
     assert "is flat: 0.50 in the first 5 updates, 0.50 in the last; answers" in reward
@@ -73,6 +76,13 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     )
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
+    rows = records(1.0)
+    limits = {"length/hit_token_limit": 1.0, "episodes/truncated": 1.0, "weights/capped": 1.0}
+    others = {"never_stops": "a", "episodes_cut": "b", "weights_at_cap": "c"}
+    rows = [row | limits for row in rows]
+    rows[1]["warnings"] = others
+    assert [line.partition(", update")[0].rpartition("(")[2] for line in shown(rows)] == [
+        "stale_weights", "weights_at_cap", "kl_runaway"]  # fmt: skip
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):

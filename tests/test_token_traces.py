@@ -3,10 +3,12 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from core.report.token_traces import choose_groups, pieces
+from core.report.token_traces import _movement, choose_groups, pieces
 from core.types import Rollout, Turn
 from environments.base import Env, Step
 from environments.plumbing import registry
@@ -77,3 +79,16 @@ def test_a_character_of_several_tokens_appears_at_its_last_token(policy):
     for _ in range(50):  # any bytes
         ids = [draw.randrange(256) for _ in range(draw.randrange(1, 40))]
         assert "".join(pieces(policy.tokenizer, ids)) == policy.tokenizer.decode(ids)
+
+
+def test_the_direction_of_an_update_is_the_correlation_within_groups():
+    """Two groups that moved by other amounts: in each the better rollout became likelier."""
+    rollouts = [SimpleNamespace(episode_return=reward) for reward in (1.0, 0.0, 1.0, 0.0)]
+    batch = SimpleNamespace(
+        completion_mask=torch.ones(4, 1, dtype=torch.bool), group_ids=torch.tensor([0, 0, 1, 1]),
+        old_logprobs=torch.zeros(4, 1),
+    )  # fmt: skip
+    found = _movement(rollouts, [0, 1, 2, 3], batch, torch.tensor([[1.0], [0.0], [5.0], [4.0]]))
+    assert found == {"update/moved": 2.5, "update/direction": pytest.approx(1.0)}
+    found = _movement(rollouts, [0, 1, 2, 3], batch, torch.tensor([[0.0], [1.0], [4.0], [5.0]]))
+    assert found["update/direction"] == pytest.approx(-1.0)
