@@ -33,7 +33,7 @@ from gpu_check import ANSWER  # noqa: E402
 from record import versions as package_versions  # noqa: E402
 from workload import SHAPES, Shape, save_model  # noqa: E402
 
-from core import nanollm  # noqa: E402
+from core import canary, nanollm  # noqa: E402
 from core.batching import RolloutBatch, to_rollout_batch  # noqa: E402
 from core.loading import load_policy  # noqa: E402
 from core.nanollm import NanoLLM  # noqa: E402
@@ -159,20 +159,32 @@ def graphs() -> Found:
 
 
 def lora() -> Found:
-    """Adapters trained while the engine is awake, and while it is asleep; base weights are kept."""
+    """Adapters trained while the engine is awake, and while it is asleep; base weights are kept.
+
+    The canary tells whether the engine has the last step.
+    """
     policy = make_policy(lora_rank=8)
     base = {n: p.clone() for n, p in policy.causal_lm.named_parameters() if "lora_" not in n}
     sampler = make_engine(policy)
     found: Found = engine_facts(sampler)
     with sampler:
-        train(policy, steps=3)
+        train(policy, steps=1)  # away from B = 0
         sampler.sync()
+        _, before = canary.compare(policy, sampler, {})
+        train(policy, steps=1)
+        for name in ("canary_stale", "canary"):
+            metrics, _ = canary.compare(policy, sampler, before)
+            found[name] = metrics.get("gap/canary")
+            sampler.sync()
         old = sampler.sample(PROMPTS, PARAMS)
         found["awake"] = gaps(policy, old, 0.7)
     train(policy, steps=3)
     sampler.sync()
     with sampler:
         found["asleep"] = gaps(policy, sampler.sample(PROMPTS, PARAMS), 0.7)
+    assert found["canary_stale"] > 0.9, found
+    # None: the new weights drew other tokens, so that nothing can be compared
+    assert found["canary"] is None or found["canary"] < 0.1, found
     stale = sampling_gaps(policy, old, 0.7).mean().item()
     assert stale > 3 * TOLERANCE, f"the steps changed log-probs by {stale:.1e} nats only"
     now = dict(policy.causal_lm.named_parameters())
