@@ -415,8 +415,8 @@ def _sampler_gap(recent: list[Record], cfg: Config) -> str:
 
 
 def _stale_weights(recent: list[Record]) -> str:
-    lags = [lag for r in recent if not math.isnan(lag := _finite(r, "gap/canary"))][-2:]
-    if len(lags) < 2 or min(lags) < MIN_LAG:
+    lags = [_finite(record, "gap/canary") for record in recent[-2:]]
+    if len(lags) < 2 or not all(lag >= MIN_LAG for lag in lags):  # NaN: not measured
         return ""
     return f"it lacks {min(lags):.2g} of an update, by the log-probs of a fixed text (gap/canary)"
 
