@@ -39,6 +39,7 @@ import gc
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -98,9 +99,11 @@ def main(cfg: Config) -> int:
         for update in run.updates():
             # 1. Sample G rollouts for each of P tasks; the environment rewards each turn.
             #    `rollouts` are those to train on. With --staleness, an earlier update's weights
-            #    sample
-            with older_weights(run.policy, run.sampler, run.older):
-                sampled, rollouts = collect_rollouts(cfg, run, update)
+            #    sample; with --overlap they did so while that update trained
+            with older_weights(run.policy, run.sampler, run.older, run.ahead.started):
+                sampled, rollouts = run.ahead.take(run) or collect_rollouts(cfg, run, update)
+            if cfg.overlap and update < cfg.num_updates:  # in a thread, while this update trains
+                run.ahead.start(run, partial(collect_rollouts, cfg, update=update + 1))
             batch = to_rollout_batch(rollouts)  # their tokens and rewards as tensors [B, N]
 
             # 2. The policy scores the sampled tokens: π_old, and PPO's values. The default, GRPO
@@ -155,6 +158,7 @@ def main(cfg: Config) -> int:
             metrics |= trace_tokens(
                 run.policy, rollouts, batch, cfg.microscope, forward, cfg.temperature
             )
+            run.ahead.wait()
             run.sampler.sync()
 
             # 6. Evaluate, log, save; with --curriculum the next tasks are harder or easier

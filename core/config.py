@@ -137,6 +137,9 @@ class SamplingOptions:
     top_k: Count = 0  # Keep this many of the most likely tokens; 0: keep all.
     # Sample with the weights of this many updates ago, as asynchronous systems do; 0: the newest.
     staleness: Annotated[int, Range(0, 1000)] = 0
+    # Play the next update's episodes while an update trains: --staleness 1 in less time. A copy of
+    # the trained weights samples.
+    overlap: bool = False
     # Rounds in which groups with equal returns are replaced by new tasks (DAPO); 0: off.
     filter_groups: Annotated[int, Range(0, 1000)] = 0
     # auto: vllm on a CUDA GPU if it is installed, otherwise torch; openai: evaluation only.
@@ -301,7 +304,7 @@ FREE_ON_RESUME = {
     *"num_updates max_sampled_tokens save_every track stop_on run_name".split(),
     *"env_timeout base_url eval_every eval_num_tasks".split(),
     *"env_instances max_tokens_per_micro_batch gradient_checkpointing offload_optimizer".split(),
-    "shard_optimizer",
+    *"shard_optimizer overlap".split(),
     *"gpu_memory_utilization vllm_eager".split(),
 }
 # Variables that the openai client sends to any server
@@ -315,7 +318,8 @@ CONFLICTS = [
     ("fp32_head", "dtype=float32 float64"), ("optimizer=adamw8bit", "dtype=float64"),
     ("optimizer=adamw_bf16_sr", "dtype=float64 float32 float16"),
     ("optimizer=adamw_bf16_sr", "lora_rank"), ("optimizer=adamw_bf16_sr", "offload_optimizer"),
-    ("shard_optimizer=on", "optimizer"),
+    ("shard_optimizer=on", "optimizer"), ("overlap", "sampler=vllm openai"),
+    ("overlap", "curriculum"),
 ]  # fmt: skip
 # What an algorithm refuses, by its needs (core/algorithm.py) and by what it has of its own
 REFUSED = {
@@ -356,6 +360,9 @@ def resolve(cfg: Config) -> Config:
         "credit": "turn" if "turn_credit" in needs(cfg) else "episode",
     }
     cfg = replace(cfg, **{k: v for k, v in defaults.items() if getattr(cfg, k) is None})
+    if cfg.overlap:  # on a GPU, auto would be vllm, whose cache exists only while nothing trains
+        sampler = "torch" if cfg.sampler == "auto" else cfg.sampler
+        cfg = replace(cfg, staleness=cfg.staleness or 1, sampler=sampler)
     # read once: what is read of a spec stays with it
     envs, eval_envs = (
         tuple(EnvSpec(absolute(spec)) for spec in specs) for specs in (cfg.env, cfg.eval_env)
@@ -487,6 +494,10 @@ def _problems(cfg: Config) -> Iterator[str]:
         if cfg.num_updates or cfg.sft_steps or not cfg.base_url:
             yield "--sampler openai evaluates only: add --num-updates 0 --base-url http://.."
         yield from _url_problems(cfg.base_url, "--base-url")
+    if cfg.overlap and cfg.staleness > 1:
+        yield f"--overlap is --staleness 1: remove --staleness {cfg.staleness}"
+    if cfg.overlap and opponents(cfg):
+        yield "--overlap: opponents take turns with the training: remove one of them"
     yield from _task_problems(cfg)
     yield from _opponent_problems(cfg)
     yield from _algorithm_problems(cfg)

@@ -32,6 +32,7 @@ from core.report.summary import final_lines
 from core.run import checkpoint, diagnostics, memory
 from core.run import folder as run_dir
 from core.run import log as run_log
+from core.run.ahead import Ahead
 from core.run.console import Display, print_line
 from core.run.files import scratch_folder
 from core.run.interrupt import Interrupt, is_program
@@ -52,6 +53,8 @@ def open_run(cfg: Config, algorithm: Any) -> Iterator[Run]:
     curves.png, README.md and, for a run that reached its last update, the model. Raises UsageError
     for invalid settings; then no new folder is left behind.
     """
+    if cfg.overlap and distributed.num_ranks() > 1:  # two threads would exchange at once
+        raise UsageError("--overlap does not go with several processes: remove it, or torchrun")
     with distributed.process_group(cfg.device), scratch_folder() as scratch_dir:
         restarted = distributed.is_restarted()
         folder, is_new = distributed.broadcast_from_rank_0(lambda: folder_of(cfg, restarted))
@@ -151,6 +154,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
         _open_display(cfg, algorithm, policy, quiet) as display,
         Writer(display) as writer,
         closing(_make_collector(cfg, policy, opponents, display.say)) as collector,
+        closing(Ahead()) as ahead,
     ):
         sampler.say = interrupt.say = display.say
         lines = [*found.remarks, notes.get("damaged_log", ""), changed]
@@ -166,7 +170,7 @@ def _opened(cfg: Config, algorithm: Any, folder: Path, log_dir: Path, new: bool)
             cfg, policy, optimizer, collector, sampler,
             Evaluator(cfg, collector, sampler, log, display, interrupt, progress),
             Outputs(cfg, folder, log, writer, display), display, interrupt, progress,
-            [diagnostics.warning_inputs(record) for record in records], older, notes,
+            [diagnostics.warning_inputs(record) for record in records], older, ahead, notes,
             {f"time/start_{name}_s": value for name, value in seconds.items()},
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ from core.optimizer import MasterAdamW
 from core.policy import Policy
 from core.run import diagnostics
 from core.run import log as run_log
+from core.run.ahead import Ahead
 from core.run.console import Display
 from core.run.interrupt import Interrupt
 from core.run.staleness import Weights
@@ -43,6 +44,7 @@ class Run:
     progress: dict[str, Any]  # what a checkpoint stores besides weights and optimizer
     history: list[dict[str, Any]] = field(default_factory=list)  # inputs of the warnings
     older: deque[Weights] = field(default_factory=lambda: deque(maxlen=0))  # of --staleness
+    ahead: Ahead = field(default_factory=Ahead)  # of --overlap
     notes: dict[str, str] = field(default_factory=dict)  # for the next update's record
     start_seconds: dict[str, float] = field(default_factory=dict)  # for the first record
     canary: tuple[dict[str, float], dict[str, Any]] = ({}, {})  # of this update: see `compare`
@@ -159,10 +161,14 @@ class Run:
         try:
             return drop_failed(rollouts, self.say)
         except UsageError as error:
-            if self.next_update == 0:
+            if self.next_update == 0 or self.ahead.plays_in(self):  # then `Ahead.take` saves
                 raise
-            self.save()
-            raise UsageError(f"{error}; resume with: {self.outputs.resume_command()}") from None
+            raise self.after_saving(error) from None
+
+    def after_saving(self, error: UsageError) -> UsageError:
+        """Saves; returns the error with the command that resumes the run."""
+        self.save()
+        return UsageError(f"{error}; resume with: {self.outputs.resume_command()}")
 
     def save(self) -> bool:
         """Saves a checkpoint; see `Outputs.save`."""

@@ -20,28 +20,35 @@ Weights = dict[str, Tensor]  # every trainable parameter by name, on the CPU
 
 
 @contextmanager
-def older_weights(policy: Policy, sampler: Sampler, older: deque[Weights]) -> Iterator[None]:
+def older_weights(
+    policy: Policy, sampler: Sampler, older: deque[Weights], sampled: bool = False
+) -> Iterator[None]:
     """Inside, the policy has its weights of `older.maxlen` updates ago, or at first its first ones.
 
     `older` has the weights of the last updates, the oldest first; those of this update join it at
-    the end, unless the sampling fails. With `maxlen` 0 nothing happens.
+    the end, unless the sampling fails. With `maxlen` 0 nothing happens. `sampled`: a copy of the
+    policy has done so before (core/run/ahead.py), so the policy keeps its weights.
     """
     if older.maxlen == 0:
         yield
         return
     weights = policy.trainable()
     present = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
-    _copy(older[0] if older else present, weights)
-    sampler.sync()
-    try:
+    if sampled:
         yield
-    finally:
-        _copy(present, weights)
+    else:
+        copy_weights(older[0] if older else present, weights)
         sampler.sync()
+        try:
+            yield
+        finally:
+            copy_weights(present, weights)
+            sampler.sync()
     older.append(present)
 
 
 @torch.no_grad()
-def _copy(source: Weights, into: Mapping[str, Tensor]) -> None:
+def copy_weights(source: Weights, into: Mapping[str, Tensor]) -> None:
+    """Gives the tensors of `into` the values of `source`."""
     for name, weight in into.items():
         weight.copy_(source[name])

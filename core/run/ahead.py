@@ -1,0 +1,104 @@
+"""--overlap: while an update trains, a thread plays the episodes of the next one.
+
+The thread plays with the weights from before the update, as --staleness 1 does in turn, so both
+have the same metrics, to the bit; what --overlap saves is the time of the shorter of the two. The
+weights are those of a copy of the policy: with LoRA a copy of the adapters, else of all weights;
+`--sampler server` has its own.
+"""
+
+import threading
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from core.faults import Stopped, UsageError
+from core.policy import Policy
+from core.run.staleness import copy_weights
+from core.sampler import TorchSampler
+from core.types import Rollout
+from environments import rewarded
+
+Collected = tuple[list[Rollout], list[Rollout]]  # as `collect_rollouts` of train.py returns them
+
+
+class Ahead:
+    """The rollouts of the next update, while a thread plays them."""
+
+    def __init__(self) -> None:
+        self.policy: Policy | None = None  # a copy, once it is needed
+        self.run: Any = None  # what the thread sees as the run
+        self.interrupt: Any = None  # of the run
+        self.thread: threading.Thread | None = None
+        self.collected: Collected | None = None
+        self.error: BaseException | None = None
+        self.closed = False
+
+    @property
+    def started(self) -> bool:
+        """Whether `take` will return rollouts."""
+        return self.thread is not None
+
+    def start(self, run: Any, collect: Callable[..., Collected]) -> None:
+        """Begins to collect the next update's rollouts with the weights that the policy has now."""
+        if self.policy is None:
+            self.policy = copy_of(run.policy)
+        copy_weights(run.older[-1], self.policy.trainable())
+        sampler = run.sampler
+        if isinstance(sampler, TorchSampler):
+            sampler = TorchSampler(self.policy, sampler.draw_function)
+            sampler.say = run.say
+        rewarded.STATE.global_step = run.next_update  # updates that are complete by the next one
+        progress = {**run.progress, "canary": run.canary[1]}  # as the update before leaves it
+        self.run = replace(
+            run, policy=self.policy, sampler=sampler, progress=progress, interrupt=self
+        )
+        self.interrupt = run.interrupt
+
+        def play() -> None:
+            try:
+                self.collected = collect(run=self.run)
+            except BaseException as error:
+                self.error = error
+
+        self.thread = threading.Thread(target=play, daemon=True)
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Waits until no episode is open, as when the weights of the sampler are to change."""
+        if self.thread is not None:
+            self.thread.join()
+
+    def take(self, run: Any) -> Collected | None:
+        """What `start` has collected, or None. Raises what the thread raised."""
+        if self.thread is None:
+            return None
+        self.wait()
+        self.thread = None
+        error, self.error = self.error, None
+        if isinstance(error, UsageError):
+            raise run.after_saving(error)
+        if error is not None:
+            raise error
+        run.canary, run.sampled_at = self.run.canary, perf_counter()
+        return self.collected
+
+    def check_alone(self) -> None:
+        """Ends the thread, in the place of `Interrupt.check_alone`, if the run ends."""
+        if self.closed or self.interrupt.requested:
+            raise Stopped
+
+    def plays_in(self, run: Any) -> bool:
+        """Whether `run` is what the thread sees, which must not save: the weights are changing."""
+        return run is self.run
+
+    def close(self) -> None:
+        self.closed = True
+        self.wait()
+
+
+def copy_of(policy: Policy) -> Policy:
+    """A policy with trainable weights of its own; it shares the frozen ones and the tokenizer."""
+    frozen = [p for p in policy.model.parameters() if not p.requires_grad]
+    return deepcopy(policy, {id(x): x for x in (*frozen, policy.tokenizer)})

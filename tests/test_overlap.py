@@ -1,0 +1,124 @@
+"""--overlap: the metrics of --staleness 1 to the bit, with episodes played while updates train."""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import metrics_of
+
+import train
+from core import distributed
+from core.run.ahead import copy_of
+
+SMALL = """--num-updates 4 --num-prompts 2 --group-size 4 --eval-num-tasks 8 --eval-every 2
+    --save-every 1 --max-tokens 16 --lr 1e-3 --device cpu""".split()
+AGENTS = Path(__file__).parents[1] / "environments" / "agents"
+CASES = {
+    "grpo, lora": "--lora-rank 4",
+    "ppo, all weights": "--algo ppo --num-minibatches 2",
+    "several agents": "--env tic_tac_toe --max-turns 3 --sft-steps 2 --filter-groups 1",
+    "an agent's program": f"--env agent:run={AGENTS}/plain.py:run,data={AGENTS}/sums.jsonl",
+}
+FAILS = """
+import os
+
+from environments import Env, Step
+
+class Fails(Env):
+    steps = 0
+
+    def reset(self, seed):
+        return [{"role": "user", "content": str(seed)}]
+
+    def step(self, response):
+        Fails.steps += 1
+        if Fails.steps > 16 and not os.path.exists("repaired"):  # in updates 1 and 2 there are 16
+            raise ValueError("the service is down")
+        return Step(None, float(len(response) % 3), True)
+"""
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """The names of the threads that collected, by update."""
+    seen, collect = {}, train.collect_rollouts
+
+    def collect_rollouts(cfg, run, update):
+        seen[update] = threading.current_thread() is threading.main_thread()
+        return collect(cfg, run, update)
+
+    monkeypatch.setattr(train, "collect_rollouts", collect_rollouts)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_has_the_metrics_and_rollouts_of_staleness_1(command, threads, case):
+    flags = [*SMALL, *CASES[case].split()]
+    for name, flag in (("a", "--staleness=1"), ("b", "--overlap")):
+        code, _, err = command(*flags, flag, "--run-name", name)
+        assert code == 0, err
+    assert threads == {1: True, 2: False, 3: False, 4: False}
+    assert metrics_of("runs/a") == metrics_of("runs/b")
+    one, other = (Path(f"runs/{name}/rollouts.jsonl").read_text() for name in "ab")
+    assert one == other
+
+
+def test_ctrl_c_in_an_update_saves_and_the_resumed_run_goes_on_exactly(command, monkeypatch):
+    assert command(*SMALL, "--overlap", "--run-name", "a")[0] == 0
+    step = train.take_step
+
+    def interrupted(cfg, run, stats, epoch, update):
+        if update == 2:  # while the episodes of update 3 are played
+            signal.raise_signal(signal.SIGINT)
+        return step(cfg, run, stats, epoch, update)
+
+    monkeypatch.setattr(train, "take_step", interrupted)
+    code, out, _ = command(*SMALL, "--overlap", "--run-name", "b")
+    assert code == 130 and "stopped and saved" in out
+    assert [record["update"] for record in metrics_of("runs/b")] == [0, 1, 2]
+    monkeypatch.setattr(train, "take_step", step)
+    assert command("--resume", "runs/b")[0] == 0
+    assert metrics_of("runs/a") == metrics_of("runs/b")
+
+
+def test_where_the_next_episodes_fail_the_update_is_saved_first(command):
+    Path("fails.py").write_text(FAILS)
+    flags = ["--env", "fails.py:Fails", "--eval-num-tasks", 0, "--save-every", 0]
+    code, _, err = command(*SMALL, *flags, "--overlap", "--run-name", "a")
+    assert code == 2 and "8 of 8 episodes failed" in err
+    assert "resume with: python train.py --resume runs/a" in err
+    assert metrics_of("runs/a")[-1]["update"] == 2
+    Path("repaired").touch()
+    assert command("--resume", "runs/a")[0] == 0
+    assert [record["update"] for record in metrics_of("runs/a")] == [0, 1, 2, 3, 4]
+
+
+def test_the_copy_has_trained_weights_of_its_own_and_shares_the_others(policy):
+    for name, weight in policy.model.named_parameters():
+        weight.requires_grad_("mlp" in name)
+    copy = copy_of(policy)
+    own = dict(policy.model.named_parameters())
+    for name, weight in copy.model.named_parameters():
+        assert (weight is own[name]) == ("mlp" not in name)
+    assert copy.tokenizer is policy.tokenizer
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--staleness 2", "remove --staleness 2"),
+        ("--sampler openai --num-updates 0 --base-url http://127.0.0.1:1", "--overlap does not go"),
+        ("--curriculum 0.7", "--overlap does not go with --curriculum"),
+        ("--env tic_tac_toe:opponent=guess", "opponents take turns"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(command, flags, said):
+    code, _, err = command(*SMALL, "--overlap", *flags.split())
+    assert code == 2 and said in err
+
+
+def test_several_processes_are_refused(command, monkeypatch):
+    monkeypatch.setattr(distributed, "num_ranks", lambda: 2)
+    code, _, err = command(*SMALL, "--overlap")
+    assert code == 2 and "torchrun" in err
