@@ -69,7 +69,7 @@ from core.feedback import make_teacher
 from core.loop.open import open_run, optimizer_for
 from core.loop.run import Run, is_due
 from core.metrics import UpdateStats, rollout_metrics
-from core.observations import NO_OBSERVATIONS, mark_observations
+from core.observations import mark_observations, predict_observations
 from core.policy import Policy
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
@@ -116,9 +116,7 @@ def main(cfg: Config) -> int:
             shape_rewards(cfg, batch)  # batch.rewards, with penalties, and batch.loss_mask
             add_advantages(batch, algorithm.compute_advantages(batch, options))
             if "observations" in config.needs(cfg):  # echo predicts what the environment says
-                found = mark_observations(run.policy.tokenizer, batch)
-                if update == 1 and not found:
-                    run.say(NO_OBSERVATIONS)
+                mark_observations(run.policy.tokenizer, batch, run.say if update == 1 else None)
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
             #    The loss of a step is a sum over tokens with weights, by default 1 / number of
@@ -271,10 +269,7 @@ def forward(
     if compared:
         [micro.divergence] = compared
     if micro.observation_weights is not None:
-        micro.observation_logprobs, _ = token_logprobs(
-            hidden, micro.nodes, micro.input_ids, micro.observation_weights > 0, policy.to_logits,
-            chunk=policy.logits_chunk, entropy_grad=False,
-        )  # fmt: skip
+        micro.observation_logprobs = predict_observations(policy, hidden, micro)
     if policy.value_head is None:
         return logprobs, entropy, None
     values = policy.value_head(hidden.float()).squeeze(-1)  # [L]

@@ -7,31 +7,38 @@ The template's tokens are the same after every completion; a policy that learned
 header would play the environment's part.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from core.batching import OBSERVED, RolloutBatch
+from algorithms.token_logprobs import token_logprobs
+from core.batching import OBSERVED, MicroBatch, RolloutBatch
 from core.chat_template import ANSWER, QUESTION, ids_after_completion
 from core.faults import UsageError
+from core.policy import Policy
 from core.prefix_sharing import num_shared
 
-NO_OBSERVATIONS = """--algo echo: there is nothing to predict in the first update, so it is GRPO. No
-rollout has a message between two completions of one context: each has a single turn, or a fresh
-context for each turn.""".replace("\n", " ")
+NOTHING = ("--algo echo: there is nothing to predict, so this is GRPO: no environment has said "
+           "anything between two completions of one context")  # fmt: skip
 
 
-def mark_observations(tokenizer: Tokenizer, batch: RolloutBatch) -> int:
+def mark_observations(
+    tokenizer: Tokenizer, batch: RolloutBatch, say: Callable[[str], None] | None = None
+) -> None:
     """Sets the `places` of the tokens of a message between two completions to OBSERVED.
 
-    Returns their number. Several messages, such as those of an agent program, are left out: one may
-    be the policy's own.
+    Several messages, such as those of an agent program, are left out: one may be the policy's own.
+    `say` prints NOTHING where there are no such tokens: that is no error, as all episodes of an
+    update may end in their first turn.
     """
     for sequence in batch.sequences:
         sampled = [i for i, place in enumerate(sequence.places) if place >= 0]
-        for last, following in pairwise(sampled):
+        gaps = [(i, j) for i, j in pairwise(sampled) if j > i + 1]  # between two completions
+        for last, following in gaps:
             between = sequence.token_ids[last + 1 : following]
             for closing, before, after in _frames(tokenizer):
                 start, end = len(before), len(between) - len(after)
@@ -40,7 +47,21 @@ def mark_observations(tokenizer: Tokenizer, batch: RolloutBatch) -> int:
                     places = [OBSERVED] * (end - start)
                     sequence.places[last + 1 + start : last + 1 + end] = places
                     break
-    return sum(sequence.places.count(OBSERVED) for sequence in batch.sequences)
+    if say and not any(OBSERVED in sequence.places for sequence in batch.sequences):
+        say(NOTHING)
+
+
+def predict_observations(policy: Policy, hidden: Tensor, micro: MicroBatch) -> Tensor:
+    """[b, T-1] float32 nats: the log-prob of each observed token, 0 elsewhere; with gradient.
+
+    At temperature 1: the policy samples at another one, the environment does not. `hidden` [L, D]
+    are the states that the sampled tokens were predicted from; only the logits are new.
+    """
+    mask, chunk = micro.observation_weights > 0, policy.logits_chunk
+    logprobs, _ = token_logprobs(
+        hidden, micro.nodes, micro.input_ids, mask, policy.to_logits, 1.0, chunk, None, False
+    )
+    return logprobs
 
 
 @lru_cache(maxsize=8)
