@@ -10,7 +10,7 @@ ECHO needs their logits, too, and no further pass and no teacher.
 
 The term is supervised learning: it has no advantage, no importance weight, no policy ratio and no
 temperature, and λ is `coef`. |O| counts all observation tokens of the step, each alike. `loss/echo`
-is the mean without λ. --reward-coef 0 leaves the prediction alone.
+is the mean without λ. --reward-coef 0 leaves the prediction alone, and --echo.coef 0 only measures.
 
 Only what a message says counts (core/observations.py). Not in O are the first prompt of an episode
 or of a fresh context, which no sampled token precedes; what the chat template writes around a
