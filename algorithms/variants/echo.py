@@ -19,7 +19,7 @@ one turn ECHO is GRPO.
 
 Differences from the paper, of which we have read the abstract and summaries: it also leaves out
 what a harness adds to the output of a terminal, such as warnings; here that is a part of the
-message. The default λ is that of the authors' published setting for Qwen3-8B.
+message. The default λ is reported to be that of the authors' setting for Qwen3-8B.
 
     python train.py --algo echo --env tic_tac_toe --lr 1e-4
 """
