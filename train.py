@@ -70,6 +70,7 @@ from core.feedback import make_teacher
 from core.loop.open import open_run, optimizer_for
 from core.loop.run import Run, is_due
 from core.metrics import UpdateStats, rollout_metrics
+from core.observations import mark_observations, predict_observations
 from core.policy import Policy
 from core.report.token_traces import trace_tokens
 from core.run.memory import probe_peak_memory
@@ -117,6 +118,8 @@ def main(cfg: Config) -> int:
             # 3. Rewards to advantages [B, N]
             shape_rewards(cfg, batch)  # batch.rewards, with penalties, and batch.loss_mask
             add_advantages(batch, algorithm.compute_advantages(batch, options))
+            if "observations" in config.needs(cfg):  # echo predicts what the environment says
+                mark_observations(run.policy.tokenizer, batch, run.say if update == 1 else None)
 
             # 4. Gradient steps, one per minibatch; by default the only minibatch has all rollouts.
             #    The loss of a step is a sum over tokens with weights, by default 1 / number of
@@ -144,7 +147,8 @@ def main(cfg: Config) -> int:
                     # adds to the gradients. If the loss has no gradient at these outputs, as for
                     # rollouts of advantage 0, the backward pass through the model is skipped; so
                     # these rollouts have micro-batches of their own
-                    outputs = (logprobs, entropy, values, micro.divergence)
+                    outputs = (logprobs, entropy, values, micro.divergence,
+                               micro.observation_logprobs)  # fmt: skip
                     run.optimizer.backward(loss, outputs)
                     stats.add(micro, loss, entropy, sums | kl_sums)
                 if not take_step(cfg, run, stats, epoch, update):
@@ -268,6 +272,8 @@ def forward(
     )  # fmt: skip
     if compared:
         [micro.divergence] = compared
+    if micro.observation_weights is not None:
+        micro.observation_logprobs = predict_observations(policy, hidden, micro)
     if policy.value_head is None:
         return logprobs, entropy, None
     values = policy.value_head(hidden.float()).squeeze(-1)  # [L]

@@ -73,6 +73,9 @@ class Micro(TokenTensors):
 
     sampler_ratio: Tensor = NOT_YET  # π_old / π_sampler
     importance_weights: Tensor = NOT_YET  # made of it: capped, or 0 where a token is rejected
+    # of the tokens that the environment wrote between completions, for variants/echo.py
+    observation_weights: Tensor = NOT_YET  # 1 / their number in the step; 0 for other tokens
+    observation_logprobs: Tensor = NOT_YET  # of the policy now, at temperature 1, with gradient
 
 
 def turn_returns(batch: Batch) -> tuple[Tensor, Tensor]:

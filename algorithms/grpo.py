@@ -27,7 +27,7 @@ the gradient of p, the std that of 2 arcsin √p, which is ∇p / √(p(1-p)), a
 
     E[Σ_i A_i ∇ log π(rollout i)] / G = (1 - (1-p)^(G-1)) ∇ log p
 
-variants/ has other formulas: gspo, cispo, dppo, gdpo, kl_cov, opsm and sdpo.
+variants/ has other formulas: gspo, cispo, dppo, gdpo, kl_cov, opsm, sdpo and echo.
 
 Differences from the papers: there is no KL term unless --kl-coef is set; then its estimator is k2
 (--kl-estimator; DeepSeekMath has k3), and each of its terms is multiplied by ρ

@@ -14,7 +14,7 @@ tokens: `micro.advantages` is [b, T-1], aligned with the next token. It finds a 
 in the flattened [B, N], row · N + column. For example in row 1 of a batch with N = 5:
 
     token_ids    p0 p1 a b c      a prompt of two tokens, a completion of three
-    places       -1 -1 5 6 7      -1: not sampled
+    places       -1 -1 5 6 7      -1: not sampled; -2: nor that, but predicted by --algo echo
 
 Where the model allows it, as `tiny` does, sequences that begin alike share the computation of what
 they share (core/prefix_sharing.py): `tree` changes no value beyond rounding.
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from algorithms.common import Batch, Micro
+from algorithms.common import NOT_YET, Batch, Micro
 from algorithms.kl import kl_estimate
 from algorithms.token_logprobs import Compare
 from core import distributed
@@ -58,6 +58,7 @@ class Sequence:
         return prompt[end - 1 : end] == self.token_ids[-1:] and prompt[:end] == self.token_ids
 
 
+OBSERVED = -2  # the place of a token that the environment wrote: core/observations.py
 # What a micro-batch looks up of its batch
 TENSORS = "loss_mask turn_ids rewards sampler_logprobs old_logprobs ref_logprobs values".split()
 TENSORS += "advantages value_targets token_weights".split()
@@ -90,6 +91,7 @@ class MicroBatch(Micro):
     tree: PrefixTree | None = None  # what is computed; None: `input_ids`, padding included
     kept_ids: list[Kept | None] | None = None  # of each sampled token, row by row; None: all ids
     teacher: Compare | None = None  # core/feedback.py
+    observed: Tensor = NOT_YET  # [b, T-1] bool: the next token has the place OBSERVED
 
     def gather(self, values: Tensor) -> Tensor:
         """Looks up [B, N] at the sampled tokens of this micro-batch: [b, T-1], 0 off the mask."""
@@ -236,6 +238,7 @@ def micro_batches(
     known = {name: x.to(policy.device) for name, x in known.items() if x is not None}
     own = {name: x.to(policy.device) for name, x in batch.own.items()}
     sequences = [sequence for sequence in batch.sequences if sequence.rollout in wanted]
+    num_observed = sum(sequence.places.count(OBSERVED) for sequence in sequences)  # of the step
     by_gradient = [sequences]
     if batch.advantages is not None:
         alive = batch.advantages.ne(0).any(1).tolist()
@@ -249,6 +252,8 @@ def micro_batches(
                 setattr(micro, name, micro.gather(values))
             micro.own = {name: micro.gather(values) for name, values in own.items()}
             micro.group_ids = batch.group_ids[micro.rows].to(policy.device)
+            if num_observed:
+                micro.observation_weights = micro.observed / num_observed
             if batch.kept_ids:
                 places = micro.index[micro.completion_mask].tolist()
                 micro.kept_ids = [batch.kept_ids.get(place) for place in places]
@@ -285,6 +290,6 @@ def _pad(sequences: list[Sequence], device: torch.device | str) -> MicroBatch:
     )[:, 1:].to(device)  # the causal shift: position t predicts token t+1
     return MicroBatch(
         input_ids=ids.to(device), completion_mask=places >= 0, index=places.clamp(min=0),
-        rows=[s.rollout for s in sequences],
+        rows=[s.rollout for s in sequences], observed=places == OBSERVED,
         nodes=torch.arange(ids.numel(), device=device).view(ids.shape),
     )  # fmt: skip

@@ -21,15 +21,16 @@ from core.types import Rollout
 
 Tasks = dict[tuple[str, int], Hashable]  # (environment, seed) -> task
 OF_ALL_TOKENS = {"policy/entropy", "kl/reference", "weights/mean", "weights/capped"}
+OF_LAST_STEP = ("loss/weight", "loss/echo")  # sums of weights, or of terms that have theirs
 
 
 class UpdateStats:
     """The metrics of the gradient steps of one update.
 
-    `loss` and `grad_norm` are those of the last step. What the algorithm's loss reports is a mean
-    over the tokens in the loss, and OF_ALL_TOKENS are means over all sampled tokens, of the last
-    epoch, however its steps were cut into micro-batches; gap/* and tokens/trained are of all tokens
-    of the update.
+    `loss`, `grad_norm` and OF_LAST_STEP are those of the last step. What else the algorithm's loss
+    reports is a mean over the tokens in the loss, and OF_ALL_TOKENS are means over all sampled
+    tokens, of the last epoch, however its steps were cut into micro-batches; gap/* and
+    tokens/trained are of all tokens of the update.
     """
 
     def __init__(self, cfg: Config, batch: RolloutBatch) -> None:
@@ -38,7 +39,8 @@ class UpdateStats:
         self.epoch_sums: dict[str, float] = defaultdict(float)  # over the tokens of this epoch
         self.step_sums: dict[str, float] = defaultdict(float)  # over the tokens of this step
         self.old_logprobs = torch.zeros(batch.completion_mask.shape)  # [B, N], of all micro-batches
-        self.loss = self.approx_kl = self.weight = 0.0
+        self.loss = self.approx_kl = 0.0
+        self.of_last_step: dict[str, float] = {}
         self.grad_norm: float | None = None  # None: no gradient step was attempted
         self.num_steps = 0
 
@@ -65,7 +67,8 @@ class UpdateStats:
         if epoch != self.epoch:  # not in `add`, which a rank without micro-batches does not call
             self.epoch, self.epoch_sums = epoch, defaultdict(float)
         sums = distributed.all_reduce_metrics(dict(self.step_sums))
-        self.loss, self.weight = sums.pop("loss", 0.0), sums.pop("loss/weight", 0.0)
+        self.loss = sums.pop("loss", 0.0)
+        self.of_last_step = {name: sums.pop(name) for name in OF_LAST_STEP if name in sums}
         self.approx_kl = sums.get("kl/approx", 0.0) / max(1.0, sums.get("in_loss", 0.0))
         _add(sums, to=self.epoch_sums)
         self.step_sums.clear()
@@ -86,7 +89,7 @@ class UpdateStats:
         }
         if not tokens:
             return metrics
-        metrics |= {"loss": self.loss, "loss/weight": self.weight}
+        metrics |= {"loss": self.loss} | self.of_last_step
         if self.grad_norm is not None:
             metrics["grad/norm"] = self.grad_norm
         gap = (batch.old_logprobs - batch.sampler_logprobs)[mask].abs()

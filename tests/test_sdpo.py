@@ -62,7 +62,7 @@ def draw_rollouts():
     return rollouts
 
 
-def gradients(cfg, folder, models, micro_batch_tokens=2048):
+def gradients(cfg, folder, models, micro_batch_tokens=2048, rollouts=None):
     """Those of the two steps of an update by the real loop, flat."""
     policy, found = load_small(folder), []
     policy.micro_batch_tokens = micro_batch_tokens
@@ -74,7 +74,7 @@ def gradients(cfg, folder, models, micro_batch_tokens=2048):
         policy.model.load_state_dict({k: v.float() for k, v in models[1].state_dict().items()})
 
     optimizer.step = step
-    metrics = single_update(cfg, policy, optimizer, draw_rollouts())
+    metrics = single_update(cfg, policy, optimizer, rollouts or draw_rollouts())
     return found, metrics
 
 

@@ -1,0 +1,59 @@
+"""ECHO: predict what the environment says next, beside the policy gradient.
+
+    L = L_GRPO(sampled tokens) + λ / |O| Σ_{t in O} -log π(x_t | x_<t)      ECHO, arXiv:2605.24517
+
+O are the observation tokens of a gradient step: the messages with which an environment answers a
+turn, and that the next turn reads. The policy did not sample them, so no other algorithm has them
+in its loss; yet they say what an action led to, also in groups in which every rollout fails and
+GRPO has nothing to compare. Their hidden states are computed anyway, as context of the later turns.
+ECHO needs their logits, too, and no further pass and no teacher.
+
+The term is supervised learning: it has no advantage, no importance weight, no policy ratio and no
+temperature, and λ is `coef`. |O| counts all observation tokens of the step, each alike. `loss/echo`
+is the mean without λ. --reward-coef 0 leaves the prediction alone, and --echo.coef 0 only measures.
+
+Only what a message says counts (core/observations.py). Not in O are the first prompt of an episode
+or of a fresh context, which no sampled token precedes; what the chat template writes around a
+message, such as the header of a role; and the last message, after which nothing is sampled. With
+one turn ECHO is GRPO.
+
+Differences from the paper, of which we have read the abstract and summaries: it also leaves out
+what a harness adds to the output of a terminal, such as warnings; here that is a part of the
+message. The default λ is reported to be that of the authors' setting for Qwen3-8B.
+
+    python train.py --algo echo --env tic_tac_toe --lr 1e-4
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from algorithms import grpo
+from algorithms.common import Micro
+from algorithms.options import Coefficient
+
+resolve, compute_advantages = grpo.resolve, grpo.compute_advantages
+
+
+@dataclass(frozen=True)
+class Options(grpo.Options):
+    """Options of ECHO, beside those of GRPO."""
+
+    coef: Coefficient = 0.05
+    """Coefficient of the cross-entropy of the environment's tokens."""
+
+
+def needs(options: Options) -> set[str]:
+    """What this needs of the settings, in the words of core/algorithm.py."""
+    return grpo.needs(options) | {"observations"}
+
+
+def compute_loss(
+    logprobs: Tensor, values: Tensor | None, micro: Micro, options: Options
+) -> tuple[Tensor, dict[str, float]]:
+    """GRPO's loss and the cross-entropy of `micro.observation_logprobs` [b, T-1]."""
+    loss, metrics = grpo.compute_loss(logprobs, values, micro, options)
+    if micro.observation_logprobs is None:  # no turn of this step follows another
+        return loss, metrics
+    cross_entropy = -(micro.observation_weights * micro.observation_logprobs).sum()
+    return loss + options.coef * cross_entropy, metrics | {"loss/echo": cross_entropy.item()}

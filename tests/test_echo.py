@@ -1,0 +1,121 @@
+"""ECHO: its loss and gradient against float64 loops, and which tokens it predicts."""
+
+import random
+
+import pytest
+import torch
+from conftest import metrics_of
+from test_sdpo import folder, gradients, models  # noqa: F401
+
+import train
+from algorithms.variants import echo
+from core import config
+from core.batching import OBSERVED, to_rollout_batch
+from core.chat_template import ids_after_completion, prompt_ids
+from core.episodes import RolloutCollector
+from core.observations import mark_observations
+from core.policy import Policy
+from core.tasks import Task
+from core.tiny import tiny_tokenizer
+from core.types import Rollout, Turn
+
+TURN_TOKENS = ["<|end|>", "<|user|>", "<|assistant|>"]
+END, USER, ASSISTANT = tiny_tokenizer().convert_tokens_to_ids(TURN_TOKENS)
+
+
+def draw_rollouts():
+    """Three groups of two, of which one has equal returns; one to three turns, of which one begins
+    a fresh context. Also the number of observation tokens that end each turn's prompt."""
+    draw, rollouts, observed = random.Random(0), [], {}
+    for i in range(6):
+        prompt, turns = [65, 66, 67 + i // 2], []
+        for k in range(1 + i % 3):
+            ids = [draw.randrange(256) for _ in range(draw.randint(1, 4))] + [END] * (i % 2)
+            sampler = [draw.uniform(-6.5, -4.5) for _ in ids]
+            turns.append(Turn(prompt, ids, sampler, "stop", float(i in (0, 3))))
+            message = [draw.randrange(256) for _ in range(draw.randint(1, 6))]
+            fresh = (i, k) == (5, 0)
+            context = [] if fresh else prompt + ids + [END] * (1 - i % 2)
+            prompt = [*context, USER, *message, END, ASSISTANT]
+            observed[i, k + 1] = 0 if fresh else len(message)
+        rollouts.append(Rollout("test", "player", i // 2, i // 2, turns=turns))
+    return rollouts, observed
+
+
+def plain_gradient(cfg, old, model):
+    """The gradient of the loss, flat, the loss and the mean cross-entropy: token after token."""
+    rollouts, observed = draw_rollouts()
+    surrogates, cross_entropies = [], []
+    for i, rollout in enumerate(rollouts):
+        own, other = (sum(t.reward for t in rollouts[j].turns) for j in (i, i ^ 1))
+        deviation = own - (own + other) / 2  # the other's is its negative
+        advantage = deviation / ((2 * deviation**2) ** 0.5 + 1e-4)
+        for k, turn in enumerate(rollout.turns):
+            ids, start = turn.prompt_ids + turn.completion_ids, len(turn.prompt_ids)
+            logits, before = (m(torch.tensor([ids])).logits[0] for m in (model, old))
+            for t, sampler in enumerate(turn.sampler_logprobs, start):
+                rows = (x[t - 1] / cfg.temperature for x in (logits, before))
+                logp, old_logp = (row.log_softmax(-1)[ids[t]] for row in rows)
+                ratio, weight = (logp - old_logp.detach()).exp(), (old_logp - sampler).exp().item()
+                low_or_high = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                surrogates.append(min(2.0, weight) * low_or_high)
+            end = start - 2  # <|end|><|assistant|> follow the message
+            for t in range(end - observed.get((i, k), 0), end):
+                cross_entropies.append(-logits[t - 1].log_softmax(-1)[ids[t]])
+    echo_loss = sum(cross_entropies) / len(cross_entropies)
+    loss = -sum(surrogates) / len(surrogates) + cfg.options.coef * echo_loss
+    named = sorted(model.named_parameters())
+    parts = torch.autograd.grad(loss, [p for _, p in named])
+    return torch.cat([part.flatten() for part in parts]), loss.item(), echo_loss.item()
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
+def test_loss_and_gradients_equal_float64_loops(micro_batch_tokens, folder, models, monkeypatch):  # noqa: F811
+    if micro_batch_tokens == 20:
+        monkeypatch.setattr(Policy, "logits_chunk", 3)
+    cfg = config.resolve(train.Config(
+        algo="echo", temperature=0.7, num_epochs=2, max_grad_norm=0.0, num_prompts=3, group_size=2,
+        options=echo.Options(coef=0.3),
+    ))  # fmt: skip
+    ours, metrics = gradients(cfg, folder, models, micro_batch_tokens, draw_rollouts()[0])
+    theirs = [plain_gradient(cfg, models[0], model) for model in models]
+    for mine, (wanted, _, _) in zip(ours, theirs, strict=True):
+        assert (mine - wanted).norm() < 2e-5 * wanted.norm()
+    assert [metrics["loss"], metrics["loss/echo"]] == pytest.approx(theirs[1][1:], rel=1e-4)
+
+
+def observed_texts(policy, turns):
+    """What is to be predicted, in one text for each stretch of tokens; never a sampled token."""
+    batch = to_rollout_batch([Rollout("test", "player", 0, 0, turns=turns)])
+    mark_observations(policy.tokenizer, batch)
+    [sequence] = batch.sequences
+    num_sampled = sum(len(turn.completion_ids) for turn in turns)
+    assert [p for p in sequence.places if p >= 0] == [*range(num_sampled)]
+    seen = zip(sequence.token_ids, sequence.places, strict=True)
+    text = "".join(policy.tokenizer.decode(i) if p == OBSERVED else "\0" for i, p in seen)
+    return [part for part in text.split("\0") if part]
+
+
+def test_only_what_the_messages_say_is_predicted(policy):
+    tasks = [Task("iterated_game:rounds=3", seed=3, group_id=0)]
+    [rollout] = RolloutCollector(policy, max_turns=8).demonstrate(tasks)
+    said = [m["content"] for m in rollout.messages if m["role"] == "user"]
+    assert len(said) == 3 and observed_texts(policy, rollout.turns) == said[1:]
+
+
+def test_an_answer_that_was_not_sampled_is_not_predicted(policy):
+    question, answer = ({"role": role, "content": "7"} for role in ("user", "assistant"))
+    prompt, ids = prompt_ids(policy.tokenizer, [question]), [7, END]
+    for num_new, texts in ((1, ["7"]), (3, [])):
+        chat = [question, answer] * 2 + [question]
+        between = ids_after_completion(policy.tokenizer, chat, True, num_new)
+        contexts = [prompt, prompt + ids + between]
+        turns = [Turn(context, ids, [0.0, 0.0], "stop") for context in contexts]
+        assert observed_texts(policy, turns) == texts
+
+
+def test_a_run_with_one_turn_says_that_nothing_is_predicted(command, tmp_path):
+    args = "--algo echo --num-updates 1 --num-prompts 2 --eval-num-tasks 0 --run-name one".split()
+    code, out, err = command(*args)
+    assert code == 0 and "nothing to predict" in " ".join(f"{out} {err}".split())
+    assert not any("loss/echo" in record for record in metrics_of(tmp_path / "runs/one"))
