@@ -1,0 +1,88 @@
+"""The time of an update with --overlap, beside --staleness 1, where episodes wait and where not.
+
+    python runs/scale/overlap.py               # five pairs of each case, on the CPU: 20 minutes
+    python runs/scale/overlap.py --rounds 1 --no-write
+
+Each side is a process of its own, in turn: A B A B .. Both have the same metrics, to the bit. The
+time of an update is `time/rollout_s` + `time/train_s`; the first two of a process are left out.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path += [str(HERE.parent), str(ROOT)]
+
+import tyro  # noqa: E402
+from record import commit, machine, markdown, spread, versions, write_table  # noqa: E402
+
+COMMON = "--device cpu --sampler torch --num-updates 6 --eval-num-tasks 0 --save-every 0"
+AGENT = f"agent:run={HERE}/slow.py:agent,data=tasks.jsonl"
+CASES = {  # what waits: flags, and the goal for the ratio
+    "steps of 200 ms, 3 in an episode, 128 episodes": (f"--env {HERE}/slow.py:Steps", 0.7),
+    "tools of 1 s, 64 agents": (f"--env {AGENT} --num-prompts 8 --max-turns 2", 0.55),
+    "nothing: the default run": ("", 1.05),
+}
+SIDES = {"in turn": "--staleness 1", "overlapped": "--overlap"}
+
+
+@dataclass
+class Args:
+    """What to measure."""
+
+    rounds: int = 5  # pairs of each case
+    write: bool = True  # save the results as JSON and write the table into README.md
+
+
+def main(args: Args) -> None:
+    cases = {case: {side: [] for side in SIDES} for case in CASES}
+    for case, (flags, _) in CASES.items():
+        for turn in range(args.rounds):
+            for side, flag in SIDES.items():
+                cases[case][side].append(seconds_of(f"{COMMON} {flags} {flag}"))
+                print(f"{case}, pair {turn + 1}, {side}: {cases[case][side][-1]:.3g} s", flush=True)
+    lines = table(cases)
+    print("\n".join(lines))
+    if args.write:
+        command = f"python runs/scale/overlap.py {' '.join(sys.argv[1:])}".strip()
+        result = {"machine": machine(), "commit": commit(), "command": command,
+                  "versions": versions(), "seconds": cases}  # fmt: skip
+        (HERE / "overlap-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        made = f"`{command}` at commit {commit()} on {machine()}; torch {versions()['torch']}."
+        write_table(HERE, [*lines, "", made], "overlap")
+
+
+def seconds_of(flags: str) -> float:
+    """The median of the updates of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"question": "Write a word.", "seconds": 1.0}
+        lines = [json.dumps(task | {"number": number}) for number in range(200)]
+        Path(folder, "tasks.jsonl").write_text("\n".join(lines))
+        command = [sys.executable, str(ROOT / "train.py"), *flags.split(), "--run-name", "a"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True, env=os.environ)
+        metrics = Path(folder, "runs/a/metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in metrics]
+    updates = [r["time/rollout_s"] + r["time/train_s"] for r in records if r.get("update", 0) > 2]
+    return statistics.median(updates)
+
+
+def table(cases: dict[str, dict[str, list[float]]]) -> list[str]:
+    rows = []
+    for case, (_, goal) in CASES.items():
+        apart, over = cases[case].values()
+        ratios = [b / a for a, b in zip(apart, over, strict=True)]  # pairs have the same load
+        met = "met" if statistics.median(ratios) <= goal else "missed"
+        rows.append([case, spread(apart), spread(over), spread(ratios),
+                     f"at most {goal:g}: {met}"])  # fmt: skip
+    return markdown("what waits | --staleness 1, s | --overlap, s | ratio | goal", rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
