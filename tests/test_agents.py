@@ -1,6 +1,5 @@
 """Agent programs as environments: their requests, their rewards, and the ids that are trained."""
 
-import ctypes
 import json
 import os
 import sys
@@ -56,21 +55,9 @@ def ask(client, messages, seed, tools, wants_json):
         body["n"] = 2
     if rng.random() < 0.2:
         body["stop"] = ["e", "zz"]
-    if rng.random() < 0.3:  # a stream: put together again
-        answers = {}
-        for chunk in client.chat.completions.create(stream=True, **body):
-            for choice in chunk.choices:
-                found = answers.setdefault(choice.index, {"role": "assistant", "content": ""})
-                found["content"] += choice.delta.content or ""
-                for call in choice.delta.tool_calls or []:
-                    found.setdefault("tool_calls", []).append(call.model_dump(exclude={"index"}))
-            tag = chunk.id
-        found = [(i, answers[i]) for i in sorted(answers)]
-    else:
-        completion = client.chat.completions.create(**body)
-        tag = completion.id
-        found = [(c.index, c.message.model_dump(exclude_none=True)) for c in completion.choices]
-    return [message | {"tag": f"{tag} {index}"} for index, message in found]
+    completion = client.chat.completions.create(**body)
+    found = [choice.message.model_dump(exclude_none=True) for choice in completion.choices]
+    return [message | {"tag": f"{completion.id} {i}"} for i, message in enumerate(found)]
 
 
 def run(task, client):
@@ -263,49 +250,25 @@ def run(row, client):
     env.close()
 
 
-def test_draws_depend_on_the_task_and_not_on_who_else_plays(policy, write):
-    text = """
-import time
-def run(task, client):
-    time.sleep(task["n"] % 3 / 30)
-    messages = [{"role": "user", "content": "?"}]
-    for _ in range(3):
-        answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
-        messages += [answer, {"role": "user", "content": "on"}]
-    return 0.0
-"""
-    spec = write(text)
-    ids = [[turn.completion_ids for turn in r.turns] for r in collect(policy, spec, 6)]
-    again = [[turn.completion_ids for turn in r.turns] for r in collect(policy, spec, 6)]
-    assert ids == again and len({str(x) for x in ids}) == 6
-
-
 FAILURES = {  # statement: the error of its episode, or the reward
     "1 / 0": 0.0,
-    "return 'x'": 0.0,
     "return None": 0.0,
     "return {'reward': 1, 'score': {1, 2}}": 0.0,
     "return {'reward': 1, 'turns': [float('nan')]}": 0.0,
-    "raise SystemExit(3)": 0.0,
     "raise KeyboardInterrupt": 0.0,
-    "raise LengthFinishReasonError(completion=ask(client))": 0.0,
     "return {'reward': 1, 'turns': [1, 1]}": "ValueError: 2 rewards in `turns`, and 1 turns",
-    "raise EnvFailure('no search')": "EnvFailure: no search",
     "raise ExceptionGroup('tools', [EnvFailure('no search')])": "EnvFailure: no search",
     "after(EnvFailure('no search'))": "EnvFailure: no search",
     "[safe(client) for _ in range(9)]; raise EnvFailure('late')": "EnvFailure: late",
     "after(httpx.ConnectTimeout('no judge'))": "EnvFailure: ConnectTimeout: no judge (program.py,",
-    "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 24); "
+    "raise TimeoutError('no judge')": "EnvFailure: TimeoutError: no judge (program.py, line 21); "
     "if the policy's answers cause it: zero_on=TimeoutError",
     "httpx.Response(503, request=httpx.Request('', 'http://a')).raise_for_status()": "EnvFailure: ",
     "while True: safe(client)": "TimeoutError: 100 requests got no answer",
-    "while True: safe(client, tool_calls=ODD)": "TimeoutError: 100 requests got no answer",
     "while True: safe(client.with_options(timeout=.01))": "TimeoutError: 100 requests got",
     "while True: pass": "TimeoutError: the program did nothing for 1 seconds",
-    "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
     "raise Odd('x')": 0.0,  # of `zero_on`
     "after(httpx.ConnectError('of an address that the policy chose'))": 0.0,
-    "raise ExceptionGroup('tools', [httpx.ConnectError('x')])": 0.0,
     "for _ in range(9): ask(client)": 0.0,  # more than --max-turns
     "[safe(client) for _ in range(9)]; return 0.5": 0.5,
 }
@@ -317,17 +280,14 @@ def test_a_program_that_fails_costs_its_episode_alone(policy, write, statement):
     hangs = "did nothing" in str(wanted)  # then all may: no time is right on a busy machine
     rows, timeout = [{"n": n, "fails": n % 2} for n in range(64)], 1 if hangs else 300
     spec = write(f'''
-import time, httpx
+import httpx
 from environments.base import EnvFailure
-from openai import LengthFinishReasonError
 class Odd(ConnectionError): pass
-ODD = [{{"id": "a", "type": "function", "function": {{"name": "x", "arguments": {{"a": 1}}}}}}]
-def ask(client, **more):
-    messages = [{{"role": "user", "content": "?"}} | more]
-    return client.chat.completions.create(model="m", messages=messages)
-def safe(client, **options):
+def ask(client):
+    client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
+def safe(client):
     try:
-        ask(client, **options)
+        ask(client)
     except Exception:
         pass
 def after(error):
@@ -355,8 +315,7 @@ def run(task, client):
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
             assert rollout.episode_truncated == ("range(9)" in statement)
-    if "sleep" not in statement:  # which Python cannot interrupt
-        wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
+    wait_for(lambda: threading.active_count() <= threads + 2 * len(rollouts))
 
 
 @pytest.mark.parametrize("options, wanted", [({}, -1.5), ({"error_reward": -3}, -3)])
@@ -380,13 +339,8 @@ def run(task, client):
 CAUSES = {
     "client.chat.completions.create(model='m', messages=[{'role': 'user', 'content': IMAGE}])":
         "ValueError: no request of the program was answered: only contents of text are supported",
-    "client.chat.completions.create(model='m', messages=[], tools=[{'type': 'web_search'}])":
-        "ValueError: no request of the program was answered: a tool of the type 'web_search'",
-    "client.embeddings.create(model='m', input='x')":
-        "ValueError: no request of the program was answered: /v1/embeddings: there is no such",
     "client.moderations.create(input='x')":
         "TimeoutError: 100 requests got no answer: /v1/moderations: there is no such",
-    "client.files.list()": "TimeoutError: 100 requests got no answer: /v1/files: there is no such",
 }  # fmt: skip
 
 
@@ -437,12 +391,9 @@ def run(task, client):
 
 
 MIXED_UP = {
-    "the default of a library": "DEFAULT = OpenAI(base_url=base_url, api_key=api_key); gate.wait()",
     "made once by the module": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key)",
     "os.environ": "os.environ['OPENAI_API_KEY'] = api_key; gate.wait(); "
     "DEFAULT = OpenAI(base_url=base_url)",
-    "a copy of one client": "DEFAULT = DEFAULT or OpenAI(base_url=base_url, api_key=api_key); "
-    "DEFAULT.with_options(timeout=60)",
     "after a request of its own": "client = OpenAI(base_url=base_url, api_key=api_key); "
     "client.responses.create(model='m', input='?'); gate.wait(); DEFAULT = DEFAULT or client",
     "it does not ask": "return 1.0",
@@ -467,18 +418,15 @@ def run(task, base_url, api_key):
         collect(policy, spec, 4)
 
 
-@pytest.mark.parametrize("ask", [
-    'await openai.AsyncOpenAI(base_url=url, api_key=key, http_client=HTTP).responses.create(',
-    'openai.OpenAI(base_url=url, api_key=key).responses.create(',  # keeps the loop
-])  # fmt: skip
-def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write, ask):
-    spec = write(f"""
+def test_async_programs_share_a_loop_with_what_their_module_has_made(policy, write):
+    spec = write("""
 import asyncio, httpx, openai
 HTTP, LOCK, GATE, FULL = httpx.AsyncClient(), asyncio.Lock(), asyncio.Semaphore(3), asyncio.Event()
 count = 0
 async def one(url, key):
     async with GATE:
-        return {ask}model="m", input="?")
+        client = openai.AsyncOpenAI(base_url=url, api_key=key, http_client=HTTP)
+        return await client.responses.create(model="m", input="?")
 async def run(task, base_url, api_key):
     global count
     async with LOCK:
@@ -535,44 +483,31 @@ async def run(task):
     wait_for(lambda: not thread.is_alive())
 
 
-def test_far_too_much_text_is_refused_without_tokenizing_it(policy, write, monkeypatch):
+def test_far_too_much_text_is_refused_without_tokenizing_it(policy, monkeypatch):
     texts, encode = [], policy.tokenizer.encode
     spy = lambda text, **options: texts.append(text) or encode(text, **options)  # noqa: E731
     monkeypatch.setattr(policy.tokenizer, "encode", spy)
-    spec = write("""
-def run(task, client):
-    codes, words = [], "word " * 400_000
-    call = {"id": "a", "type": "function", "function": {"name": "x", "arguments": words}}
-    tool = {"type": "function", "function": {"name": "x", "description": words}}
-    hi = {"role": "user", "content": "Hi"}
-    for body in ({"messages": [hi | {"content": words}]}, {"messages": [hi], "tools": [tool]},
-                 {"messages": [hi, {"role": "assistant", "tool_calls": [call]}, hi]}):
-        try:
-            client.chat.completions.create(model="m", **body)
-        except Exception as error:
-            codes.append(error.code)
-    client.chat.completions.create(model="m", messages=[hi])
-    return {"reward": codes.count("context_length_exceeded")}
-""")
-    [rollout] = collect(policy, spec, num=1)
-    assert (rollout.error, rollout.episode_return, len(rollout.turns)) == ("", 3, 1)
+    words = "word " * 400_000
+    for content, arguments, description in ((words, "", ""), ("", words, ""), ("", "", words)):
+        said = {"role": "user", "content": content, "calls": [("a", "x", arguments)]}
+        ask = SimpleNamespace(messages=[said], tools=[{"description": description}])
+        with pytest.raises(endpoint.Refused, match="do not fit into 512 tokens"):
+            agents.Conversations(Renderer(policy)).prompt(ask)
     assert max(map(len, texts)) < 100_000
 
 
-@pytest.mark.parametrize("num, pause", [(4, 0), (1, 3)])
-def test_a_program_may_wait_for_another_and_longer_than_a_call(policy, write, num, pause):
-    spec = write(f"""
-import threading, time
+def test_a_program_may_wait_for_another(policy, write):
+    spec = write("""
+import threading
 gate = threading.Semaphore(2)
 def run(task, client):
     with gate:
         for _ in range(2):
-            client.chat.completions.create(model="m", messages=[{{"role": "user", "content": "?"}}])
-        time.sleep({pause})
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
     return 1.0
-""", timeout=60)  # fmt: skip
-    rollouts = collect(policy, spec, num, env_timeout=2 if pause else 0)
-    assert [(r.error, r.episode_return, len(r.turns)) for r in rollouts] == [("", 1.0, 2)] * num
+""")
+    rollouts = collect(policy, spec, 4)
+    assert [(r.error, r.episode_return, len(r.turns)) for r in rollouts] == [("", 1.0, 2)] * 4
 
 
 def test_the_time_of_sampling_is_not_the_programs(policy, write, monkeypatch):
@@ -697,35 +632,12 @@ def run(task, client):
         assert len(to_rollout_batch([rollout]).sequences) == 2
 
 
-def test_a_thread_that_has_ended_is_not_interrupted(write, monkeypatch, tmp_path):
+def test_a_thread_that_has_ended_is_not_interrupted(monkeypatch):
     """Its id may be that of another thread."""
-    end, thread, alive = tmp_path / "end", None, []
-
-    def lets_it_end(ident):
-        if thread is None or ident != thread.ident:  # of a program of another test
-            return ctypes.c_ulong(ident)
-        end.touch()
-        for _ in range(100):
-            if thread.is_alive():
-                time.sleep(0.01)
-        alive.append(thread.is_alive())
-        return ctypes.c_ulong(ident)
-
-    program = f"""
-import pathlib
-def run(task):
-    while not pathlib.Path("{end}").exists():
-        pass
-"""
-    calls = {"py_object": ctypes.py_object, "pythonapi": ctypes.pythonapi}
-    monkeypatch.setattr(agent, "ctypes", SimpleNamespace(c_ulong=lets_it_end, **calls))
-    env = make(write(program))
-    env.waits = False
-    env.reset(0)
-    thread = env.play.thread
-    env.close()
-    wait_for(lambda: not thread.is_alive())
-    assert alive and all(alive)
+    play, alive = agent.Play(session=None, running=True), iter([True, False])
+    play.thread = SimpleNamespace(is_alive=lambda: next(alive), join=lambda seconds: play.end())
+    monkeypatch.setattr(agent, "ctypes", None)  # the interruption would raise
+    play._interrupt()
 
 
 def test_a_reset_ends_the_program_of_the_episode_before(write):
@@ -741,36 +653,23 @@ def test_a_reset_ends_the_program_of_the_episode_before(write):
 
 def test_what_the_run_samples_otherwise_is_said_once(policy, write):
     spec = write("""
-SCHEMA = {"type": "json_schema", "name": "x", "schema": {}}
 def run(task, client):
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-    for temperature in (0.25, 1):
-        client.chat.completions.create(
-            **body, temperature=temperature, top_p=temperature, tool_choice="required",
-            response_format={"type": "json_object"})
-    client.responses.create(model="m", input="?", temperature=0.5, text={"format": SCHEMA})
-    client.responses.create(
-        model="m", input="?", top_p=1, tool_choice="auto", text={"format": {"type": "text"}},
-        temperature=1, parallel_tool_calls=True,
-        extra_body={"min_p": 0, "logit_bias": {}, "top_k": -1})
+    client.chat.completions.create(
+        **body, temperature=1, top_p=1, tool_choice="auto", response_format={"type": "text"},
+        parallel_tool_calls=True, extra_body={"min_p": 0, "logit_bias": {}, "top_k": -1})
     tool = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
     body["messages"] += [{"role": "assistant", "content": "I"}]
     client.chat.completions.create(
-        **body, seed=task["n"], frequency_penalty=0.5, logit_bias={"5": 9}, logprobs=True,
-        top_logprobs=2, parallel_tool_calls=False, tools=[{"type": "function", "function": tool}],
-        extra_body={"top_k": 5, "min_p": 0.1, "enable_thinking": True})
+        **body, temperature=0.25, seed=task["n"], response_format={"type": "json_object"},
+        tools=[{"type": "function", "function": tool}], extra_body={"top_k": 5, "min_p": 0.1})
     return 1.0
 """)
-    said, collector = [], RolloutCollector(policy, 9)
-    collector.play_program = partial(agents.play_program, collector)
-    collector.pool.threads.say = said.append
-    tasks = [Task(spec, seed, seed) for seed in range(4)]
-    rollouts = collector.collect(tasks, TorchSampler(policy), SamplingParams(4))
-    collector.close()
-    assert [(r.error, len(r.turns)) for r in rollouts] == [("", 5)] * 4
-    asked = ["a prefill", "enable_thinking", "format", "frequency_penalty", "logit_bias", "min_p",
-             "parallel_tool_calls", "response_format", "seed", "strict", "temperature 0.25",
-             "temperature 0.5", "tool_choice", "top_k 5", "top_logprobs", "top_p 0.25"]  # fmt: skip
+    said = []
+    rollouts = collect(policy, spec, say=said.append)
+    assert [(r.error, len(r.turns)) for r in rollouts] == [("", 2)] * 4
+    asked = ["a prefill", "min_p", "response_format", "seed", "strict", "temperature 0.25",
+             "top_k 5"]  # fmt: skip
     assert sorted(said) == [
         f"a request of an agent sets {name}: it is answered as the run samples" for name in asked
     ]
@@ -778,15 +677,9 @@ def run(task, client):
 
 def test_the_schema_of_an_answer_is_in_the_prompt(policy, write):
     spec = write("""
-import httpx, json
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"né": {"type": "number"}}}}
 def run(task, client):
     body = {"model": "m", "messages": [{"role": "user", "content": "?"}]}
-    deep = '{"items": ' * 950 + "{}" + "}" * 950  # deeper than the stack of the main thread
-    text = json.dumps(body)[:-1] + ', "response_format": {"schema": %s}}' % deep
-    url = f"{client.base_url}chat/completions"
-    headers = {"Authorization": f"Bearer {client.api_key}"}
-    assert httpx.post(url, content=text, headers=headers, trust_env=False).status_code == 400
     wanted = {"type": "json_schema", "json_schema": SCHEMA}
     answer = client.chat.completions.create(**body, response_format=wanted)
     body["messages"] += [answer.choices[0].message, {"role": "user", "content": "And?"}]
@@ -818,13 +711,10 @@ def wait_for(condition):
 
 COMMANDS = {  # program in Python, the error of its episode, or the reward
     "print('a line'); print(json.dumps({'reward': 0.5, 'cost': len(text)}))": 0.5,
-    "print('true')": 1.0,
     "print(subprocess.Popen(['sleep', '600']).pid, file=open('child', 'a')); print(1)": 1.0,
-    "pass": 0.0,
     "print('well done')": 0.0,
     "sys.exit('no wood')": 0.0,
     "print('no wood', file=sys.stderr); sys.exit(75)": "EnvFailure: ",
-    "time.sleep(60)": "TimeoutError: the program did nothing for 1 seconds",
 }
 
 
@@ -832,7 +722,7 @@ COMMANDS = {  # program in Python, the error of its episode, or the reward
 def test_a_command_of_any_language(policy, write, tmp_path, monkeypatch, statement):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "agent.py").write_text(f"""
-import json, os, subprocess, sys, time, urllib.request
+import json, os, subprocess, sys, urllib.request
 task = json.load(sys.stdin)
 body = json.dumps({{"model": "m", "messages": [{{"role": "user", "content": str(task["n"])}}]}})
 headers = {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}}
@@ -843,12 +733,10 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
 """)
     command = f"{sys.executable} {tmp_path}/agent.py"
     wanted = COMMANDS[statement]
-    hangs = "did nothing" in str(wanted)
-    spec = write("", run="", command=command, timeout=[300, 1][hangs])
-    for rollout in collect(policy, spec, 2):
+    for rollout in collect(policy, write("", run="", command=command), 2):
         if isinstance(wanted, str):
-            assert rollout.error.startswith(wanted) and (hangs or len(rollout.turns) == 1)
-            assert ("code 75: no wood" in rollout.error) == ("no wood" in statement)
+            assert rollout.error.startswith(wanted) and len(rollout.turns) == 1
+            assert "code 75: no wood" in rollout.error
         else:
             assert (rollout.error, rollout.episode_return) == ("", wanted)
     if "Popen" in statement:  # its children end with it
@@ -859,29 +747,15 @@ text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["cont
                      or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)  # fmt: skip
 
 
-def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(
-    policy, write, tmp_path
-):
+def test_a_program_in_a_container_reaches_an_endpoint_on_an_address_of_its_own(policy, write):
     if sys.platform != "linux":
         pytest.skip("there is no address 127.0.0.2")
-    (tmp_path / "agent.py").write_text("""
-import os, urllib.request
-assert os.environ["OPENAI_BASE_URL"].startswith("http://127.0.0.2:")
-headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-body = b'{"messages": [{"role": "user", "content": "?"}]}'
-url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-urllib.request.urlopen(urllib.request.Request(url, body, headers)).read()
-print(0.5)
-""")
-    command = f"{sys.executable} {tmp_path}/agent.py"
-    rollouts = collect(policy, write("", run="", command=command, host="127.0.0.2"), 2)
-    assert [(r.error, r.episode_return) for r in rollouts] == [("", 0.5)] * 2
+    program = ONE_REQUEST.replace("1.0", "float(client.base_url.host == '127.0.0.2')")
+    [rollout] = collect(policy, write(program, host="127.0.0.2"), 1)
+    assert (rollout.error, rollout.episode_return) == ("", 1.0)
 
 
-@pytest.mark.parametrize("options, limit, most", [
-    ({}, None, 64), ({}, 3, 3), ({"run": "", "command": 1}, None, 5),
-    ({"run": "", "command": 1}, 2, 2),
-])  # fmt: skip
+@pytest.mark.parametrize("options, limit, most", [({}, 3, 3), ({"run": "", "command": 1}, None, 5)])
 def test_so_many_programs_run_at_once(policy, write, tmp_path, monkeypatch, options, limit, most):
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     if options:
@@ -922,10 +796,9 @@ def test_programs_may_open_many_files():
 
 @pytest.mark.parametrize("options, reason", [
     ({"run": ""}, "name either run"), ({"data": ""}, "set data="), ({"timeout": 0}, "timeout must"),
-    ({"command": "true"}, "name either run"), ({"data": "no.jsonl"}, "there is no file no.jsonl"),
-    ({"run": "no.py:run"}, "there is no file"), ({"zero_on": "Typo"}, "zero_on=Typo: that is no"),
-    ({"zero_on": "ValueError httpx.Typo"}, "httpx has no Typo"), ({"zero_on": "os.sep"}, "no exc"),
-    ({"error_reward": "nan"}, "nan"), ({"host": "0.0.0.0"}, "no single address"),
+    ({"command": "true"}, "name either run"), ({"zero_on": "Typo"}, "zero_on=Typo: that is no"),
+    ({"zero_on": "os.sep"}, "no exc"), ({"error_reward": "nan"}, "nan"),
+    ({"host": "0.0.0.0"}, "no single address"),
     ({"host": "192.0.2.1"}, "host=192.0.2.1: .*; name an IPv4 address"),
 ])  # fmt: skip
 def test_wrong_options_are_refused(write, options, reason):
