@@ -171,19 +171,6 @@ def test_solutions_train_as_the_library_does(command, monkeypatch):
     assert Path("runs/mine/scratch.py").read_text(encoding="utf-8") == text
 
 
-def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_file(
-    command, monkeypatch
-):
-    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
-    text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
-    Path("scratch.py").write_text(text, encoding="utf-8")
-    code, _, err = command(*SHORT, "--algo", "scratch.py", "--run-name", "mine")
-    assert (code, err.count("\n")) == (2, 1) and "exercise 5: AssertionError" in err
-    Path("scratch.py").write_text(solved(), encoding="utf-8")
-    code, _, err = command("--resume", "runs/mine")
-    assert code == 0, err
-
-
 def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):
     text = "from algorithms.grpo import Options, compute_advantages, compute_loss\n"
     (tmp_path / "scratch.py").write_text(text, encoding="utf-8")
