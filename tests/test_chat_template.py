@@ -22,7 +22,6 @@ from core.chat_template import (
     prompt_ids,
     render,
     set_template_options,
-    without_thinking,
 )
 from core.config import parse_template_options
 from core.context import Agent, Renderer
@@ -63,15 +62,6 @@ R1 = (
 GLM = (
     "[gMASK]<sop>" + EACH + "{{ '<|' + m.role + '|>\n' + m.content.split('</think>')[-1].strip() }}"
 )
-GPT_OSS = (
-    "{{ '<|start|>system<|message|>Date: ' + strftime_now('%Y-%m-%d') + '\nReasoning: ' }}"
-    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
-    "{{ reasoning_effort + '<|end|>' }}" + EACH + "{% if m.role == 'user' %}"
-    "{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{% else %}"
-    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
-    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}"
-    + opens("<|start|>assistant")
-)
 
 
 class Known(NamedTuple):
@@ -81,7 +71,6 @@ class Known(NamedTuple):
     end: str  # the token that ends an answer
     after: str  # between this token and the second answer, with the message "So?"
     options: str = ""
-    history_end: str = ""  # the token that the history has in place of `end`
 
 
 KNOWN = {
@@ -116,13 +105,6 @@ KNOWN = {
         GLM + opens("{{ '<|assistant|>\n' }}"),
         "<sop> <|endoftext|> [gMASK] <|user|> <|assistant|> <|observation|>",
         "[gMASK]<sop><|user|>\nHi<|assistant|>\n", "<|user|>", "\nSo?<|assistant|>\n",
-    ),
-    "gpt-oss": Known(
-        GPT_OSS, "<|startoftext|> <|return|> <|start|> <|end|> <|message|> <|channel|>",
-        "<|start|>system<|message|>Date: 2025-03-09\nReasoning: low<|end|>"
-        "<|start|>user<|message|>Hi<|end|><|start|>assistant", "<|return|>",
-        "<|start|>user<|message|>So?<|end|><|start|>assistant",
-        options="reasoning_effort=low", history_end="<|end|>",
     ),
 }  # fmt: skip
 
@@ -181,14 +163,10 @@ def test_known_template_opens_ends_and_continues_a_turn(name):
     check_template(tokenizer)
     assert tokenizer.decode(prompt_ids(tokenizer, [HI])) == known.opening
     assert end_of_turn_id(tokenizer) == tokenizer.convert_tokens_to_ids(known.end)
-    history_end = known.history_end or known.end
-    sampled, prompt = second_prompt(tokenizer, "Yes", known.end)
-    assert tokenizer.decode(prompt) == known.opening + "Yes" + history_end + known.after
-    kept = sampled[:-1] if known.history_end else sampled
-    assert prompt[: len(kept)] == kept
-    sampled, prompt = second_prompt(tokenizer, "Yes", "")  # cut off
-    assert tokenizer.decode(prompt) == known.opening + "Yes" + history_end + known.after
-    assert prompt[: len(sampled)] == sampled
+    for end in (known.end, ""):  # or cut off
+        sampled, prompt = second_prompt(tokenizer, "Yes", end)
+        assert tokenizer.decode(prompt) == known.opening + "Yes" + known.end + known.after
+        assert prompt[: len(sampled)] == sampled
 
 
 @pytest.mark.parametrize(
@@ -196,35 +174,18 @@ def test_known_template_opens_ends_and_continues_a_turn(name):
     [
         ("deepseek r1", "<｜begin▁of▁sentence｜><｜User｜>Hi<｜Assistant｜>"),
         ("qwen 3", "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
-        ("gpt-oss", KNOWN["gpt-oss"].opening),
     ],
 )
 @pytest.mark.parametrize("as_token", [True, False])
 def test_dropped_thinking_includes_a_think_tag_that_the_prompt_opened(name, opening, as_token):
     tokenizer, known = tokenizer_of(name, THINK if as_token else []), KNOWN[name]
-    for answer in ("hm</think>Yes", "Yes"):
+    for answer in ("hm</think>oh</think>Yes", "Yes"):
         _, prompt = second_prompt(tokenizer, answer, known.end, drop_thinking=True)
-        end = known.history_end or known.end
-        assert tokenizer.decode(prompt) == opening + "Yes" + end + known.after
-
-
-@pytest.mark.parametrize(
-    ("text", "rest"),
-    [
-        ("<think>a b</think> yes", " yes"), ("no thought", "no thought"),
-        ("a</think>b</think>c", "c"),
-    ],
-)  # fmt: skip
-def test_without_thinking_keeps_the_sampled_ids_after_the_last_thought(text, rest):
-    tokenizer = tiny_tokenizer()
-    for pieces in ([text], list(text)):  # </think> as one token, or letter by letter
-        ids = [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
-        kept = without_thinking(tokenizer, ids)
-        assert tokenizer.decode(kept) == rest and kept == ids[len(ids) - len(kept) :]
+        assert tokenizer.decode(prompt) == opening + "Yes" + known.end + known.after
 
 
 @pytest.mark.parametrize(("name", "prefill", "opening"), [
-    ("gpt-oss", "Yes, né", KNOWN["gpt-oss"].opening),
+    ("gemma", "Yes, né", KNOWN["gemma"].opening),
     ("deepseek r1", "<think>\nHm", KNOWN["deepseek r1"].opening.removesuffix("<think>\n")),
 ])  # fmt: skip
 def test_an_answer_that_an_environment_begins_is_continued(name, prefill, opening):
@@ -257,16 +218,6 @@ def chat_of(*contents):
     """user, assistant, user, .."""
     roles = ["user", "assistant"] * len(contents)
     return [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-
-
-def test_appended_ids_equal_those_of_the_whole_chat():
-    tokenizer = tiny_tokenizer()
-    chat = chat_of('How many r in "cherry"?', "c h e r1 r2 y", "sure? ünïcode ✓")
-    for closed in (True, False):
-        sampled = tokenizer.encode(chat[1]["content"], add_special_tokens=False)
-        sampled += [end_of_turn_id(tokenizer)] * closed
-        after = ids_after_completion(tokenizer, chat, closed)
-        assert prompt_ids(tokenizer, chat[:1]) + sampled + after == prompt_ids(tokenizer, chat)
 
 
 @cache
