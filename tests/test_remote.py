@@ -2,13 +2,12 @@
 
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from environments.adapters.remote import Remote, RemoteError
-from environments.base import EnvFailure, Step
+from environments.base import EnvFailure
 from environments.plumbing.registry import make
 
 # answers the reset, then misbehaves on the first step
@@ -35,23 +34,6 @@ def test_episode_equals_that_of_the_served_environment():
         for text in (local.demonstrate(), "\ud800 half a pair", "{" * 100_000, ""):
             assert served.step(text) == local.step(text)
     served.close()
-
-
-def test_values_of_numpy_are_those_of_python(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("num.py").write_text("""
-import numpy as np
-from environments.base import Env, Step
-class One(Env):
-    def reset(self, seed):
-        return [{"role": "user", "content": "?"}]
-    def step(self, response):
-        return Step(None, np.float32(0.5), np.bool_(True), {"n": np.int64(3)}, truncated=np.True_)
-""")
-    env = Remote("num.py:One")
-    env.reset(0)
-    assert env.step("") == Step(None, 0.5, True, {"n": 3}, truncated=True)
-    env.close()
 
 
 @pytest.mark.parametrize(("misdeed", "failure", "reason"), [
