@@ -153,16 +153,6 @@ def test_the_next_response_keeps_all_but_the_instructions(session):
     assert found == [[("system", "Be brief."), *kept], later, [("system", "Be long."), *later]]
 
 
-def test_text_after_a_call_belongs_to_its_answer_unless_the_user_says_it(session):
-    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-    items = [{"role": "user", "content": "Hi"}, call, {"role": "assistant", "content": "Wait."},
-             call | {"call_id": "b"}, {"role": "user", "content": "No."}]  # fmt: skip
-    client_of(session).responses.create(model="x", input=items)
-    [ask] = session.asked
-    found = [(m["role"], m["content"], [c[0] for c in m["calls"]]) for m in ask.messages]
-    assert found == [("user", "Hi", []), ("assistant", "Wait.", ["a", "b"]), ("user", "No.", [])]
-
-
 @pytest.mark.parametrize("request_, status", [
     (("POST", "/v1/nothing", "{}", {}), 404), (("POST", "/v1/chat/completions", "[]", {}), 400),
     (("POST", "/v1/chat/completions", "[" * 99999, {}), 400),

@@ -414,17 +414,13 @@ def test_check_finds_a_function_that_handles_only_the_first_completion(name, fou
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
-    reward = "rewards.py:halved rewards.py:longest rewards.py:first_letter"
+    Path("second.py").write_text("def longest(completions): return [0.25] * len(completions)")
+    reward = "rewards.py:halved rewards.py:longest second.py:longest rewards.py:first_letter"
     env = make(f"rewarded:data=rows.jsonl,reward={reward}")
     env.reset(0)
-    names = {key: value for key, value in env.step("a").info.items() if "reward_" in key}
-    assert names == {"reward_halved": 0.5, "reward_longest": 1.0, "reward_first_letter": 1.0}
-    Path("second.py").write_text("def accuracy(completions, **c): return [0.25] * len(completions)")
-    reward = "rewards.py:accuracy second.py:accuracy"
-    env = make(f"rewarded:data=rows.jsonl,reward={reward}")
-    env.reset(0)
-    info = env.step("?").info
-    assert (info["reward_rewards_accuracy"], info["reward_second_accuracy"]) == (0.0, 0.25)
+    found = {key: value for key, value in env.step("a").info.items() if "reward_" in key}
+    assert found == {"reward_rewards_halved": 0.5, "reward_rewards_longest": 1.0,
+                     "reward_second_longest": 0.25, "reward_rewards_first_letter": 1.0}  # fmt: skip
 
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):

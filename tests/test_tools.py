@@ -13,7 +13,6 @@ from conftest import AtOnce
 from test_chat_template import EACH, LLAMA3, LLAMA3_HEADER, byte_tokenizer, opens
 
 from core.chat_template import clean_message, prompt_ids, with_system
-from core.context import Agent, Renderer
 from core.episodes import RolloutCollector
 from core.extras import agents, tools
 from core.faults import UsageError
@@ -21,7 +20,7 @@ from core.run.folder import read_config
 from core.run.log import read_records
 from core.sampler import SamplingParams
 from core.tasks import Task
-from core.types import Completion, Rollout
+from core.types import Completion
 from environments.__main__ import run_command
 from environments.base import EVAL_SEEDS, Env, Step
 from environments.parsing import user
@@ -176,14 +175,6 @@ def test_calls_that_are_none_are_one_type_error():
     message = {"role": "assistant", "content": None, "tool_calls": calls}
     with pytest.raises(TypeError, match="a message"):
         clean_message(message)
-
-
-def test_a_prompt_that_ends_with_a_call_is_no_prefill(policy):
-    agent = Agent(Renderer(policy), Rollout("", "", 0, 0))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}
-    agent.begin([user("Add."), call])
-    with pytest.raises(UsageError, match="ends with a call of a tool"):
-        agent.set_prompt()
 
 
 def tokenizer_of(template):
