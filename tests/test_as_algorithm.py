@@ -100,7 +100,7 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
 
 @pytest.mark.parametrize(
     "code, message",
-    [("x.nope", "AttributeError"), ("x[mask]", "shape"), ("x.detach().mean()", "without a grad")],
+    [("x.nope", "AttributeError"), ("x.detach().mean()", "without a grad")],
 )
 def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
     text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"

@@ -154,7 +154,7 @@ def test_the_next_response_keeps_all_but_the_instructions(session):
 
 
 @pytest.mark.parametrize("request_, status", [
-    (("POST", "/v1/nothing", "{}", {}), 404), (("POST", "/v1/chat/completions", "[]", {}), 400),
+    (("POST", "/v1/nothing", "{}", {}), 404),
     (("POST", "/v1/chat/completions", "[" * 99999, {}), 400),
     (("GET", "/v1/models", "", {"Authorization": "Bearer no"}), 401),
     (("GET", "/v1/models", "", {"Origin": "http://a.page"}), 403),

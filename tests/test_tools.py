@@ -314,8 +314,6 @@ def test_a_tokenizer_with_a_response_template_reads_its_calls():
         "{{ ',' if not loop.last }}{% endfor %}{{ '}</call>' }}",
     )
     tokenizer = tokenizer_of(template)
-    assert tools.call_format(tokenizer) is None
-    tokenizer = tokenizer_of(template)
     tokenizer.response_template = {
         "start_anchor": "<|im_start|>assistant\n",
         "fields": {
@@ -337,8 +335,6 @@ def test_a_tokenizer_with_a_response_template_reads_its_calls():
     assert tools.read_calls(tokenizer, f"<think>{text}</think>5") == []
     assert [c.error for c in tools.read_calls(tokenizer, text[:-20])] == [UNREADABLE]
     assert len(tools.read_calls(tokenizer, text * 9)) == MAX_CALLS + 1
-    text = tools.in_format_of(tokenizer, Adder().demonstrate())
-    assert tools.read_calls(tokenizer, text) == calls[:1]
 
 
 AGENT = """
