@@ -242,31 +242,20 @@ def test_the_name_of_a_built_in_environment_is_taken():
     assert register("mine")(second) is second
 
 
-class Typed(Env):
-    """Keeps the options that it was built with."""
-
-    def __init__(
-        self,
-        start: str = "",
-        depth: int | None = 3,
-        mode: Literal["easy", "hard"] = "easy",
-        sizes: list[int] = [],  # noqa: B006
-        names: tuple[str, ...] = (),
-        path: Path = Path(),
-        loud: bool | None = None,
-        plain=5,
-        anything: Any = None,
-        weights: dict[str, float] = {},  # noqa: B006
-        **others,
-    ):
-        self.options = {k: v for k, v in locals().items() if k not in ("self", "others")}
-        self.others = others
-
-    def reset(self, seed):
-        return [{"role": "user", "content": "?"}]
-
-    def step(self, response):
-        return Step(None, 0.0, True)
+def typed(
+    start: str = "",
+    depth: int | None = 3,
+    mode: Literal["easy", "hard"] = "easy",
+    sizes: list[int] = [],  # noqa: B006
+    names: tuple[str, ...] = (),
+    path: Path = Path(),
+    loud: bool | None = None,
+    plain=5,
+    anything: Any = None,
+    weights: dict[str, float] = {},  # noqa: B006
+    **others,
+):
+    """An environment with options of all types."""
 
 
 @pytest.mark.parametrize(("text", "key", "value"), [
@@ -281,8 +270,8 @@ class Typed(Env):
      [1, "1", True, None, {"a": ["+", "*", 0.001]}]),
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
-    register("typed")(Typed)
-    converted = make(f"typed:{text},mode=hard" if key != "mode" else f"typed:{text}").options[key]
+    register("typed")(typed)
+    converted = EnvSpec(f"typed:{text},other=5").values[key]
     assert converted == value and type(converted) is type(value)
 
 
@@ -293,16 +282,17 @@ def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
     ("typed:weights={a:1}", ["dict[str, float]"]),
 ])  # fmt: skip
 def test_a_wrong_name_option_or_value_is_one_line(spec, words):
-    register("typed")(Typed)
+    register("typed")(typed)
     with pytest.raises(UsageError) as error:
-        make(spec)
+        assert EnvSpec(spec).values
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
 
 
 def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
-    register("typed")(Typed)
-    others = make('typed:map=8x8,slippery=false,size=4,name="5",rows=["SF","FG"],depth=1').others
-    assert others == {"map": "8x8", "slippery": False, "size": 4, "name": "5", "rows": ["SF", "FG"]}
+    register("typed")(typed)
+    values = EnvSpec('typed:map=8x8,slippery=false,size=4,name="5",rows=["SF","FG"],depth=1').values
+    others = {"map": "8x8", "slippery": False, "size": 4, "name": "5", "rows": ["SF", "FG"]}
+    assert values | others == values
 
 
 class Turns(Env):
