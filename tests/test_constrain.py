@@ -24,15 +24,10 @@ SCHEMA = {"type": "object", "required": ["né", "at", "ok"], "additionalProperti
 PROGRAM = f"""
 import json
 def run(task, client):
-    schema = {{"name": "x", "schema": {SCHEMA}}}
-    wanted, asked = {{"type": "json_schema"}}, [{{"role": "user", "content": str(task["n"])}}]
-    if task["n"] % 2:
-        text = client.responses.create(model="m", input=asked, text={{"format": wanted | schema}})
-        text = text.output_text
-    else:
-        wanted["json_schema"] = schema
-        text = client.chat.completions.create(model="m", messages=asked, response_format=wanted)
-        text = text.choices[0].message.content
+    wanted = {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {SCHEMA}}}}}
+    asked = [{{"role": "user", "content": str(task["n"])}}]
+    answer = client.chat.completions.create(model="m", messages=asked, response_format=wanted)
+    text = answer.choices[0].message.content
     try:
         return {{"reward": json.loads(text)["at"] / 100, "parsed": True}}
     except ValueError:

@@ -158,11 +158,9 @@ def test_calls_in_the_history_have_the_form_that_servers_want(server, policy, hi
     assert [m["tool_call_id"] for m in found if m["role"] == "tool"] == made  # in their order
     for message, text in zip(found, history, strict=True):
         calls = message.get("tool_calls", ())
-        assert all(json.loads(call["function"]["arguments"]) == {"é": 1} for call in calls)
+        assert all(call["function"]["arguments"] == '{"é": 1}' for call in calls)  # not \\u00e9
         if "tool_calls" in text and not calls:
             assert message["content"].count('{"é": 1}') == len(text["tool_calls"])
-            assert message["content"].strip() == message["content"]
-        assert all("é" in call["function"]["arguments"] for call in calls)  # not \\u00e9
 
 
 def test_api_key_appears_in_no_message(server, policy, monkeypatch):
