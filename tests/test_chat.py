@@ -119,10 +119,6 @@ def expected(kind, run, before=False):
     return printable(greedy_text(model.eval(), tokenizer, prompt))
 
 
-def copied(run, tmp_path):
-    return Path(shutil.copytree(run, tmp_path / "copy"))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_before_shows_both_models_and_writes_nothing_into_the_folder_of_the_run(kind, runs, talk):
     def files():
@@ -152,7 +148,7 @@ def test_a_run_is_also_found_by_its_name_unless_that_is_a_folder_or_a_model(
 def test_a_run_without_exported_weights_answers_with_its_newest_checkpoint(
     kind, runs, talk, tmp_path
 ):
-    run = copied(runs[kind], tmp_path)
+    run = Path(shutil.copytree(runs[kind], tmp_path / "copy"))
     shutil.rmtree(run / "model")
     if kind == "full":  # an export that is older than the checkpoint, as in a resumed run
         shutil.copytree(run / "base", run / "model")

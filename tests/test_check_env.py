@@ -130,7 +130,7 @@ def names(monkeypatch):
 
 def report_of(environment):
     register(environment.__name__)(environment)
-    return check_env(environment.__name__, num_seeds=3, seconds=5, other_process=False)
+    return check_env(environment.__name__, num_seeds=3, other_process=False)
 
 
 def test_a_correct_environment_has_no_problem_and_the_stated_figures():
