@@ -14,11 +14,8 @@ from core.config import Config
 from core.faults import UsageError
 from core.run.log import read_records
 from core.sampler import SamplingParams
-from core.types import Message
 from core.workshop import checker
 from core.workshop.as_algorithm import ScratchAlgorithm, ScratchOptions, load_scratch
-from environments.base import Env, Step
-from environments.plumbing.registry import ENVIRONMENTS
 
 OPTIONS = grpo.Options("grpo", "group", 0.2, 0.2, "token")
 
@@ -100,7 +97,7 @@ def test_draw_repeats_and_returns_the_log_prob_of_the_token(tmp_path):
 
 @pytest.mark.parametrize(
     "code, message",
-    [("x.nope", "AttributeError"), ("x[mask]", "shape"), ("x.detach().mean()", "without a grad")],
+    [("x.nope", "AttributeError"), ("x.detach().mean()", "without a grad")],
 )
 def test_wrong_code_is_one_line_that_names_the_exercise(tmp_path, code, message):
     text = f"def clipped_loss(x, old, a, mask, clip=0.2):\n    return {code}\n"
@@ -135,31 +132,17 @@ def test_load_allows_wrong_exercises_with_a_remark(tmp_path, monkeypatch):
     assert len(algorithm.remarks) == 1 and "exercise 5 (clipped_loss)" in algorithm.remarks[0]
 
 
-SHORT = """--env vowels --sft-steps 0 --num-updates 1 --num-prompts 2 --group-size 4 --num-epochs 2
+SHORT = """--num-updates 1 --num-prompts 2 --group-size 4 --num-epochs 2
     --num-minibatches 2 --max-tokens 12 --max-turns 2 --eval-num-tasks 0 --lr 1e-3""".split()
 
 
-class Vowels(Env):
-    """An environment of two turns that rewards vowels: an untrained policy earns some."""
-
-    def reset(self, seed: int) -> list[Message]:
-        self.turns = 0
-        return [{"role": "user", "content": f"say {seed % 7}"}]
-
-    def step(self, response: str) -> Step:
-        self.turns += 1
-        reward = sum(map(response.count, "aeiou"))
-        return Step({"role": "user", "content": "more"}, reward, self.turns == 2)
-
-
-def test_solutions_train_as_the_library_does(command, monkeypatch):
+def test_solutions_train_as_the_library_does(command):
     """With the library's sampler, exercise 8 not being written yet: the same metrics."""
-    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
     text = solved(sample="def sample(logits, temperature, generator):\n    raise TODO\n")
     Path("scratch.py").write_text(text, encoding="utf-8")
     shared = [*SHORT, "--kl-coef", "0.3", "--tis-cap", "0"]
     code, out, _ = command(*shared, "--algo", "scratch", "--run-name", "mine")
-    assert code == 0 and "picoRL · scratch (exercises 3, 5, 6) · vowels" in out
+    assert code == 0 and "picoRL · scratch (exercises 3, 5, 6) · letter_counting" in out
     ours = "--grpo.loss-type grpo --grpo.aggregation token --kl-estimator k3".split()
     assert command(*shared, *ours, "--run-name", "ours")[0] == 0
     a, b = (read_records(Path(f"runs/{name}/metrics.jsonl"))[-1] for name in ("mine", "ours"))
@@ -169,19 +152,6 @@ def test_solutions_train_as_the_library_does(command, monkeypatch):
     # rounding grows with the number, and differs between processors
     assert {k: a[k] for k in numbers} == pytest.approx(numbers, rel=3e-5, abs=1e-5)
     assert Path("runs/mine/scratch.py").read_text(encoding="utf-8") == text
-
-
-def test_error_during_training_is_one_line_and_the_run_goes_on_with_a_mended_file(
-    command, monkeypatch
-):
-    monkeypatch.setitem(ENVIRONMENTS, "vowels", Vowels)
-    text = solved().replace("    ratio = (", "    assert len(mask) < 1\n    ratio = (")
-    Path("scratch.py").write_text(text, encoding="utf-8")
-    code, _, err = command(*SHORT, "--algo", "scratch.py", "--run-name", "mine")
-    assert (code, err.count("\n")) == (2, 1) and "exercise 5: AssertionError" in err
-    Path("scratch.py").write_text(solved(), encoding="utf-8")
-    code, _, err = command("--resume", "runs/mine")
-    assert code == 0, err
 
 
 def test_a_file_called_scratch_may_be_a_whole_algorithm(tmp_path):

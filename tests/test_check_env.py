@@ -56,7 +56,6 @@ def ends(reward=lambda response: 0.0, **info):
 Clock = variant(Echo, "Clock", reset=repeat(lambda seed: time.perf_counter_ns()))
 Shared = variant(Echo, "Shared", reset=repeat(lambda seed: random.Random(seed).randrange(1000)))
 Raising = variant(Echo, "Raising", step=ends(lambda response: float(response or 0)))
-NotJson = variant(Echo, "NotJson", step=ends(object=object()))
 Generous = variant(Echo, "Generous", step=ends(lambda response: 1.0))
 
 
@@ -113,8 +112,7 @@ class Duel(Pair):
 
 PROBLEMS = [
     (Clock, "does not determine"), (Shared, "reserve tasks"),
-    (Raising, "could not convert string"), (NotJson, "not JSON"),
-    (Forgetful, "never returned a Step for b"),
+    (Raising, "could not convert string"), (Forgetful, "never returned a Step for b"),
     (Hopeless, "none of 3 demonstrations succeeds"),
     (Asking, "none of 3 demonstrations succeeds; 3 episodes do not end within 500 turns"),
 ]  # fmt: skip
@@ -132,7 +130,7 @@ def names(monkeypatch):
 
 def report_of(environment):
     register(environment.__name__)(environment)
-    return check_env(environment.__name__, num_seeds=3, seconds=5, other_process=False)
+    return check_env(environment.__name__, num_seeds=3, other_process=False)
 
 
 def test_a_correct_environment_has_no_problem_and_the_stated_figures():
@@ -142,7 +140,7 @@ def test_a_correct_environment_has_no_problem_and_the_stated_figures():
     assert report.demonstrations == [(1.0, True)] * 3
     assert report.openings > 1390 and report.held_out > 690 and report.shared == 0
     pair = report_of(Pair)
-    assert pair.problems == [] and pair.rewards == (0.5, 0.5) and pair.demonstrations == []
+    assert pair.problems == [] and pair.rewards == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(("environment", "words"), PROBLEMS)

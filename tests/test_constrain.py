@@ -24,22 +24,16 @@ SCHEMA = {"type": "object", "required": ["né", "at", "ok"], "additionalProperti
 PROGRAM = f"""
 import json
 def run(task, client):
-    schema = {{"name": "x", "schema": {SCHEMA}}}
-    wanted, asked = {{"type": "json_schema"}}, [{{"role": "user", "content": str(task["n"])}}]
-    if task["n"] % 2:
-        text = client.responses.create(model="m", input=asked, text={{"format": wanted | schema}})
-        text = text.output_text
-    else:
-        wanted["json_schema"] = schema
-        text = client.chat.completions.create(model="m", messages=asked, response_format=wanted)
-        text = text.choices[0].message.content
+    wanted = {{"type": "json_schema", "json_schema": {{"name": "x", "schema": {SCHEMA}}}}}
+    asked = [{{"role": "user", "content": str(task["n"])}}]
+    answer = client.chat.completions.create(model="m", messages=asked, response_format=wanted)
+    text = answer.choices[0].message.content
     try:
         return {{"reward": json.loads(text)["at"] / 100, "parsed": True}}
     except ValueError:
         return {{"reward": 0, "parsed": False}}
 """
-SETTINGS = [{}, {"temperature": 0.5}, {"top_p": 0.6}, {"top_k": 2}, {"temperature": 0.0},
-            {"temperature": 2.0, "top_p": 0.9, "top_k": 40}]  # fmt: skip
+SETTINGS = [{}, {"temperature": 0.0}, {"temperature": 2.0, "top_p": 0.6, "top_k": 4}]
 
 
 def sample(policy, params, schema, odd=None, sampler=None):
@@ -124,11 +118,10 @@ def test_an_agent_gets_the_answers_that_it_asks_for_and_is_trained_on_them(
 ):  # fmt: skip
     code, out, err = command(
         "--model-id", qwen3_folder, "--env", write(PROGRAM), "--num-prompts", 2, "--group-size", 4,
-        "--num-updates", 1, "--max-tokens", 80, "--eval-num-tasks", 8, "--run-name", "x",
-        "--device", "cpu", "--dtype", "float32",
+        "--num-updates", 1, "--max-tokens", 80, "--eval-num-tasks", 0, "--run-name", "x",
     )  # fmt: skip
     assert (code, err) == (0, "")
-    _, record = read_records(tmp_path / "runs" / "x" / "metrics.jsonl")
+    *_, record = read_records(tmp_path / "runs" / "x" / "metrics.jsonl")
     assert record["info/parsed"] == 1 and record["reward/std"] > 0 and record["update/steps"] == 1
     assert 0 < record["gap/logprob_max"] < 1e-5 and record["weights/mean"] == pytest.approx(1)
     assert record["length/hit_token_limit"] == 0 and "JSON schema" not in out

@@ -1,10 +1,10 @@
 """The OpenAI-compatible endpoint: what the official client sends and reads, and what is refused."""
 
-import asyncio
 import http.client
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -110,37 +110,15 @@ def test_the_responses_api(session, stream):
                          ("tool", "a", 0), ("tool", "b", 0)]  # fmt: skip
 
 
-def test_many_asynchronous_clients(session):
-    async def ask(client, i):
-        answer = await client.chat.completions.create(
-            model="x", messages=[{"role": "user", "content": f"{i}"}]
-        )
-        return answer.choices[0].message.content
-
-    async def ask_all():
-        async with client_of(session, openai.AsyncOpenAI) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(32)))
-
-    assert asyncio.run(ask_all()) == ["Hello"] * 32
-    assert sorted(int(a.messages[0]["content"]) for a in session.asked) == [*range(32)]
-
-
 @pytest.mark.parametrize("change", [
     {"messages": []}, {"messages": 3}, {"messages": [3]}, {"messages": [{"role": "king"}]},
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-    {"messages": [{"role": "user", "content": 3}]}, {"n": 0}, {"n": 9999}, {"n": "2"},
-    {"max_tokens": 0}, {"max_tokens": "9"}, {"stop": [3]}, {"tools": [{"type": "function"}]},
-    {"text": "x"}, {"response_format": "json"}, {"stream_options": 3, "stream": True},
-    {"tools": [3]}, {"tools": [{"type": "function", "function": {"name": None}}]},
-    {"max_tokens": True}, {"max_completion_tokens": 1.5}, {"max_tokens": [9]}, {"n": True},
-    {"max_tokens": 5, "max_completion_tokens": True}, {"temperature": True}, {"temperature": "1"},
-    {"tools": [{"type": "custom", "custom": {"name": "look"}}]}, {"audio": {"voice": "x"}},
-    {"tools": [{"type": "web_search"}]},
-    {"functions": [TOOL]}, {"function_call": {"name": "look"}}, {"web_search_options": {"a": 1}},
+    {"messages": [{"role": "user", "content": 3}]}, {"n": 0}, {"n": 9999}, {"max_tokens": "9"},
+    {"max_tokens": True}, {"stop": [3]}, {"tools": [3]}, {"tools": [{"type": "web_search"}]},
+    {"tools": [{"type": "function"}]}, {"response_format": "json"}, {"functions": [TOOL]},
     {"messages": [*CHAT, {"role": "assistant", "function_call": {"name": "look"}}]},
     {"response_format": {"type": "json_schema", "json_schema": {"schema": "x"}}},
-    {"response_format": {"type": "json_schema", "json_schema": 3}},
-    {"top_p": {}}, {"seed": "x"}, {"seed": False}, {"presence_penalty": [0]}, {"top_k": "all"},
+    {"temperature": "1"}, {"seed": False}, {"stream_options": 3, "stream": True},
 ])  # fmt: skip
 def test_rubbish_is_refused_in_openais_form(session, change):
     with pytest.raises(openai.BadRequestError) as caught:
@@ -153,9 +131,7 @@ def test_rubbish_is_refused_in_openais_form(session, change):
 @pytest.mark.parametrize("change, reason", [
     ({"previous_response_id": "resp_x"}, "there is no response"),
     ({"input": [{"type": "web_search_call"}]}, "an item of the type 'web_search_call'"),
-    ({"input": []}, "there are no messages"),
     ({"tools": [{"type": "web_search"}]}, "'web_search': the policy can call functions only"),
-    ({"tools": [{"type": "custom", "name": "look"}]}, "of the type 'custom'"),
     ({"background": True}, "background is not supported: wait for the answer"),
 ])  # fmt: skip
 def test_rubbish_is_refused_by_the_responses_api_too(session, change, reason):
@@ -177,32 +153,8 @@ def test_the_next_response_keeps_all_but_the_instructions(session):
     assert found == [[("system", "Be brief."), *kept], later, [("system", "Be long."), *later]]
 
 
-def test_text_after_a_call_belongs_to_its_answer_unless_the_user_says_it(session):
-    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
-    items = [{"role": "user", "content": "Hi"}, call, {"role": "assistant", "content": "Wait."},
-             call | {"call_id": "b"}, {"role": "user", "content": "No."}]  # fmt: skip
-    client_of(session).responses.create(model="x", input=items)
-    [ask] = session.asked
-    found = [(m["role"], m["content"], [c[0] for c in m["calls"]]) for m in ask.messages]
-    assert found == [("user", "Hi", []), ("assistant", "Wait.", ["a", "b"]), ("user", "No.", [])]
-
-
-def test_a_client_that_waits_for_100_continue_is_answered(session):
-    host, port = session.endpoint.url.split("/")[2].split(":")
-    body = json.dumps({"messages": CHAT}).encode()
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(
-            f"POST /v1/chat/completions HTTP/1.1\r\nAuthorization: Bearer {session.key}\r\n"
-            f"Content-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n".encode()
-        )
-        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
-        connection.sendall(body)
-        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-
-
 @pytest.mark.parametrize("request_, status", [
-    (("POST", "/v1/chat/completions", "{", {}), 400), (("POST", "/v1/nothing", "{}", {}), 404),
-    (("POST", "/v1/chat/completions", "[]", {}), 400), (("GET", "/nothing", "", {}), 404),
+    (("POST", "/v1/nothing", "{}", {}), 404),
     (("POST", "/v1/chat/completions", "[" * 99999, {}), 400),
     (("GET", "/v1/models", "", {"Authorization": "Bearer no"}), 401),
     (("GET", "/v1/models", "", {"Origin": "http://a.page"}), 403),
@@ -221,23 +173,20 @@ def test_wrong_requests_get_their_status(session, request_, status):
 
 
 def test_a_session_that_ends_answers_what_waits_and_nothing_more(endpoint):
-    session, errors = endpoint.open(), []
+    session = endpoint.open()
 
     def ask():
-        try:
+        with pytest.raises(openai.AuthenticationError):
             client_of(session).chat.completions.create(model="x", messages=CHAT)
-        except openai.AuthenticationError as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    while not (asks := session.receive(0.05)):
-        pass
-    assert asks[0].is_waited_for()
-    session.close()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask)
+        while not session.receive(0.05):
+            pass
+        session.close()
+        waiting.result()
     ask()
-    assert len(errors) == 2 and not endpoint.sessions and not session.waiting
+    assert not endpoint.sessions and not session.waiting
 
 
 def test_who_hangs_up_is_not_waited_for(endpoint):
@@ -255,41 +204,24 @@ def test_who_hangs_up_is_not_waited_for(endpoint):
     asks[0].reply([HELLO], 1)
 
 
-def test_it_listens_on_loopback_alone(endpoint):
-    assert endpoint.server.socket.getsockname()[0] == "127.0.0.1"
-
-
-@pytest.mark.parametrize("key", ["", "x", "{key}x", "{half}", "{ended}", "é"])
-def test_on_another_address_too_nobody_gets_in_without_a_key(key):
+def test_on_another_address_too_nobody_gets_in_without_a_key():
     try:
         endpoint = Endpoint(host="127.0.0.2")
     except OSError:  # macOS and Windows may have 127.0.0.1 alone
         pytest.skip("there is no address 127.0.0.2")
     session, ended = endpoint.open(), endpoint.open()
     ended.close()
-    key = key.format(key=session.key, half=session.key[:-1], ended=ended.key)
     place = endpoint.url.removeprefix("http://").removesuffix("/v1")
     assert place.startswith("127.0.0.2:")
-    for method, path in [("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/chat/completions")]:
-        connection = http.client.HTTPConnection(place)
-        headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
-        connection.request(method, path, json.dumps({"messages": CHAT}), headers)
-        response = connection.getresponse()
-        assert response.status == 401 and session.key not in response.read().decode()
-        connection.close()
+    for key in ("", f"{session.key}x", session.key[:-1], ended.key, "é"):
+        for method, path in (("GET", "/v1/models"), ("GET", "/"), ("POST", "/v1/chat/completions")):
+            connection = http.client.HTTPConnection(place)
+            headers = {"Authorization": f"Bearer {key}".encode()} if key else {}
+            connection.request(method, path, json.dumps({"messages": CHAT}), headers)
+            response = connection.getresponse()
+            assert response.status == 401 and session.key not in response.read().decode()
+            connection.close()
     assert session.receive(0) == [] and not session.has_asked
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(place.split(":")[1])))
     endpoint.close()
-
-
-def test_the_key_comes_before_the_body(session):
-    """An unknown key is refused before the body is parsed; who sent a broken one is known."""
-    connection = http.client.HTTPConnection(*session.endpoint.server.server_address)
-    for key, status in (("unknown", 401), (session.key, 400), (session.key, 200)):
-        body = json.dumps({"messages": CHAT}) if status == 200 else "{" * MAX_BODY
-        headers = {"authorization": f"Bearer {key}"}
-        connection.request("POST", "/v1/chat/completions", body, headers)
-        answer = connection.getresponse()
-        assert answer.status == status and answer.read()
-    assert session.has_asked and session.refusals == ["the request is not JSON"]

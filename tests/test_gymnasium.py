@@ -77,22 +77,21 @@ def test_keyword_arguments_reach_the_environment_and_its_rules():
 @pytest.mark.parametrize(
     ("space", "text", "valid", "invalid"),
     [
-        (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", ["[0, 255]"],
-         ["[0, 256]", "[-1, 0]", "[0.0, 1]", "[[0, 1]]"]),
+        (spaces.Box(0, 255, (2,), np.uint8), "[0 to 255, 0 to 255]", "[0, 255]",
+         ["[0, 256]", "[0.0, 1]", "[[0, 1]]"]),
         (spaces.Dict(go=spaces.Discrete(3), say=spaces.Text(4)),
-         '{"go": 0 to 2, "say": "a text of 1 to 4 characters"}', ['{"go": 1, "say": "ab"}'],
+         '{"go": 0 to 2, "say": "a text of 1 to 4 characters"}', '{"go": 1, "say": "ab"}',
          ['{"go": 3, "say": "ab"}', '{"go": 1}', "[1]"]),
         (spaces.Tuple([spaces.Discrete(2, start=1), spaces.Box(0, 1, (1,))]),
-         "[1 to 2, [0 to 1]]", ["[2, [0.5]]"], ["[0, [0.5]]", "[2]", "[2, [NaN]]"]),
+         "[1 to 2, [0 to 1]]", "[2, [0.5]]", ["[0, [0.5]]", "[2]", "[2, [NaN]]"]),
     ],
 )  # fmt: skip
 def test_json_action_is_checked_against_its_space(space, text, valid, invalid):
     assert describe(space) == text
-    for value in valid:
-        for response in (f'so {{"action": {value}}}', f"<action>{value}</action>"):
-            action = read_json_action(space, response)
-            assert space.contains(action), value
-        assert space.contains(read_json_action(space, to_json(action)))
+    for response in (f'so {{"action": {valid}}}', f"<action>{valid}</action>"):
+        action = read_json_action(space, response)
+        assert space.contains(action)
+    assert space.contains(read_json_action(space, to_json(action)))
     for value in invalid:
         assert read_json_action(space, f'{{"action": {value}}}') is None, value
 
@@ -110,57 +109,25 @@ def test_continuous_actions_are_read_and_guessed_as_json():
     assert env.demonstrate(hasty=True) == guess
 
 
-class Spaces(gymnasium.Env):
-    """Fails for an action that its space does not contain; else its reward is their sum."""
-
-    spaces = {  # noqa: RUF012
-        "discrete": spaces.Discrete(3, start=1),
-        "box": spaces.Box(-1, 1, (1,)),
-        "many": spaces.Discrete(5000),
-    }
-
-    def __init__(self, kind="discrete"):
-        self.action_space, self.observation_space = self.spaces[kind], spaces.Discrete(3)
-
-    def reset(self, *, seed=None, options=None):
-        return 0, {}
-
-    def step(self, action):
-        assert self.action_space.contains(action)
-        return 0, float(np.sum(action)), False, False, {}
-
-
-gymnasium.register("test/Spaces-v0", Spaces)
-
-
 @pytest.mark.parametrize(
-    ("kind", "valid", "invalid"),
+    ("id", "valid", "invalid"),
     [
-        ("discrete", {"1": 1, "np.int64(2)": 2}, ["0", "4", "2.0", "[1]", "object()"]),
-        ("box", {"0.5": 0.5, "np.array([-0.5])": -0.5, "(0,)": 0},
-         ["1.5", "[0, 0]", "float('nan')", "'fast'"]),
+        ("CartPole-v1", ["1", "np.int64(0)"], ["2", "1.0", "object()"]),
+        ("Pendulum-v1", ["0.5", "np.array([-0.5])"], ["2.5", "float('nan')", "'fast'"]),
     ],
-)  # fmt: skip
+)
 @pytest.mark.filterwarnings("ignore:.*Casting input")
-def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, kind, valid, invalid):
+def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch, id, valid, invalid):
     game = Game("Play.", read=lambda text: eval(text.partition("act ")[2] or "None"))
     monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
-    env = Gymnasium("test/Spaces-v0", words="a:b", kind=kind)
-    assert env.reset(0)[0]["content"] == "Play. End with a valid action.\n0"
-    for text, reward in valid.items():
-        step = env.step(f"I act {text}")
-        assert (step.reward, step.done, env.retries.left) == (reward, False, 2), text
+    env = Gymnasium(id, words="a:b")
+    assert env.reset(0)[0]["content"].startswith("Play. End with a valid action.\n")
+    assert not any(env.step(f"I act {text}").info.get("invalid") for text in valid)
     for text in invalid:
         env.reset(0)
         refused = [env.step(f"I act {text}") for _ in range(3)]
         assert [step.reward for step in refused] == [-0.1, -0.1, -1.0], text
         assert refused[0].message == user("End with a valid action.") and refused[2].done
-
-
-def test_many_actions_are_a_range_in_the_prompt():
-    env = Gymnasium("test/Spaces-v0", kind="many")
-    assert env.reset(0)[0]["content"].endswith(" End with a number from 0 to 4999.\n0")
-    assert env.step("4999").reward == 4999 and env.step("5000").reward == -0.1
 
 
 @pytest.mark.parametrize(("id", "cut"), [("Taxi-v4", True), ("CartPole-v1", False)])

@@ -35,15 +35,13 @@ ONE, TWO = {"r": 3}, {"r": 3, "s": 0}
 @pytest.mark.parametrize("response, counts, reward", [
     ("r1 r2 r3 <answer>3</answer>", ONE, 1.0), (answer(" 3\n"), ONE, 1.0),
     (answer('{"r": 3}'), ONE, 1.0), (answer('{"s": 0, "r": 3}'), TWO, 1.0),
-    (answer("4"), ONE, 0.1), (answer('{"r": 2}'), ONE, 0.1), (answer("{}"), ONE, 0.1),
-    (answer('{"r": 1, "s": 1}'), TWO, 0.1), (answer('{"r": 3, "s": 1}'), TWO, 0.55),
-    (answer('{"r": 3}'), TWO, 0.55),
+    (answer("4"), ONE, 0.1), (answer("{}"), ONE, 0.1), (answer('{"r": 1, "s": 1}'), TWO, 0.1),
+    (answer('{"r": 3, "s": 1}'), TWO, 0.55), (answer('{"r": 3}'), TWO, 0.55),
     (answer('{"r": 3, "s": 0, "t": 1}'), TWO, 0.55),  # an extra letter is never exact
     (answer('{"r": 3, "s": 0}'), ONE, 0.1),
     (answer("3"), TWO, 0.0),  # ambiguous
     ("3", ONE, 0.0), (answer(""), ONE, 0.0), (answer("three"), ONE, 0.0),
-    (answer('"3"'), ONE, 0.0),
-    (answer("3") + answer("3"), ONE, 0.0),
+    (answer('"3"'), ONE, 0.0), (answer("3") + answer("3"), ONE, 0.0),
     ("<answer>3", ONE, 0.0), (answer("true"), {"r": 1}, 0.0), (answer("3.0"), ONE, 0.0),
 ])  # fmt: skip
 def test_score_follows_the_reward_table(response, counts, reward):

@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,7 +50,6 @@ def joined(policy, folder, *specs, samplers=None, progress=None):
         ("connect4:opponent=older:5,depth=2", "connect4:depth=2,opponent=self", "older:5"),
         ("nim:opponent=guess", "nim", "guess"),
         ("iterated_game:opponent=tit_for_tat", "iterated_game:opponent=tit_for_tat", ""),
-        ("snake", "snake", ""),
     ],
 )
 def test_the_opponents_of_an_environment_keep_their_meaning(spec, game, opponent):
@@ -152,28 +152,21 @@ def test_copies_are_kept_as_long_as_a_checkpoint_may_need_them(policy, tmp_path)
 
 
 def test_an_opponent_needs_the_tokens_and_the_context_of_the_policy(
-    policy, qwen3_folder, tmp_path, monkeypatch
+    policy, qwen3_folder, monkeypatch
 ):
     cfg = resolve(Config(model_id=str(qwen3_folder), max_model_len=64))
     with pytest.raises(UsageError, match="its context has 64 tokens"):
         load_opponent(Path(qwen3_folder), cfg, replace(policy, max_length=65))
-    other = replace(policy, tokenizer=Other)
+    other = replace(policy, tokenizer=SimpleNamespace(get_vocab=lambda: {"a": 0}))
     monkeypatch.setattr(opponents, "load_exported", lambda *_: other)
     with pytest.raises(UsageError, match="its tokenizer differs from that of --model-id"):
         load_opponent(Path(qwen3_folder), cfg, policy)
-
-
-class Other:
-    @staticmethod
-    def get_vocab():
-        return {"a": 0}
 
 
 @pytest.mark.parametrize(
     ("env", "reason"),
     [
         ("tic_tac_toe:opponent=runs/none", "opponent=runs/none: there is no such folder of"),
-        ("tic_tac_toe:opponent=older:0", "write older:k with a number of updates k"),
         ("unnamed:opponent=guess", "needs an environment that names its `agents`"),
     ],
 )
@@ -190,16 +183,15 @@ def test_an_invalid_opponent_is_one_line_and_leaves_no_folder(command, env, reas
 def test_an_opponent_samples_at_temperature_1_in_evaluations_too(policy, tmp_path):
     class Other(Scripted):
         def complete(self, request):
-            asked.append(request)
+            asked.append(request.params.temperature)
             return super().complete(request)
 
     asked = []
     collector = joined(policy, tmp_path, samplers={"openai:m": Other(policy, "<move>9</move>")})
     tasks = [Task("nim:opponent=openai:m", seed, seed) for seed in (0, 1)]
     params = replace(PARAMS, temperature=0.0)
-    rollouts = collector.collect(tasks, Scripted(policy, "<move>1</move>"), params)
-    assert [r.agent for r in rollouts] == ["first", "second"] and not any(r.error for r in rollouts)
-    assert asked and all(request.params.temperature == 1.0 for request in asked)
+    collector.collect(tasks, Scripted(policy, "<move>1</move>"), params)
+    assert {*asked} == {1.0}
 
 
 def test_a_server_as_opponent_leaves_the_context_of_the_policy(policy, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +64,6 @@ def place(tmp_path, monkeypatch, command):
 @pytest.mark.parametrize(("spec", "name", "options"), [
     ("snake", "snake", ""), ("my_envs.games:Maze:size=4", "my_envs.games:Maze", "size=4"),
     ("snake:Maze", "snake", "Maze"),  # a built-in name stays the built-in environment
-    ("openenv:url=http://a:80", "openenv", "url=http://a:80"),
     (r"C:\my envs\x.py:Maze", r"C:\my envs\x.py:Maze", ""),
     ("/a:b/c=d/x.py:Maze:size=4", "/a:b/c=d/x.py:Maze", "size=4"),
 ])  # fmt: skip
@@ -91,14 +89,11 @@ def test_a_class_or_function_of_a_file_or_module_is_an_environment(place, monkey
     ("my_envs.games:Maze", "{}/my_envs.games:Maze"),  # the folder to import from, and the module
     ("rewarded:data=rows.jsonl,reward=games.py:a games:b,weights=1 0.3",
      "rewarded:data={0}/rows.jsonl,reward={0}/games.py:a {0}/games:b,weights=1 0.3"),
-    ("rewarded:data=openai/gsm8k,reward=other:b", "rewarded:data=openai/gsm8k,reward=other:b"),
     ("remote:env=games.py:Maze:size=4;level=2", "remote:env={}/games.py:Maze:size=4;level=2"),
     ("tic_tac_toe:opponent=runs/x", "tic_tac_toe:opponent={}/runs/x"),
-    ("tic_tac_toe:opponent=openai:a/b@http://c/v1", "tic_tac_toe:opponent=openai:a/b@http://c/v1"),
     ("math_qa:data=math", "math_qa:data=math"),  # a name, whatever folder there is
     ("gymnasium:id=games:Cut-v0,words=games.py:GAME",
      "gymnasium:id={0}/games:Cut-v0,words={0}/games.py:GAME"),
-    ("gymnasium:id=gym.other:Cut-v0", "gymnasium:id=gym.other:Cut-v0"),  # of Python's path
     ("remote:command=python -u games.py --file rows.jsonl",
      "remote:command=python -u {0}/games.py --file {0}/rows.jsonl"),
     ("remote:command=docker run -i math games.py", "remote:command=docker run -i math games.py"),
@@ -121,43 +116,25 @@ def test_paths_with_spaces_are_quoted_so_that_every_option_reads_them(tmp_path, 
     monkeypatch.chdir(folder)
     (folder / "my rows.jsonl").write_text("".join(f'{{"prompt": "Say {n}."}}\n' for n in range(60)))
     (folder / "rewards.py").write_text(
-        "def one(completions, **columns):\n    return [1.0 for _ in completions]\n"
-        "def two(completions, **columns):\n    return [2.0 for _ in completions]\n"
+        "def one(completions):\n    return [1.0 for _ in completions]\n"
+        "def two(completions):\n    return [2.0 for _ in completions]\n"
     )
-    for reward, total in [("rewards.py:one", 1.0), ("rewards.py:one rewards.py:two", 3.0)]:
-        spec = f"rewarded:data=my rows.jsonl,reward={reward}"
-        found = absolute(spec)
-        assert found == absolute(found) and str(folder) in found
-        monkeypatch.chdir("/")
-        env = make(found)
-        env.reset(0)
-        assert env.step("?").reward == total
-        assert "/" not in EnvSpec(found).short
-        monkeypatch.chdir(folder)
-
-
-def test_code_that_options_name_is_found_from_another_folder(place, monkeypatch):
-    spec = absolute("remote:env=games.py:Maze:size=4")
-    other = place.parent / "other"
-    other.mkdir()
-    (other / "games.py").write_text("raise OSError('the wrong file')\n")
-    monkeypatch.chdir(other)
-    with closing(make(spec)) as env:
-        assert env.reset(7)[0]["content"] == "go 7 4"
+    found = absolute("rewarded:data=my rows.jsonl,reward=rewards.py:one rewards.py:two")
+    assert found == absolute(found) and str(folder) in found
+    monkeypatch.chdir("/")
+    env = make(found)
+    env.reset(0)
+    assert env.step("?").reward == 3.0 and "/" not in EnvSpec(found).short
 
 
 POOLED = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-@dataclass
-class Judge:
-    factor: int
-    def __call__(self, text):
-        return float(self.factor * len(text))
+def score(text):
+    return 2.0 * len(text)
 def in_pool(texts):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(Judge(2), texts))
+        return list(pool.map(score, texts))
 """
 
 
@@ -178,8 +155,7 @@ def test_files_of_one_name_and_that_of_a_module_are_different_modules(place):
 @pytest.mark.parametrize(("spec", "words"), [
     ("none.py:Maze", ["no file none.py"]), ("games.py", ["FILE.py:Class"]),
     ("games.py:Labyrinth", ["games.py has no Labyrinth"]),
-    ("pathlib:PurePath", ["it returned Pure"]),
-    ("Party", ["'Party'", "FILE.py:Class"]), ("Snake", ["did you mean snake?"]),
+    ("pathlib:PurePath", ["it returned Pure"]), ("Snake", ["did you mean snake?"]),
     ("games.py:Maze:size=9", ["KeyError: 9", "games.py, line 7"]),
     ("broken.py:Maze", ["SyntaxError", "broken.py, line 2"]),
 ])  # fmt: skip
@@ -216,17 +192,12 @@ def test_a_run_is_resumed_from_another_folder_and_after_its_environment_moved(
     assert code == 0, err
 
 
-@pytest.mark.parametrize("spec, edited", [
-    ("games.py:Maze", "games.py"), ("rewarded:data=rows.jsonl,reward=games.py:score", "lengths.py"),
-])  # fmt: skip
-def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command, spec, edited):
-    file, rows = place / edited, [{"prompt": f"{n}"} for n in range(40)]
-    score = "def score(completions, **columns):\n    return [len(text) % 2 for text in completions]"
-    (place / "games.py").write_text(f"import helper_of_games\n{GAMES}\n{score}\n")
+def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command):
+    (place / "games.py").write_text(f"import helper_of_games\n{GAMES}\n")
     (place / "helper_of_games.py").write_text("import json\nfrom lengths import LENGTH")
-    (place / "lengths.py").write_text("import helper_of_games\nLENGTH = 2\n")
-    (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, _, err = command("--env", spec, *SMALL, "--eval-every", "1", "--run-name", "a")
+    file = place / "lengths.py"
+    file.write_text("import helper_of_games\nLENGTH = 2\n")
+    code, _, err = command("--env", "games.py:Maze", *SMALL, "--eval-every", 1, "--run-name", "a")
     assert code == 0, err
     said = []
     for update in (2, 3):
@@ -234,7 +205,7 @@ def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command,
             file.write_text(f"{file.read_text()}# edited\n")
         code, out, err = command("--resume", "a", "--num-updates", str(update))
         assert code == 0, err
-        said.append(f"{edited} changed since update {update - 1}" in out)
+        said.append(f"lengths.py changed since update {update - 1}" in out)
     assert said == [True, False]
     records = read_records(place / "runs/a/metrics.jsonl")
     compared = [any("p_value" in key for key in record) for record in records]
@@ -242,39 +213,15 @@ def test_a_resume_says_that_code_was_edited_and_compares_no_more(place, command,
     assert compared == [True, True, False, False] and noted == [False, False, True, False]
 
 
-WRONG = """
-from environments import Env, Step
-
-class Wrong(Env):
-    def reset(self, seed):
-        return [{"role": "user", "content": f"{seed}"}]
-
-    def step(self, response):
-        return nothing
-
-    def demonstrate(self, hasty=False):
-        return nothing
-"""
-
-
-@pytest.mark.parametrize(("flags", "line"), [([], 9), (["--sft-steps", 1], 12)])
-def test_an_exception_of_an_own_environment_names_file_and_line(place, command, flags, line):
-    (place / "wrong.py").write_text(WRONG)
-    code, _, err = command("--env", "wrong.py:Wrong", *SMALL, *flags)
-    assert code and "NameError: name 'nothing' is not defined" in err
-    assert f"(wrong.py, line {line})" in err
-
-
-@pytest.mark.parametrize("folder", [".", "../elsewhere"])
-def test_an_error_in_a_library_names_the_users_own_line(place, monkeypatch, folder):
-    """The library lies outside site-packages, as an editable one does; so may the user's file."""
-    library = place.parent / "src"
-    for name in (library, place / folder):
-        name.mkdir(exist_ok=True)
+def test_an_error_in_a_library_names_the_users_own_line(place, monkeypatch):
+    """The library lies outside site-packages, as an editable one does; so does the user's file."""
+    library, elsewhere = place.parent / "src", place.parent / "elsewhere"
+    for name in (library, elsewhere):
+        name.mkdir()
     (library / "checkout.py").write_text("def f(x):\n\n\n    return int(x)\n")
-    (place / folder / "uses.py").write_text("import checkout\n\ndef g():\n    checkout.f('x')\n")
+    (elsewhere / "uses.py").write_text("import checkout\n\ndef g():\n    checkout.f('x')\n")
     monkeypatch.syspath_prepend(library)
-    function = registry.import_attribute(f"{folder}/uses.py", "g")
+    function = registry.import_attribute("../elsewhere/uses.py", "g")
     with pytest.raises(ValueError) as raised:
         function()
     assert registry.place_of(raised.value) == " (uses.py, line 4)"
@@ -295,79 +242,57 @@ def test_the_name_of_a_built_in_environment_is_taken():
     assert register("mine")(second) is second
 
 
-class Typed(Env):
-    """Keeps the options that it was built with."""
-
-    def __init__(
-        self,
-        start: str = "",
-        depth: int | None = 3,
-        mode: Literal["easy", "hard"] = "easy",
-        sizes: list[int] = [],  # noqa: B006
-        names: tuple[str, ...] = (),
-        span: tuple[float, float] | None = None,
-        path: Path = Path(),
-        loud: bool | None = None,
-        plain=5,
-        anything: Any = None,
-        weights: dict[str, float] = {},  # noqa: B006
-        either: int | list[list[int]] = 0,
-        **others,
-    ):
-        self.options = {k: v for k, v in locals().items() if k not in ("self", "others")}
-        self.others = others
-
-    def reset(self, seed):
-        return [{"role": "user", "content": "?"}]
-
-    def step(self, response):
-        return Step(None, 0.0, True)
+def typed(
+    start: str = "",
+    depth: int | None = 3,
+    mode: Literal["easy", "hard"] = "easy",
+    sizes: list[int] = [],  # noqa: B006
+    names: tuple[str, ...] = (),
+    path: Path = Path(),
+    loud: bool | None = None,
+    plain=5,
+    anything: Any = None,
+    weights: dict[str, float] = {},  # noqa: B006
+    **others,
+):
+    """An environment with options of all types."""
 
 
 @pytest.mark.parametrize(("text", "key", "value"), [
-    ('start="Washington, D.C."', "start", "Washington, D.C."),
     ("start=Washington, D.C.", "start", "Washington, D.C."), ('start="5"', "start", "5"),
     ("start=[a-z]+", "start", "[a-z]+"), ("start=O'Hare", "start", "O'Hare"),
     ("depth=7", "depth", 7), ("depth=None", "depth", None), ("mode=hard", "mode", "hard"),
-    ("sizes=3 4 -5", "sizes", [3, 4, -5]), ("sizes=[3,4,-5]", "sizes", [3, 4, -5]),
-    ("names='New York' b", "names", ("New York", "b")),
+    ("sizes=3 4 -5", "sizes", [3, 4, -5]), ("names='New York' b", "names", ("New York", "b")),
     ("names=[New York, 'a, b', 5]", "names", ("New York", "a, b", "5")),
-    ("span=0.5 2", "span", (0.5, 2.0)), ("span=[0.5,2]", "span", (0.5, 2.0)),
     ("path=a b/c.json", "path", Path("a b/c.json")), ("loud=TRUE", "loud", True),
-    ("plain=6", "plain", 6), ("anything=8x8", "anything", "8x8"),
-    ('weights={"a":1,b: 0.5}', "weights", {"a": 1.0, "b": 0.5}),
-    ("either=[[1,2],[3]]", "either", [[1, 2], [3]]), ("either=3", "either", 3),
+    ("plain=6", "plain", 6), ('weights={"a":1,b: 0.5}', "weights", {"a": 1.0, "b": 0.5}),
     ("anything=[1, '1', true, null, {a: [+,*,1e-3]}]", "anything",
      [1, "1", True, None, {"a": ["+", "*", 0.001]}]),
 ])  # fmt: skip
 def test_an_option_is_converted_by_its_whole_annotation(text, key, value):
-    register("typed")(Typed)
-    converted = make(f"typed:{text},mode=hard" if key != "mode" else f"typed:{text}").options[key]
+    register("typed")(typed)
+    converted = EnvSpec(f"typed:{text},other=5").values[key]
     assert converted == value and type(converted) is type(value)
 
 
 @pytest.mark.parametrize(("spec", "words"), [
-    ("typd:depth=3", ["did you mean typed", "letter_counting"]),
     ("typed:depth", ["key=value", "'depth'"]), ("typed:depth=1,depth=1", ["key=value"]),
-    ("typed:plain=x", ["plain", "int", "'x'"]), ("typed:span=[1]", ["span"]),
     ("snake:sizes=3", ["'sizes'", "size, fruits"]), ("typed:mode=medium", ["easy", "hard"]),
-    ("typed:sizes=[3,x]", ["sizes", "list[int]", "'[3,x]'"]), ("typed:sizes=[[3]]", ["list[int]"]),
-    ("typed:weights=[1]", ["dict[str, float]"]), ("typed:weights={a:1}", ["dict[str, float]"]),
+    ("typed:sizes=[3,x]", ["sizes", "list[int]", "'[3,x]'"]),
+    ("typed:weights={a:1}", ["dict[str, float]"]),
 ])  # fmt: skip
 def test_a_wrong_name_option_or_value_is_one_line(spec, words):
-    register("typed")(Typed)
+    register("typed")(typed)
     with pytest.raises(UsageError) as error:
-        make(spec)
+        assert EnvSpec(spec).values
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words)
 
 
 def test_other_keys_are_passed_on_to_kwargs_as_json_or_text():
-    register("typed")(Typed)
-    others = make('typed:map_name=8x8,slippery=false,size=4,scale=0.5,name="5",depth=1').others
-    assert others == {"map_name": "8x8", "slippery": False, "size": 4, "scale": 0.5, "name": "5"}
-    assert type(others["size"]) is int
-    others = make('typed:desc=["SFFF","FFFG"],size=4,depth=1').others
-    assert others == {"desc": ["SFFF", "FFFG"], "size": 4}
+    register("typed")(typed)
+    values = EnvSpec('typed:map=8x8,slippery=false,size=4,name="5",rows=["SF","FG"],depth=1').values
+    others = {"map": "8x8", "slippery": False, "size": 4, "name": "5", "rows": ["SF", "FG"]}
+    assert values | others == values
 
 
 class Turns(Env):
@@ -397,31 +322,25 @@ def settings(**changes):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("env", "name", "reward"), [
-    (Turns, "Turns", 3.0), (Turns(2), "Turns", 2.0), ("games.py:Maze", "games.py:Maze", None),
-])  # fmt: skip
-def test_an_environment_is_given_as_an_object_of_python(place, capsys, env, name, reward):
+@pytest.mark.parametrize(("env", "reward"), [(Turns, 3.0), (Turns(2), 2.0)])
+def test_an_environment_is_given_as_an_object_of_python(place, capsys, env, reward):
     difficulty = 3 if env is Turns else 0
     assert train.run(settings(run_name="a", train_difficulty=difficulty), env=env) == 0
-    saved = yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"]
-    assert saved == [absolute(name)]
+    assert yaml.safe_load(Path("runs/a/config.yaml").read_text())["env"] == ["Turns"]
     first = json.loads(Path("runs/a/rollouts.jsonl").read_text().splitlines()[0])
-    assert reward is None or first["return"] == reward
+    assert first["return"] == reward
     if isinstance(env, Turns):
         assert env.turns == 0 and env.shared == []  # episodes are played with copies
     assert train.run(Config(resume="runs/a", num_updates=2), env=env) == 0
-    records = [json.loads(line) for line in Path("runs/a/metrics.jsonl").read_text().splitlines()]
-    assert records[-1]["update"] == 2
+    assert read_records(Path("runs/a/metrics.jsonl"))[-1]["update"] == 2
     capsys.readouterr()
-    if reward is not None:  # the same resume rule as for `register`
-        registry.ENVIRONMENTS.pop(name)
-        assert train.run_command(["--resume", "runs/a", "--num-updates", "3"]) == 2
-        assert "train.run" in capsys.readouterr().err
+    registry.ENVIRONMENTS.pop("Turns")  # the same resume rule as for `register`
+    assert train.run_command(["--resume", "runs/a", "--num-updates", "3"]) == 2
+    assert "train.run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("env", "words"), [
     (5, "a class derived from Env"), (lambda: 5, "it returned 5"),
-    (type("snake", (Turns,), {}), "exists already"),
 ])  # fmt: skip
 def test_what_is_no_environment_is_refused_in_one_line(capsys, env, words):
     assert train.run(settings(), env=env) == 2

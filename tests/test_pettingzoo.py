@@ -7,7 +7,6 @@ pytest.importorskip("pettingzoo", reason="needs picorl[envs]")
 import pettingzoo
 from gymnasium import spaces
 
-from environments.adapters.gymnasium_players import Game
 from environments.adapters.pettingzoo import PettingZoo
 
 
@@ -78,16 +77,3 @@ def test_pettingzoo_agents_act_in_turn_with_legal_actions():
         "ann": (-1, True, False, {"correct": False}), "bob": (1, True, False, {"correct": True}),
     }  # fmt: skip
     assert env.reset(1)["ann"][0]["content"].endswith("\n5\nLegal: 0 1 2")  # the seed
-
-
-def test_an_action_of_words_outside_the_space_is_invalid(monkeypatch):
-    game = Game("Nim.", ("one", "two", "three"), read={"one": 0, "seven": 6, "minus": -1}.get)
-    monkeypatch.setattr("environments.adapters.gymnasium.import_attribute", lambda *_: game)
-    env = PettingZoo("test/nim-v0", words="a:b")
-    rules = "Nim. You are ann. End with one or two or three.\n"
-    assert env.reset(0)["ann"][0]["content"].startswith(rules)
-    for response in ("seven", "minus"):
-        refused = env.step({"ann": response})["ann"]
-        assert (refused.reward, refused.done) == (-0.1, False)
-        assert refused.message["content"] == "End with one or two or three."
-    assert list(env.step({"ann": "one"})) == ["bob"]

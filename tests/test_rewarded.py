@@ -24,7 +24,6 @@ FUNCTIONS = """
 import asyncio
 import functools
 import signal
-import threading
 import torch
 from environments.base import EnvFailure
 calls, here = [], []
@@ -51,8 +50,6 @@ def zero(completions):
 def verified(completions, **columns):
     from math_verify import parse, verify
     return [float(verify(parse("$1/2$"), parse("$0.5$"))) for _ in completions]
-def hangs(completions, **columns):
-    threading.Event().wait()
 def loops(completions, **columns):
     while True:
         pass
@@ -75,23 +72,12 @@ def never(completions, **columns):
     return [None] * len(completions)
 def nothing(completions, **columns):
     [1.0 for _ in completions]
-def number(**columns):
-    return 0.5
 def text(**columns):
     return "110"
-def by_text(completions, **columns):
-    return dict.fromkeys(completions, 1.0)
 def texts(completions, **columns):
     return ["1.0"] * len(completions)
-def lists(completions, **columns):
-    return [[1.0]] * len(completions)
 def array(completions, **columns):
     return torch.arange(len(completions)).numpy()
-def short_extra(completions, log_extra, **columns):
-    log_extra("x", [])
-    return [1.0] * len(completions)
-def nan(completions, **columns):
-    return [float("nan") if "b" in text else 1.0 for text in completions]
 def infinite(prompts, completions, **columns):
     return [float(text in "a-") or -float("inf") for text in completions]
 def first_only(completions, **columns):
@@ -104,9 +90,6 @@ def one_row(completions, **columns):
 def nan_metric(completions, log_metric, **columns):
     log_metric("loss_of_judge", float("nan"))
     return [1.0] * len(completions)
-def nan_extra(completions, log_extra, **columns):
-    log_extra("logit", torch.full([len(completions)], float("nan")))
-    return [1.0] * len(completions)
 def two(**columns):
     return [1.0, 1.0]
 def rank(completions, **columns):
@@ -117,8 +100,6 @@ async def meets(completions, **columns):
     while len(here) < 2:
         await asyncio.sleep(0.001)
     return [1.0 for _ in completions]
-never_either = lambda completions: [None] * len(completions)
-never_either.__name__ = "never_either"
 async def also(**columns):
     return await meets(**columns)
 def raises(**columns):
@@ -180,15 +161,12 @@ def test_rows_are_split_by_content_and_duplicates_are_counted(capsys):
     assert not report.problems and report.shared == 0
 
 
-@pytest.mark.parametrize("kind", ["rewarded", "agent"])
-def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training(kind, capsys):
+def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_training(capsys):
     """Rows of both are left out of training, even if their white space differs."""
     write("train.jsonl", [*ROWS, {"prompt": "Say  100.", "answer": "100"}])
     write("test.jsonl", [{"prompt": f"Say {n}.", "answer": f"{n}"} for n in range(90, 191)])
-    options = {"rewarded": "reward=rewards.py:accuracy", "agent": "command=true"}[kind]
-    if kind == "agent":  # whole rows are compared
-        write("train.jsonl", [*ROWS, {"answer": "100", "prompt": "Say 100."}])
-    trained, evaluated = (absolute(f"{kind}:data={x}.jsonl,{options}") for x in ("train", "test"))
+    options = "reward=rewards.py:accuracy"
+    trained, evaluated = (absolute(f"rewarded:data={x}.jsonl,{options}") for x in ("train", "test"))
     rewarded.set_sources([trained], [evaluated])
     test = make(evaluated).test
     assert len(test) == 101 and rewarded.draw(EVAL_SEEDS.start + 1, [], test) is test[1]
@@ -196,7 +174,7 @@ def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_trainin
     assert capsys.readouterr().err.count("left out 1 rows of training, which the run eval") == 1
     # data of both uses is divided, and what is held out of it is not trained on as other data
     write("again.jsonl", ROWS[::-1])
-    again = absolute(f"{kind}:data=again.jsonl,{options}")
+    again = absolute(f"rewarded:data=again.jsonl,{options}")
     rewarded.set_sources([trained, again], [trained, "letter_counting"])
     held_out = [row["prompt"] for row in make(trained).test]
     assert 3 < len(held_out) < 20 and len(make(trained).train) == 61 - len(held_out)
@@ -206,14 +184,6 @@ def test_data_of_its_own_for_evaluation_is_used_whole_and_so_is_that_for_trainin
     capsys.readouterr()
     assert len(make(trained).test) == 61 and len(make(again).test) == 60
     assert not capsys.readouterr().err
-    # what is held out anyway is not counted
-    rewarded.set_sources([trained], [trained])
-    divided = make(trained)
-    write("extra.jsonl", [*divided.test, divided.train[0]])
-    extra = absolute(f"{kind}:data=extra.jsonl,{options}")
-    rewarded.set_sources([trained], [trained, extra])
-    assert make(trained).train == divided.train[1:]
-    assert "left out 1 rows" in capsys.readouterr().err
 
 
 def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
@@ -227,33 +197,30 @@ def test_a_run_evaluates_on_all_rows_of_a_test_file(command):
 
 
 def test_rows_that_cannot_be_rendered_are_left_out_before_the_run_begins(command):
-    long = "read! " * 2_000
-    wrong = [long, [{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"],
-             [{"role": "user", "content": long}, {"role": "user", "content": "a"}]]  # fmt: skip
-    write("none.jsonl", [{"prompt": prompt} for prompt in wrong])
+    wrong = [[{"role": "judge", "content": "a"}], [{"role": "user", "content": 5}], ["a"]]
     write("some.jsonl", [*({"prompt": prompt} for prompt in wrong), *ROWS[:30]])
-    some, none, rows = (f"rewarded:data={x}.jsonl,reward=rewards.py:zero"
-                        for x in ("some", "none", "rows"))  # fmt: skip
     options = "--num-prompts", 1, "--num-updates", 1, "--max-tokens", 2, "--eval-num-tasks", 2
-    code, out, err = command("--env", some, *options)
-    assert code == 0 and out.count("some.jsonl: left out 5 rows that cannot be a prompt; the") == 1
+    code, out, err = command("--env", "rewarded:data=some.jsonl,reward=rewards.py:zero", *options)
+    assert code == 0 and out.count("some.jsonl: left out 3 rows that cannot be a prompt; the") == 1
     assert "failed" not in out + err
-    code, _, err = command("--env", none, "--eval-env", rows, *options)
-    assert code == 2 and "left out 5 rows" in err and "leaves 0 for training and" in err
 
 
 def test_a_row_that_is_too_long_is_left_out_though_the_first_one_fits():
     def render(messages):
-        if len(ids := [*messages[0]["content"].encode()]) >= 100:
+        if len(ids := [*messages[0]["content"].encode()]) >= limit:
             raise UsageError("it does not fit")
         return ids
 
+    limit = 100
     write("long.jsonl", [*ROWS, *({"prompt": f"{n} " * 50} for n in range(2))])
     spec = absolute("rewarded:data=long.jsonl,reward=rewards.py:zero")
-    assert rewarded.leave_out(spec, render, 100).endswith(
+    assert rewarded.leave_out(spec, render, limit).endswith(
         "left out 2 rows that cannot be a prompt; the first one: it does not fit")  # fmt: skip
     env = make(spec)
     assert [row["prompt"] for row in env.train + env.test if len(row["prompt"]) > 9] == []
+    limit = 1
+    with pytest.raises(UsageError, match=r"left out 60 rows .* leaves 0 for training and 0 for ev"):
+        rewarded.leave_out(spec, render, limit)
 
 
 def test_prompts_that_differ_in_white_space_are_different_and_have_the_same_use(capsys):
@@ -288,10 +255,9 @@ def test_an_evaluation_asks_each_row_of_the_data_once():
     assert len(tasks) == len(env.test) + 256
 
 
-@pytest.mark.parametrize("value", [3, {"a": 1}])
-def test_a_prompt_that_is_none_is_shown(value):
-    write("odd.jsonl", [{"prompt": "fine"}, {"prompt": value}])
-    with pytest.raises(UsageError, match=f"row 2: the prompt in 'prompt' is {value!r}: it must"):
+def test_a_prompt_that_is_none_is_shown():
+    write("odd.jsonl", [{"prompt": "fine"}, {"prompt": {"a": 1}}])
+    with pytest.raises(UsageError, match=r"row 2: the prompt in 'prompt' is \{'a': 1\}: it"):
         make("rewarded:data=odd.jsonl,reward=rewards.py:two")
 
 
@@ -337,25 +303,20 @@ def test_local_files_of_other_kinds_are_rows_too(place, monkeypatch, capsys):
         assert [row.place for row in found] == [f"{file}:{row['n'] + 1}" for row in found]
 
 
-@pytest.mark.parametrize(("value", "kind"), [(datetime(2026, 1, 2), "datetime"), (b"a", "bytes")])
-def test_a_column_that_is_no_json_is_named(place, monkeypatch, value, kind):
-    datasets = pytest.importorskip("datasets")
+def test_a_column_that_is_no_json_is_named(place, monkeypatch):
+    datasets, value = pytest.importorskip("datasets"), datetime(2026, 1, 2)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(place / "cache"))
     datasets.Dataset.from_list([{**row, "when": value} for row in ROWS]).to_parquet("a.parquet")
-    with pytest.raises(UsageError, match=f"row 1: column 'when' is no JSON: .* {kind} "):
+    with pytest.raises(UsageError, match=r"row 1: column 'when' is no JSON: .* datetime "):
         make("agent:command=true,data=a.parquet")
     assert make("rewarded:data=a.parquet,reward=rewards.py:two").train[0]["when"] == value
 
 
 @pytest.mark.parametrize(("options", "words"), [
     ("data=none.csv,reward=rewards.py:two", "there is no file none.csv"),
-    ("data=rows.jsonl", "set data="), ("data=none.jsonl,reward=rewards.py:accuracy", "none.jsonl"),
+    ("data=rows.jsonl", "set data="),
     ("data=rows.jsonl,reward=rewards.py:VALUE", "no function"),
-    ("data=rows.jsonl,reward=rewards.py:acuracy", "rewards.py has no acuracy"),
     ("data=rows.jsonl,reward=rewards.py", "rewards.py names no class or function: write FILE.py:"),
-    ("data=rows.jsonl,reward=no.py:two", "no file no.py"),
-    ("data=rows.jsonl,reward=accuracy", "write FILE.py:NAME"),
-    ("data=rows.jsonl,reward=rewards.py:two,weights=1 2", "2 weights for 1"),
     ("data=rows.jsonl,reward=rewards.py:two rewards.py:rank,weights=1", "1 weights for 2"),
     ("data=few.jsonl,reward=rewards.py:two", "0 for evaluation"),
     ("data=bad.jsonl,reward=rewards.py:two", "line 2: not a JSON object"),
@@ -409,7 +370,7 @@ def test_functions_may_need_the_main_thread(policy):
     assert [r.episode_return for r in rollouts[:3]] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["hangs", "loops", "meets"])
+@pytest.mark.parametrize("name", ["loops", "meets"])
 def test_a_call_ends_at_its_limit(policy, name):
     before = signal.getsignal(signal.SIGALRM)
     rollouts, _ = play(policy, f"rewards.py:{name}", ["letter_counting"], env_timeout=0.3)
@@ -435,15 +396,11 @@ def test_a_row_that_fails_costs_only_its_own_episodes_and_is_named(policy, name,
     assert [r.episode_return for r in rollouts[2:]] == [1.0] * 4
 
 
-@pytest.mark.parametrize(("name", "value", "failed"), [
-    ("nan", "nan", [1]), ("infinite", "-inf", [1, 2]),
-])  # fmt: skip
-def test_an_infinite_reward_names_its_function_and_its_row(policy, name, value, failed):
-    rollouts, _ = play(policy, f"rewards.py:sometimes rewards.py:{name}")
-    assert [i for i, r in enumerate(rollouts) if r.error] == failed
-    text = f"RuntimeError: {name}: ValueError: it returned {value} for a completion; the row: "
-    assert all(rollouts[i].error.startswith(f"{text}prompt={asked!r}") for i in failed
-               if (asked := rollouts[i].messages[0]["content"]))  # fmt: skip
+def test_an_infinite_reward_names_its_function_and_its_row(policy):
+    rollouts, _ = play(policy, "rewards.py:sometimes rewards.py:infinite")
+    assert [bool(rollout.error) for rollout in rollouts] == [False, True, True]
+    text = "RuntimeError: infinite: ValueError: it returned -inf for a completion; the row: prompt="
+    assert rollouts[1].error.startswith(f"{text}{rollouts[1].messages[0]['content']!r}")
 
 
 @pytest.mark.parametrize(("name", "found"), [
@@ -457,17 +414,13 @@ def test_check_finds_a_function_that_handles_only_the_first_completion(name, fou
 
 
 def test_functions_are_named_by_what_follows_the_colon_and_by_their_file():
-    reward = "rewards.py:halved rewards.py:longest rewards.py:first_letter"
+    Path("second.py").write_text("def longest(completions): return [0.25] * len(completions)")
+    reward = "rewards.py:halved rewards.py:longest second.py:longest rewards.py:first_letter"
     env = make(f"rewarded:data=rows.jsonl,reward={reward}")
     env.reset(0)
-    names = {key: value for key, value in env.step("a").info.items() if "reward_" in key}
-    assert names == {"reward_halved": 0.5, "reward_longest": 1.0, "reward_first_letter": 1.0}
-    Path("second.py").write_text("def accuracy(completions, **c): return [0.25] * len(completions)")
-    reward = "rewards.py:accuracy second.py:accuracy"
-    env = make(f"rewarded:data=rows.jsonl,reward={reward}")
-    env.reset(0)
-    info = env.step("?").info
-    assert (info["reward_rewards_accuracy"], info["reward_second_accuracy"]) == (0.0, 0.25)
+    found = {key: value for key, value in env.step("a").info.items() if "reward_" in key}
+    assert found == {"reward_rewards_halved": 0.5, "reward_rewards_longest": 1.0,
+                     "reward_second_longest": 0.25, "reward_rewards_first_letter": 1.0}  # fmt: skip
 
 
 def test_functions_may_use_all_that_trl_passes_and_only_what_they_name(policy):
@@ -496,30 +449,15 @@ def test_a_run_tells_functions_how_many_updates_are_complete(command, place):
     options = ["--num-prompts", 2, "--eval-num-tasks", 4, "--eval-every", 2, "--max-tokens", 4]
     env = "rewarded:data=rows.jsonl,reward=state.py:f"
     assert command("--env", env, "--num-updates", 3, *options)[0] == 0
-    assert Path("log").read_text().split("\n")[:-1] == [
-        "0 3",
-        "0 3",
-        "1 3",
-        "2 3",
-        "2 3",
-        "3 3",
-    ]  # evaluation, updates 1 and 2, evaluation, update 3, evaluation
+    # evaluation, updates 1 and 2, evaluation, update 3, evaluation
+    assert [line[0] for line in Path("log").read_text().splitlines()] == [*"001223"]
 
 
 def test_a_file_cannot_change_the_settings_of_pytorch():
-    """Where it is imported, which may be the thread that trains, and where the class is built."""
+    """Where it is imported, which may be the thread that trains."""
     rude = "import torch\ntorch.set_default_dtype(torch.float64); torch.set_grad_enabled(False)\n"
     Path("rude.py").write_text(f"{rude}def one(completions, **columns): return [1.0]\n")
-    rude_class = rude.replace("\n", "\n        ").rstrip()
-    Path("build.py").write_text(
-        "from environments.base import Env\nclass Rude(Env):\n    def __init__(self):\n"
-        f"        {rude_class}\n        raise ValueError\n"
-        "    reset = step = None\n"
-    )
     make("rewarded:data=rows.jsonl,reward=rude.py:one")
-    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
-    with pytest.raises(UsageError, match="ValueError"):
-        make("build.py:Rude")
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
@@ -538,31 +476,14 @@ def test_a_judge_that_is_down_is_not_asked_again_for_each_row():
     assert len(envs[0].functions[0][1].__globals__["calls"]) == 1
 
 
-def test_an_error_of_several_rows_names_none():
-    """A function that cannot score several rows fails for all, and for none alone."""
-    envs = [make("rewarded:data=rows.jsonl,reward=rewards.py:one_row") for _ in range(3)]
-    for seed, env in enumerate(envs):
-        env.reset(seed)
-    with pytest.raises(RuntimeError) as failure:
-        type(envs[0]).step_batch(envs, ["a"] * 3)
-    assert "one_row: ValueError: too many" in str(failure.value)
-    assert "the row" not in str(failure.value)
-
-
 @pytest.mark.parametrize(("reward", "error", "env_failure"), [
     ("two", "RuntimeError: two: ValueError: 2 rewards for 3 completions", False),
     ("nothing", "RuntimeError: nothing: TypeError: it returned None, not a list of 3 numbers, one "
      "for each completion", False),
-    ("number", "RuntimeError: number: TypeError: it returned 0.5, not a list of 3 numbers", False),
     ("text", "RuntimeError: text: TypeError: it returned '110', not a list of 3 numbers", False),
-    ("by_text", "RuntimeError: by_text: TypeError: it returned {'a': 1.0, 'b'", False),
     ("texts", "RuntimeError: texts: TypeError: it returned '1.0' for a completion, not a", False),
-    ("lists", "RuntimeError: lists: TypeError: it returned [1.0] for a completion, not", False),
     ("nan_metric", "ValueError: info['loss_of_judge'] of player is not JSON", False),
-    ("nan_extra", "ValueError: info['logit'] of player is not JSON", False),
-    ("short_extra", "RuntimeError: short_extra: ValueError", False),
     ("never", "ValueError: never returned None for all completions", False),
-    ("never rewards.py:never_either", "ValueError: never, never_either returned None for", False),
     ("fails", "EnvFailure: fails: no judge", True),
     ("rank rewards.py:raises rewards.py:meets",
      "RuntimeError: raises: KeyError: 'judge'; the row: prompt='Say ", False),

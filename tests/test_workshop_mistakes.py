@@ -16,27 +16,14 @@ from core.workshop.checker import check
 from core.workshop.exercises import EXERCISES
 
 PICK = "all_logprobs.gather(-1, ids[:, None]).squeeze(-1)"
-DRAWN = "    ids = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)\n"
-DRAWN += f"    return ids, {PICK}\n"
 MEMBERS = "advantages[members] = centered / (returns[members].std() + 1e-4)"
-MINIMUM = "torch.minimum(ratio * advantages, clipped * advantages)"
 CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-ROWS = "    return ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).flatten()\n"
 K3 = "log_r.exp() - 1 - log_r"
 
 # (words of the true cause or of what is observed, or "right"; then old text, new text, .., or a
 # whole body)
 CASES: dict[str, list[tuple[str, ...]]] = {
     "token_logprobs": [
-        ("wrong sign", "    import torch.nn.functional as F\n"
-         "    return F.nll_loss(logits[:, :-1].log_softmax(-1).transpose(1,2), input_ids[:, 1:], "
-         "reduction='none')\n"),
-        ("a mean over tokens", "    import torch.nn.functional as F\n"
-         "    return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())\n"),
-        ("log of softmax", ".log_softmax(-1)", ".softmax(-1).clamp(min=1e-8).log()"),
-        ("no gradient", "    with torch.no_grad():\n        all_logprobs = "
-         "logits.log_softmax(-1)[:, :-1]\n"
-         "    return all_logprobs.gather(-1, input_ids[:, 1:, None])[..., 0]\n"),
         ("NumPy", ".squeeze(-1)", ".squeeze(-1).detach().numpy()"),
         ("returned None", "return all_logprobs", "all_logprobs"),
         ("observed: the shape",
@@ -47,13 +34,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return torch.einsum('btv,btv->bt', logits[:, :-1].log_softmax(-1), hot)\n"),
     ],
     "completion_mask": [
-        ("shifted by roll", "torch.tensor(sampled[1:], dtype=torch.bool)",
-         "torch.tensor(sampled).roll(-1)"),
-        ("within each turn", "sampled += [False] * len(context) + [True] * len(completion)",
-         "sampled += ([False] * len(context) + [True] * len(completion))[1:]", "sampled[1:]",
-         "sampled"),
-        ("in front", "sampled[1:]", "[False] + sampled[1:]"),
-        ("integer tensor", "dtype=torch.bool", "dtype=torch.int64"),
         ("right", "    out = []\n"
          "    for c, d in turns:\n"
          "        while c: c.pop(); out.append(False)\n"
@@ -61,9 +41,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return torch.BoolTensor(out[1:])\n"),
     ],
     "group_advantages": [
-        ("whole batch", "    return (returns - returns.mean()) / (returns.std() + 1e-4)\n"),
-        ("neighbors", "    r = returns.view(-1, 2)\n" + ROWS),
-        ("neighbors", "    r = returns.reshape(len(group_ids.unique()), -1)\n" + ROWS),
         ("in the order of the groups", "advantages = torch.zeros_like(returns)", "advantages = []",
          MEMBERS, "advantages.append(centered / (returns[members].std() + 1e-4))",
          "return advantages", "return torch.cat(advantages)"),
@@ -80,16 +57,9 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return returns\n"),
     ],
     "reinforce_loss": [
-        ("mask was applied last", "(advantages[mask] * logprobs[mask])",
-         "torch.where(mask, advantages * logprobs, 0)"),
         ("a float;", "return -", "return float(-", "mask.sum()", "mask.sum())"),
-        ("observed: every number is 0.5 times", "return -", "return -0.5 * "),
     ],
     "clipped_loss": [
-        ("larger", MINIMUM, "-torch.minimum(-ratio * advantages, -clipped * advantages)"),
-        ("only the clipped product", MINIMUM,
-         "torch.where((ratio - 1).abs() > clip, clipped * advantages, ratio * advantages)"),
-        ("`if`", "    clipped = ", "    if ratio > 1 + clip: ratio = ratio\n    clipped = "),
         ("right", "    ts = []\n"
          "    for x, o, a in zip(logprobs[mask], old_logprobs[mask], advantages[mask]):\n"
          "        r = (x - o).exp()\n"
@@ -97,19 +67,14 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return -sum(ts) / len(ts)\n"),
     ],
     "kl_k3": [
-        ("a mean", K3, f"({K3}).mean()"),
         ("right", f"return {K3}", "r = ref_logprobs.exp() / logprobs.exp(); return r-1 - r.log()"),
     ],
     "gae": [
-        ("next value is missing", "next_value, next_advantage = values[t], advantages[t]",
-         "next_advantage = advantages[t]"),
         ("left to right",
          "    deltas = rewards + gamma * torch.cat([values[1:], torch.zeros(1)]) - values\n"
          "    out, a = [], 0.0\n"
          "    for delta in deltas:\n        a = delta + gamma * lam * a\n        out.append(a)\n"
          "    return torch.stack(out)\n"),
-        ("wrong sign", "delta = rewards[t] + gamma * next_value - values[t]",
-         "delta = values[t] - rewards[t] - gamma * next_value"),
         ("right", "    for t in reversed(range(len(rewards))):\n"
          "        last = t == len(rewards) - 1\n"
          "        rewards[t] = rewards[t] - values[t] + (0 if last else gamma * values[t+1] + "
@@ -117,11 +82,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    return rewards\n"),
     ],
     "sample": [
-        ("small number",
-         "    all_logprobs = (logits / max(temperature, 1e-8)).log_softmax(-1)\n" + DRAWN),
-        ("division by temperature 0",
-         "    all_logprobs = (logits / temperature).log_softmax(-1)\n" + DRAWN),
-        ("result 1", "return ids, " + PICK, "return " + PICK + ", ids"),
         ("a tuple of 2 is asked for", "return ids, " + PICK, "return ids"),
         ("right", "ids = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(-1)",
          "u = torch.rand(len(logits), 1, generator=generator)\n"
@@ -129,12 +89,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
         ("right", f"return ids, {PICK}", f"return [ids.int(), {PICK}]"),
     ],
     "training_step": [
-        ("not clipped", "    loss.backward()\n" + CLIP, CLIP + "    loss.backward()\n"),
-        ("carry a gradient", "logprobs.detach(), ",
-         "token_logprobs(model(input_ids), input_ids), "),
-        ("backward was not called", "backward()", "backward"),
-        ("wrong direction", "loss.backward()", "(-loss).backward()"),
-        ("a float tensor", "return loss.item()", "return loss"),
         ("right", "    loss.backward()\n" + CLIP + "    optimizer.step()", "    def closure():\n"
          "        loss.backward()\n"
          f"    {CLIP}"
@@ -142,9 +96,6 @@ CASES: dict[str, list[tuple[str, ...]]] = {
          "    optimizer.step(closure)"),
     ],
     "advantages_of_tokens": [
-        ("still the reward per token", "(rewards * mask).sum(1)",
-         "torch.stack([r[m].mean() for r, m in zip(rewards, mask)])"),
-        ("observed: the shape", ")[:, None] * mask", ")"),
         ("right", "(rewards * mask).sum(1)",
          "rewards.masked_fill(~mask, float('nan')).nansum(1)"),
     ],
