@@ -12,7 +12,6 @@ from environments.plumbing.registry import make
     ("library", "build"),
     [
         ("gymnasium", lambda: make("gymnasium")),
-        ("pettingzoo", lambda: make("pettingzoo")),
         ("textarena", lambda: make("textarena")),
     ],
 )
