@@ -106,9 +106,8 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                     sampler.add(request)
                     running[request] = ask, prompt, params
             except (UsageError, TypeError, RecursionError, Refused) as error:
-                is_long = choices.pop(ask, None) is not None  # only `sampler.add` raises after it
-                code = "context_length_exceeded" if is_long else "invalid_request"
-                ask.refuse(400, str(error), getattr(error, "code", code))
+                choices.pop(ask, None)
+                ask.refuse(400, str(error), getattr(error, "code", "invalid_request"))
         for request, completion in sampler.step() if running else []:
             ask, prompt, _ = running.pop(request)
             completion = cut_at(policy, completion, ask.stop)
