@@ -119,7 +119,8 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
-    others = [_mean_of_others(r, groups[r.group_id]) for r in compared]
+    others = [statistics.fmean(o.episode_return for o in groups[r.group_id] if o is not r)
+              for r in compared]  # fmt: skip
     returns_compared = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
@@ -147,10 +148,6 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         **explained_variance(*torch.tensor([returns_compared, others], dtype=torch.float64)),
         **_info_means(rollouts),
     }
-
-
-def _mean_of_others(rollout: Rollout, group: list[Rollout]) -> float:
-    return statistics.fmean(other.episode_return for other in group if other is not rollout)
 
 
 def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
