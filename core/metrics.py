@@ -281,16 +281,9 @@ def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str
 def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
     """A note for evaluations whose episodes share tasks or opening messages; "" for others."""
     openings, tasks = (int(metrics[f"eval/{env}/{key}"]) for key in ("openings", "tasks"))
-    if tasks < episodes:
-        if tasks == 1:
-            return f"{episodes} episodes of one task, which is also that of training"
-        return f"{tasks} different tasks in {episodes} episodes"
-    if openings >= episodes:
+    if min(tasks, openings) >= episodes:
         return ""
-    which = (
-        "one opening, which is also that of training" if openings == 1 else f"{openings} openings"
-    )
-    return f"{episodes} episodes from {which}"
+    return f"{episodes} episodes of {tasks} different tasks, with {openings} different openings"
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:
