@@ -127,7 +127,7 @@ def test_the_command_leaves_out_what_is_no_run(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("adding, 256 held-out tasks")
     assert [line.split()[:2] for line in out.splitlines()[2:4]] == [["1", "a"], ["2", "b"]]
-    assert "1 of the folders are not runs" in out and not (tmp_path / "compare.html").exists()
+    assert "1 of the folders are not runs" in out and not (tmp_path / "compare.png").exists()
     for pattern in ("*", "[ab]"):  # PowerShell expands none
         assert compare.main(["--board", str(tmp_path / pattern)]) == 0
         assert capsys.readouterr().out.splitlines()[:4] == out.splitlines()[:4]

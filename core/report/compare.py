@@ -3,8 +3,8 @@
     python -m core.report.compare runs/a runs/b
     python -m core.report.compare --board "runs/*"    # the runs of a room: core/report/board.py
 
-Prints a table with the best run first, and writes `compare.html`, one page with the reports of all
-runs, beside the first one.
+Prints a table with the best run first. Beside the first run, writes `compare.png`, the held-out
+accuracy by sampled tokens, and `compare.html`, one page with the reports of all runs.
 """
 
 import glob
@@ -27,6 +27,7 @@ from rich.text import Text
 
 from core.faults import UsageError
 from core.report import board as boards
+from core.report.curves import draw_comparison
 from core.report.page import write_page
 from core.report.summary import (
     TARGET_ACCURACY,
@@ -50,7 +51,7 @@ TIES = "Equal ranks: the 95% interval of the difference to the first of them inc
 def compare(
     runs: tyro.conf.Positional[tuple[Path, ...]], board: bool = False, budget: int = 0
 ) -> None:
-    """Compare runs: print a table, and write compare.html beside the first run.
+    """Compare runs: print a table, and write compare.png and compare.html beside the first run.
 
     Args:
         runs: folders of runs, such as runs/a runs/b
@@ -73,6 +74,9 @@ def compare(
     rows = table_rows(list(zip(runs, configs, records, strict=True)))
     folder = runs[0].resolve().parent
     write_page(folder / "compare.html", list(zip(runs, configs, strict=True)))
+    draw_comparison(folder / "compare.png", [
+        (run.name, rows) for run, rows in zip(runs, records, strict=True)
+    ])  # fmt: skip
     if (console := Console()).width < 100:  # a table of so many columns would fold every cell
         for cells in rows:
             console.print(Text(printable(narrow(cells))))
@@ -80,7 +84,7 @@ def compare(
         print_table(console, HEADERS, rows)
     if any(config.get("eval_every") != 1 for config in configs):
         print("Tokens are counted up to an evaluation: for an exact order use --eval-every 1.")
-    print(f"side by side: {folder / 'compare.html'}")
+    print(f"by tokens: {folder / 'compare.png'}   side by side: {folder / 'compare.html'}")
 
 
 def print_board(folders: tuple[Path, ...], budget: int) -> None:

@@ -1,4 +1,4 @@
-"""Draws the training curves of a run, `curves.png`."""
+"""Draws the training curves of a run, `curves.png`, and of several, `compare.png`."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # draws to files, so needs no window system
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from core.report.summary import logged_warnings
+from core.report.summary import TARGET_ACCURACY, accuracy_by_tokens, logged_warnings
 from core.results import before_after
 from core.run.files import published
 from core.run.log import Record
@@ -54,6 +54,42 @@ def draw_curves(
         _mark_warnings(list(axes.flat)[: 4 if info else 3], records)
         with published(path) as part:
             figure.savefig(part, dpi=110, format="png")
+        plt.close(figure)
+
+
+def draw_comparison(path: Path, runs: list[tuple[str, list[Record]]]) -> None:
+    """Draws the held-out accuracy by sampled tokens of runs, with its 95% interval.
+
+    `runs`: name and records of each.
+
+    One panel for each environment that was evaluated. A star marks the evaluation at which a run
+    reaches TARGET_ACCURACY, the dashed line.
+    """
+    envs = list(dict.fromkeys(env for _, records in runs for env, *_ in before_after(records)))
+    with plt.rc_context(STYLE):
+        size = (8 * max(1, len(envs)), 4.5)
+        figure, axes = plt.subplots(1, max(1, len(envs)), figsize=size, squeeze=False)
+        for axis, env in zip(axes[0], envs, strict=False):
+            _label(axis, f"{env}: held-out accuracy", "tokens sampled for training")
+            axis.axhline(TARGET_ACCURACY, color=INK, linewidth=1, linestyle="--",
+                         label=f"accuracy {TARGET_ACCURACY:g}; ★: reached")  # fmt: skip
+            curves = [accuracy_by_tokens(env, records) for _, records in runs]
+            for i, ((name, records), points) in enumerate(zip(runs, curves, strict=True)):
+                tokens, accuracy = zip(*points, strict=True) if points else ((), ())
+                wider = 2.5 * curves[i + 1 :].count(points)  # than equal runs that lie on it
+                look: Any = {"color": f"C{i % 10}", "marker": "o", "markersize": 4 + wider}
+                axis.plot(tokens, accuracy, label=name, linewidth=1.5 + wider, **look)
+                evaluated = [r for r in records if f"eval/{env}/accuracy" in r]
+                low, high = ([r[f"eval/{env}/ci_{end}"] for r in evaluated]
+                             for end in ("low", "high"))  # fmt: skip
+                axis.fill_between(tokens, low, high, color=look["color"], alpha=0.15, linewidth=0)
+                if reached := [point for point in points if point[1] >= TARGET_ACCURACY]:
+                    axis.plot(*reached[0], **(look | {"marker": "*", "markersize": 16 + 2 * wider}))
+            axis.set_ylim(-0.03, 1.05)
+            axis.xaxis.set_major_formatter("{x:,.0f}")
+            axis.legend(frameon=False, loc="lower right")
+        with published(path) as part:
+            figure.savefig(part, dpi=110, format="png", bbox_inches="tight")
         plt.close(figure)
 
 

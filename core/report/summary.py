@@ -1,16 +1,21 @@
 """Summarizes a run: totals, the README.md in its folder, and the last lines on the screen."""
 
 import re
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from core.algorithm import name_of, title_of
-from core.config import trust_flags
+from core.algorithm import is_file, name_of, title_of
+from core.config import Config, resolve, trust_flags, validate
+from core.faults import UsageError
 from core.results import accuracy_of, before_after
+from core.run.diagnostics import earned_nothing
 from core.run.files import published
-from core.run.folder import quoted
+from core.run.folder import quoted, read_config, train_command
 from core.run.log import METRICS, Record, read_records
-from environments.plumbing.registry import EnvSpec
+from core.tasks import check_demonstrations, training_envs
+from environments.plumbing.registry import EnvSpec, relative
 
 TARGET_ACCURACY = 0.9  # `tokens_to_target` counts the tokens until this held-out accuracy
 
@@ -95,7 +100,7 @@ def repeat_command(run_dir: Path, config: dict[str, Any]) -> str:
 
 
 def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
-    """Returns the lines that end a run: accuracy before and after, warnings, files."""
+    """Returns the lines that end a run: accuracy before and after, warnings, files, a next step."""
     records = read_records(run_dir / METRICS)
     lines = [
         f"{env}, held-out accuracy [95%]: {_change(env, first, last)}"
@@ -107,9 +112,41 @@ def final_lines(run_dir: Path, config: dict[str, Any]) -> list[str]:
     if config["sampler"] != "openai":
         flags = ["--before", *trust_flags(config, run_dir / "config.yaml")]
         lines.append(f"talk to it: {quoted(['python', '-m', 'core.chat', str(run_dir), *flags])}")
-        doctor = ["python", "-m", "core.report.doctor", str(run_dir)]
-        lines.append(f"what it shows, and what to do next: {quoted(doctor)}")
+        lines.append(f"next: {next_step(run_dir, records)}")
     return lines
+
+
+def next_step(run_dir: Path, records: list[Record]) -> str:
+    """Returns a command to go on with, which has the settings of the run but for one.
+
+    After an evaluation alone, training. Without any reward, a warm start or a check of the
+    environment. After exercises of scratch.py that did not learn, their check. Otherwise GRPO, then
+    PPO, then other seeds: no suggestion leads back.
+    """
+    file = run_dir / "config.yaml"
+    cfg = read_config(file, trust=True)
+    again = ["--config", str(file), *trust_flags(vars(cfg), file)]
+    is_scratch = name_of(cfg.algo) == "scratch"
+    if cfg.num_updates == 0:
+        return train_command(*again, "--num-updates", str(Config.num_updates))
+    if earned_nothing(records) and not is_scratch:
+        with suppress(UsageError):
+            check_demonstrations(training_envs(cfg.env, cfg.train_difficulty))
+            if cfg.sft_steps == 0:
+                return train_command(*again, "--sft-steps", "200")
+        return quoted(["python", "-m", "environments", "check", relative(cfg.env[0])])
+    keys = [(first, last, f"eval/{env}/accuracy") for env, first, last in before_after(records)]
+    if is_scratch and keys and not any(last[key] > first[key] for first, last, key in keys):
+        return quoted(["python", cfg.algo if is_file(cfg.algo) else "scratch.py"])
+    others = {"grpo": ["ppo"], "ppo": []}.get(name_of(cfg.algo), ["grpo", "ppo"])
+    usual: dict[str, Any] = {"options": Config.options, "credit": Config.credit}
+    for algo in others:
+        with suppress(UsageError):
+            other = resolve(replace(cfg, algo=algo, **usual))
+            validate(other)
+            credit = [] if other.credit == cfg.credit else ["--credit", str(other.credit)]
+            return train_command(*again, "--algo", algo, *credit)
+    return train_command(*again, "--seed", str(cfg.seed + 1))
 
 
 def _change(env: str, first: Record, last: Record) -> str:
@@ -154,18 +191,24 @@ def sampled_tokens(records: list[Record]) -> int:
     return sum(record.get("tokens/sampled") or 0 for record in records)
 
 
-def tokens_to_target(env: str, records: list[Record]) -> int | None:
-    """Returns the tokens sampled for training up to the first evaluation with TARGET_ACCURACY on
-    `env`; None if no evaluation reached it.
+def accuracy_by_tokens(env: str, records: list[Record]) -> list[tuple[int, float]]:
+    """Returns (tokens sampled for training so far, held-out accuracy) of each evaluation on `env`.
 
     >>> updates = [{"eval/a/accuracy": 0.2}, {"tokens/sampled": 70}, {"tokens/sampled": 30}]
     >>> updates[2]["eval/a/accuracy"] = 0.9
-    >>> tokens_to_target("a", updates)
-    100
+    >>> accuracy_by_tokens("a", updates)
+    [(0, 0.2), (100, 0.9)]
     """
-    tokens = 0
+    tokens, points = 0, list[tuple[int, float]]()
     for record in records:
         tokens += record.get("tokens/sampled") or 0
-        if (record.get(f"eval/{env}/accuracy") or 0.0) >= TARGET_ACCURACY:
-            return tokens
-    return None
+        if (accuracy := record.get(f"eval/{env}/accuracy")) is not None:
+            points.append((tokens, accuracy))
+    return points
+
+
+def tokens_to_target(env: str, records: list[Record]) -> int | None:
+    """Returns the tokens sampled for training up to the first evaluation with TARGET_ACCURACY on
+    `env`; None if no evaluation reached it."""
+    points = accuracy_by_tokens(env, records)
+    return next((tokens for tokens, accuracy in points if accuracy >= TARGET_ACCURACY), None)

@@ -240,6 +240,13 @@ def active_warnings(
     return {name: f"{found}; try {tries[name]}" for name, found in findings.items() if found}
 
 
+def earned_nothing(records: list[Record]) -> bool:
+    """Whether in every update so far all returns were equal, and none was above 0."""
+    updates = _first_updates(records, len(records))
+    without = [r for r in updates if _finite(r, "reward/min") == _finite(r, "reward/max") <= 0]
+    return 0 < len(updates) == len(without)
+
+
 def warning_inputs(record: Record) -> Record:
     """Returns the part of a record that the warnings depend on (about 1 kB)."""
     return {k: v for k, v in record.items() if k in INPUTS or _is_accuracy(k)}
@@ -390,16 +397,14 @@ def _never_spread(records: list[Record]) -> str:
 
 
 def _no_reward(records: list[Record]) -> str:
-    """In every update so far all returns were equal, and none was above 0."""
-    updates = _first_updates(records, len(records))
-    without = [r for r in updates if _finite(r, "reward/min") == _finite(r, "reward/max") <= 0]
-    if len(updates) < MIN_UPDATES or len(without) < len(updates):
+    updates = len(_first_updates(records, len(records)))
+    if updates < MIN_UPDATES or not earned_nothing(records):
         return ""
     broken = mean_of(records[-WINDOW:], "info/agent_error")
     ended = f"; {broken:.0%} of the agents ended with an error" if broken > 0 else ""
     cut = _level(records[-WINDOW:], "length/hit_token_limit")
     ended += f"; {cut:.0%} of completions end at --max-tokens" if cut > 0.5 else ""
-    return f"no rollout has earned a reward in all {len(updates)} updates so far{ended}"
+    return f"no rollout has earned a reward in all {updates} updates so far{ended}"
 
 
 def _sampler_gap(recent: list[Record], cfg: Config) -> str:
