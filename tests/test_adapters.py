@@ -12,6 +12,7 @@ from environments.plumbing.registry import make
     ("library", "build"),
     [
         ("gymnasium", lambda: make("gymnasium")),
+        ("pettingzoo", lambda: make("pettingzoo")),
         ("textarena", lambda: make("textarena")),
     ],
 )

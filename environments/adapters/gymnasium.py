@@ -79,7 +79,7 @@ class Gymnasium(Env):
                 "repeat must be at least 1"
             )
         self.env, self.repeat, self.scale = _make(id, max_steps or None, options), repeat, scale
-        self.game = load_words(words, self.env) or find_game(self.env)
+        self.game = load_words(words, self.env, self.env.action_space) or find_game(self.env)
         self.memory = memory
 
     def reset(self, seed: int) -> list[Message]:
@@ -143,7 +143,7 @@ class Gymnasium(Env):
         return self.game.actions[self.rng.choice((last, last, last, self.rng.randint(0, last)))]
 
 
-def load_words(words: str, env: Any) -> Game | None:
+def load_words(words: str, env: Any, space: Any) -> Game | None:
     """Returns the Game that `words` (module:GAME or file.py:GAME) names, None without a name.
 
     Raises UsageError if it cannot be imported, or is neither a Game nor a function that makes one.
@@ -160,7 +160,7 @@ def load_words(words: str, env: Any) -> Game | None:
         raise UsageError(f"words={words} must be a Game, or a function from the environment to one")
     if game.read or game.actions:
         return game
-    actions = json_actions(env.action_space)
+    actions = json_actions(space)
     return game._replace(read=actions["read"], hint=game.hint or actions["hint"])
 
 

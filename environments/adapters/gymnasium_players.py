@@ -115,13 +115,17 @@ def _from_docstring(env: Any) -> Game:
     # The steps may have negative rewards: forfeiting must cost more than the longest episode.
     forfeit = env.spec.max_episode_steps or 1.0
     rules = "\n".join(filter(None, [f"{id}.", docstring_rules(type(env.unwrapped).__doc__)]))
-    space = env.action_space
-    if not hasattr(space, "n") or space.shape:  # not Discrete
-        return Game(rules, forfeit=forfeit, **json_actions(space))
+    game = Game(rules, forfeit=forfeit, **plain_actions(env.action_space))
+    return game._replace(hint="") if 0 < len(game.actions) <= MAX_SPELLED else game
+
+
+def plain_actions(space: Any) -> dict[str, Any]:
+    """Returns fields of a Game whose actions are numbers, or JSON if `space` is not Discrete."""
+    if not hasattr(space, "n") or space.shape:
+        return json_actions(space)
     numbers = range(int(space.start), int(space.start + space.n))
-    many = f"End with a number from {numbers[0]} to {numbers[-1]}."
-    return Game(rules, tuple(map(str, numbers)), forfeit=forfeit, first=numbers[0],
-                hint=many if len(numbers) > MAX_SPELLED else "")  # fmt: skip
+    hint = f"End with a number from {numbers[0]} to {numbers[-1]}."
+    return {"actions": tuple(map(str, numbers)), "first": numbers[0], "hint": hint}
 
 
 def json_actions(space: Any) -> dict[str, Any]:

@@ -55,6 +55,7 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "letter_counting": "environments.letter_counting:LetterCounting",
     "math_qa": "environments.math_qa:MathQA",
     "openenv": "environments.adapters.openenv:OpenEnv",
+    "pettingzoo": "environments.adapters.pettingzoo:PettingZoo",
     "reasoning_gym": "environments.adapters.reasoning_gym:ReasoningGym",
     "remote": "environments.adapters.remote:Remote",
     "reverse": "environments.reverse:Reverse",
