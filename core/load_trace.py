@@ -154,7 +154,9 @@ def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Paramete
     """Runs vLLM's `load_weights` on meta tensors in place of all parameters."""
     sources = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in weights.items()}
     named = dict(engine_model.named_parameters())
-    targets = {id(parameter): _on_meta(parameter) for parameter in named.values()}
+    targets = {
+        id(p): like(p, torch.empty(p.shape, dtype=p.dtype, device="meta")) for p in named.values()
+    }
     places = [
         (module._parameters, name, parameter)
         for module in engine_model.modules()
@@ -171,11 +173,6 @@ def _trace_loading(model: Any, engine_model: Any, weights: dict[str, nn.Paramete
         for parameters, name, parameter in places:
             parameters[name] = parameter
     return trace
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter without memory."""
-    return like(parameter, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
 
 
 def _storage(value: Any) -> int:

@@ -74,16 +74,14 @@ def load_policy(
         dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     subject = f"{flag} {model_id}"
     if has_adapters(model_id):
-        train, folder = flag == "--model-id", model_id
-        model_id = _base_of(folder, subject, lora_rank, lora_alpha, train)
-        adapters = adapters or folder
+        adapters = adapters or model_id
+        model_id = _base_of(model_id, subject, lora_rank, lora_alpha, train=flag == "--model-id")
     base, tokenizer = _load_files(model_id, dtype, trust_remote_code, flag, from_pretrained)
     if fp32_head:
         base.get_output_embeddings().__class__ = Float32Head
     torch.manual_seed(seed)
-    model: Any = base
-    if lora_rank > 0 or adapters:
-        model = _with_adapters(base, lora_rank, lora_alpha, adapters)
+    adapted = lora_rank > 0 or adapters
+    model: Any = _with_adapters(base, lora_rank, lora_alpha, adapters) if adapted else base
     model.to(torch_device).eval()  # without the dropout of adapters that were trained elsewhere
     if torch_device.type == "cuda":
         # cuDNN's attention makes a plan for each new shape, and micro-batches differ in shape: a
@@ -98,11 +96,6 @@ def load_policy(
     if limit is None:
         raise UsageError(f"{subject}: this kind of model is not supported: its config.json "
                          "has no max_position_embeddings; take another model")  # fmt: skip
-    head = None
-    if value_head:
-        head = nn.Linear(config.hidden_size, 1, device=torch_device, dtype=torch.float32)
-        nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
-        nn.init.zeros_(head.bias)
     policy = Policy(
         model=model,
         tokenizer=tokenizer,
@@ -110,7 +103,7 @@ def load_policy(
         stop_ids=_stop_ids(base, tokenizer, closing_id),
         end_of_turn_id=closing_id,
         max_length=min(limit, max_length or limit),
-        value_head=head,
+        value_head=_zero_head(config.hidden_size, torch_device) if value_head else None,
         trust_remote_code=trust_remote_code,
         fp32_head=fp32_head,
     )
@@ -236,6 +229,13 @@ def _share_prefixes(policy: Policy) -> str:
     if reason:
         model.set_attn_implementation("sdpa")
     return reason
+
+
+def _zero_head(width: int, device: torch.device) -> nn.Linear:
+    head = nn.Linear(width, 1, device=device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)  # the first value estimates are 0 instead of noise
+    nn.init.zeros_(head.bias)
+    return head
 
 
 def _window(config: Any) -> float:

@@ -122,7 +122,8 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
     for rollout in rollouts:
         groups[rollout.group_id].append(rollout)
     compared = [r for r in rollouts if len(groups[r.group_id]) > 1]
-    others = [_mean_of_others(r, groups[r.group_id]) for r in compared]
+    others = [statistics.fmean(o.episode_return for o in groups[r.group_id] if o is not r)
+              for r in compared]  # fmt: skip
     returns_compared = [r.episode_return for r in compared]
     alive = groups_with_spread(cfg, rollouts)
     # what another agent does before the first turn may differ within a group
@@ -150,10 +151,6 @@ def rollout_metrics(cfg: Config, sampled: list[Rollout]) -> dict[str, float]:
         **explained_variance(*torch.tensor([returns_compared, others], dtype=torch.float64)),
         **_info_means(rollouts),
     }
-
-
-def _mean_of_others(rollout: Rollout, group: list[Rollout]) -> float:
-    return statistics.fmean(other.episode_return for other in group if other is not rollout)
 
 
 def distinct_tasks(rollouts: list[Rollout]) -> Tasks:
@@ -287,16 +284,9 @@ def pass_at_k(greedy: list[Rollout], sampled: list[Rollout], k: int) -> dict[str
 def few_tasks(env: str, metrics: dict[str, float], episodes: int) -> str:
     """A note for evaluations whose episodes share tasks or opening messages; "" for others."""
     openings, tasks = (int(metrics[f"eval/{env}/{key}"]) for key in ("openings", "tasks"))
-    if tasks < episodes:
-        if tasks == 1:
-            return f"{episodes} episodes of one task, which is also that of training"
-        return f"{tasks} different tasks in {episodes} episodes"
-    if openings >= episodes:
+    if min(tasks, openings) >= episodes:
         return ""
-    which = (
-        "one opening, which is also that of training" if openings == 1 else f"{openings} openings"
-    )
-    return f"{episodes} episodes from {which}"
+    return f"{episodes} episodes of {tasks} different tasks, with {openings} different openings"
 
 
 def explained_variance(targets: Tensor, values: Tensor) -> dict[str, float]:

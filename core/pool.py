@@ -46,7 +46,8 @@ class Pool:
 
     def borrow(self, spec: EnvSpec) -> Generator[list[EnvCall], Any, "PooledEnv"]:
         """An idle environment, or a new one; waits while too many heavy ones exist."""
-        heavy, most = is_heavy(spec), self.max_heavy or most_at_once(spec)
+        heavy = bool(spec.declares("heavy") or is_program(spec))
+        most = self.max_heavy or most_at_once(spec)
         while not self.idle[spec]:
             idle = [env for envs in self.idle.values() for env in envs if env.heavy]
             if not heavy or len(idle) + sum(env.heavy for env in self.lent) < most:
@@ -170,11 +171,6 @@ def step_together(calls: list[EnvCall]) -> list[Outcome]:
         except Exception as error:
             outcomes.append((None, error))
     return outcomes
-
-
-def is_heavy(spec: EnvSpec) -> bool:
-    """Whether the environment's class is `heavy`, or a program; False for an unknown name."""
-    return bool(spec.declares("heavy") or is_program(spec))
 
 
 def most_at_once(spec: EnvSpec) -> int:

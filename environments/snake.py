@@ -149,7 +149,8 @@ def safe_move(body: list[Cell], fruit: Cell, size: int) -> str:
     free = [cell for cell in _neighbours(body[0], size) if cell not in body[:-1]]
     moved = {cell: [cell, *body] if cell == fruit else [cell, *body[:-1]] for cell in free}
     safe = [cell for cell in free if _can_follow_tail(moved[cell], size)]
-    choice = max(safe or free, key=lambda cell: _distance(cell, fruit), default=None)
+    choice = max(safe or free, default=None,
+                 key=lambda cell: abs(cell[0] - fruit[0]) + abs(cell[1] - fruit[1]))  # fmt: skip
     return "up" if choice is None else _move_to(body[0], choice)
 
 
@@ -194,10 +195,6 @@ def _next(cell: Cell, move: str) -> Cell:
 
 def _move_to(cell: Cell, near: Cell) -> str:
     return next(move for move in MOVES if _next(cell, move) == near)
-
-
-def _distance(a: Cell, b: Cell) -> int:
-    return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
 def _write(cell: Cell) -> str:

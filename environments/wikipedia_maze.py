@@ -19,17 +19,14 @@ Links: Star, Light, Egypt
 >>> env.step("<visit_url>star</visit_url>").reward
 1.0
 
-A text of more than `max_chunk` characters is split into parts. The line of the page then ends with
-`, part 1/3; for the next: {"action": "next_part"}`; that action shows the next part and is not a
-visit. The policy may visit the links of all parts. The case of a title does not matter. `brief` is
-for policies as small as tiny: no rules and no text, only the links to unvisited pages, shuffled,
-and each page in a new context.
+The case of a title does not matter. `brief` is for policies as small as tiny: no rules and no text,
+only the links to unvisited pages, shuffled, and each page in a new context.
 
 Reward of a response:
 
     1.0                 the target; only then `info["correct"]` is True
     0.5 / (n_hops - 1)  with `dense`: a visit that comes closer to the target than any before
-    0                   any other visit, also the last one; next_part
+    0                   any other visit, also the last one
     -0.1                an invalid action, twice per episode; the third costs -1 and ends it
 
 One pair (start, target) in eight is reserved for evaluation seeds.
@@ -41,34 +38,28 @@ from dataclasses import replace
 from typing import Any
 
 from environments.base import EVAL_SEEDS, Env, Message, Step, UsageError, is_held_out
-from environments.parsing import Retries, one_of, read_action, user
+from environments.parsing import Retries, read_action, user
 from environments.plumbing import pages
 
 FORM = '{"action": "visit_url", "url": "TITLE"}'
-NEXT_PART = '{"action": "next_part"}'
 PLAIN = r"visit_url[\"'`:=(\s]{1,9}([^\n\"'`)]{1,300})"  # visit_url: TITLE
 MAX_NAMED = 4  # pages in a demonstration, which must fit the context of a tiny policy
 MAX_HOPS = 6  # there are too few pairs with more
 
 
 class WikipediaMaze(Env):
-    """`n_hops`: clicks on the shortest path. `max_visits`: 0 means n_hops + 3.
-
-    `max_chunk`: characters of a part. `dense`: reward progress. `brief`: links only.
-    """
+    """`n_hops`: clicks on the shortest path. `dense`: reward progress. `max_visits`: 0 means
+    n_hops + 3. `brief`: links only."""
 
     def __init__(
-        self, n_hops: int = 2, max_chunk: int = 600, dense: bool = False, max_visits: int = 0,
-        brief: bool = False,
-    ):  # fmt: skip
+        self, n_hops: int = 2, dense: bool = False, max_visits: int = 0, brief: bool = False
+    ):
         if not 1 <= n_hops <= MAX_HOPS:
             raise UsageError(f"n_hops must be 1 to {MAX_HOPS}, not {n_hops}")
-        if max_chunk < 100:
-            raise UsageError(f"max_chunk must be at least 100 characters, not {max_chunk}")
         if max_visits < 0 or 0 < max_visits < n_hops:
             raise UsageError(f"max_visits must be 0 or at least n_hops, not {max_visits}")
         self.n_hops, self.max_visits = n_hops, max_visits or n_hops + 3
-        self.max_chunk, self.dense, self.brief = max_chunk, dense, brief
+        self.dense, self.brief = dense, brief
         pairs = pages.pairs_apart(n_hops)
         self.eval_pairs = [(a, b) for a, b in pairs if is_held_out(f"{a}>{b}")]
         self.train_pairs = sorted({*pairs} - {*self.eval_pairs})
@@ -87,15 +78,11 @@ class WikipediaMaze(Env):
         return [user(rules + self._show())]
 
     def step(self, response: str) -> Step:
-        action = self._read(response)
-        if action == "next_part":
-            if self.part + 1 == len(self.parts):
-                return self._refuse("This is the last part.")
-            self.part += 1
-            return Step(user(self._show()), 0.0, False, {"correct": False}, self.brief)
-        link = {pages.fold(link): link for link in self.links}.get(action or "")
+        title = read_action(response, "url", _title)
+        title = title or read_action(response, "visit_url", _title, plain=PLAIN)
+        link = {pages.fold(link): link for link in self.links}.get(title or "")
         if link is None:
-            return self._refuse("No link of this page." if action else "No action found.")
+            return self._refuse("No link of this page." if title else "No action found.")
         self.visits += 1
         self._open(link)
         if self.title == self.target:
@@ -112,44 +99,28 @@ class WikipediaMaze(Env):
         """Names pages with a link to the target and visits a closer page; `hasty`: any link."""
         if hasty:
             return _visit(self.guess)
-        shown = [link for part in self.parts[: self.part + 1] for link in pages.find_links(part)]
-        nearer = [link for link in shown if self.clicks[link] < self.clicks[self.title]]
-        if not nearer and self.part + 1 == len(self.parts):  # `brief` hides visited pages
+        nearer = [link for link in self.links if self.clicks[link] < self.clicks[self.title]]
+        if not nearer:  # `brief` hides visited pages
             return f"Nothing nearer is left. {_visit(self.guess)}"
-        if not nearer:
-            return f"Nothing nearer in this part. {NEXT_PART}"
         if self.target in nearer:
             return f"The target is on this page. {_visit(self.target)}"
         named = ", ".join(pages.linking_to(self.target)[:MAX_NAMED])
         return f"The target is not on this page, it is on {named}. {_visit(nearer[0])}"
 
     def _open(self, title: str) -> None:
-        self.title, shown = title, pages.bundled()[title]
-        self.links = pages.find_links(shown)
+        self.title, self.links = title, pages.find_links(pages.bundled()[title])
         self.seen.add(self.title)
         if self.brief:
             self.links = [link for link in self.links if link not in self.seen]
             self.rng.shuffle(self.links)
-            shown = tuple(("", f"[[{link}]]") for link in self.links)
-        self.parts, self.part = pages.split_parts(shown, self.max_chunk), 0
         self.guess = self.rng.choice(self.links or [""])
 
     def _show(self) -> str:
-        part, number, last = self.parts[self.part], self.part + 1, len(self.parts)
-        which = f", part {number}/{last}" if last > 1 else ""
-        more = f"; for the next: {NEXT_PART}" if number < last else ""
-        left = self.max_visits - self.visits
-        lines = [f"Target: {self.target}, {left} left", f"Page: {self.title}{which}{more}"]
-        lines += [f"{heading}: {text}".removeprefix(": ") for heading, text in part]
-        shown = [lines[0] + which + more] if self.brief else lines
-        return "\n".join([*shown, f"Links: {', '.join(pages.find_links(part))}"])
-
-    def _read(self, response: str) -> str | None:
-        """Returns "next_part", or the folded title; `fold` leaves no underscore in a title."""
-        if read_action(response, "action", one_of("visit_url", "next_part")) == "next_part":
-            return "next_part"
-        title = read_action(response, "url", _title)
-        return title or read_action(response, "visit_url", _title, plain=PLAIN)
+        lines = [f"Target: {self.target}, {self.max_visits - self.visits} left"]
+        if not self.brief:
+            sections = pages.bundled()[self.title]
+            lines += [f"Page: {self.title}", *(f"{head}: {text}" for head, text in sections)]
+        return "\n".join([*lines, f"Links: {', '.join(self.links)}"])
 
     def _refuse(self, problem: str) -> Step:
         step = self.retries.refuse(f"{problem} End with {FORM}.", visits=self.visits)

@@ -46,7 +46,6 @@ SPECS = {
     "reward_hacking:world=fragile,proxy_weight=0": Facts(-2, 1, 1, "optimal"),
     "reward_hacking:world=renewable,proxy_weight=0": Facts(-1, 1, 1, "optimal"),
     "calculator": Facts(0, 1, 1, "optimal"),
-    "wiki_search": Facts(0, 1, 1, "optimal"),
     "wikipedia_maze": Facts(-1, 1, 1, "optimal"),
     "wikipedia_maze:n_hops=3,dense=true,brief=true": Facts(-1, 1, 1.5, "optimal"),
     "remote:env=letter_counting": Facts(0, 1, 1, "optimal", 2),
@@ -61,12 +60,12 @@ MULTI_AGENT = {  # demonstrations of one agent; the others guess
 }
 LIBRARIES = {"gymnasium", "reasoning_gym", "textarena"}
 SLOW = {"remote:env=letter_counting", *LIBRARIES}
-TOOLS = {"calculator", "wiki_search"}  # import transformers, for seconds
+TOOLS = {"calculator"}  # imports transformers, for seconds
 FAST = [spec for spec in SPECS if ":" not in spec and spec not in SLOW | TOOLS]
 # games have few openings: their evaluation seeds start other games from the same positions
 HELD_OUT = (
     *("letter_counting", "reverse", "math_qa", "wikipedia_maze", "snake"),
-    *("alphabet_sort", "countdown", "calculator", "wiki_search"),
+    *("alphabet_sort", "countdown", "calculator"),
 )
 RETRIES = ("tic", "connect", "snake", "iterated", "reward", "wikipedia")
 

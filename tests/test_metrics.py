@@ -257,19 +257,10 @@ def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
     assert metrics["eval/e/openings"] == 1
 
 
-@pytest.mark.parametrize(
-    ("tasks", "openings", "numbers"),
-    [
-        (4, 4, []),
-        (4, 2, ["4", "2"]),
-        (4, 1, ["4", "one"]),
-        (2, 2, ["2", "4"]),
-        (1, 1, ["4", "one"]),
-    ],
-)
-def test_an_evaluation_notes_how_few_tasks_its_episodes_have(tasks, openings, numbers):
-    note = few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
-    assert re.findall(r"\d+|one\b", note) == numbers
+def test_an_evaluation_notes_how_few_tasks_its_episodes_have():
+    for tasks, openings, numbers in ((4, 4, []), (4, 2, ["4", "4", "2"]), (2, 2, ["4", "2", "2"])):
+        note = few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
+        assert re.findall(r"\d+", note) == numbers
 
 
 def test_a_failed_episode_is_a_task_of_its_own_and_wrong():

@@ -1,4 +1,4 @@
-"""The maze of links on the bundled web: observations, rewards, parts and demonstrations."""
+"""The maze of links on the bundled web: observations, rewards and demonstrations."""
 
 import json
 
@@ -6,8 +6,6 @@ import pytest
 
 from environments.plumbing import pages
 from environments.wikipedia_maze import WikipediaMaze
-
-NEXT_PART = '{"action": "next_part"}'
 
 
 def visit(title):
@@ -66,24 +64,9 @@ def test_dense_rewards_each_smaller_distance_once():
     assert steps[-1].info == {"correct": True, "visits": 8}
 
 
-def test_a_long_page_has_parts_and_the_links_of_all_parts_can_be_visited():
-    env = at("Egypt", "Sahara", max_chunk=100)
-    lines = env._show().splitlines()
-    assert lines[1] == f"Page: Egypt, part 1/3; for the next: {NEXT_PART}"
-    assert lines[2].startswith("Land: ") and lines[3:] == ["Links: Nile, Desert"]
-    step = env.step(f"Read on. {NEXT_PART}")
-    assert (step.reward, step.done, step.info) == (0.0, False, {"correct": False})
-    lines = step.message["content"].splitlines()
-    assert lines[0] == "Target: Sahara, 5 left" and lines[3] == "Links: Pyramid, Cleopatra"
-    lines = env.step("<action>next_part</action>").message["content"].splitlines()
-    assert lines[1] == "Page: Egypt, part 3/3" and lines[3] == "Links: Cat"
-    assert env.step(NEXT_PART).reward == -0.1  # the last part
-    assert env.step(visit("Nile")).info == {"correct": False} and env.title == "Nile"
-
-
 @pytest.mark.parametrize("brief", [False, True])
 def test_a_demonstration_is_valid_after_any_detour(brief):
-    env, num_lost = WikipediaMaze(max_visits=12, max_chunk=100, brief=brief), 0
+    env, num_lost = WikipediaMaze(max_visits=12, brief=brief), 0
     for seed in range(100):
         env.reset(seed)
         step, turn = None, 0

@@ -62,9 +62,10 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
     """One episode of a program, from its first request to its reward."""
     yield [EnvCall(episode.env, episode.env.reset, (episode.task.seed,))]
     program: Any = episode.env.made
+    threads, say = collector.pool.threads, collector.pool.threads.say
     if collector.renderer.drop_thinking:
-        collector.pool.threads.say_once("--thinking drop does nothing for agents: their programs "
-                                        "decide what is sent back")  # fmt: skip
+        threads.say_once("--thinking drop does nothing for agents: their programs decide what is "
+                         "sent back")  # fmt: skip
     agent = episode.agents[PLAYER] = collector.new_agent(episode, PLAYER)
     rollout, known = agent.rollout, Conversations(collector.renderer)
     while program.play is not None:
@@ -72,65 +73,71 @@ def play_program(collector: RolloutCollector, episode: Episode, answerer: Answer
         for ask in program.asks:
             try:
                 prompt = known.prompt(ask)
+                if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
+                    limit = f"the episode has had its {collector.max_turns} turns (--max-turns)"
+                    raise Refused(400, limit, "max_turns")
             except Refused as error:
                 program.refuse(ask, str(error), error.code)
                 continue
             except (UsageError, TypeError, RecursionError) as error:
                 ask.refuse(400, str(error), "invalid_request")
                 continue
-            if len(rollout.turns) + len(sampled) + ask.n > collector.max_turns:
-                limit = f"the episode has had its {collector.max_turns} turns (--max-turns)"
-                program.refuse(ask, limit, "max_turns")
-            elif len(prompt.ids) >= collector.policy.max_length:
-                limit = f"{collector.policy.max_length} (--max-model-len)"
-                limit = f"{len(prompt.ids)} tokens do not fit into {limit}"
-                program.refuse(ask, limit, "context_length_exceeded")
-            else:
-                for _ in range(ask.n):
-                    stream = known.stream(agent.stream, prompt.ids)
-                    asking = Agent(collector.renderer, rollout, stream, chat=prompt.chat)
-                    asking.prompt_ids = prompt.ids
-                    request = answerer(episode, asking)
-                    assert isinstance(request, Request)
-                    for wanted in differences(ask, request.params):
-                        line = (f"a request of an agent sets {wanted}: "
-                                "it is answered as the run samples")  # fmt: skip
-                        say_once(collector.pool.threads.say, line, wanted)
-                    request.matcher = matcher(
-                        ask, prompt, collector.policy, request.sampler, collector.pool.threads.say
-                    )
-                    if ask.max_tokens:
-                        request.max_tokens = min(request.max_tokens, ask.max_tokens)
-                    sampled.append((ask, prompt, request))
+            for _ in range(ask.n):
+                stream = known.stream(agent.stream, prompt.ids)
+                asking = Agent(collector.renderer, rollout, stream, chat=prompt.chat)
+                asking.prompt_ids = prompt.ids
+                request = answerer(episode, asking)
+                assert isinstance(request, Request)
+                follow(ask, prompt, request, collector.policy, say)
+                sampled.append((ask, prompt, request))
         completions = (yield [request for _, _, request in sampled]) if sampled else []
-        choices: dict[Ask, list[Choice]] = defaultdict(list)
-        for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
-            if completion.error:
-                raise EnvFailure(completion.error)
-            if not ask.is_waited_for():  # nobody reads it: it is not trained on
-                ask.refuse(400, "the client hung up", "invalid_request")
-            else:
-                completion = cut_at(collector.policy, completion, ask.stop)
-                rollout.messages += prompt.new
-                choices[ask].append(known.add(ask, prompt, completion, rollout))
-                prompt.new = []
-                if len(choices[ask]) == ask.n:
-                    ask.reply(choices[ask], len(prompt.ids))
+        reply(known, sampled, completions, rollout)
         [steps] = yield [EnvCall(episode.env, episode.env.step, ({PLAYER: ""},))]
-        step = steps[PLAYER]
         if program.remark:
-            say_once(collector.pool.threads.say, program.remark, program.remark)
+            say_once(say, program.remark, program.remark)
     if broken := program.error:
         line = (f"an agent ended with {error_text(broken)}; such episodes earn the lowest reward. "
                 "If the policy is not the cause, correct it, or raise environments.base.EnvFailure"
                 )  # fmt: skip
-        say_once(collector.pool.threads.say, line, (type(broken), place_of(broken)))
+        say_once(say, line, (type(broken), place_of(broken)))
     if len(program.turns) > len(rollout.turns):
         raise ValueError(f"{len(program.turns)} rewards in `turns`, and {len(rollout.turns)} turns")
     for turn, reward in zip(rollout.turns, program.turns, strict=False):
         turn.reward = reward
     agent.prompt_ids = []
-    agent.read(step)
+    agent.read(steps[PLAYER])
+
+
+def follow(
+    ask: Ask, prompt: "Prompt", request: Request, policy: Policy, say: Callable[[str], None]
+) -> None:
+    """Samples a request as its program wants it, as far as that goes, and says what does not."""
+    for wanted in differences(ask, request.params):
+        line = f"a request of an agent sets {wanted}: it is answered as the run samples"
+        say_once(say, line, wanted)
+    request.matcher = matcher(ask, prompt, policy, request.sampler, say)
+    if ask.max_tokens:
+        request.max_tokens = min(request.max_tokens, ask.max_tokens)
+
+
+def reply(
+    known: "Conversations", sampled: list[tuple[Ask, "Prompt", Request]],
+    completions: list[Completion], rollout: Rollout,
+) -> None:  # fmt: skip
+    """Adds the completions to the rollout and sends the answers. Raises EnvFailure."""
+    choices: dict[Ask, list[Choice]] = defaultdict(list)
+    for (ask, prompt, _), completion in zip(sampled, completions, strict=True):
+        if completion.error:
+            raise EnvFailure(completion.error)
+        if not ask.is_waited_for():  # nobody reads it: it is not trained on
+            ask.refuse(400, "the client hung up", "invalid_request")
+            continue
+        completion = cut_at(known.policy, completion, ask.stop)
+        rollout.messages += prompt.new
+        choices[ask].append(known.add(ask, prompt, completion, rollout))
+        prompt.new = []
+        if len(choices[ask]) == ask.n:
+            ask.reply(choices[ask], len(prompt.ids))
 
 
 @dataclass(eq=False)
@@ -166,8 +173,8 @@ class Conversations:
     def prompt(self, ask: Ask) -> Prompt:
         """The token ids up to the answer.
 
-        Raises UsageError if the template refuses them, and Refused for so much text that to
-        tokenize it would take seconds.
+        Raises UsageError if the template refuses them, and Refused for more than fits into the
+        context; so much text that to tokenize it would take seconds is not tokenized.
         """
         tokenizer, messages, limit = self.policy.tokenizer, ask.messages, self.policy.max_length
         texts = [json.dumps(ask.tools), *(m["content"] for m in messages)]
@@ -189,18 +196,20 @@ class Conversations:
         while end and key[: end + 1] not in self.known:
             end -= 1
         if not end:
-            return Prompt(self.renderer.opening_ids(full, schemas), full, chat, key)
-        rendered = full
-        known = self.best(self.known[key[: end + 1]], messages[end - 1])
-        begun = whole[: len(whole) - len(chat) + end]
-        num_new = len(full) - len(tools.for_template(tokenizer, begun, ask.tools)[0])
-        context = known.ids
-        closed = [context[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
-        if context[-1] in self.policy.stop_ids and not closed:
-            context = context[:-1]
-        full = tools.without_calls(full, num_new)
-        ids = context + ids_after_completion(tokenizer, full, closed, num_new, schemas)
-        return Prompt(ids, rendered, chat[end:], key)
+            ids = self.renderer.opening_ids(full, schemas)
+        else:
+            ids = self.best(self.known[key[: end + 1]], messages[end - 1]).ids
+            begun = whole[: len(whole) - len(chat) + end]
+            num_new = len(full) - len(tools.for_template(tokenizer, begun, ask.tools)[0])
+            closed = [ids[-1]] == closing_ids(tokenizer, full[-num_new]["role"])
+            if ids[-1] in self.policy.stop_ids and not closed:
+                ids = ids[:-1]
+            shown = tools.without_calls(full, num_new)
+            ids = ids + ids_after_completion(tokenizer, shown, closed, num_new, schemas)
+        if len(ids) >= limit:
+            reason = f"{len(ids)} tokens do not fit into {limit}"
+            raise Refused(400, f"{reason} (--max-model-len)", "context_length_exceeded")
+        return Prompt(ids, full, chat[end:], key)
 
     def best(self, found: list[Known], answer: dict[str, Any]) -> Known:
         """Of answers that read alike the one that was sent back, by all that clients may keep."""

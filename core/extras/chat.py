@@ -48,15 +48,11 @@ OUT, NOTES = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
+class PolicyFlags:
+    """Which policy answers, and how."""
 
     # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
     policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")] = ""
-    before: bool = False  # Show the answer of the model before training, too.
-    env: str = ""  # Environment of /task and --web; empty: that of the run.
-    web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
-    port: int = 0  # Port of the page of --web; 0: a free one.
     temperature: float = 0.0  # Sampling temperature; 0: greedy.
     top_p: float = 1.0  # Keep the most likely tokens up to this probability mass; 1: keep all.
     top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
@@ -68,6 +64,16 @@ class Flags:
     # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     trust: bool = False  # Run the code that the run names, or that comes with the model.
+
+
+@dataclass(frozen=True)
+class Flags(PolicyFlags):
+    """Talk to a policy in the terminal. Typed /task lets it play a held-out task."""
+
+    before: bool = False  # Show the answer of the model before training, too.
+    env: str = ""  # Environment of /task and --web; empty: that of the run.
+    web: bool = False  # In the browser instead: play a held-out task beside the policy, or talk.
+    port: int = 0  # Port of the page of --web; 0: a free one.
 
 
 def parse(args: list[str]) -> tuple[Flags, Config]:

@@ -2,7 +2,6 @@
 
     python -m core.serve runs/mine                          # http://127.0.0.1:8000/v1
     python -m core.serve Qwen/Qwen3-0.6B --port 8001
-    python -m core.serve runs/mine --web                    # and a page to talk to it
 
 Any client of OpenAI's API gets its answers from there, with any API key, such as the agent that the
 policy was trained in. environments/adapters/endpoint.py has what it understands. Answers are greedy
@@ -10,15 +9,10 @@ unless the request, or the command, sets a temperature; a `seed` repeats them. A
 conversation that goes on keeps the token ids of its answers.
 """
 
-import json
 import sys
-import threading
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, Any, Literal
 
-import httpx
 import torch
 import tyro
 from torch import Tensor
@@ -29,10 +23,8 @@ from core.extras.agents import Conversations, Prompt, cut_at, differences, match
 from core.faults import UsageError
 from core.run import cli
 from core.sampler import Request, SamplingParams, TorchSampler, draw
-from core.types import Message, Rollout
+from core.types import Rollout
 from environments.adapters.endpoint import Ask, Choice, Endpoint, Refused
-from environments.plumbing import web
-from environments.plumbing.registry import make
 
 POLL = 0.1  # seconds
 MAX_TURNS = 10_000  # whose ids are kept; then all are forgotten, and rendered again
@@ -40,33 +32,13 @@ MIN_TEMPERATURE = 0.01  # below it: greedy
 
 
 @dataclass(frozen=True)
-class Flags:
-    """Answer requests in OpenAI's API with a trained policy."""
+class Flags(chat.PolicyFlags):
+    """Answer requests in OpenAI's API with a trained policy.
 
-    # Run, such as runs/mine or mine, Hub id, folder of a model, tiny or smollm2.
-    policy: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="POLICY")]
+    A request may set its own temperature, top_p, seed and token limit.
+    """
+
     port: int = 8000  # Port on 127.0.0.1; 0: a free one.
-    web: bool = False  # Also serve a page on which you talk to the policy.
-    temperature: float = 0.0  # Of requests that set none; 0: greedy.
-    top_p: float = 1.0  # Of requests that set none; 1: keep all tokens.
-    top_k: int = 0  # Keep this many of the most likely tokens; 0: keep all.
-    # Token limit of requests that set none; 0: that of the run; without a run 64 for tiny and
-    # smollm2, otherwise 1024.
-    max_tokens: int = 0
-    seed: int = 0  # Random seed of the answers.
-    device: str = "auto"  # cpu, cuda, cuda:N or mps; auto: CUDA, then MPS, then the CPU.
-    # Precision of the weights; auto: that of the run; otherwise bfloat16 on CUDA, else float32.
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    trust: bool = False  # Run the code that the run names, or that comes with the model.
-
-
-@dataclass(eq=False)
-class Waiting:
-    """One completion that a request wants."""
-
-    ask: Ask
-    prompt: Prompt
-    params: SamplingParams
 
 
 def parse(args: list[str]) -> tuple[Flags, chat.Flags, Config]:
@@ -75,7 +47,7 @@ def parse(args: list[str]) -> tuple[Flags, chat.Flags, Config]:
     flags: Flags = tyro.cli(kind, prog="python -m core.serve", args=args)
     if not 0 <= flags.port < 65536:
         raise UsageError(f"--port must be 0 to 65535, not {flags.port}")
-    shared = {k: v for k, v in vars(flags).items() if k not in ("port", "web")}
+    shared = {k: v for k, v in vars(flags).items() if k != "port"}
     return flags, *chat.settings(chat.Flags(**shared))
 
 
@@ -87,11 +59,6 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
     except OSError as error:
         raise UsageError(f"--port {flags.port}: {error.strerror}; take another one") from None
     print(f"OPENAI_BASE_URL={endpoint.url}   (Ctrl-C ends)", flush=True)
-    if flags.web:
-        task = chat.held_out_task(cfg, 0)
-        talkers: dict[str, web.Player] = {speaker.label: partial(ask_endpoint, endpoint.url)}
-        page = web.Episode(make(task.env), task.env.short, task.seed, talkers, talkers=talkers)
-        threading.Thread(target=web.serve, args=(page,), daemon=True).start()
     with suppress(KeyboardInterrupt), speaker.policy.adapters():
         answer_all(endpoint, speaker, cfg)
     endpoint.close()
@@ -101,10 +68,11 @@ def main(flags: Flags, chat_flags: chat.Flags, cfg: Config) -> int:
 def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
     """Answers requests for ever, all together, each token with the settings of its request."""
     policy, renderer = speaker.policy, speaker.collector.renderer
-    running, choices = dict[Request, Waiting](), dict[Ask, list[Choice]]()
+    running = dict[Request, tuple[Ask, Prompt, SamplingParams]]()
+    choices = dict[Ask, list[Choice]]()
 
     def draw_each(logits: Tensor, _: SamplingParams, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        wanted = [running[partial.request].params for partial in sampler.batch]
+        wanted = [running[partial.request][2] for partial in sampler.batch]
         token_ids, logprobs = torch.zeros(len(wanted), dtype=torch.long), torch.zeros(len(wanted))
         for params in {*wanted}:
             rows = torch.tensor([i for i, other in enumerate(wanted) if other == params])
@@ -136,18 +104,16 @@ def answer_all(endpoint: Endpoint, speaker: chat.Speaker, cfg: Config) -> None:
                         matcher=matcher(ask, prompt, policy, sampler, chat._note),
                     )  # fmt: skip
                     sampler.add(request)
-                    running[request] = Waiting(ask, prompt, params)
+                    running[request] = ask, prompt, params
             except (UsageError, TypeError, RecursionError, Refused) as error:
-                is_long = choices.pop(ask, None) is not None  # only `sampler.add` raises after it
-                code = "context_length_exceeded" if is_long else "invalid_request"
-                ask.refuse(400, str(error), getattr(error, "code", code))
+                choices.pop(ask, None)
+                ask.refuse(400, str(error), getattr(error, "code", "invalid_request"))
         for request, completion in sampler.step() if running else []:
-            ended = running.pop(request)
-            completion = cut_at(policy, completion, ended.ask.stop)
-            rollout = Rollout("", "", 0, 0)
-            choices[ended.ask].append(known.add(ended.ask, ended.prompt, completion, rollout))
-            if len(choices[ended.ask]) == ended.ask.n:
-                ended.ask.reply(choices.pop(ended.ask), len(ended.prompt.ids))
+            ask, prompt, _ = running.pop(request)
+            completion = cut_at(policy, completion, ask.stop)
+            choices[ask].append(known.add(ask, prompt, completion, Rollout("", "", 0, 0)))
+            if len(choices[ask]) == ask.n:
+                ask.reply(choices.pop(ask), len(prompt.ids))
 
 
 def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:
@@ -163,16 +129,6 @@ def params_of(ask: Ask, cfg: Config, max_tokens: int) -> SamplingParams:
     temperature, top_p = number("temperature", cfg.temperature, 100), number("top_p", cfg.top_p, 1)
     temperature = temperature if temperature >= MIN_TEMPERATURE else 0.0
     return SamplingParams(max_tokens, temperature, max(top_p, 1e-6), cfg.top_k, cfg.seed)
-
-
-def ask_endpoint(url: str, messages: list[Message]) -> str:
-    """The endpoint's answer to a conversation, for the page."""
-    body: dict[str, Any] = {"messages": messages}
-    answer = httpx.post(f"{url}/chat/completions", content=json.dumps(body), timeout=None,
-                        trust_env=False)  # fmt: skip
-    if answer.status_code != 200:
-        raise UsageError(answer.json()["error"]["message"])
-    return answer.json()["choices"][0]["message"]["content"] or ""
 
 
 def run(args: list[str]) -> int:

@@ -127,7 +127,8 @@ class ToolRenderer(Renderer):
     def next_ids(
         self, chat: list[Message], schemas: Sequence[Schema], turn_closed: bool
     ) -> list[int]:
-        num_new = max(1, num_results(chat))
+        results = itertools.takewhile(lambda message: message["role"] == "tool", reversed(chat))
+        num_new = max(1, len([*results]))
         chat = without_calls(chat, num_new)
         return ids_after_completion(self.policy.tokenizer, chat, turn_closed, num_new, schemas)
 
@@ -157,14 +158,6 @@ def for_template(
             text = f"{adapted.pop()['content']}\n{text}"
         adapted.append({"role": "user", "content": text})
     return adapted, ()
-
-
-def num_results(messages: list[Message]) -> int:
-    """The number of results at the end of a conversation."""
-    count = 0
-    while count < len(messages) and messages[-1 - count]["role"] == "tool":
-        count += 1
-    return count
 
 
 def without_calls(messages: list[Message], num_new: int) -> list[Message]:

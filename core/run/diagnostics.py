@@ -211,23 +211,23 @@ def active_warnings(
     dead_groups = equal or _never_spread(records) or _dead_groups(recent, cfg.group_size)
     exploited = _accuracy_fell(records) or _training_accuracy_fell(records)
     below_start = "" if exploited else _below_start(records) or _reward_fell(records, cfg)
-    follows_rewards = cfg.kl_coef <= STRONG_KL
+    follows_rewards, high = cfg.kl_coef <= STRONG_KL, _too_high(recent)
     findings = {
         "entropy_collapse": _entropy_collapse(recent),
         "reward_without_accuracy": exploited,
-        "weights_at_cap": _weights_at_cap(recent),
+        "weights_at_cap": high.get("weights_at_cap", ""),
         "dead_groups": "" if no_reward or below_start or not by_group else dead_groups,
-        "kl_runaway": _kl_runaway(recent),
+        "kl_runaway": high.get("kl_runaway", ""),
         "sampler_gap": _sampler_gap(recent, cfg),
         "stale_weights": _stale_weights(recent),
-        "never_stops": _never_stops(recent),
-        "episodes_cut": _episodes_cut(recent),
+        "never_stops": high.get("never_stops", ""),
+        "episodes_cut": high.get("episodes_cut", ""),
         "adapters_unchanged": _adapters_unchanged(recent),
         "no_reward": no_reward,
         "below_start": below_start,
         "memorized": _memorized(records),
         "wrong_direction": _wrong_direction(recent) if advice and follows_rewards else "",
-        "mixed_groups": _mixed_groups(recent) if by_group else "",
+        "mixed_groups": high.get("mixed_groups", "") if by_group else "",
         "same_tasks": _same_tasks(recent),
         "tokens_left_out": _tokens_left_out(recent, cfg),
         "loss_weight": _loss_weight(recent),
@@ -297,11 +297,28 @@ def _training_accuracy_fell(records: list[Record]) -> str:
             f"{correct[1]:.2g}")  # fmt: skip
 
 
-def _weights_at_cap(recent: list[Record]) -> str:
-    capped = mean_of(recent, "weights/capped")
-    if capped > MAX_CAPPED:
-        return f"{capped:.1%} of tokens have an importance weight beyond the cap"
-    return ""
+def _too_high(recent: list[Record]) -> dict[str, str]:
+    """The warnings about single metrics that stay above a limit."""
+    found: dict[str, str] = {}
+    for name, metric, measured, limit, words in (
+        ("weights_at_cap", "weights/capped", mean_of, MAX_CAPPED,
+         "{:.1%} of tokens have an importance weight beyond the cap"),
+        ("kl_runaway", "kl/approx", _level, MAX_KL_UPDATE,
+         "KL {:.2g} nats per token per update, above {:g}"),
+        ("kl_runaway", "kl/reference", _level, MAX_KL_REFERENCE,
+         "KL {:.2g} nats per token from the reference, above {:g}"),
+        ("kl_runaway", "update/moved", _level, MAX_MOVED,
+         "an update changes log-probs by {:.2g} nats on average, above {:g}"),
+        ("mixed_groups", "groups/openings", _least, 1,
+         "the rollouts of a group have {:.3g} different prompts"),
+        ("never_stops", "length/hit_token_limit", _level, MAX_HIT_LIMIT,
+         "{:.0%} of completions end at --max-tokens"),
+        ("episodes_cut", "episodes/truncated", mean_of, MAX_TRUNCATED,
+         "{:.0%} of episodes are cut before their end"),
+    ):  # fmt: skip
+        if (value := measured(recent, metric)) > limit:
+            found.setdefault(name, words.format(value, limit))
+    return found
 
 
 def _dead_groups(recent: list[Record], size: int) -> str:
@@ -390,18 +407,6 @@ def _no_reward(records: list[Record]) -> str:
     return f"no rollout has earned a reward in all {updates} updates so far{ended}"
 
 
-def _kl_runaway(recent: list[Record]) -> str:
-    for name, limit, what in (
-        ("kl/approx", MAX_KL_UPDATE, "KL {:.2g} nats per token per update"),
-        ("kl/reference", MAX_KL_REFERENCE, "KL {:.2g} nats per token from the reference"),
-        ("update/moved", MAX_MOVED, "an update changes log-probs by {:.2g} nats on average"),
-    ):
-        level = _level(recent, name)
-        if level > limit:
-            return f"{what.format(level)}, above {limit:g}"
-    return ""
-
-
 def _sampler_gap(recent: list[Record], cfg: Config) -> str:
     mean, largest = _level(recent, "gap/logprob_mean"), _known(recent, "gap/logprob_max")
     limit = MAX_GAP_FLOAT32 if cfg.dtype == "float32" else MAX_GAP_MEAN
@@ -429,11 +434,6 @@ def _wrong_direction(recent: list[Record]) -> str:
         return ""
     return (f"returns and the changes of log-probs correlate by {statistics.fmean(values):.2f} in "
             f"the last {len(values)} updates")  # fmt: skip
-
-
-def _mixed_groups(recent: list[Record]) -> str:
-    openings = min(_last(recent, "groups/openings"), default=math.nan)
-    return f"the rollouts of a group have {openings:.3g} different prompts" if openings > 1 else ""
 
 
 def _same_tasks(recent: list[Record]) -> str:
@@ -496,16 +496,6 @@ def _held_out_seen(now: Record, cfg: Config) -> str:
     return ""
 
 
-def _never_stops(recent: list[Record]) -> str:
-    cut = _level(recent, "length/hit_token_limit")
-    return f"{cut:.0%} of completions end at --max-tokens" if cut > MAX_HIT_LIMIT else ""
-
-
-def _episodes_cut(recent: list[Record]) -> str:
-    cut = mean_of(recent, "episodes/truncated")
-    return f"{cut:.0%} of episodes are cut before their end" if cut > MAX_TRUNCATED else ""
-
-
 def _adapters_unchanged(recent: list[Record]) -> str:
     steps, zero = _values(recent, "update/steps"), _values(recent, "lora/zero_fraction")
     if not (steps and zero and min(steps) >= 1 and zero[-1] > 0):
@@ -546,10 +536,15 @@ def _last(records: list[Record], name: str, number: int = MIN_UPDATES) -> list[f
     return values if len(values) == number else []
 
 
+def _least(recent: list[Record], name: str) -> float:
+    """The least of the last MIN_UPDATES values of a metric; NaN with fewer."""
+    return min(_last(recent, name), default=math.nan)
+
+
 def _level(recent: list[Record], name: str) -> float:
     """What a metric keeps up: its mean over WINDOW updates, or its least value in the last
     MIN_UPDATES if that is higher; NaN with fewer values."""
-    least, mean = min(_last(recent, name), default=math.nan), mean_of(recent, name)
+    least, mean = _least(recent, name), mean_of(recent, name)
     return least if math.isnan(mean) else max(least, mean)
 
 

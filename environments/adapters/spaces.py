@@ -1,10 +1,7 @@
 """Gymnasium's spaces as text: what an action may be, and a JSON value as an action.
 
-The actions of Dict({"steer": Box(-1, 1, (2,)), "gear": Discrete(3)}) are described as
-
-    {"gear": 0 to 2, "steer": [-1 to 1, -1 to 1]}
-
-and `Slowly. {"action": {"gear": 1, "steer": [0.5, 0]}}` is a response with one of them.
+The actions of Box(-1, 1, (2,)) are described as `[-1 to 1, -1 to 1]`, and `Slowly. {"action": [0.5,
+0]}` is a response with one of them.
 """
 
 import json
@@ -26,24 +23,13 @@ def describe(space: Any) -> str:
     spaces = import_library("gymnasium").spaces
     if isinstance(space, spaces.Discrete):
         return f"{space.start} to {space.start + space.n - 1}"
-    if isinstance(space, spaces.Dict):
-        parts = [
-            f"{json.dumps(key, ensure_ascii=False)}: {describe(sub)}"
-            for key, sub in space.spaces.items()
-        ]
-        return "{" + ", ".join(parts) + "}"
-    if isinstance(space, spaces.Tuple):
-        return f"[{', '.join(describe(sub) for sub in space.spaces)}]"
-    if isinstance(space, spaces.Text):
-        return f'"a text of {space.min_length} to {space.max_length} characters"'
     if isinstance(space, spaces.MultiDiscrete):
-        first, last = space.start, space.start + space.nvec - 1
-        return _describe_array(first, last)
+        return _describe_array(space.start, space.start + space.nvec - 1)
     if isinstance(space, spaces.MultiBinary):
         return _describe_array(np.zeros(space.shape, int), np.ones(space.shape, int))
     if isinstance(space, spaces.Box):
         return _describe_array(space.low, space.high)
-    raise UsageError(f"no text can be an action of the space {space}")
+    raise UsageError(f"no text can be an action of the space {space}, but for words=module:GAME")
 
 
 def read_json_action(space: Any, response: str) -> Any:
@@ -62,26 +48,15 @@ def read_json_action(space: Any, response: str) -> Any:
 
 def to_action(space: Any, value: Any) -> Any:
     """Returns a JSON value as an element of `space`; None if it is not one."""
-    spaces = import_library("gymnasium").spaces
-    if isinstance(space, spaces.Discrete):
+    if isinstance(space, import_library("gymnasium").spaces.Discrete):
         return integer(int(space.start), int(space.start + space.n - 1))(value)
-    if isinstance(space, spaces.Dict):
-        if not isinstance(value, dict) or set(value) != set(space.spaces):
-            return None
-        parts = {key: to_action(sub, value[key]) for key, sub in space.spaces.items()}
-        return None if any(part is None for part in parts.values()) else parts
-    if isinstance(space, spaces.Tuple):
-        if not isinstance(value, list) or len(value) != len(space.spaces):
-            return None
-        items = [to_action(sub, v) for sub, v in zip(space.spaces, value, strict=True)]
-        return None if any(item is None for item in items) else tuple(items)
-    if isinstance(space, spaces.Text):
-        return value if isinstance(value, str) and space.contains(value) else None
     return _to_array(space, value)
 
 
 def as_element(space: Any, action: Any) -> Any:
     """Returns an action that a `Game` read as an element of `space`; None if it is not one."""
+    if space.contains(action):
+        return action
     with suppress(TypeError, ValueError, RecursionError):  # no JSON, or a space of another kind
         return to_action(space, json.loads(to_json(action))["action"])
     return None

@@ -1,4 +1,4 @@
-"""The bundled web of `pages.json`, and functions for the links and parts of a page.
+"""The bundled web of `pages.json`, and functions for the links of a page.
 
 A page is a tuple of sections, (heading, text); a link in a text is written [[Title]]. Every bundled
 page can be reached from every other one.
@@ -11,14 +11,13 @@ page can be reached from every other one.
 
 import json
 import re
-import textwrap
 from functools import cache
 from pathlib import Path
 
 LINK = re.compile(r"\[\[([^\[\]]+)\]\]")
 MAX_TITLE = 1000  # characters
 
-Sections = tuple[tuple[str, str], ...]  # (heading or "", text)
+Sections = tuple[tuple[str, str], ...]  # (heading, text)
 
 
 @cache
@@ -62,30 +61,6 @@ def pairs_apart(n_hops: int) -> list[tuple[str, str]]:
 def find_links(sections: Sections) -> list[str]:
     """Returns the titles of all links in order, without duplicates."""
     return list(dict.fromkeys(link for _, text in sections for link in LINK.findall(text)))
-
-
-def split_parts(sections: Sections, size: int) -> list[Sections]:
-    """Splits a page into parts of at most `size` characters.
-
-    A section is split only if it does not fit, and never inside a link.
-
-    >>> split_parts((("A", "One [[x y]]."), ("B", "Two."), ("", "Three [[z]].")), 22)
-    [(('A', 'One [[x y]].'), ('B', 'Two.')), (('', 'Three [[z]].'),)]
-    """
-    parts: list[Sections] = [()]
-    room = size
-    for heading, text in sections:
-        # textwrap does not break at no-break spaces
-        unbroken = LINK.sub(lambda link: link[0].replace(" ", "\u00a0"), text)
-        width = max(size - len(heading) - 2, size // 2)
-        for piece in textwrap.wrap(unbroken, width, break_on_hyphens=False):
-            length = len(heading) + 2 + len(piece)
-            if parts[-1] and length > room:
-                parts.append(())
-                room = size
-            parts[-1] += ((heading, piece.replace("\u00a0", " ")),)
-            room -= length
-    return parts
 
 
 def fold(title: str) -> str:

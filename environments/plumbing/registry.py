@@ -66,7 +66,6 @@ ENVIRONMENTS: dict[str, str | Constructor] = {
     "textarena": "environments.adapters.textarena:TextArena",
     "textworld": "environments.adapters.textworld:TextWorld",
     "tic_tac_toe": "environments.tic_tac_toe:tic_tac_toe",
-    "wiki_search": "environments.wiki_search:WikiSearch",
     "wikipedia_maze": "environments.wikipedia_maze:WikipediaMaze",
 }
 # Opponents that are no option of an environment (core/extras/opponents.py): its own players,
