@@ -1,7 +1,6 @@
 """Metrics of rollouts, evaluations and gradient steps, against numbers computed by hand."""
 
 import math
-import re
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +11,6 @@ import torch
 from core import evaluation
 from core.batching import MicroBatch, to_rollout_batch
 from core.config import Config
-from core.evaluation import left_out_lines
 from core.loop.evaluator import Evaluator
 from core.metrics import (
     UpdateStats,
@@ -25,7 +23,6 @@ from core.metrics import (
     rollout_metrics,
     wilson,
 )
-from core.results import accuracy_of, before_after
 from core.sampler import SamplingParams
 from core.seeds import EVALUATION, derive_seed
 from core.tasks import Task, eval_tasks
@@ -132,19 +129,6 @@ def test_wilson_interval_by_hand_and_at_one():
     assert wilson(8, 10) == pytest.approx((0.4901625, 0.9433178), abs=1e-5)
     assert wilson(10, 10)[1] == 1.0 and wilson(10, 10)[0] < 0.8
     assert wilson(0, 10)[0] == 0.0 and wilson(0, 10)[1] > 0.2
-
-
-def test_before_and_after_are_the_first_and_last_evaluations():
-    def record(update, accuracy):
-        return {"update": update, "eval/a:k=1/accuracy": accuracy,
-                "eval/a:k=1/ci_low": 0.1, "eval/a:k=1/ci_high": 0.9}  # fmt: skip
-
-    records = [{"sft_step": 1}, record(0, 0.2), {"update": 1}, record(2, 0.5), record(4, 0.75)]
-    ((env, first, last),) = before_after(records)
-    assert (env, first["update"], last["update"]) == ("a:k=1", 0, 4)
-    assert accuracy_of(env, last) == "0.75 [0.10, 0.90]"
-    assert before_after(records[:2]) == [("a:k=1", records[1], records[1])]
-    assert before_after([{"update": 1}]) == []
 
 
 @pytest.mark.parametrize(
@@ -257,19 +241,12 @@ def test_each_seed_is_a_task_if_it_decides_more_than_the_opening(differs):
     assert metrics["eval/e/openings"] == 1
 
 
-@pytest.mark.parametrize(
-    ("tasks", "openings", "numbers"),
-    [
-        (4, 4, []),
-        (4, 2, ["4", "2"]),
-        (4, 1, ["4", "one"]),
-        (2, 2, ["2", "4"]),
-        (1, 1, ["4", "one"]),
-    ],
-)
-def test_an_evaluation_notes_how_few_tasks_its_episodes_have(tasks, openings, numbers):
-    note = few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
-    assert re.findall(r"\d+|one\b", note) == numbers
+def test_an_evaluation_notes_how_few_tasks_its_episodes_have():
+    def note(tasks, openings):
+        return few_tasks("e", {"eval/e/tasks": tasks, "eval/e/openings": openings}, 4)
+
+    assert note(4, 4) == "" and "2 openings" in note(4, 2) and "one opening" in note(4, 1)
+    assert "2 different tasks in 4" in note(2, 2) and "one task" in note(1, 1)
 
 
 def test_a_failed_episode_is_a_task_of_its_own_and_wrong():
@@ -311,15 +288,7 @@ def test_pass_at_k_leaves_out_tasks_whose_samples_were_lost():
     }
     lost = [replace(evaluated(s, s, 9, False), env_failure=True) for s in range(4)]
     assert evaluation.pass_at_k(greedy, samples + lost, 3) == pytest.approx(expected)
-    (line,) = left_out_lines(expected, 3)
-    assert line.startswith("pass@3 leaves out 2 tasks of e:")
-    assert left_out_lines(pass_at_k(greedy[:2], samples[:7], 3), 3) == []
     assert pass_at_k(greedy[3:], samples, 3) == {"eval/e/pass_at_k_left_out": 1}
-    # two agents: X always wins, O never
-    seats = [(evaluated(0, 0, 9, False, seat), seat == "X") for seat in ("X", "O")]
-    samples = [evaluated(0, 0, n, wins, r.agent) for r, wins in seats for n in (0, 1)]
-    found = pass_at_k([r for r, _ in seats], samples, 2)
-    assert [found[f"eval/e{s}/pass_at_k"] for s in ("", "/X", "/O")] == [0.5, 1.0, 0.0]
 
 
 def test_the_paired_test_counts_each_opening_once_and_leaves_out_what_was_not_played_twice():
@@ -371,13 +340,8 @@ def test_the_paired_test_leaves_out_tasks_that_have_changed():
     assert found("abcdef", (0, 1, 2)) == {"eval/e/p_value": 0.25}
     changed = found("xyzdef", (0, 1, 2))
     assert changed == {"eval/e/p_value": 1.0, "eval/e/changed": 3}
-    (line,) = evaluation.changed_lines(changed)
-    assert line.startswith("e: 3 tasks begin otherwise than in the first evaluation")
     assert found("abxdef", (0, 1, 2)) == {"eval/e/p_value": 0.5, "eval/e/changed": 1}
     assert found("uvwxyz", (0, 1, 2)) == {"eval/e/changed": 6}  # nothing is left to compare
-    # other agents had a part in the opening of a game, and the program in that of an agent's
-    for agent, env, known in (("player", "e", True), ("X", "e", False), ("player", "agent", False)):
-        assert bool(evaluation.opening_checksum(evaluated(0, 0, 9, True, agent, env))) == known
 
 
 def test_an_evaluation_asks_for_the_held_out_tasks_greedily_and_counts_each_task():
