@@ -195,17 +195,6 @@ def test_keyboard_reaches_everything(run, visit):
     assert page.locator("#at").inner_text() == f"update {first} of {UPDATES}"
 
 
-def test_explanations_need_no_mouse(run, visit):
-    page = visit(run[0], 400, 900)
-    word = page.locator(".open .head abbr").first
-    meaning = word.get_attribute("title")
-    word.click()  # as a tap, which shows no tooltip
-    assert page.locator("#tip").inner_text() == meaning
-    page.keyboard.press("Tab")
-    page.keyboard.press("Shift+Tab")
-    assert page.locator("#tip").inner_text() == meaning
-
-
 def tricky_page(folder, texts):
     """Writes a page of two runs with each text wherever a text can stand; returns its path."""
     folder.mkdir()
@@ -278,22 +267,3 @@ def test_held_out_tasks_are_shown_before_and_after(run, visit):
     before, after = articles.first.locator(".two > div").all_inner_texts()
     assert "✗ wrong" in before and "at 0 " in before
     assert "✓ correct" in after and f"at {UPDATES} " in after
-
-
-def test_comparison_tells_runs_apart_without_colour(tmp_path, visit):
-    runs = []
-    for i, name in enumerate(["first", "second", NAME]):
-        metrics = [evaluated(0, 0.2), {"update": 1, "reward/mean": 0.1 * i},
-                   evaluated(2, 0.5 + i / 9)]  # fmt: skip
-        rows = [row("eval", u, 1, f"{i} at {u}", float(u > 0)) for u in (0, 2)]
-        rows.append(row("train", 1, 1, f"by {i}"))
-        runs.append((write_run(tmp_path / name, metrics, rows), CONFIG))
-    page = visit(write_page(tmp_path / "compare.html", runs))
-    chart = page.locator("#charts .card").first
-    assert chart.locator("svg text").all_text_contents()[-3:] == ["A", "B", "C"]
-    assert NAME in chart.locator("output").inner_text()
-    sides = page.locator("#pairs .two > div").all_inner_texts()
-    assert "A first, after update 2" in sides[0] and "B second, after update 2" in sides[1]
-    page.select_option("#run", "2")
-    page.locator("#groups .rollouts button").first.click()
-    assert "by 2" in page.locator(".open").inner_text()
