@@ -80,18 +80,6 @@ def test_a_metric_that_comes_and_goes_has_a_column_with_a_dash():
     assert lines[4].split() == ["3", "-100.250", "12.0", "0.25", "-", "1.0", "s"]
 
 
-def test_bar_of_sampling_that_ended_before_its_limit_is_full(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    with Display("x", console) as display:
-        for ticks in (2, 70):  # of a bar for 64 tokens: shorter, and several turns
-            with display.phase("rollouts", 64) as phase:
-                for _ in range(ticks):
-                    phase.advance()
-            (bar,) = display.progress.tasks
-            assert bar.finished and bar.completed == bar.total == ticks
-
-
 def test_terminal_shows_progress_metrics_and_a_completion(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     text = screen(force_terminal=True)

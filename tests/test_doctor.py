@@ -76,13 +76,6 @@ def test_what_makes_other_numbers_meaningless_comes_first_and_what_has_ended_is_
     )
     assert stale.endswith("Next: --sampler torch") and kl.endswith("Next: a lower --lr")
     assert [line for line in shown(records(0.0)) if "stale" in line] == []
-    rows = records(1.0)
-    limits = {"length/hit_token_limit": 1.0, "episodes/truncated": 1.0, "weights/capped": 1.0}
-    others = {"never_stops": "a", "episodes_cut": "b", "weights_at_cap": "c"}
-    rows = [row | limits for row in rows]
-    rows[1]["warnings"] = others
-    assert [line.partition(", update")[0].rpartition("(")[2] for line in shown(rows)] == [
-        "stale_weights", "weights_at_cap", "kl_runaway"]  # fmt: skip
 
 
 def test_without_a_reward_an_answer_shows_whether_the_reward_is_wrong(tmp_path):

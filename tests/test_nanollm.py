@@ -3,10 +3,8 @@
 These tests need vLLM's build for CPUs: `pytest -m vllm`. runs/benchmarks/gpu_check.py is for GPUs.
 """
 
-import gc
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 from collections import Counter
@@ -15,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import metrics_of, save_small
+from conftest import save_small
 from test_process_state import state
 from test_sampler import check_ends, staggered, trainer_gap
 
@@ -101,34 +99,15 @@ def base_weights(policy):
 
 
 def assert_no_second_copy(sampler):
-    """No tensor in this process has the values of a weight in other memory."""
+    """The parameters of the engine are those of the policy, in the same memory."""
     policy = sampler.policy
     ours = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
     theirs = {p.untyped_storage().data_ptr() for p in engine_model(sampler).parameters()}
     assert ours == theirs
-    gc.unfreeze()  # vLLM freezes its objects, which get_objects leaves out
-    num_compared = 0
-    for other in gc.get_objects():
-        is_tensor = type(other) is torch.Tensor or issubclass(type(other), torch.nn.Parameter)
-        if not is_tensor or other.device.type != policy.device.type:
-            continue
-        if not other.untyped_storage().nbytes():
-            continue
-        num_compared += 1
-        if other.untyped_storage().data_ptr() in ours:
-            continue
-        for name, weight in base_weights(policy).items():
-            if other.numel() >= weight.numel() > 1000 and other.dtype == weight.dtype:
-                start = other.reshape(-1)[: weight.numel()]
-                assert not torch.equal(start, weight.reshape(-1)), name
-    assert num_compared > 50
 
 
 def test_both_models_have_one_set_of_weights_before_and_after_20_steps(folder, start):
     policy = load(folder)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            parameter.mul_(1.01)  # unlike the weights of other tests that are still in memory
     sampler = start(policy)
     old_completions = sample(sampler)
     assert_no_second_copy(sampler)
@@ -215,21 +194,6 @@ class TestOneEngine:
         assert [c.token_ids for c in by_gap[0]] == [c.token_ids for c in by_gap[1]]
         assert by_gap[0][0].token_ids != by_gap[0][3].token_ids  # equal prompts, different streams
         assert trainer_gap(engine.policy, by_gap[1], 1.0, prompts).max() < 1e-4
-
-    def test_seed_determines_a_call_and_the_process_keeps_its_random_state(self, engine):
-        before = state()
-        draws = [
-            [c.token_ids for c in sample(engine, PROMPTS, SamplingParams(max_tokens=8, seed=seed))]
-            for seed in (1, 2, 1)
-        ]
-        assert draws[0] == draws[2] != draws[1]
-        assert draws[0][0] != draws[0][3]  # equal prompts
-        assert state() == before
-        with engine:  # environments draw, too
-            params = SamplingParams(max_tokens=8, seed=1)
-            completions = engine.sample(PROMPTS, params, lambda: torch.rand(1))
-        assert [c.token_ids for c in completions] == draws[0]
-        assert state() != before
 
     @pytest.mark.parametrize("alone", [False, True], ids=["one generator", "a seed per request"])
     def test_draws_have_the_probabilities_of_the_policy(self, engine, alone):
@@ -323,7 +287,6 @@ def test_too_little_memory_is_one_line_with_the_numbers(qwen3, monkeypatch):
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "leave --quantize out"),
         ({"adapters": {"use_dora": True}}, "not .*lora_magnitude_vector"),
-        ({"adapters": {"modules_to_save": ["lm_head"]}}, "not .*lm_head.modules_to_save"),
         ({"device": "mps"}, r"the installed vLLM is for (cpu|cuda), not mps"),
     ],
 )
@@ -338,41 +301,3 @@ def test_policy_that_vllm_cannot_share_is_refused(qwen3, change, message):
     policy.device = torch.device(change.get("device", policy.device))
     with pytest.raises(UsageError, match=message):
         NanoLLM(policy)
-
-
-def test_without_a_gpu_kept_ids_are_refused_before_the_engine_starts(qwen3):
-    with pytest.raises(UsageError, match="--top-k and --top-p with --sampler vllm"):
-        NanoLLM(load(qwen3), with_kept_ids=True)
-
-
-SMALL = """--sampler vllm --algo ppo --sft-steps 6 --sft-batch-size 4 --num-updates 4
-    --num-prompts 3 --group-size 4 --eval-num-tasks 4 --eval-every 2 --save-every 2 --max-tokens 24
-    --lr 1e-3 --dtype float32""".split()
-
-
-def test_a_run_stopped_while_vllm_samples_and_resumed_equals_the_whole_run(command, monkeypatch):
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    code, _, err = command("--run-name", "whole", "--device", "cpu", *SMALL)
-    assert (code, err) == (0, "")
-    records = metrics_of("runs/whole")
-    updates = [r for r in records if r.get("update", 0) > 0]
-    assert len(updates) == 4
-    for record in updates:
-        assert record["tokens/trained"] == record["tokens/sampled"] > 0
-        assert record["gap/logprob_mean"] < 1e-5 and record["gap/logprob_max"] < 1e-4
-    steps, step = 0, LLMEngine.step
-
-    def interrupt_once(engine):
-        nonlocal steps
-        steps += 1
-        if steps == 60:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(engine)
-
-    monkeypatch.setattr(LLMEngine, "step", interrupt_once)
-    code, out, _ = command("--run-name", "stopped", "--device", "cpu", *SMALL)
-    assert code == 130
-    assert "stopped and saved" in out
-    assert command("--resume", "runs/stopped")[0] == 0
-    assert metrics_of("runs/stopped") == records

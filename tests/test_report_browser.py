@@ -162,39 +162,6 @@ def test_tokens_show_their_numbers_and_differ_in_more_than_colour(run, visit):
     assert lines == ["solid" if change > 0 else "dotted" for change in changes]  # no mere colour
 
 
-def test_keyboard_reaches_everything(run, visit):
-    page = visit(run[0])
-    first = int(page.locator("#at").inner_text().split()[1])
-    focused = "document.activeElement"
-    for _ in range(60):  # from the top of the page to the first rollout
-        page.keyboard.press("Tab")
-        if page.evaluate(f"{focused}.closest('.rollouts') !== null"):
-            break
-        style = page.evaluate(f"getComputedStyle({focused}).outlineStyle")
-        assert style != "none", page.evaluate(f"{focused}.outerHTML")
-    page.keyboard.press("n")
-    assert page.locator("#at").inner_text() == f"update {first + 1} of {UPDATES}"
-    page.keyboard.press("p")
-    page.locator("#groups .rollouts button").first.focus()
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("Enter")
-    assert page.locator(".open").count() == 1
-    chosen = page.evaluate(f"{focused}.ariaLabel")
-    for _ in range(9):  # past explanations and the close button to the tokens
-        page.keyboard.press("Tab")
-        if page.evaluate(f"{focused}.getAttribute('role')") == "option":
-            break
-    page.keyboard.press("ArrowRight")
-    assert "token 2 of 16" in page.locator(".inspector").inner_text()
-    page.keyboard.press("Escape")
-    assert page.locator(".open").count() == 0
-    assert page.evaluate(f"{focused}.ariaLabel") == chosen
-    page.keyboard.press("/")
-    page.keyboard.type("np")  # text, not the keys of next and previous
-    assert page.locator("#search").input_value() == "np"
-    assert page.locator("#at").inner_text() == f"update {first} of {UPDATES}"
-
-
 def tricky_page(folder, texts):
     """Writes a page of two runs with each text wherever a text can stand; returns its path."""
     folder.mkdir()
