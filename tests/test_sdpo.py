@@ -1,12 +1,11 @@
 """SDPO: its gradient against float64 loops, and the prompt of its teacher."""
 
-import copy
 import random
 
 import pytest
 import torch
 from conftest import load_small, metrics_of, save_small
-from single_update import single_update
+from single_update import gradients_of_update, moved
 from test_episodes import PARAMS, Scripted, message
 from transformers import AutoModelForCausalLM
 
@@ -15,7 +14,6 @@ from algorithms.variants import sdpo
 from core import config
 from core.chat_template import prompt_ids
 from core.episodes import RolloutCollector
-from core.optimizer import make_optimizer
 from core.policy import Policy
 from core.tasks import Task
 from core.types import Rollout, Turn
@@ -29,15 +27,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def models(folder):
-    """The float64 weights that sampled, and those of the second step."""
-    old = AutoModelForCausalLM.from_pretrained(folder).double()
-    new, generator = copy.deepcopy(old), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in new.parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_((p + 0.03 * noise).float())
-    return old, new
+def later(folder):
+    """The weights of the second step."""
+    old = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    return moved(old, 0.03, torch.Generator().manual_seed(0))
 
 
 def settings(algo="sdpo", **options):
@@ -62,20 +55,11 @@ def draw_rollouts():
     return rollouts
 
 
-def gradients(cfg, folder, models, micro_batch_tokens=2048):
-    """Those of the two steps of an update by the real loop, flat."""
-    policy, found = load_small(folder), []
+def gradients(cfg, folder, later, micro_batch_tokens=2048):
+    """Those of the two steps of an update by the real loop, and the metrics."""
+    policy = load_small(folder)
     policy.micro_batch_tokens = micro_batch_tokens
-    optimizer = make_optimizer(policy, 1e-3)
-
-    def step():
-        named = sorted(policy.model.named_parameters())
-        found.append(torch.cat([p.grad.flatten() for _, p in named]).double())
-        policy.model.load_state_dict({k: v.float() for k, v in models[1].state_dict().items()})
-
-    optimizer.step = step
-    metrics = single_update(cfg, policy, optimizer, draw_rollouts())
-    return found, metrics
+    return gradients_of_update(cfg, policy, draw_rollouts(), later)
 
 
 def all_logprobs(model, context, ids):
@@ -111,24 +95,27 @@ def plain_gradient(cfg, models, model):
     return torch.cat([part.flatten() for part in parts]), divergences
 
 
-@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
-@pytest.mark.parametrize("micro_batch_tokens", [2048, 20])
-def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, models, monkeypatch):
+@pytest.mark.parametrize(
+    "kind, micro_batch_tokens", [("forward", 2048), ("reverse", 2048), ("jsd", 20)]
+)
+def test_the_gradients_equal_float64_loops(kind, micro_batch_tokens, folder, later, monkeypatch):
     if micro_batch_tokens == 20:
         monkeypatch.setattr(Policy, "logits_chunk", 3)
+    models = [AutoModelForCausalLM.from_pretrained(folder).double() for _ in range(2)]
+    models[1].load_state_dict(later)
     cfg = settings(own={"kind": kind, "coef": 0.5}, reward_coef=0.0)
-    ours, metrics = gradients(cfg, folder, models, micro_batch_tokens)
+    ours, metrics = gradients(cfg, folder, later, micro_batch_tokens)
     theirs = [plain_gradient(cfg, models, model) for model in models]
     for mine, (wanted, _) in zip(ours, theirs, strict=True):
         assert (mine - wanted).norm() < 2e-5 * wanted.norm()
     assert metrics["sdpo/divergence"] == pytest.approx(theirs[1][1], rel=1e-4)  # the last epoch
 
 
-def test_the_loss_is_that_of_grpo_and_the_divergence(folder, models):
-    both, _ = gradients(settings(own={}), folder, models)
+def test_the_loss_is_that_of_grpo_and_the_divergence(folder, later):
+    both, _ = gradients(settings(own={}), folder, later)
     parts = [
-        gradients(settings(own={}, reward_coef=0.0), folder, models)[0],
-        gradients(settings("grpo"), folder, models)[0],
+        gradients(settings(own={}, reward_coef=0.0), folder, later)[0],
+        gradients(settings("grpo"), folder, later)[0],
     ]
     for mine, divergence, rewards in zip(both, *parts, strict=True):
         assert rewards.norm() > 0

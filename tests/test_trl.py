@@ -7,22 +7,19 @@ every ratio is 1; before the second both sides get other weights, so that much i
 TRL pads prompts on the left and completions on the right in one batch; we cut micro-batches.
 """
 
-import copy
 import gc
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import save_small
-from single_update import single_update
+from single_update import gradients_of_update, moved
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import train
 from algorithms import grpo
 from core import config
 from core.loading import load_policy
-from core.optimizer import make_optimizer
 from core.types import Rollout, Turn
 
 PROMPTS = ["Count", "What is the word on the left page?", "Move right"]
@@ -54,12 +51,8 @@ def weights(folder):
     """Those of the second step, and those of the reference: near the first and not the same."""
     sampled = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     generator = torch.Generator().manual_seed(0)
-
-    def near(distance):
-        noise = {n: torch.randn(w.shape, generator=generator) for n, w in sampled.items()}
-        return {n: w + distance * noise[n] for n, w in sampled.items()}
-
-    return {"present": near(0.04), "reference": near(0.02)}
+    return {name: moved(sampled, distance, generator)
+            for name, distance in (("present", 0.04), ("reference", 0.02))}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -163,20 +156,10 @@ def our_steps(folder, weights, rollouts, **changes):
     fixed = {"max_tokens": MAX_TOKENS, "num_epochs": 2, "max_grad_norm": 0.0, "tis_cap": 0.0}
     cfg = config.resolve(train.Config(**{**fixed, **changes}))
     config.validate(cfg)
-    policy, gradients = load_policy(str(folder), device="cpu"), []
+    policy = load_policy(str(folder), device="cpu")
     policy.micro_batch_tokens = 100
-    optimizer = make_optimizer(policy, 1e-3)
-
-    def step():
-        gradients.append(gradient_of(policy.model))
-        policy.model.load_state_dict(weights["present"])
-
-    optimizer.step = step
-    reference = replace(policy, model=copy.deepcopy(policy.model)) if cfg.kl_coef else None
-    if reference is not None:
-        reference.model.load_state_dict(weights["reference"])
-    metrics = single_update(cfg, policy, optimizer, rollouts, reference=reference)
-    return gradients, metrics
+    reference = weights["reference"] if cfg.kl_coef else None
+    return gradients_of_update(cfg, policy, rollouts, weights["present"], reference)
 
 
 LOSS_TYPES = {
